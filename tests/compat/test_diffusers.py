@@ -88,8 +88,9 @@ def _masks():
     seen[..., 0] = True
     bias = torch.randn(1, 4, 5, 7, generator=torch.Generator().manual_seed(2))
     return {
-        "none": None, "keys": keys, "float keys": torch.where(keys, 0.5, -torch.inf),
-        "bool": seen, "float": bias, "keys of four dims": keys[:, None, None],
+        "none": None, "keys": keys, "bool": seen, "keys of four dims": keys[:, None, None],
+        "float keys": torch.where(keys, 0.5, -torch.inf).requires_grad_(),
+        "float": bias.requires_grad_(),
     }  # fmt: skip
 
 
@@ -108,8 +109,9 @@ def test_masks_through_the_dispatcher(dispatcher, mask):
     o = dispatcher.dispatch_attention_fn(q, k, v, mask, backend="fastattn", **options)
     wanted = _torchs(q, k, v, mask, **options)
     torch.testing.assert_close(o, wanted)
-    grads = torch.autograd.grad(o.square().sum(), (q, k, v))
-    wanted = torch.autograd.grad(wanted.square().sum(), (q, k, v))
+    leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
+    grads = torch.autograd.grad(o.square().sum(), leaves)
+    wanted = torch.autograd.grad(wanted.square().sum(), leaves)
     torch.testing.assert_close(grads, wanted)
     if FOLDER:
         native = dispatcher.dispatch_attention_fn(q, k, v, mask, backend="native", **options)

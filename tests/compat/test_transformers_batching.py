@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import transformers as tr
+from transformers import masking_utils as masking
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 from transformers_models import heads, layer
@@ -113,6 +114,12 @@ def test_refused_without_the_call():
         batched(model("llama-gqa"), auto_switch_to_flash=False)
 
 
+def test_another_transformers_is_named(monkeypatch):
+    monkeypatch.delattr(paged_cache, "is_flash_attention_requested")
+    with pytest.raises(ImportError, match=r"continuous_batching\.cache has no is_flash_attention"):
+        door.enable_continuous_batching()
+
+
 def test_refused_beside_a_cache():
     q, k, v = heads(4, 4)
     offsets = torch.tensor([0, 4], dtype=torch.int32)
@@ -122,6 +129,14 @@ def test_refused_beside_a_cache():
             door.attention_forward(layer(), q, k, v, None, **given, **wrong)
     with pytest.raises(NotImplementedError, match="scores of the caller's own"):
         door.attention_forward(layer(), q, k, v, None, **given, indices=torch.zeros(1, 4, 1))
+    with pytest.raises(ValueError, match="cache needs cu_seq_lens_q and cu_seq_lens_k"):
+        door.attention_forward(layer(), q, k, v, None, **given | {"cu_seq_lens_q": None})
+    chunks = masking.chunked_causal_mask_function(3, torch.zeros(1).long())
+    chunked, ruled = layer(), door.attention_mask(1, 4, 4, mask_function=chunks)
+    chunked.config = tr.Llama4TextConfig(attention_chunk_size=3)
+    for module, mask in ((chunked, None), (layer(), ruled)):
+        with pytest.raises(NotImplementedError, match="attention in chunks over pages"):
+            door.attention_forward(module, q, k, v, mask, **given)
     bias = torch.zeros(1, 1, 4, 4)
     with pytest.raises(NotImplementedError, match=r"attention_mask of torch\.float32"):
         door.attention_forward(layer(), q, k, v, bias, **given)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fastattn import attention, attention_varlen
 from fastattn.compat import xformers as door
 
 FOLDER = os.environ.get("FASTATTN_XFORMERS")
@@ -107,13 +108,13 @@ def _inputs(B, M, N):
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-def _check(q, k, v, bias, mask):
+def _check(q, k, v, bias, mask, *learned):
     o = door.memory_efficient_attention(q, k, v, bias, scale=0.3)
     wanted = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.3
     ).transpose(1, 2)
     torch.testing.assert_close(o, wanted)
-    grads, of = torch.randn_like(o), (q, k, v)
+    grads, of = torch.randn_like(o), (q, k, v, *learned)
     torch.testing.assert_close(
         torch.autograd.grad(o, of, grads), torch.autograd.grad(wanted, of, grads)
     )
@@ -139,17 +140,33 @@ def test_biases_of_blocks(name):
 
 def test_added_tensors_and_groups():
     q, k, v = _inputs(2, 5, 7)
-    added = torch.randn(2, 2, 5, 7)
-    heads = [x.transpose(1, 2) for x in (q, k, v)]
-    wanted = F.scaled_dot_product_attention(*heads, added).transpose(1, 2)
-    torch.testing.assert_close(door.memory_efficient_attention(q, k, v, added), wanted)
+    added = torch.randn(2, 2, 5, 7, requires_grad=True)
+    _check(q, k, v, added, added, added)
     grouped = [x.unsqueeze(2) for x in (q, k, v)]
     o = door.memory_efficient_attention(*grouped, added.unsqueeze(1))
-    torch.testing.assert_close(o, wanted.unsqueeze(2))
-    causal = added + torch.ones(5, 7).tril().log()
-    wanted = F.scaled_dot_product_attention(*heads, causal).transpose(1, 2)
+    torch.testing.assert_close(o[:, :, 0], door.memory_efficient_attention(q, k, v, added))
+    (of_groups,) = torch.autograd.grad(o.square().sum(), added)
+    o = door.memory_efficient_attention(q, k, v, added)
+    torch.testing.assert_close(of_groups, torch.autograd.grad(o.square().sum(), added)[0])
     bias = type("LowerTriangularMaskWithTensorBias", (), {"_bias": added})()
-    torch.testing.assert_close(door.memory_efficient_attention(q, k, v, bias), wanted)
+    _check(q, k, v, bias, added + torch.ones(5, 7).tril().log(), added)
+
+
+@pytest.mark.parametrize("name", [None, "BlockDiagonalCausalFromBottomRightMask"])
+def test_dropped_weights_are_those_of_the_seed(name):
+    q, k, v = _inputs(1, sum(QUERIES), sum(KEYS))
+    bias = None if name is None else _bias(name, _blocks(name)[0])
+    torch.manual_seed(3)
+    o = door.memory_efficient_attention(q, k, v, bias, 0.5)
+    torch.manual_seed(3)
+    if name is None:
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        wanted = attention(*heads, dropout=0.5).transpose(1, 2)
+    else:
+        offsets = (torch.tensor(_starts(n), dtype=torch.int32) for n in (QUERIES, KEYS))
+        packed = (x[0] for x in (q, k, v))
+        wanted = attention_varlen(*packed, *offsets, causal=True, dropout=0.5)[None]
+    assert torch.equal(o, wanted)
 
 
 def test_refused_by_name():
