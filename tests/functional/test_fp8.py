@@ -1,7 +1,6 @@
 """Attention in 8 bits: codes and scales, packed values, backends that dequantise, and the bound."""
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -259,66 +258,6 @@ def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
         attend8._say_once(choice, torch.device("cuda"))
     attend8._say_once(choice, torch.device("cuda"))
     attend8._say_once(choice._replace(reasons={"hopper": "new"}), torch.device("cpu"))
-
-
-def values(keys: int, length: int) -> PackedValues:
-    return PackedValues(torch.zeros(1, 2, 64, keys).to(E4M3), length)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"q": torch.zeros(1, 2, 3, 64)}, TypeError, "q must be a float8_e4m3fn tensor, got torch"),
-        ({"v": torch.zeros(1, 2, 3, 64).half()}, TypeError, "v must be a float8_e4m3fn tensor"),
-        ({"k": torch.zeros(2, 3, 64).to(E4M3)}, ValueError, r"k must have 4 dimensions \[B, H, T"),
-        ({"k": torch.zeros(1, 2, 3, 32).to(E4M3)}, ValueError, "k must have shape"),
-        ({"v": torch.zeros(1, 2, 4, 64).to(E4M3)}, ValueError, "v must have shape"),
-        ({"v": values(16, 9)}, ValueError, r"v must have shape \[1, 2, 3, D_v\]"),
-        ({"v": values(32, 3)}, ValueError, "be packed by pack_values, got codes of 32 keys for 3"),
-        ({"k_scale": torch.ones(1, 3)}, ValueError, r"k_scale must have shape \[1, 2\], got"),
-        ({"v_scale": torch.ones(1, 2).double()}, TypeError, "v_scale must be a float32 tensor"),
-        ({"q_scale": 2.0}, TypeError, "q_scale must be a float32 tensor, got float"),
-        ({"out_dtype": torch.float64}, TypeError, "out_dtype must be bfloat16, float16 or float32"),
-        ({"dropout": 0.1}, TypeError, "attention_fp8 takes no dropout"),
-        ({"scale": -1.0}, ValueError, "scale must be positive"),
-        ({"backend": "cudnn"}, ValueError, "backend must be one of auto, hopper"),
-        ({"sinks": torch.zeros(4, requires_grad=True)}, RuntimeError, "has no gradients, but an"),
-        ({"q_scale": torch.ones(1, 4, requires_grad=True)}, RuntimeError, "has no gradients"),
-        ({"q_scale": -torch.ones(1, 4)}, ValueError, "q_scale must be positive and .* got -1"),
-        ({"k_scale": torch.tensor([[1, 0.0]])}, ValueError, "k_scale must be positive .* got 0.0"),
-        ({"v_scale": torch.tensor([[math.nan, 1]])}, ValueError, "v_scale must be .* got nan"),
-        ({"v_scale": torch.tensor([[math.inf, 1]])}, ValueError, "v_scale must be .* got inf"),
-    ],
-)
-def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
-    code = torch.zeros(1, 2, 3, 64).to(E4M3)
-    call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code} | changed
-    with pytest.raises(error, match=message):
-        fastattn.attention_fp8(**call)
-    with pytest.raises(error, match=message):
-        fastattn.explain_fp8(**call)
-
-
-Z = torch.zeros
-pack, quantize_packed = fastattn.pack_values, partial(quantize_fp8, packed=True)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: quantize_fp8(Z(2, 3, 4, 5).to(torch.int8)), TypeError, "x must be a float"),
-        (lambda: quantize_fp8(Z(2, 3, 4)), ValueError, r"x must have 4 dimensions \[B, H, T"),
-        (lambda: quantize_fp8(Z(1, 1, 4, 64, requires_grad=True)), RuntimeError, "no gradient"),
-        (lambda: quantize_fp8(Z(2, 3, 4, 5), Z(3).int()), ValueError, r"shape \[2\], got \[3\]"),
-        (lambda: quantize_packed(Z(1, 1, 4, 96)), ValueError, "x must .* 64, 128, 256 .*, got 96"),
-        (lambda: quantize_fp8(Z(1, 1, 4, 96), packed=1), TypeError, "packed must be a bool"),
-        (lambda: pack(Z(1, 1, 4, 64)), TypeError, "v must be a float8_e4m3fn"),
-        (lambda: pack(Z(1, 1, 4, 96).to(E4M3)), ValueError, "64, 128, 256 to be packed, got 96"),
-    ],
-)
-def test_quantise_and_pack_refuse(call: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        call()
 
 
 def rounded_weights(codes: Any, scales: Any, fault: str | None) -> tuple[Tensor, Tensor]:

@@ -160,49 +160,6 @@ def test_compiled_calls_give_the_same():
     torch.testing.assert_close(compiled(q, k, v, *offsets), call(q, k, v, *offsets))
 
 
-def values(rows: int, keys: int, length: Any = 3) -> PackedValues:
-    return PackedValues(torch.zeros(rows, 2, 64, keys).to(E4M3), length)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"q": torch.zeros(3, 2, 64)}, TypeError, "q must be a float8_e4m3fn tensor"),
-        ({"q": torch.zeros(1, 2, 3, 64).to(E4M3)}, ValueError, r"q must have 3 dimensions \[total"),
-        ({"k": torch.zeros(3, 2, 32).to(E4M3)}, ValueError, r"k must have shape \[total_k, H_k"),
-        ({"v": torch.zeros(4, 2, 64).to(E4M3)}, ValueError, r"v must have shape \[3, 2, D_v\]"),
-        ({"v": values(1, 16)}, ValueError, "with cu_seqlens_k, got codes of 16 keys for"),
-        ({"v": values(2, 32)}, ValueError, "with cu_seqlens_k, got codes of 2 batch rows"),
-        ({"v": values(0, 32)}, ValueError, "with cu_seqlens_k, got codes of 0 batch rows"),
-        ({"v": values(1, 32, "3")}, TypeError, "v.length must be an int, got str"),
-        ({"cu_seqlens_q": torch.tensor([0, 4])}, ValueError, "cu_seqlens_q must run from 0 to 3"),
-        ({"cu_seqlens_k": torch.tensor([0, 3])}, ValueError, "cu_seqlens_k must have shape"),
-        ({"k_scale": torch.ones(1, 2)}, ValueError, r"k_scale must have shape \[2, 2\], got"),
-        ({"query_offset": 3}, TypeError, "attention_varlen_fp8 takes no query_offset"),
-        ({"return_lse": 1}, TypeError, "return_lse must be a bool, got int"),
-        ({"v_scale": torch.ones(2, 2, requires_grad=True)}, RuntimeError, "has no gradients"),
-        ({"q_scale": torch.tensor([[1, 1], [1, 0.0]])}, ValueError, "q_scale must be positive"),
-    ],
-)
-def test_refuses(changed: dict[str, Any], error: type[Exception], message: str):
-    code = torch.zeros(3, 2, 64).to(E4M3)
-    call = {"q": code, "k": code, "v": code, "cu_seqlens_q": torch.tensor([0, 1, 3])}
-    with pytest.raises(error, match=message):
-        fastattn.attention_varlen_fp8(**(call | changed))
-
-
-@pytest.mark.parametrize("function", [quantize_fp8, fastattn.pack_values])
-def test_offsets_have_to_fit(function: Any):
-    x = torch.zeros(3, 2, 64)
-    x = x if function is quantize_fp8 else x.to(E4M3)
-    with pytest.raises(ValueError, match=r"must have 3 dimensions \[total, H, D\], got"):
-        function(x[None], cu_seqlens=torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match="cu_seqlens must run from 0 to 3, got 0 to 2"):
-        function(x, cu_seqlens=torch.tensor([0, 2]))
-    with pytest.raises(TypeError, match="cu_seqlens must be"):
-        function(x, cu_seqlens=torch.tensor([0.0, 3.0]))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_fake_codes_are_like_real_ones(packed: bool, device: str):
     x, offsets = as_batch(numbers(LENGTHS, 2).to(device)), offsets_of(LENGTHS).to(device)

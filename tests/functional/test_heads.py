@@ -141,22 +141,6 @@ def test_other_calls_compile_as_without() -> None:
         assert with_heads == without
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "no-pair": (3, TypeError, r"heads must be a pair \(first, total\), got int"),
-    "type": ((1.0, 8), TypeError, r"heads\[0\] must be an int, got"),
-    "too-few": ((3, 6), ValueError, r"0 <= first <= total - 4, as q has 4 heads, got \(3, 6\)"),
-    "past-a-row": ((13, 8), ValueError, r"0 <= first <= total - 4, .* got \(13, 8\)"),
-    "negative": ((-1, 8), ValueError, r"got \(-1, 8\)"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_bad_input(wrong: str) -> None:
-    heads, error, message = WRONG[wrong]
-    with pytest.raises(error, match=message):
-        attention(*make_qkv(1, H_q, H_k, 4, D=8), heads=heads, dropout=0.5)
-
-
 def test_functions_count_rows_by_themselves() -> None:
     q, k, v = make_qkv(1, H_q, H_k, 4, D=8)
     with pytest.raises(ValueError, match=r"below total=4 for score_mod, .*, got \(4, 4\)"):

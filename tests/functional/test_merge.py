@@ -53,26 +53,6 @@ def test_gradients_of_parts_that_saw_nothing_are_zero(device: str) -> None:
     assert not grads[1][0, 0, 0].any()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"o1": 1.0}, TypeError, "o1 must be a float tensor"),
-        ({"o2": torch.zeros(2, 3, dtype=torch.float16)}, TypeError, "o2 must have the dtype of o1"),
-        ({"o2": torch.zeros(2, 4)}, ValueError, r"o2 must have shape \[2, 3\]"),
-        ({"lse2": torch.zeros(3)}, ValueError, r"lse2 must have shape \[2\]"),
-        ({"lse1": torch.zeros(2).half()}, TypeError, "lse1 must be float32 or float64"),
-        ({"lse2": torch.zeros(2).double()}, TypeError, "lse2 must be .* as lse1 is"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
-    ],
-)
-def test_arguments_are_checked(change: dict, error: type[Exception], match: str) -> None:
-    o, lse = torch.zeros(2, 3), torch.zeros(2)
-    good = {"o1": o, "lse1": lse, "o2": o, "lse2": lse}
-    merge(**good)
-    with pytest.raises(error, match=match):
-        merge(**{**good, **change})
-
-
 def test_a_forced_kernel_says_why_it_cannot(device: str) -> None:
     with pytest.raises(ValueError, match=r"cannot merge: .* float64"):
         merge(*parts(torch.float64, device), backend="triton")
@@ -113,30 +93,3 @@ def test_a_cascade_in_fp64_is_not_merged_by_an_lse_of_fp32(device: str) -> None:
     prefix, own, whole = caches
     found, expected = cascade_attention(q, prefix, own), decode_attention(q, whole)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_cascades_are_checked(device: str) -> None:
-    cache = KVCache(2, 1, 8, 16, device=device)
-    k = torch.zeros(2, 1, 3, 16, device=device)
-    cache.append(k, k, backend="torch")
-    q = torch.zeros(2, 1, 1, 16, device=device)
-    with pytest.raises(ValueError, match="prefix must have one row, got 2"):
-        cascade_attention(q, cache, cache)
-    alone = KVCache(1, 1, 8, 16, device=device)
-    for prefix, own, name in (([], cache, "prefix"), (alone, q, "cache")):
-        with pytest.raises(TypeError, match=f"{name} must be a KVCache, a PagedKVCache or a Cach"):
-            cascade_attention(q, prefix, own)
-    with pytest.raises(ValueError, match=r"q must have shape \[2, H_q, T_q, 16\] to match"):
-        cascade_attention(q[0], alone, cache)
-    with pytest.raises(TypeError, match="cascade_attention takes no window"):
-        cascade_attention(q, cache, cache, window=3)
-    ring = KVCache(1, 1, 8, 16, window=4, device=device)
-    with pytest.raises(TypeError, match="forked must be a bool, got int"):
-        cascade_attention(q, cache, cache, forked=2)
-    for prefix, own, name in ((ring, alone, "prefix"), (alone, ring, "cache")):
-        with pytest.raises(ValueError, match=f"{name} must hold every token, got a ring of win"):
-            cascade_attention(q[:1], prefix, own)
-    padded = KVCache(1, 1, 8, 16, device=device)
-    padded.set_starts(torch.tensor([2], device=device))
-    with pytest.raises(ValueError, match="forked: the cache's rows begin with padding"):
-        cascade_attention(q[:1], alone, padded, forked=True)

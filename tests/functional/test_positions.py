@@ -134,30 +134,3 @@ def test_dropout_drops_what_it_drops_of_the_whole() -> None:
         seed, 0.5, 1, 2, len(rows), len(keys), positions=(rows[None], keys[None])
     )
     assert torch.equal(part, whole[:, :, rows.long()][..., keys.long()])
-
-
-ROW = torch.arange(4, dtype=torch.int32)[None]
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "no-pair": ({"positions": ROW}, TypeError, r"positions must be a pair .*, got torch.Tensor"),
-    "dtype": ({"positions": (ROW, ROW.long())}, TypeError, r"positions\[1\] must be an int32"),
-    "shape": ({"positions": (ROW[:, :3], ROW)}, ValueError, r"positions\[0\] must have shape \[2 "),
-    "order": ({"positions": (ROW, 2 * ROW)}, ValueError, r"positions\[1\] must rise by 1 within"),
-    "far": (
-        {"positions": (ROW - 2**30, ROW)},
-        ValueError,
-        r"positions\[0\] must be within 2\*\*28",
-    ),
-    "offset": ({"positions": (ROW, ROW), "query_offset": 0}, ValueError, "query_offset is given"),
-    "fours": (
-        {"positions": (ROW + 1, ROW + 2), "dropout": 0.5},
-        ValueError,
-        r"positions\[1\] must begin each block of 128 at a multiple of 4",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_bad_input(wrong: str) -> None:
-    given, error, message = WRONG[wrong]
-    with pytest.raises(error, match=message):
-        attention(*make_qkv(2, 1, 1, 4, 4, 8), **given)

@@ -254,24 +254,6 @@ def test_operators_tell_tracers_what_they_return(device: str) -> None:
     assert (found.shape, found.dtype) == ((B, H_q, T_q, T_k), torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"top": -1}, ValueError, "top must be at least 0, got -1"),
-        ({"top": 65}, ValueError, "top must be at most 64, got 65"),
-        ({"top": 1.5}, TypeError, "top must be an int, got float"),
-        ({"dropout": 0.1}, TypeError, "attention_statistics takes no dropout"),
-        ({"lse": torch.zeros(B, H_q, T_k)}, ValueError, r"lse must have shape \[2, 2, 21\], got"),
-        ({"lse": torch.zeros(B, dtype=torch.int64)}, TypeError, "lse must be a float tensor"),
-        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite, got -1.0"),
-        ({"backend": "fast"}, ValueError, "backend must be one of auto, .*, got 'fast'"),
-    ],
-)
-def test_bad_input(arguments, error, message) -> None:
-    with pytest.raises(error, match=message):
-        fastattn.attention_statistics(*make(), **arguments)
-
-
 def test_weights_of_large_shapes_are_refused() -> None:
     q, k = make()
     elements = B * H_q * T_q * T_k
@@ -279,7 +261,3 @@ def test_weights_of_large_shapes_are_refused() -> None:
     message = rf"shape \[2, 2, 21, 25\], {elements} numbers, more than max_elements={elements - 1}"
     with pytest.raises(ValueError, match=message):
         fastattn.attention_weights(q, k, max_elements=elements - 1)
-    with pytest.raises(TypeError, match="max_elements must be an int, got NoneType"):
-        fastattn.attention_weights(q, k, max_elements=None)
-    with pytest.raises(TypeError, match="attention_weights takes no dropout"):
-        fastattn.attention_weights(q, k, dropout=0.5)

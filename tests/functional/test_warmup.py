@@ -169,25 +169,6 @@ def test_every_name_is_a_call_that_is_served(name: str, device: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"head_dims": 16, "calls": "causal+windowed"}, ValueError, "got 'windowed'"),
-        ({"head_dims": 16, "calls": ""}, ValueError, "calls must name some of full, causal"),
-        ({"head_dims": 16, "calls": "paged"}, ValueError, 'must have "decode" beside .paged'),
-        ({"head_dims": 16, "calls": "decode+documents"}, TypeError, "takes no documents"),
-        ({"head_dims": 0}, ValueError, "head_dims must be at least 1, got 0"),
-        ({"head_dims": [64, "x"]}, TypeError, "head_dims must be an int, got str"),
-        ({"head_dims": 16, "dtypes": ["bf16"]}, TypeError, "must be torch dtypes, got 'bf16'"),
-        ({"head_dims": 1024}, ValueError, "head dim 1024 is larger than 512"),
-        ({"head_dims": 16, "calls": "varlen+documents"}, TypeError, "takes no documents"),
-    ],
-)
-def test_refusals(arguments: dict, error: type[Exception], message: str, device: str) -> None:
-    with pytest.raises(error, match=message):
-        fastattn.warmup(**arguments, device=device)
-
-
 def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -1,0 +1,71 @@
+"""Decoding and packed queries over pages: the choice of a backend, and decoding under tracers."""
+
+import pytest
+import torch
+
+from fastattn import CacheView, KVCache, decode_attention, explain_decode, explain_paged
+from fastattn.ops import decode, schema
+from fastattn.options import Options
+
+
+def filled(device: str) -> KVCache:
+    cache = KVCache(2, 2, 8, 16, device=device)
+    k = torch.zeros(2, 2, 5, 16, device=device)
+    cache.append(k, k, backend="torch")
+    return cache
+
+
+Q = torch.zeros(2, 4, 1, 16)
+
+
+def test_the_choice_is_explained(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache = Q.to(device), filled(device)
+    assert explain_decode(q, cache, backend="torch").reasons == {
+        "triton": 'backend "torch" was asked for'
+    }
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    assert explain_decode(q, cache).backend == "torch"
+    monkeypatch.delenv("FASTATTN_BACKEND")
+    wide = KVCache(1, 1, 4, 16, dtype=torch.float64, device=device)
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float64, device=device)
+    assert "float64" in explain_decode(q, wide).reasons["triton"]
+    with pytest.raises(ValueError, match=r'backend "triton" cannot serve this call: q is float64'):
+        decode_attention(q, wide, backend="triton")
+
+
+def test_the_choice_for_packed_queries_is_explained(device: str) -> None:
+    offsets = torch.tensor([0, 2, 3], device=device)
+    call = {"q": torch.zeros(3, 4, 16, device=device), "cu_seqlens_q": offsets}
+    pages = torch.zeros(6, 2, 4, 16, device=device)
+    table, lengths = torch.tensor([[0, 1], [3, 4]], device=device), offsets[1:] + 3
+    call["cache"] = (pages, pages, table, lengths)
+    forced = explain_paged(**call, backend="triton")
+    assert (forced.backend, forced.forced) == ("triton", True)
+    reasons = explain_paged(**call, backend="torch").reasons
+    assert reasons == {"triton": 'backend "torch" was asked for'}
+    with pytest.raises(ValueError, match="cannot serve this call"):
+        explain_paged(**call, backend="hopper")
+
+
+def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
+    return (
+        q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
+        None, view.batch_index, view.keep_first, None, False,
+    )  # fmt: skip
+
+
+def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
+    options = Options(scale=0.25, causal=True)
+    arguments = (*op_arguments(filled(device).view(), Q.to(device)), *schema.flat(options))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(decode.decode_forward.op, arguments, test_utils=tests)
+
+
+def test_traced_calls_give_the_same(device: str) -> None:
+    q, cache = torch.randn(2, 4, 1, 16, device=device), filled(device)
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        return decode_attention(q, cache.view(), backend="triton", softcap=2.0)
+
+    traced = torch.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(traced(q), step(q))

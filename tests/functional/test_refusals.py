@@ -1,0 +1,169 @@
+"""Every row of refusals.txt is refused by name, and the call that it changes is served."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from refusals import rows_of, served
+from torch import Tensor
+
+import fastattn
+from fastattn import (
+    KVCache,
+    attention,
+    attention_block_backward,
+    attention_block_forward,
+    attention_fp8,
+    attention_paged,
+    attention_statistics,
+    attention_varlen_fp8,
+    attention_weights,
+    cascade_attention,
+    decode_attention,
+    explain_fp8,
+    view_of_tensors,
+)
+from fastattn.functional.fp8 import PackedValues
+from fastattn.functional.fp8.codes import E4M3
+from fastattn.testing import make_qkv
+from fastattn.testing.inputs import draws
+
+ROWS = rows_of(__file__)
+Z, DEVICE = torch.zeros, "cuda" if torch.cuda.is_available() else "cpu"
+INTS, ROW = Z(2).int(), torch.arange(4, dtype=torch.int32)[None]
+
+
+def filled(B: int, *, T: int = 5, slots: int = 8, **options: Any) -> KVCache:
+    cache = KVCache(B, 2, slots, 16, **options)
+    cache.append(Z(B, 2, T, 16), Z(B, 2, T, 16), backend="torch")
+    return cache
+
+
+Q, CACHE, ONE_ROW = Z(2, 4, 1, 16), filled(2), filled(1)
+RING, ONE_RING = (filled(B, T=9, slots=6, window=4, keep_first=1) for B in (2, 1))
+PADDED = KVCache(1, 2, 8, 16)
+PADDED.set_starts(torch.tensor([2]))
+
+
+def decode(**change: Any) -> Any:
+    return decode_attention(**{"q": Q, "cache": CACHE, "backend": "torch", **change})
+
+
+def ring(**change: Any) -> Any:
+    given = {"q": Q[:1], "cache": ONE_RING, "window": 3, "keep_first": 1}
+    return decode_attention(**{**given, "backend": "torch", **change})
+
+
+def cascade(prefix: Any = ONE_ROW, cache: Any = CACHE, *, q: Tensor = Q, **options: Any) -> Any:
+    return cascade_attention(q, prefix, cache, **options)
+
+
+def view(**change: Any) -> Any:
+    pages = Z(2, 1, 4, 16)
+    return view_of_tensors(**{"k": pages, "v": pages, "lengths": torch.tensor([2, 3]), **change})
+
+
+CODES, SCALE = dict.fromkeys("kv", Z(2, 1, 4, 16).to(torch.int8)), Z(2, 1, 4)
+PAGES, TABLE, P = Z(6, 2, 4, 16), torch.tensor([[0, 1, 2], [3, 4, 9]]), Z(4, 4, 16)
+TREE, FLAT = torch.ones(4, 3, dtype=torch.bool), torch.ones(10, dtype=torch.bool)
+
+
+def cache_with(**change: Any) -> tuple[Any, ...]:
+    cache = {"k": PAGES, "v": PAGES, "table": TABLE, "lengths": torch.tensor([9, 7])}
+    return tuple({**cache, **change}.values())
+
+
+def paged(**change: Any) -> Any:
+    given = {"q": P, "cache": cache_with(), "cu_seqlens_q": torch.tensor([0, 3, 4])}
+    return attention_paged(**{**given, "backend": "torch", **change})
+
+
+def paged_scale(scale: Any = None) -> Any:
+    codes, scale = PAGES.to(torch.int8), torch.ones(()) if scale is None else scale
+    return view_of_tensors(codes, codes, INTS, k_scale=scale, v_scale=torch.ones(()))
+
+
+def merge(**change: Any) -> Any:
+    return fastattn.merge(**{"o1": Z(2, 3), "lse1": Z(2), "o2": Z(2, 3), "lse2": Z(2), **change})
+
+
+def values(rows: int, keys: int, length: Any = 3) -> PackedValues:
+    return PackedValues(Z(rows, 2, 64, keys).to(E4M3), length)
+
+
+def fp8(**change: Any) -> Any:
+    """The call, if it is explained; else what explains that it cannot be made has to be said."""
+    code = Z(1, 2, 3, 64).to(E4M3)
+    call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code} | change
+    try:
+        return attention_fp8(**call)
+    except (TypeError, ValueError, RuntimeError) as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            explain_fp8(**call)
+        raise
+
+
+def packed_fp8(**change: Any) -> Any:
+    code = Z(3, 2, 64).to(E4M3)
+    call = {"q": code, "k": code, "v": code, "cu_seqlens_q": torch.tensor([0, 1, 3])}
+    return attention_varlen_fp8(**(call | change))
+
+
+def additive(**change: Any) -> Any:
+    """H_q 2, H_k 1, 18 queries of width 4 and 21 keys of width 6, 3 hidden."""
+    draw = draws()
+    given = {"q": draw(2, 2, 18, 4), "k": draw(2, 1, 21, 6), "v": draw(2, 1, 21, 3)}
+    given |= {"u": draw(3), "w_query": draw(3, 4), "w_key": draw(3, 6)}
+    return fastattn.additive_attention(**(given | change))
+
+
+QKV = make_qkv(1, 2, 1, 3, 4, 8)
+
+
+def statistics(**change: Any) -> Any:
+    q, k, _ = make_qkv(2, 2, 1, 21, 25, 12)
+    return attention_statistics(q, k, **change)
+
+
+def weights(**change: Any) -> Any:
+    return attention_weights(*QKV[:2], **change)
+
+
+def heads(heads: Any = (0, 4)) -> Any:
+    return attention(*make_qkv(1, 4, 2, 4, D=8), heads=heads, dropout=0.5)
+
+
+def positions(positions: Any = (ROW, ROW), **change: Any) -> Any:
+    return attention(*make_qkv(2, 1, 1, 4, 4, 8), positions=positions, **change)
+
+
+def warmup(**change: Any) -> Any:
+    return fastattn.warmup(**{"head_dims": 16, "calls": "full", "device": DEVICE, **change})
+
+
+HALF, LSE = Z(1, 2, 4, 8).half(), Z(1, 2, 4)
+
+
+def forward(**change: Any) -> Any:
+    return attention_block_forward(HALF, HALF, HALF, **change)
+
+
+def backward(**change: Any) -> Any:
+    given = dict.fromkeys(("do", "q", "k", "v", "o"), HALF)
+    return attention_block_backward(**{**given, "lse": LSE, **change})
+
+
+NAMES = vars(fastattn) | globals()
+# The others are called by rows with all that they take.
+CHANGED = [name for name in ROWS if name in globals()]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_refused(name: str) -> None:
+    assert served(ROWS[name], NAMES) == []
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_the_rows_change_is_served(name: str) -> None:
+    globals()[name]()
