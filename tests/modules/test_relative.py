@@ -183,47 +183,6 @@ def test_vectors_of_distances_are_projected_sinusoids():
     assert odd().shape == (1, 7, 5)
 
 
-def both() -> GQAttention:
-    return GQAttention(C, 4, relative=RelativeScalar(4, 2), relative_bias=4)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: sinusoids(torch.arange(3), 5), ValueError, "width must be even, .* got 5"),
-        (lambda: sinusoids(torch.arange(3), 0), ValueError, "width must be at least 2, got 0"),
-        (lambda: RelativeScalar(2, 0), ValueError, "max_distance must be at least 1, got 0"),
-        (lambda: DistanceVectors(2, 4, 0), ValueError, "max_distance must be at least 1, got 0"),
-        (lambda: RelativeContent(4, 2, table="fixed"), ValueError, "table must be 'trained' or"),
-        (lambda: GQAttention(C, 4, relative=3), TypeError, "relative must be a module .* got int"),
-        (both, ValueError, "give relative or relative_bias, not both, got 4 buckets"),
-    ],
-)
-def test_wrong_arguments_are_named(make, error, match):
-    with pytest.raises(error, match=match):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("window", 4), ("stride", 2), ("alibi", True)),
-        *(("softcap", 2.0), ("sinks", True), ("attention_dropout", 0.1)),
-    ],
-)
-def test_what_terms_on_the_values_exclude_is_named(name, value):
-    with pytest.raises(ValueError, match=f"{name} cannot go with relative terms on the values"):
-        make_layer("scalar", values=True, **{name: value})
-    make_layer("scalar", **{name: value})
-
-
-@pytest.mark.parametrize("groups", [{"prefix_lengths": 2}, {"documents": torch.zeros(1, 4).int()}])
-def test_groups_of_tokens_exclude_terms_on_the_values(groups):
-    layer, (name,) = make_layer("scalar", values=True), groups
-    with pytest.raises(ValueError, match=f"{name} cannot go with relative terms"):
-        layer(torch.randn(1, 4, C), **groups)
-
-
 def test_sinusoidal_tables_compile_and_export_in_one_graph():
     layer, x = make_layer("content-of-kv-heads-waves"), torch.randn(2, 6, C)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
