@@ -194,11 +194,3 @@ def test_refused_by_name():
     with pytest.raises(ValueError, match="attn_mask must not require grad"):
         bias = torch.zeros(2, 7, requires_grad=True)
         door.attend(q, k, v, bias, _parallel_config=ulysses)
-    with pytest.raises(ValueError, match="dropout_p must be 0"):
-        door.forward_op(None, q, k, v, None, 0.1)
-    with pytest.raises(ValueError, match="is_causal must be False"):
-        door.attend(q, k, v, keys, is_causal=True)
-    with pytest.raises(ValueError, match="attn_mask must be"):
-        door.attend(q, k, v, keys[:, :5])
-    with pytest.raises(ValueError, match="without enable_gqa"):
-        door.attend(q, k[:, :, :2], v[:, :, :2])

@@ -155,32 +155,3 @@ def test_unpad_keeps_places_of_the_unused_mask(draw, device):
     tokens, indices, cu, longest, used = bert_padding.unpad_input(draw(1, 4, 3), mask, unused)
     assert indices.tolist() == [0, 1, 2] and cu.tolist() == [0, 3]
     assert (longest, used.tolist(), tokens.shape) == (3, [2], (3, 3))
-
-
-def test_errors(draw, device):
-    q, cu = draw(1, 4, 2, 8), offsets((4,), device)
-    row, pages = q[0], {"block_table": torch.zeros(1, 1, dtype=torch.int32, device=device)}
-    dense, packed = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func
-    by_qkv, cached = flash_attn.flash_attn_qkvpacked_func, flash_attn.flash_attn_with_kvcache
-    for call, given, options, message in (
-        (dense, (row, q, q), {}, "q must have 4 dimensions"),
-        (by_qkv, (torch.zeros(1, 4, 2, 2, 8),), {}, "size 3 in dim 2"),
-        (dense, (q, q.half(), q), {}, "k must have the dtype of q"),
-        (dense, (q, draw(1, 4, 3, 8), draw(1, 4, 3, 8)), {}, "divides q's 2"),
-        (cached, (q, q.transpose(1, 2), q), {}, "k_cache must be contiguous"),
-        (dense, (q, q, q), {"window_size": 3}, r"window_size must be \(left, right\), got 3"),
-        (packed, (row, row, row, cu), {}, "cu_seqlens_k must be given"),
-        (packed, (row, q, q, cu, cu), pages, "block_table needs max_seqlen_q"),
-        (packed, (row, q, q, cu, cu, 4, 4, 0.5), pages, r"dropout_p must be 0\.0 with a block_tab"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call(*given, **options)
-    with pytest.raises(TypeError, match="q must be a torch"):
-        dense([1.0], q, q)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
-        dense(q, q, q, windows=3)
-    refused = {"qv": q, "attention_chunk": 4, "q_descale": q, "score_mod": print,
-               "mask_mod": print, "block_sparse_tensors": ()}  # fmt: skip
-    for name, value in refused.items():
-        with pytest.raises(NotImplementedError, match=f"{name} is not served"):
-            dense(q, q, q, **{name: value})

@@ -112,30 +112,3 @@ def test_a_padding_mask_hides_what_is_padded_with_and_without_caches(causal: boo
         other[1, :3] = 9.0
         moved, _, _ = layer(other, FREQS_CIS, padding_mask=mask)
         assert torch.equal(moved[kept], whole[kept])
-
-
-def test_errors():
-    layer, x, cache = make(), torch.randn(B, 1, C), torch.zeros(B, 3, H_K, D)
-    with pytest.raises(TypeError, match="attention must be a GQAttention, got Linear"):
-        LlamaAttention(torch.nn.Linear(2, 2))
-    shape = r"cache_v must have shape \[2, 3, 2, 8\], got"
-    for error, message, *given in (
-        (ValueError, "cache_v go together, got cache_k alone", None, False, cache, None),
-        (ValueError, "cache_v go together, got cache_v alone", None, True, None, cache),
-        *(
-            (ValueError, shape, None, True, cache, wrong)
-            for wrong in (cache[:1], cache[:, :2], cache[..., :1, :], cache[0])
-        ),
-        (ValueError, r"have shape \[2, 0, 2, 8\], got \(8,\)", None, True, cache[0, 0, 0], cache),
-        (TypeError, r"must be a torch\.Tensor, got numpy", None, True, cache, cache.numpy()),
-        (ValueError, "float32 on cpu, got torch.float64", None, True, cache.double(), cache),
-        (ValueError, r"must have shape \[1, R // 2\]", FREQS_CIS, True, cache, cache),
-    ):
-        with pytest.raises(error, match=message):
-            layer(x, *given)
-    for error, message, mask in (
-        (TypeError, "padding_mask must be bool, or 0 and -inf, got torch.int64", [[1], [0]]),
-        (ValueError, "padding_mask must be bool, or 0 and -inf, got other", [[0.0], [1.0]]),
-    ):
-        with pytest.raises(error, match=message):
-            layer(x, padding_mask=torch.tensor(mask))
