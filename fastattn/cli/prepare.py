@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .train import INTERRUPTED, say
+from .train import say
 
 
 def add_prepare(commands: Any) -> None:
@@ -17,8 +17,7 @@ def add_prepare(commands: Any) -> None:
     parser = commands.add_parser(
         "prepare",
         help="make token files of texts, for training on more text than fits in memory",
-        description="Make token files of text files, for fastattn train --data. The same command "
-        "goes on where an interrupted one has ended.",
+        description="Make token files of text files, for fastattn train --data.",
     )
     parser.set_defaults(command=_prepare)
     add = parser.add_argument
@@ -35,7 +34,7 @@ def add_prepare(commands: Any) -> None:
     text = "what a document is, which attends to itself alone: a file (default), a line, or a "
     text += "paragraph, which an empty line ends"
     add("--documents", choices=("file", "line", "paragraph"), default="file", help=text)
-    text = "of a file that is not UTF-8: strict = stop before anything is written (default), "
+    text = "of a file that is not UTF-8: strict = stop, and leave nothing (default), "
     text += "replace = wrong bytes become U+FFFD, skip = leave the file out"
     add("--errors", choices=("strict", "replace", "skip"), default="strict", help=text)
     text = "read the token files in --out, and compare their digests; without --text"
@@ -65,20 +64,16 @@ def _prepare(arguments: argparse.Namespace) -> int:
                     bar.total = total
                     bar.update(done - bar.n)
 
-            try:
-                made = prepare(
-                    texts,
-                    arguments.out,
-                    tokenizer=arguments.tokenizer,
-                    vocab_size=arguments.vocab_size,
-                    documents=arguments.documents,
-                    errors=arguments.errors,
-                    progress=show,
-                    say=say,
-                )
-            except KeyboardInterrupt:
-                say("interrupted: the same command goes on")
-                return INTERRUPTED
+            made = prepare(
+                texts,
+                arguments.out,
+                tokenizer=arguments.tokenizer,
+                vocab_size=arguments.vocab_size,
+                documents=arguments.documents,
+                errors=arguments.errors,
+                progress=show,
+                say=say,
+            )
     sys.stdout.write(
         f"{made.tokens:,} tokens of {made.documents:,} documents in {made.folder}, {made.dtype}\n"
         f"vocabulary of {made.tokenizer.vocab_size:,}, fingerprint {made.fingerprint}\n"

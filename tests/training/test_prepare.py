@@ -1,30 +1,28 @@
-"""Token files: what is prepared is read, in flat memory, and an interruption changes nothing."""
+"""Token files: what is prepared is read, in flat memory; batches of them, and a run on them."""
 
+import codecs
 import json
 import os
 import re
 import resource
 from array import array
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from file_faults import arm, fork, status_of
 from gloo_ranks import run_alone
-from nightly import gate_cases
 
 from fastattn.cli.main import main
 from fastattn.files.lock import LOCK, LockedError, locked
-from fastattn.training.data import pieces, prepared
 from fastattn.training.data import prepare as preparing
+from fastattn.training.data import prepared
 from fastattn.training.data.prepare import SEPARATORS, prepare
 from fastattn.training.data.prepared import PreparedText
 from fastattn.training.data.text import DataError
+from fastattn.training.run import Options, train
 from fastattn.training.tasks.prepared import PreparedTask
-from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,11 +46,11 @@ def read(text: PreparedText) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("documents", SEPARATORS)
-@pytest.mark.parametrize("piece", [5, 7, 16, 1 << 20])
+@pytest.mark.parametrize("piece", [5, 7, 1 << 20])
 def test_what_is_prepared_is_the_text(documents, piece, tmp_path, monkeypatch):
     """However it is cut into pieces, inside characters too."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
-    monkeypatch.setattr(preparing, "_BATCH_BYTES", 3 * piece)
+    monkeypatch.setattr(preparing, "PIECE_BYTES", piece)
+    monkeypatch.setattr(preparing, "_BATCH", 3 * piece)
     files = [write(tmp_path / "a", "\ufeff" + TEXT), write(tmp_path / "b", "b" + TEXT)]
     found = prepare(files, tmp_path / "out", tokenizer="char", documents=documents)
     first = DOCUMENTS[documents]
@@ -111,130 +109,34 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert large - small < 8
 
 
-def kills(folder: str) -> int:
-    """Prepare a text in processes that are killed at their n-th file operation, and again."""
-    base = Path(folder)
-    text = write(base / "text", "".join(f"line {i} of a text\n" for i in range(60)))
-    pieces.PIECE_BYTES, preparing._BATCH_BYTES, preparing._MARK_BYTES = 64, 64, 128
-
-    def call(out: Path, n: int = 0) -> None:
-        arm(n, under=str(out))
-        prepare([text], out, tokenizer="bpe", documents="line")
-
-    def contents(out: Path) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in out.iterdir()}
-
-    prepare([text], base / "whole", tokenizer="bpe", documents="line")
-    for n in range(1, 200, gate_cases([3], [1])[-1]):
-        killed = status_of(fork(partial(call, base / str(n), n)))
-        assert status_of(fork(partial(call, base / str(n)))) == 0, n
-        assert contents(base / str(n)) == contents(base / "whole"), n
-        if killed == 0:
-            return n - 1
-        assert killed == -9, killed
-    return 0
-
-
-def test_a_call_goes_on_where_a_killed_one_has_ended(tmp_path):
-    assert run_alone(f"{__file__}:kills", folder=str(tmp_path)) >= 20
-
-
-@pytest.fixture(params=["one file", "many"])
-def lines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> list[Path]:
-    """1000 lines of 7 bytes, in files, of which 64 bytes are read at once."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
-    if request.param == "one file":
-        return [write(tmp_path / "text", "a line\n" * 1000)]
-    return [write(tmp_path / f"text{i:03d}", "a line\n" * 5) for i in range(200)]
-
-
-def test_a_call_that_goes_on_reads_only_the_rest(lines, tmp_path, monkeypatch):
-    """From where an interrupt came; the check of the files is not repeated either."""
-    monkeypatch.setattr(preparing, "_BATCH_BYTES", 64)
-    first: list[int] = []
-    rest: list[int] = []
-    said: list[str] = []
+def test_an_interrupted_call_leaves_nothing_and_a_killed_one_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "_BATCH", 64)
+    monkeypatch.setattr(preparing, "PIECE_BYTES", 64)
+    text, out = write(tmp_path / "text", "a line\n" * 1000), tmp_path / "out"
+    seen: list[int] = []
 
     def stop(done: int, total: int) -> None:
         assert total == 7000
-        first.append(done)
-        if done > 3000:
+        seen.append(done)
+        if done == total:
             raise KeyboardInterrupt
 
-    def note(done: int, total: int) -> None:
-        rest.append(done)
-
-    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        prepare(lines, out, tokenizer="char", progress=stop, say=said.append)
-    assert said == [f"checking that {len(lines)} files are UTF-8"]
+        prepare([text], out, tokenizer="char", progress=stop)
+    assert seen == sorted(seen) and len(seen) > 1 and not out.exists()
     with pytest.raises(DataError, match=r"there is no prepared text .* has no prepared\.json"):
         PreparedText.open(out)
-    found = prepare(lines, out, tokenizer="char", progress=note, say=said.append)
-    assert len(said) == 1
-    assert first[-1] < rest[0] < first[-1] + 128 and rest[-1] == 7000
+    out.mkdir()
+    partial = f".{prepared.MANIFEST}.{'0' * 16}.partial"
+    for name in (prepared.TOKENS, prepared.DOCUMENTS, prepared.TOKENIZER, partial):
+        write(out / name, "what a kill has left" * 2000)
+    found = prepare([text], out, tokenizer="char")
     assert read(found)[0] == found.tokenizer.encode("a line\n" * 1000)
-    assert found.documents == len(lines)
     # A finished one is left as it is.
     before = (out / "tokens.bin").stat().st_mtime_ns
-    assert prepare(lines, out, tokenizer="char").fingerprint == found.fingerprint
+    assert prepare([text], out, tokenizer="char").fingerprint == found.fingerprint
     assert (out / "tokens.bin").stat().st_mtime_ns == before
-
-
-def test_an_interrupt_within_a_batch_leaves_the_mark_before_it(lines, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "_BATCH_BYTES", 150)
-    real = preparing._Writer.end_document
-    left = [0 if len(lines) == 1 else 70]
-
-    def end_document(writer: preparing._Writer) -> None:
-        real(writer)
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(preparing._Writer, "end_document", end_document)
-        prepare(lines, tmp_path / "out", tokenizer="char")
-    found = prepare(lines, tmp_path / "out", tokenizer="char")
-    assert read(found)[0] == found.tokenizer.encode("a line\n" * 1000)
-    assert found.fingerprint == prepare(lines, tmp_path / "new", tokenizer="char").fingerprint
-
-
-def test_a_text_that_changes_meanwhile_is_named(lines, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "_BATCH_BYTES", 64)
-
-    def change_it(done: int, total: int) -> None:
-        os.utime(lines[-1], ns=(0, done))
-
-    with pytest.raises(DataError, match="changed while it was prepared"):
-        prepare(lines, tmp_path / "out", tokenizer="char", progress=change_it)
-
-
-def test_marks_come_by_bytes_of_all_files(lines, tmp_path, monkeypatch):
-    """A call that is killed loses a bounded part, of however many files; a file counts as some."""
-    saved: list[tuple[int, int]] = []
-    batches: list[int] = []
-    save, encode = preparing.Work.save, CharacterTokenizer.encode_batch
-
-    def noted(work: preparing.Work, out_dir: Path) -> None:
-        saved.append((work.mark.source, work.mark.offset))
-        save(work, out_dir)
-
-    def encode_batch(self: CharacterTokenizer, texts: list[str]) -> list[list[int]]:
-        batches.append(len(texts))
-        return encode(self, texts)
-
-    monkeypatch.setattr(preparing.Work, "save", noted)
-    monkeypatch.setattr(CharacterTokenizer, "encode_batch", encode_batch)
-    prepare(lines, tmp_path / "out", tokenizer="char")
-    # All at once, on all cores: `tokenizers` gives each a text of a batch.
-    assert batches == [112 if len(lines) == 1 else 200] and saved == [(0, 0)]
-    saved.clear()
-    for name, size in (("_BATCH_BYTES", 64), ("_MARK_BYTES", 1000), ("_FILE_BYTES", 15)):
-        monkeypatch.setattr(preparing, name, size)
-    prepare(lines, tmp_path / "again", tokenizer="char")
-    assert len(saved) == (7 if len(lines) == 1 else 11)
-    assert saved == sorted(saved) and saved[0] == (0, 0)
+    assert len(list(out.iterdir())) == 4
 
 
 def test_one_call_at_a_time_writes_a_folder(tmp_path):
@@ -249,7 +151,7 @@ def test_one_call_at_a_time_writes_a_folder(tmp_path):
 
 BROKEN = {
     "fine": b"abc\n",
-    "start": b"\xe4bc\n",
+    "start": codecs.BOM_UTF8 + b"\xe4bc\n",
     "later": b"abc\n" * 20 + b"a\xff\xfe\n",
     # Ends within a character; and holds U+FFFD, which is one like any other.
     "end": "a\ufffdb".encode() + "€".encode()[:2],
@@ -257,21 +159,18 @@ BROKEN = {
 
 
 def test_files_that_are_not_utf8(tmp_path, monkeypatch, capsys):
-    """All are found before anything is written; or replaced, or left out, and counted."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
-    monkeypatch.setattr(pieces, "_CHECK_BYTES", 7)
+    """An error that leaves nothing; or replaced, or left out, and counted."""
+    monkeypatch.setattr(preparing, "PIECE_BYTES", 7)
     files = []
     for name, content in BROKEN.items():
         (tmp_path / name).write_bytes(content)
         files.append(tmp_path / name)
-    message = r"start is not UTF-8: byte 0xe4 at offset 0, and 2 more are not: --errors replace"
-    with pytest.raises(DataError, match=message):
-        prepare(files, tmp_path / "out", tokenizer="char")
-    for file, offset, byte in ((files[2], 81, "ff"), (files[3], 5, "e2")):
-        with pytest.raises(DataError, match=f"byte 0x{byte} at offset {offset}: --errors"):
-            prepare([file], tmp_path / "out", tokenizer="char")
+    for file, offset, byte in ((files[1], 3, "e4"), (files[2], 81, "ff"), (files[3], 5, "e2")):
+        message = f"{file} is not UTF-8: byte 0x{byte} at offset {offset}: --errors replace or"
+        with pytest.raises(DataError, match=message):
+            prepare([files[0], file], tmp_path / "out", tokenizer="char")
     assert not (tmp_path / "out").exists()
-    whole = "".join(content.decode("utf-8", "replace") for content in BROKEN.values())
+    whole = "".join(content.decode("utf-8-sig", "replace") for content in BROKEN.values())
     found = prepare(files, tmp_path / "replaced", tokenizer="char", errors="replace")
     assert found.tokenizer.decode(read(found)[0]) == whole
     assert (found.replaced, found.skipped, found.documents) == (4, 0, 4)
@@ -324,7 +223,6 @@ def ends(*places: int) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (cut("tokens.bin"), "tokens.bin is truncated or changed: it has 25 bytes, 26 belong"),
-        (cut("documents.bin"), "documents.bin is truncated or changed: it has 7 bytes"),
         (cut("tokenizer.json"), "tokenizer.json is truncated or changed"),
         (cut("prepared.json"), "prepared.json is not JSON"),
         (change(tokens=99), "tokens.bin is truncated or changed: it has 26 bytes, 198 belong"),
@@ -387,3 +285,84 @@ def test_a_change_of_one_id_is_found(tmp_path, capsys):
     path.write_bytes(array("H", [3]).tobytes() + path.read_bytes()[2:])
     assert main(["prepare", "--check", *out]) == 1
     assert "tokens.bin has changed: its SHA-256 is another one" in capsys.readouterr().err
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> PreparedTask:
+    lines = "".join(f"{'abcdefg'[i % 7] * (1 + i % 5)}\n" for i in range(200))
+    path = write(tmp_path / "a", lines)
+    return PreparedTask(prepare([path], tmp_path / "o", tokenizer="char", documents="line"), 16)
+
+
+def test_batches_have_documents(task):
+    batch = task.draw("train", 8, torch.Generator().manual_seed(1))
+    (inputs,), documents = batch.inputs, batch.documents
+    assert inputs.shape == batch.targets.shape == documents.shape == (8, 16)
+    assert (documents[:, 0] == 0).all() and documents.max() > 1
+    changes = documents.diff()
+    assert set(changes.unique().tolist()) == {0, 1}
+    # Neighbours are of one letter and of one document, or of two; the line breaks are gone.
+    assert torch.equal(inputs.diff() != 0, changes == 1)
+    after = torch.cat([changes == 1, batch.targets[:, -1:] == -100], 1)
+    assert torch.equal(batch.targets == -100, after)
+    assert torch.equal(batch.targets[~after], inputs[~after])
+
+
+def test_a_rank_reads_its_rows_of_the_same_batch(task):
+    """The next batch follows from the generator alone, whatever part of a batch was read."""
+    whole, parts = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for _ in range(3):
+        batch = task.draw("train", 8, whole)
+        part = task.draw("train", 8, parts, rows=slice(2, 4))
+        assert torch.equal(part.inputs[0], batch.inputs[0][2:4])
+        assert torch.equal(part.targets, batch.targets[2:4])
+        assert torch.equal(part.documents, batch.documents[2:4])
+        assert whole.get_state().equal(parts.get_state())
+
+
+def test_validation_has_every_token_once(task):
+    tokens = int(re.sub(r".* (\d+) validation .*", r"\1", task.extent))
+    batches = list(task.validation(3))
+    assert max(len(batch.targets) for batch in batches) == 3
+    count = sum(batch.inputs[0].numel() for batch in batches)
+    assert count == tokens - 1
+    draws = task.draw("validation", 4, torch.Generator().manual_seed(0))
+    assert draws.inputs[0].shape == (4, 16)
+
+
+def test_a_text_that_is_too_short_is_named(tmp_path):
+    text = prepare([write(tmp_path / "a", "abcd" * 10)], tmp_path / "o", tokenizer="char")
+    with pytest.raises(DataError, match=r"it has 36 tokens for training and 4 for validation.* 41"):
+        PreparedTask(text, 40)
+
+
+def test_a_gpt_is_trained_on_token_files(tmp_path, monkeypatch):
+    """And goes on from where it was stopped with the batches that would have followed."""
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    lines = "".join(f"{'abcdefg'[i % 7] * (1 + i % 5)}\n" for i in range(300))
+    prepare([write(tmp_path / "a", lines)], tmp_path / "o", tokenizer="char", documents="line")
+    sizes = {"num_layers": 1, "num_heads": 1, "embed_dim": 8, "context_length": 16}
+    steps = {"steps": 6, "batch_size": 4, "eval_batches": 1, "log_interval": 1, "device": "cpu"}
+    options = Options(sizes, steps, {"prepared": str(tmp_path / "o")})
+    said: list[str] = []
+    whole = train(options, tmp_path / "whole", say=said.append)
+    assert any(line.endswith(f"on {tmp_path / 'o'}") for line in said)
+    assert any("training and 90 validation tokens of 300 documents" in line for line in said)
+    left = iter([False] * 3 + [True] * 9)
+    train(options, tmp_path / "parts", should_stop=lambda: next(left))
+    resumed = train(Options(), tmp_path / "parts", resume=True)
+    assert resumed.validation_loss == whole.validation_loss
+    metrics = [
+        [json.loads(line)["loss"] for line in path.read_text().splitlines() if '"loss"' in line]
+        for path in (tmp_path / "whole" / "metrics.jsonl", tmp_path / "parts" / "metrics.jsonl")
+    ]
+    assert len(metrics[0]) == 6 and metrics[0] == metrics[1]
+    for data, message in (
+        ({"tokenizer": "bpe"}, "prepared data bring their own tokenizer"),
+        ({"text": (str(tmp_path / "a"),)}, "prepared data are in place of a text"),
+    ):
+        wrong = Options(sizes, steps, {"prepared": str(tmp_path / "o"), **data})
+        with pytest.raises(ValueError, match=message):
+            train(wrong, tmp_path / "wrong")
+    with pytest.raises(ValueError, match="prepared is no option of task masked"):
+        train(Options(data={"prepared": "x"}, kind="masked"), tmp_path / "wrong")
