@@ -1,11 +1,19 @@
 """flash-attn's caches, written and read in place, against the naive reference."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from calls_of_flash_attn import CASES, case, check, offsets
+from calls_of_flash_attn import check, offsets
 
 from fastattn.compat import flash_attn
+from fastattn.compat.flash_attn import flash_attn_with_kvcache
+from fastattn.rotary import apply_rotary
+from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.option_examples import sets_that_cover_pairs, together
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -13,30 +21,9 @@ pytestmark = pytest.mark.usefixtures("models_on_torch")
 S, D = 12, 8
 
 
-@pytest.fixture
-def caches(draw):
-    return draw(3, S, 2, D), draw(3, S, 2, D)
-
-
-def lengths_of(numbers, device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-@pytest.mark.parametrize("name", [*CASES][:-1])
-def test_cache_read(name, caches, draw, device):
-    theirs, ours = case(name, device)
-    q, lengths = draw(3, 2, 4, D), lengths_of([5, 12, 7], device)
-    k_cache, v_cache = caches
-    found = flash_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=lengths, return_softmax_lse=True, **theirs
-    )
-    check(found, q, k_cache, v_cache, key_lengths=lengths, query_offset=lengths - 2, **ours)
-    assert lengths.tolist() == [5, 12, 7]
-
-
-def test_lengths_as_a_number_and_by_default(caches, draw):
-    q, (k_cache, v_cache) = draw(3, 1, 4, D), caches
-    check(flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache), q, k_cache, v_cache)
+def test_lengths_as_a_number_and_by_default(draw):
+    q, k_cache, v_cache = draw(3, 1, 4, D), draw(3, S, 2, D), draw(3, S, 2, D)
+    check(flash_attn_with_kvcache(q, k_cache, v_cache), q, k_cache, v_cache)
     numbers = {
         "cache_seqlens": np.int64(6),
         "softmax_scale": np.float32(0.3),
@@ -44,29 +31,18 @@ def test_lengths_as_a_number_and_by_default(caches, draw):
         "window_size": torch.tensor([3, -1]),
         "num_splits": np.int32(0),
     }
-    found = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **numbers)
+    found = flash_attn_with_kvcache(q, k_cache, v_cache, **numbers)
     check(found, q, k_cache[:, :6], v_cache[:, :6], scale=0.3, window=(3, None))
 
 
-@pytest.fixture
-def paged(draw, device):
-    """Pages [P, 4, 2, D], a table of shuffled pages, and the same rows in order."""
-    k_pages, v_pages = draw(10, 4, 2, D), draw(10, 4, 2, D)
+def test_varlen_over_pages(draw, device):
+    """Pages [P, 4, 2, D] in any order."""
+    q, k_pages, v_pages = draw(5, 4, D), draw(10, 4, 2, D), draw(10, 4, 2, D)
     table = torch.tensor([[7, 1, 4], [0, 9, 2]], dtype=torch.int32, device=device)
-    return k_pages, v_pages, table
-
-
-def in_order(pages, table):
-    return pages[table.long()].flatten(1, 2)
-
-
-def test_varlen_over_pages(paged, draw, device):
-    k_pages, v_pages, table = paged
-    q = draw(5, 4, D)
     cu_q, cu_k = offsets((4, 1), device), offsets((6, 11), device)
     given = {"causal": True, "block_table": table, "return_attn_probs": True}
     o, lse, _ = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 4, 11, **given)
-    keys, values = in_order(k_pages, table), in_order(v_pages, table)
+    keys, values = (x[table.long()].flatten(1, 2) for x in (k_pages, v_pages))
     for n, (rows, length) in enumerate([(slice(0, 4), 6), (slice(4, 5), 11)]):
         part = (o[None, rows].contiguous(), lse[None, :, rows])
         seen = (x[n : n + 1, :length] for x in (keys, values))
@@ -75,3 +51,144 @@ def test_varlen_over_pages(paged, draw, device):
     given = {"seqused_k": used, "max_seqlen_q": 4, "causal": True, "page_table": table}
     again = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
     assert torch.equal(again[0], o) and torch.equal(again[1], lse)
+
+
+# What differs from a call that reads 16-bit rows of 32 in order, by axis of the grid.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "leftpad": {"place": "leftpad"},
+    "paged": {"place": "paged"},
+    "by-index": {"place": "index"},
+    "new": {"new": "as many as q"},
+    "fewer-new": {"new": "fewer than q"},
+    "rotary-half": {"rotary": 0.5},
+    "rotary-whole": {"rotary": 1.0},
+    "interleaved": {"interleaved": True},
+    "causal": {"causal_mask": True},
+    "local": {"local": True},
+    "alibi": {"alibi": True},
+    "gqa": {"H_k": 3},
+    "mqa": {"H_k": 1},
+    "one-split": {"num_splits": 1},
+    "59": {"D": 59},
+    "80": {"D": 80},
+    "one-query": {"sizes": (1, 39)},
+    "chunk": {"sizes": (16, 33)},
+}
+GRID = sets_that_cover_pairs(SETTINGS, largest=8)
+B, H_q, PAGE = 2, 6, 8
+
+
+def drawn_case(names: tuple[str, ...], device: str) -> SimpleNamespace:
+    """The arguments of a call, and the cache as it is to be afterwards, row by row."""
+    at: dict[str, Any] = {
+        "place": None,
+        "new": None,
+        "rotary": 0.0,
+        "interleaved": False,
+        "causal_mask": False,
+        "local": False,
+        "alibi": False,
+        "H_k": H_q,
+        "num_splits": 0,
+        "D": 32,
+        "sizes": (3, 40),
+        **together(SETTINGS, names),
+    }
+    case = SimpleNamespace(**at)
+    generator = torch.Generator().manual_seed(len(names) + 7 * case.D)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.float16)
+
+    def integers(low: int, high: int, size: int) -> torch.Tensor:
+        return torch.randint(low, high, (size,), generator=generator, dtype=torch.int32).to(device)
+
+    T_q, S = case.sizes
+    if case.rotary and case.new is None:
+        case.new = "as many as q"
+    T_new = {None: 0, "as many as q": T_q, "fewer than q": max(1, T_q // 2)}[case.new]
+    case.q = draw(B, T_q, H_q, case.D)
+    case.k, case.v = (draw(B, T_new, case.H_k, case.D) if T_new else None for _ in "kv")
+    pages = math.ceil(S / PAGE)
+    rows = {"paged": (3 * B * pages, PAGE), "index": (2 * B, S)}.get(case.place, (B, S))
+    case.k_cache, case.v_cache = (draw(*rows, case.H_k, case.D) for _ in "kv")
+    case.lengths = integers(0 if T_new else 1, S - max(T_q, T_new) + 1, B)
+    case.first = torch.zeros_like(case.lengths)
+    case.options = {"cache_seqlens": case.lengths.clone()}
+    shuffled = torch.randperm(rows[0], generator=generator, dtype=torch.int32).to(device)
+    if case.place == "leftpad":
+        case.first = (case.lengths * torch.rand(B, generator=generator).to(device)).int()
+        case.options["cache_leftpad"] = case.first
+    elif case.place == "paged":
+        case.options["block_table"] = shuffled[: B * pages].view(B, pages)
+    elif case.place == "index":
+        case.options["cache_batch_idx"] = shuffled[:B]
+    if case.rotary:
+        angle = (
+            2 * math.pi * torch.rand(S, int(case.rotary * case.D) // 16 * 8, generator=generator)
+        )
+        case.tables = tuple(x.to(device, torch.float16) for x in (angle.cos(), angle.sin()))
+        case.options.update(zip(("rotary_cos", "rotary_sin"), case.tables, strict=True))
+    if case.alibi:
+        case.options["alibi_slopes"] = 0.3 * torch.rand(B, H_q, generator=generator).to(device)
+    window = integers(0, S, 2).tolist() if case.local else None
+    case.masks = {"causal": case.causal_mask}
+    if window is not None:
+        case.masks["window"] = tuple(window)
+        case.options["window_size"] = tuple(window)
+    return case
+
+
+def rotated(case: SimpleNamespace, x: torch.Tensor, *, moving: bool) -> torch.Tensor:
+    """x [B, T, H, D] turned to places from cache_seqlens on; moving=False: all to the first."""
+    if not case.rotary:
+        return x
+    steps = torch.arange(x.shape[1], device=x.device) * int(moving)
+    cos, sin = (table.float()[case.lengths[:, None] + steps] for table in case.tables)
+    style = "interleaved" if case.interleaved else "half"
+    return apply_rotary(x.transpose(1, 2), cos, sin, style=style).transpose(1, 2)
+
+
+def rows_in_order(case: SimpleNamespace, cache: torch.Tensor) -> torch.Tensor:
+    """[B, S, H_k, D]: what a cache holds for the rows of the batch."""
+    if case.place == "paged":
+        return cache[case.options["block_table"].long()].flatten(1, 2)
+    if case.place == "index":
+        return cache[case.options["cache_batch_idx"].long()]
+    return cache
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("names", GRID, ids="+".join)
+def test_grid(names, backend, device, monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", backend)
+    case = drawn_case(names, device)
+    k_rows, v_rows = (rows_in_order(case, x).clone() for x in (case.k_cache, case.v_cache))
+    places = torch.arange(k_rows.shape[1], device=device)
+    ends = case.lengths
+    if case.k is not None:
+        ends = case.lengths + case.k.shape[1]
+        written = (places >= case.lengths[:, None]) & (places < ends[:, None])
+        k_rows[written] = rotated(case, case.k, moving=True).flatten(0, 1)
+        v_rows[written] = case.v.flatten(0, 1)
+    found = flash_attn_with_kvcache(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.k,
+        case.v,
+        causal=case.causal_mask,
+        rotary_interleaved=case.interleaved,
+        num_splits=case.num_splits,
+        return_softmax_lse=True,
+        **case.options,
+    )
+    assert torch.equal(case.options["cache_seqlens"], case.lengths)
+    assert torch.equal(rows_in_order(case, case.v_cache), v_rows)
+    assert_within_budget("k_cache", rows_in_order(case, case.k_cache), k_rows, k_rows)
+    options = dict(case.masks, query_offset=ends - case.q.shape[1], key_lengths=ends)
+    options["key_padding_mask"] = places >= case.first[:, None]
+    if case.alibi:
+        options["alibi_slopes"] = case.options["alibi_slopes"]
+    q = rotated(case, case.q, moving=case.causal_mask or case.local)
+    check(found, q, k_rows, v_rows, **options)

@@ -123,7 +123,7 @@ def token_table(cache: Cache, B: int, new: int) -> tuple[Tensor, Tensor]:
             raise RuntimeError(f"cache_seqlens={seqlens} and {new} new tokens exceed {room} places")
         lengths = torch.full((B,), seqlens, dtype=torch.int32, device=device)
     else:
-        lengths = _of_rows("cache_seqlens", seqlens, B, cache.k).clone()
+        lengths = _of_rows("cache_seqlens", seqlens, B, cache.k)
     return table.contiguous(), lengths
 
 
