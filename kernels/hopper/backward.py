@@ -41,7 +41,7 @@ from .host import (
     walkable,
 )
 from .pipeline import ROWS
-from .tile_table import APART_HEAD_DIM, backward_config
+from .tile_table import APART_HEAD_DIM, backward_config, tile_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ def launch_hopper_backward(
 
     delta is filled where the gradient of sinks or attn_bias needs it, and undefined elsewhere.
 
-    do [B, H_q, T_q, D] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
+    do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
     options. `why_not_hopper` is None, and with options.atomic_dq so is
     `why_not_one_pass`.
@@ -86,7 +86,7 @@ def launch_hopper_backward(
         launch = launch_for(_plan_dq, options, (q, k, v, do, o, dlse), dq, stats)
         launch(options, q, k, v, do, dq, o, lse, dlse, wanted, minus_lse, minus_delta)
     launches: tuple[tuple[Any, Tensor | None, Tensor | None], ...] = ((_plan_dkv, dk, dv),)
-    if q.shape[3] == APART_HEAD_DIM:
+    if tile_columns(q.shape[3]) == APART_HEAD_DIM:
         launches = ((_plan_dv, None, dv), (_plan_dk, dk, None))
     for plan, *out in launches:
         launch, parts = launch_for(plan, options, (q, k, v, do), *out, total, stats)
@@ -127,7 +127,7 @@ def _plan_dq(
 ) -> Launch:
     """The launch that fills dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
     softcap, placed = options.softcap is not None, options.q_positions is not None
-    config = backward_config("dq", q.shape[3], end_early(options), softcap, placed)
+    config = backward_config("dq", q.shape[3], end_early(options), softcap, placed, v.shape[3])
     grid, sizes = query_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     return Launch(
@@ -144,11 +144,11 @@ def _plan_dq(
         config,
         tables=tables,
         described=(
-            (0, describe(q, ROWS.value)),
-            (1, describe(k, config.BLOCK)),
-            (2, describe(v, config.BLOCK)),
-            (3, describe(do, ROWS.value)),
-            (4, to_send(dq, options)),
+            (0, describe(q, ROWS.value, config.D)),
+            (1, describe(k, config.BLOCK, config.D)),
+            (2, describe(v, config.BLOCK, config.value_tile)),
+            (3, describe(do, ROWS.value, config.value_tile)),
+            (4, to_send(dq, options, config.D)),
             describe_bias(options, q, ROWS.value, config.BLOCK),
         ),
         hidden=4,
@@ -170,14 +170,15 @@ def _plan_dkv(
 
     It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
     """
-    D = k.shape[3]
+    D, D_v = k.shape[3], v.shape[3]
     softcap, placed = options.softcap is not None, options.q_positions is not None
     if total is None:
         kernel = "dv" if dk is None else "dk" if dv is None else "dkv"
-        config = backward_config(kernel, D, options.cu_seqlens_q is not None, softcap, placed)
+        packed = options.cu_seqlens_q is not None
+        config = backward_config(kernel, D, packed, softcap, placed, D_v)
         piece, sums = None, None
     else:
-        config = backward_config("one_pass", D, end_early(options), softcap, placed)
+        config = backward_config("one_pass", D, end_early(options), softcap, placed, D_v)
         piece = D // 2
         sums = describe(total, config.BLOCK, piece) if config.DQ_BY_TMA else None
     grid, sizes = key_grid(q, k, config, options)
@@ -196,12 +197,12 @@ def _plan_dkv(
         config,
         tables=tables,
         described=(
-            (0, describe(q, config.BLOCK)),
-            (1, describe(k, ROWS.value, piece=piece)),
-            (2, None if dk is None else describe(v, ROWS.value)),
-            (3, describe(do, config.BLOCK)),
-            (5, None if dk is None else to_send(dk, options, piece)),
-            (6, None if dv is None else to_send(dv, options)),
+            (0, describe(q, config.BLOCK, config.D)),
+            (1, describe(k, ROWS.value, config.D, piece)),
+            (2, None if dk is None else describe(v, ROWS.value, config.value_tile)),
+            (3, describe(do, config.BLOCK, config.value_tile)),
+            (5, None if dk is None else to_send(dk, options, config.D, piece)),
+            (6, None if dv is None else to_send(dv, options, config.value_tile)),
             (4, sums),
             describe_bias(options, q, config.BLOCK, ROWS.value),
         ),

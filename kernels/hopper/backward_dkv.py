@@ -49,6 +49,8 @@ from .pipeline import (
     as_operand,
     load,
     load_until,
+    over_columns,
+    products_of,
     release,
     release_slot,
     send,
@@ -79,7 +81,8 @@ class BackwardDkv(NamedTuple):
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
     see `load_until`. bias: see `bias.py`. stats_ring: of the queries in q. exchange: of `one_pass`,
     or None. dq: of it too, a `DqSum`. dk, dv: without ptr where the kernel leaves that gradient
-    out; without dk there is no v. dk_parts_ptr, dv_parts_ptr: see `_store`.
+    out; without dk there is no v. dv_tiles: by which dV leaves, one for each consumer.
+    dk_parts_ptr, dv_parts_ptr: see `_store`.
     """
 
     k: Any
@@ -93,6 +96,7 @@ class BackwardDkv(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+    dv_tiles: Any
     dk_parts_ptr: Any
     dv_parts_ptr: Any
     exchange: Any
@@ -244,14 +248,14 @@ def _step(
     wait_full(shared.q, n)
     q = tile_of(shared.q, n)
     from_start: gl.constexpr = score.softcap is None
-    s = warpgroup_mma(k, q.permute((1, 0)), s_start, use_acc=from_start, is_async=True)
+    s = over_columns(k, q, s_start, config.columns, from_start)
     wait_full(shared.do, n)
     do = tile_of(shared.do, n)
     if DK:
         v = held(shared.v, CONSUMER, n)
-        dp = warpgroup_mma(v, do.permute((1, 0)), dp_start, is_async=True)
+        dp = over_columns(v, do, dp_start, config.value_columns)
 
-    s = warpgroup_mma_wait(1 if DK else 0, deps=[s])
+    s = warpgroup_mma_wait(products_of(config.value_columns) if DK else 0, deps=[s])
     rows = rows[None, :]
     keys = mine.keys[:, None]
     bias = take_bias(shared.bias, n, accumulator_layout(config.BLOCK), CONSUMER, True)
@@ -263,7 +267,7 @@ def _step(
         seen = visible(rows, keys, h, batch, mask)
     p = weights(s, lse, factor, seen)
     if DV:
-        dv = warpgroup_mma(as_operand(p, dtype, config.D), do, dv, is_async=True)
+        dv = warpgroup_mma(as_operand(p, dtype, config.value_tile), do, dv, is_async=True)
     if DK:
         if not DV:
             # It is there. As in forward: without a branch ptxas would wait for dP^T before the
@@ -313,13 +317,13 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     work = shared.work
     G = work.G
     D: gl.constexpr = config.D
-    LAYOUT: gl.constexpr = accumulator_layout(D)
+    D_V: gl.constexpr = config.value_tile
     KEYS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK))
     first = tile.first + CONSUMER * ROWS
     keys = first + gl.arange(0, ROWS, layout=KEYS)
     exist = some_exist(keys, tile.row, work.mask)
-    dk = gl.zeros([ROWS, D], gl.float32, LAYOUT)
-    dv = gl.zeros([ROWS, D], gl.float32, LAYOUT)
+    dk = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
+    dv = gl.zeros([ROWS, D_V], gl.float32, accumulator_layout(D_V))
     wait_slot(shared.k, i, CONSUMER)
     if shared.v is not None:
         wait_slot(shared.v, i, CONSUMER)
@@ -342,18 +346,20 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     if shared.exchange is not None:
         wait_read(shared.exchange, n, CONSUMER)
     # The weights of keys that no query may see were never masked: they end here.
-    keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
     exists = keys < tile.row.end
     if exist is not None:
         exists = some_exist(keys, tile.row, work.mask)
-    exists = exists[:, None]
+    at = tile, first, work
     if shared.dk.ptr is not None:
-        dk = gl.where(exists, dk * shared.score.scale, 0.0)
-        _store(shared.dk, shared.dk_parts_ptr, shared.k, dk, tile, first, work, CONSUMER)
+        dk = gl.where(exists[:, None], dk * shared.score.scale, 0.0)
+        slot = shared.k.tiles.index(CONSUMER)
+        _store(shared.dk, shared.dk_parts_ptr, slot, dk, at, config.columns)
     if shared.dv.ptr is not None:
-        dv = gl.where(exists, dv, 0.0)
-        slots = shared.k if shared.v is None else shared.v
-        _store(shared.dv, shared.dv_parts_ptr, slots, dv, tile, first, work, CONSUMER)
+        exists = gl.convert_layout(exists, gl.SliceLayout(1, accumulator_layout(D_V)))
+        dv = gl.where(exists[:, None], dv, 0.0)
+        slot = shared.dv_tiles.index(CONSUMER)
+        _store(shared.dv, shared.dv_parts_ptr, slot, dv, at, config.value_columns)
     tma.store_wait(pendings=0)
     release_slot(shared.k, CONSUMER)
     if shared.v is not None:
@@ -362,26 +368,20 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
 
 @gluon.jit
-def _store(out, parts_ptr, slots, x, tile, first, work, CONSUMER: gl.constexpr):
-    """Write 64 rows of an output, or where there are parts of this one to parts_ptr.
+def _store(out, parts_ptr, slot, x, at, COLUMNS: gl.constexpr):
+    """Write 64 rows of an output by way of `slot`, or where there are parts of this to parts_ptr.
 
-    parts_ptr: fp32 [B, H_k, parts, T_k, D].
+    parts_ptr: fp32 [B, H_k, parts, T_k, COLUMNS]. at: tile, its first row, and work.
     """
+    tile, first, work = at
+    kept = tile.length - first
     # Where there may be parts: one kernel, so that no length compiles another.
     if work.parts is None or work.parts == 1:
-        _send(out, slots, x, tile, first, CONSUMER)
+        send(out, slot, x, tile.b, tile.h, tile.first_k + first, kept, COLUMNS)
     else:
-        D: gl.constexpr = x.shape[1]
         head = (tile.b * work.H * work.parts + tile.h).to(gl.int64)
-        ptr = parts_ptr + (head * work.T_k + tile.first_k + first) * D
-        store_rows(ptr, D, x, accumulator_layout(D), tile.length - first)
-
-
-@gluon.jit
-def _send(out, slots, x, tile, first, CONSUMER: gl.constexpr):
-    """Write 64 rows of an output, by way of the slot of a consumer."""
-    slot = slots.tiles.index(CONSUMER)
-    send(out, slot, x, tile.b, tile.h, tile.first_k + first, tile.length - first)
+        ptr = parts_ptr + (head * work.T_k + tile.first_k + first) * COLUMNS
+        store_rows(ptr, COLUMNS, x, accumulator_layout(x.shape[1]), kept, COLUMNS)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -414,9 +414,16 @@ def hopper_backward_dkv_kernel(
     if K_EARLY or Q_EARLY:
         landed = allocate_landed(mask)
     q, do = allocate_rings(q_desc, do_desc, config)
+    k = allocate_ring(k_desc, 2, 1)
+    v = None if v_desc is None else allocate_ring(v_desc, 2, 1)
+    # V's own tiles, or without V those of K, where they are as wide.
+    dv_tiles = k.tiles if v is None else v.tiles
+    if v_desc is None and config.value_tile != config.D and dv_desc is not None:
+        SHAPE: gl.constexpr = [2, 1, 1, ROWS, config.value_tile]
+        dv_tiles = gl.allocate_shared_memory(dv_desc.dtype, SHAPE, dv_desc.layout)
     shared = BackwardDkv(
-        k=allocate_ring(k_desc, 2, 1),
-        v=None if v_desc is None else allocate_ring(v_desc, 2, 1),
+        k=k,
+        v=v,
         q=q,
         do=do,
         stats_ring=_allocate_stats_ring(config.STAGES, config.BLOCK),
@@ -426,6 +433,7 @@ def hopper_backward_dkv_kernel(
         dq=DqSum(dq_tiles, dq_desc, dq_ptr),
         dk=Output(dk_desc, dk_ptr, dk_strides),
         dv=Output(dv_desc, dv_ptr, dv_strides),
+        dv_tiles=dv_tiles,
         dk_parts_ptr=dk_parts_ptr,
         dv_parts_ptr=dv_parts_ptr,
         exchange=exchange,

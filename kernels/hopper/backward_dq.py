@@ -32,6 +32,8 @@ from .pipeline import (
     allocate_rings,
     as_operand,
     load_slot,
+    over_columns,
+    products_of,
     release,
     release_slot,
     send,
@@ -121,11 +123,11 @@ def _step(
     m = n if config.D == 256 else 0
     q = held(shared.q, CONSUMER, m)
     do = held(shared.do, CONSUMER, m)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = over_columns(q, k, zero, config.columns, False)
     wait_full(shared.v, n)
     v = tile_of(shared.v, n)
-    dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    dp = over_columns(do, v, zero, config.value_columns, False)
+    s = warpgroup_mma_wait(products_of(config.value_columns), deps=[s])
     mask, score = shared.work.mask, shared.score
     h, row = mine.tile.h, at_keys(mine.tile.row, key, mask)
     rows = mine.rows[:, None]
@@ -153,13 +155,16 @@ def _step(
 
 
 @gluon.jit
-def _row_dot(o_ptr, stride, do, kept, D: gl.constexpr):
-    """Sums of o * do over the columns; o from global memory, its first `kept` rows."""
+def _row_dot(o_ptr, stride, do, kept, COLUMNS: gl.constexpr):
+    """Sums of o * do over COLUMNS columns; o from global memory, its first `kept` rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    cols = gl.arange(0, do.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     pointers = o_ptr + (rows.to(gl.int64) * stride)[:, None] + cols[None, :]
-    o = gl.load(pointers, mask=(rows < kept)[:, None], other=0.0)
+    exists = (rows < kept)[:, None]
+    if do.shape[1] != COLUMNS:
+        exists = exists & (cols < COLUMNS)[None, :]
+    o = gl.load(pointers, mask=exists, other=0.0)
     return gl.sum(o.to(gl.float32) * do.load(LAYOUT).to(gl.float32), 1)
 
 
@@ -171,7 +176,7 @@ def _load_delta(shared, tile, first, rows, of_head, do, config: gl.constexpr):
     o_ptr = shared.o_ptr + gl.cast(tile.b, gl.int64) * value(o_strides[0])
     o_ptr += tile.h.to(gl.int64) * value(o_strides[1])
     o_ptr += (tile.first_q + first).to(gl.int64) * value(o_strides[2])
-    delta = _row_dot(o_ptr, value(o_strides[2]), do, tile.length - first, config.D)
+    delta = _row_dot(o_ptr, value(o_strides[2]), do, tile.length - first, config.value_columns)
     delta = gl.convert_layout(delta, gl.SliceLayout(1, accumulator_layout(config.BLOCK)))
     exists = rows < tile.length
     if shared.work.mask.cu_q_ptr is not None:
@@ -188,7 +193,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     D: gl.constexpr = config.D
     mask = shared.work.mask
     q_tile = shared.q.tiles.index(CONSUMER)
-    do = shared.do.tiles.index(CONSUMER).reshape([ROWS, D])
+    do = shared.do.tiles.index(CONSUMER).reshape([ROWS, config.value_tile])
     first = tile.first + CONSUMER * ROWS
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK))
     rows = first + gl.arange(0, ROWS, layout=S_ROWS)
@@ -219,7 +224,8 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
     release_slot(shared.do, CONSUMER)
     dq = dq * shared.score.scale
-    send(shared.dq, q_tile, dq, tile.b, tile.h, tile.first_q + first, tile.length - first)
+    first_q, kept = tile.first_q + first, tile.length - first
+    send(shared.dq, q_tile, dq, tile.b, tile.h, first_q, kept, config.columns)
     tma.store_wait(pendings=0)
     release_slot(shared.q, CONSUMER)
     return n + tile.blocks

@@ -51,6 +51,7 @@ from .pipeline import (
     as_operand,
     load,
     load_slot,
+    over_columns,
     packed,
     pass_turn,
     release,
@@ -133,12 +134,12 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(q, ring, n):
+def _start_scores(q, ring, n, config: gl.constexpr):
     """Issue Q K^T of the n-th block; its tile has arrived."""
     k = tile_of(ring, n)
     BLOCK_N: gl.constexpr = k.shape[0]
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N, q.dtype))
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return over_columns(q, k, zero, config.columns, False)
 
 
 @gluon.jit
@@ -189,7 +190,7 @@ def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.const
     dtype: gl.constexpr = mine.q.dtype
     wait_full(shared.k, n)
     take_turn(shared.turns, n, CONSUMER)
-    s = _start_scores(mine.q, shared.k, n)
+    s = _start_scores(mine.q, shared.k, n, config)
     pass_turn(shared.turns, CONSUMER, config.CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[s])
     release(shared.k, n)
@@ -214,7 +215,7 @@ def _step(
     """
     dtype: gl.constexpr = mine.q.dtype
     take_turn(shared.turns, n, CONSUMER)
-    s = _start_scores(mine.q, shared.k, n)
+    s = _start_scores(mine.q, shared.k, n, config)
     wait_full(shared.v, n - 1)
     acc_next = _start_values(acc, p, shared.v, n - 1)
     pass_turn(shared.turns, CONSUMER, config.CONSUMERS)
@@ -231,20 +232,20 @@ def _step(
     acc = warpgroup_mma_wait(0, deps=[acc_next])
     # First, since no warp goes on from here before all have come: some will rescale, others not.
     release(shared.v, n - 1)
-    acc = rescaled(acc, rescale, accumulator_layout(config.D, dtype), SLACK > 0)
+    acc = rescaled(acc, rescale, accumulator_layout(config.value_tile, dtype), SLACK > 0)
     return acc, _waiting(p, dtype, config), m, l
 
 
 @gluon.jit
 def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
     """Consumer: o and lse of 64 queries of the i-th tile, whose first block is the n-th."""
-    D: gl.constexpr = config.D
+    D_V: gl.constexpr = config.value_tile
     work = shared.work
     q_tile = shared.q.tiles.index(CONSUMER)
-    q = q_tile.reshape([ROWS, D])
+    q = q_tile.reshape([ROWS, config.D])
     dtype: gl.constexpr = q.dtype
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK, dtype))
-    O_LAYOUT: gl.constexpr = accumulator_layout(D, dtype)
+    O_LAYOUT: gl.constexpr = accumulator_layout(D_V, dtype)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     first = tile.first + CONSUMER * ROWS
     m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -258,7 +259,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         score = Score(scale, score.softcap, tensors=score.tensors, linear=score.linear)
     rows = first + gl.arange(0, ROWS, layout=S_ROWS)
     mine = Queries(q, rows, tile, score, slope_of(tile.h, tile.row, score))
-    acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+    acc = gl.zeros([ROWS, D_V], gl.float32, O_LAYOUT)
 
     wait_slot(shared.q, i, CONSUMER)
     p, m, l = _first_block(m, l, n, mine, shared, CONSUMER, config)
@@ -289,7 +290,8 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         o_tile = shared.o_tiles.index(CONSUMER)
         # The store of the tile before has had all this time.
         tma.store_wait(pendings=0)
-    send(shared.o, o_tile, o, tile.b, tile.h, tile.first_q + first, tile.length - first)
+    first_o, kept = tile.first_q + first, tile.length - first
+    send(shared.o, o_tile, o, tile.b, tile.h, first_o, kept, config.value_columns)
     if not config.APART:
         tma.store_wait(pendings=0)
         release_slot(shared.q, CONSUMER)
@@ -315,7 +317,7 @@ def hopper_forward_kernel(
     k, v = allocate_rings(k_desc, v_desc, config)
     o_tiles = q.tiles
     if config.APART and o_desc is not None:
-        SHAPE: gl.constexpr = [SLOTS, 1, 1, ROWS, config.D]
+        SHAPE: gl.constexpr = [SLOTS, 1, 1, ROWS, config.value_tile]
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, SHAPE, o_desc.layout)
     turns: gl.constexpr = None
     if config.PING_PONG:
@@ -328,7 +330,8 @@ def hopper_forward_kernel(
 
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """For q, k and v in 16 bits."""
-    config = forward_config(q.shape[3], end_early(options), options.q_positions is not None)
+    placed = options.q_positions is not None
+    config = forward_config(q.shape[3], end_early(options), placed, v.shape[3])
     return _plan_with(config, options, None, q, k, v, o)
 
 
@@ -345,7 +348,9 @@ def _plan_with(
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     if not grid[0]:
         return Launch(hopper_forward_kernel, 0, {})
-    values = describe(v, config.BLOCK) if scales is None else describe(v, config.D, config.BLOCK)
+    values = describe(v, config.D, config.BLOCK)
+    if scales is None:
+        values = describe(v, config.BLOCK, config.value_tile)
     return Launch(
         hopper_forward_kernel,
         grid[0],
@@ -359,10 +364,10 @@ def _plan_with(
         config,
         tables=tables,
         described=(
-            (0, describe(q, ROWS.value)),
-            (1, describe(k, config.BLOCK)),
+            (0, describe(q, ROWS.value, config.D)),
+            (1, describe(k, config.BLOCK, config.D)),
             (2, values),
-            (3, to_send(o, options)),
+            (3, to_send(o, options, config.value_tile)),
             describe_bias(options, q, ROWS.value, config.BLOCK),
         ),
         hidden=3,
@@ -372,12 +377,13 @@ def _plan_with(
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, D] in q's memory order, lse fp32 [B, H_q, T_q] (natural log).
+    """o [B, H_q, T_q, D_v] in q's memory order, lse fp32 [B, H_q, T_q] (natural log).
 
-    q [B, H_q, T_q, D], k and v [B, H_k, T_k, D], for which `why_not_hopper` is None.
+    q [B, H_q, T_q, D], k [B, H_k, T_k, D] and v [B, H_k, T_k, D_v], for which `why_not_hopper` is
+    None.
     """
     q, k, v, options = walkable(q), walkable(k), walkable(v), aligned_bias(options)
-    o = result_in_layout(options, q, *q.shape[1:])
+    o = result_in_layout(options, q, q.shape[1], q.shape[2], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
     return o, lse

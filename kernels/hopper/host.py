@@ -21,7 +21,13 @@ from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
 from ..rules.tile import ORDERED
 from .pipeline import ROWS
-from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig, backward_config
+from .tile_table import (
+    APART_HEAD_DIM,
+    HEAD_DIMS,
+    HopperConfig,
+    backward_config,
+    tile_columns,
+)
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -60,6 +66,8 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
     The caller sees to the GPU (sm_90).
     """
+    if (reason := _why_not_heads(q.shape[-1], v.shape[-1])) is not None:
+        return reason
     if q.dtype not in _DTYPES:
         return f"q is {str(q.dtype).removeprefix('torch.')}; they take bfloat16 and float16"
     return _why_not(q, k, v, options, _SERVED)
@@ -71,17 +79,32 @@ def why_not_hopper_fp8(
     """`why_not_hopper` for e4m3 numbers q [B, H_q, T_q, D], k and v, and o in `dtype`."""
     if dtype not in _DTYPES:
         return f"out_dtype is {str(dtype).removeprefix('torch.')}; they write bfloat16 and float16"
-    return _why_not(q, k, v, options, _SERVED_IN_8_BITS)
-
-
-def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]) -> str | None:
     D, D_v = q.shape[-1], v.shape[-1]
-    # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
-    T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
     if D_v != D:
         return f"head dims of q and v differ ({D} and {D_v})"
     if D not in HEAD_DIMS:
         return f"head dim {D} is none of {', '.join(map(str, HEAD_DIMS))}"
+    return _why_not(q, k, v, options, _SERVED_IN_8_BITS)
+
+
+def _why_not_heads(D: int, D_v: int) -> str | None:
+    """Why tiles do not hold heads of D columns, in v D_v, or None."""
+    for name, columns in (("q", D), ("v", D_v)):
+        if not HEAD_DIMS[0] // 2 < columns <= HEAD_DIMS[-1]:
+            return (
+                f"head dim {columns} of {name} is not in {HEAD_DIMS[0] // 2 + 1}..{HEAD_DIMS[-1]}"
+            )
+        if columns % 8:
+            return f"head dim {columns} of {name} is no multiple of 8: rows are stored by 16 bytes"
+    if tile_columns(D_v) > tile_columns(D):
+        return f"head dim {D_v} of v takes a wider tile than {D} of q"
+    return None
+
+
+def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]) -> str | None:
+    # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
+    T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
+    D = tile_columns(q.shape[-1])
     defaults = options._field_defaults.values()
     for name, value, default in zip(options._fields, options, defaults, strict=True):
         if value is not default and value != default and name not in served:
@@ -149,8 +172,10 @@ def why_not_worth_it(q: Tensor) -> str | None:
 def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
     """Why a backward that these kernels serve takes two of them, though atomics are permitted."""
     D = q.shape[-1]
-    if D == APART_HEAD_DIM:
+    if tile_columns(D) == APART_HEAD_DIM:
         return f"dK and dV of head dim {D} take a kernel each"
+    if D not in HEAD_DIMS:
+        return f"halves of head dim {D} are no tiles"
     if D == 128 and options.softcap is not None:
         return "softcap and head dim 128 do not leave it registers"
     if q.dim() == 3:
@@ -174,8 +199,8 @@ def describe(
     """TMA descriptor of tensors that lie as x [B, H, T, D] does, which `walkable` left.
 
     In tiles of `rows` rows of one head; cols: default all. Tiles are zero-filled past the last row
-    when loaded, and clipped there when stored. piece: of so many columns a product may read alone;
-    default 128 bytes.
+    and column when loaded, and clipped there when stored. piece: of so many columns a product may
+    read alone; default 128 bytes.
     """
     steps = tma_strides(x)
     assert steps is not None
@@ -193,9 +218,11 @@ def end_early(options: Options) -> bool:
     return any(x is not None for x in (options.key_lengths, options.cu_seqlens_k, *hidden))
 
 
-def to_send(x: Tensor, options: Options, piece: int | None = None) -> TensorDescriptor | None:
+def to_send(
+    x: Tensor, options: Options, cols: int, piece: int | None = None
+) -> TensorDescriptor | None:
     """Descriptor of an output [B, H, T, D], see `describe`; None where TMA does not write it."""
-    return None if options.fp32_results else describe(x, ROWS.value, piece=piece)
+    return None if options.fp32_results else describe(x, ROWS.value, cols, piece)
 
 
 def strides_to_send(x: Tensor, options: Options) -> tuple[int | None, ...] | None:

@@ -20,7 +20,12 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
 from ..rules.codes import key_at
 from ..rules.tile import head
@@ -156,6 +161,28 @@ def accumulator_layout(columns, dtype=gl.bfloat16):
     """Where a warpgroup keeps the [64, columns] result of a product of this type."""
     depth = 256 // dtype.primitive_bitwidth
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
+
+
+@gluon.constexpr_function
+def products_of(columns):
+    """How many products `over_columns` issues."""
+    return 2 if 128 < columns <= 192 else 1
+
+
+@gluon.jit
+def over_columns(a, b, acc, COLUMNS: gl.constexpr, use_acc: gl.constexpr = True):
+    """Issue acc + a b^T, or a b^T, over the columns of two tiles, of which the first COLUMNS exist.
+
+    The others hold zeros: 64 of them are passed over.
+    """
+    if products_of(COLUMNS) == 2:
+        b_first = b.slice(0, 128, 1).permute((1, 0))
+        acc = warpgroup_mma(a.slice(0, 128, 1), b_first, acc, use_acc=use_acc, is_async=True)
+        b_last = b.slice(128, 64, 1).permute((1, 0))
+        acc = warpgroup_mma(a.slice(128, 64, 1), b_last, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+    return acc
 
 
 @gluon.jit
@@ -382,8 +409,10 @@ def _zero_columns(tile, kept):
 
 
 @gluon.jit
-def send(out, tile, x, b, h, first, kept):
-    """Consumer: write x [64, D] to rows `first`... of head h, the first `kept` of them.
+def send(out, tile, x, b, h, first, kept, COLUMNS: gl.constexpr):
+    """Consumer: write x to rows `first`... of head h, the first `kept` of them.
+
+    x: [64, columns of the tile], of which the first COLUMNS exist.
 
     By way of `tile` in shared memory TMA does it, and clips what lies past the end of the tensor.
     Where the rows of another sequence may follow, a tile that is not whole goes through registers.
@@ -392,25 +421,28 @@ def send(out, tile, x, b, h, first, kept):
     """
     if out.desc is None:
         ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
-        store_rows(ptr, stride, x, accumulator_layout(x.shape[1]), kept)
+        store_rows(ptr, stride, x, accumulator_layout(x.shape[1]), kept, COLUMNS)
     else:
         ROWS_OF_TILE: gl.constexpr = tile.shape[2]
         COLS: gl.constexpr = tile.shape[3]
         tile.reshape([ROWS_OF_TILE, COLS]).store(x.to(out.desc.dtype))
-        _send_tile(out, tile, b, h, first, kept)
+        _send_tile(out, tile, b, h, first, kept, COLUMNS)
 
 
 @gluon.jit
-def store_rows(ptr, stride, x, LAYOUT: gl.constexpr, kept):
+def store_rows(ptr, stride, x, LAYOUT: gl.constexpr, kept, COLUMNS: gl.constexpr):
     """`send` from registers, in which x has this layout, to rows that lie `stride` apart."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     pointers = ptr + (row * stride)[:, None] + cols[None, :]
-    gl.store(pointers, x, mask=(row < kept)[:, None])
+    exists = (row < kept)[:, None]
+    if x.shape[1] != COLUMNS:
+        exists = exists & (cols < COLUMNS)[None, :]
+    gl.store(pointers, x, mask=exists)
 
 
 @gluon.jit
-def _send_tile(out, tile, b, h, first, kept):
+def _send_tile(out, tile, b, h, first, kept, COLUMNS: gl.constexpr):
     """`send` from shared memory."""
     fence_async_shared()
     if out.strides is None or kept >= ROWS:
@@ -420,4 +452,4 @@ def _send_tile(out, tile, b, h, first, kept):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         values = tile.reshape([ROWS, COLS]).load(LAYOUT)
         ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
-        store_rows(ptr, stride, values, LAYOUT, kept)
+        store_rows(ptr, stride, values, LAYOUT, kept, COLUMNS)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..launch import tiles
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # columns of tiles; heads between them leave some at 0
 # dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice: a launch each.
 APART_HEAD_DIM = 256
 
@@ -12,14 +12,16 @@ APART_HEAD_DIM = 256
 class HopperConfig(NamedTuple):
     """One way to compile a kernel, and its one constexpr.
 
-    D: head dim. BLOCK: rows of the tiles that go through the rings. STAGES: of each ring, a power
-    of two; SECOND_STAGES: of that of V or dO, where it has others. CONSUMERS: warpgroups, of 64
-    rows each. Registers are those of a thread; three warpgroups share 64512. APART: outputs leave
-    through shared memory of their own, so that the next tile need not wait for them. PING_PONG:
-    consumers of forward issue their products in turn. WIDE_WEIGHTS: those of forward wait for
-    their product in fp32, as always in 8 bits; else two share a register. DQ_BY_TMA: TMA adds dQ of
-    one pass to its sum; else the threads do. SLACK: O of forward is rescaled where a score is
-    2^SLACK times above what weights are relative to; 0: in every block, as always in 8 bits.
+    D: columns of the tiles of q and k, D_V: of v and o, if others. COLUMNS: the head dims of q and
+    of v where tiles have more, which TMA fills with zeros. BLOCK: rows of the tiles that go through
+    the rings. STAGES: of each ring, a power of two; SECOND_STAGES: of that of V or dO, where it has
+    others. CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three
+    warpgroups share 64512. APART: outputs leave through shared memory of their own, so that the
+    next tile need not wait for them. PING_PONG: consumers of forward issue their products in turn.
+    WIDE_WEIGHTS: those of forward wait for their product in fp32, as always in 8 bits; else two
+    share a register. DQ_BY_TMA: TMA adds dQ of one pass to its sum; else the threads do. SLACK: O
+    of forward is rescaled where a score is 2^SLACK times above what weights are relative to; 0: in
+    every block, as always in 8 bits.
     """
 
     D: int
@@ -34,6 +36,37 @@ class HopperConfig(NamedTuple):
     SECOND_STAGES: int | None = None
     DQ_BY_TMA: bool = True
     SLACK: int = 8
+    D_V: int | None = None
+    COLUMNS: tuple[int, int] | None = None
+
+    @property
+    def value_tile(self) -> int:
+        """Columns of the tiles of v and o."""
+        return self.D if self.D_V is None else self.D_V
+
+    @property
+    def columns(self) -> int:
+        """Head dim of q and k."""
+        return self.D if self.COLUMNS is None else self.COLUMNS[0]
+
+    @property
+    def value_columns(self) -> int:
+        """Head dim of v and o."""
+        return self.value_tile if self.COLUMNS is None else self.COLUMNS[1]
+
+
+def tile_columns(D: int) -> int:
+    """Columns of the tiles that hold this head dim: the least of HEAD_DIMS."""
+    return next(columns for columns in HEAD_DIMS if columns >= D)
+
+
+def _of_heads(config: HopperConfig, D: int, D_v: int) -> HopperConfig:
+    """The configuration of D columns for heads of D and D_v."""
+    if tile_columns(D_v) != config.D:
+        # Outputs of fewer columns than q has do not leave through its tile.
+        config = config._replace(D_V=tile_columns(D_v), APART=True)
+    exact = (config.D, config.value_tile) == (D, D_v)
+    return config if exact else config._replace(COLUMNS=(D, D_v))
 
 
 def _registers(early: bool) -> tuple[int, int]:
@@ -41,21 +74,25 @@ def _registers(early: bool) -> tuple[int, int]:
     return (232, 40) if early else (240, 24)
 
 
-def forward_config(D: int, early: bool, placed: bool = False) -> HopperConfig:
-    """Tile of forward.
+def forward_config(
+    D: int, early: bool, placed: bool = False, D_v: int | None = None
+) -> HopperConfig:
+    """Tile of forward, for heads of D columns, in v D_v, by default as many.
 
     early: the keys of a batch row may end before those in memory. placed: queries and keys have
     positions of their own, which tiles of 128 rows keep in order.
     """
     registers = _registers(early)
-    if (other := _other("forward", D, early or placed)) is not None:
-        return other
-    return {
-        64: HopperConfig(D, 128, 4, 2, *registers, WIDE_WEIGHTS=early or placed),
-        128: HopperConfig(D, 128, 2, 2, *registers, WIDE_WEIGHTS=placed and not early),
-        # 64 more KB for the output do not fit.
-        256: HopperConfig(D, 64, 2, 2, *registers, APART=False),
-    }[D]
+    tile, D_v = tile_columns(D), D if D_v is None else D_v
+    config = _other("forward", tile, early or placed or tile != tile_columns(D_v))
+    if config is None:
+        config = {
+            64: HopperConfig(tile, 128, 4, 2, *registers, WIDE_WEIGHTS=early or placed),
+            128: HopperConfig(tile, 128, 2, 2, *registers, WIDE_WEIGHTS=placed and not early),
+            # 64 more KB for the output do not fit.
+            256: HopperConfig(tile, 64, 2, 2, *registers, APART=False),
+        }[tile]
+    return _of_heads(config, D, D_v)
 
 
 def fp8_config(D: int, early: bool) -> HopperConfig:
@@ -68,9 +105,9 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
 
 
 def backward_config(
-    kernel: str, D: int, early: bool, softcap: bool, placed: bool = False
+    kernel: str, D: int, early: bool, softcap: bool, placed: bool = False, D_v: int | None = None
 ) -> HopperConfig:
-    """Tile of a kernel of backward.
+    """Tile of a kernel of backward, for heads of D columns, in v D_v, by default as many.
 
     kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, "dk" and "dv" of
     APART_HEAD_DIM, or "one_pass", which is "dkv" with dQ. Its products have 64 queries at least.
@@ -79,21 +116,27 @@ def backward_config(
     softcap: capped scores stay in registers for their derivative. Either takes smaller blocks where
     registers are short. placed: as of `forward_config`.
     """
+    tile, D_v = tile_columns(D), D if D_v is None else D_v
+    config = _other(kernel, tile, early or softcap or placed or tile != tile_columns(D_v))
+    if config is None:
+        config = _backward_tile(kernel, tile, early, softcap)
+    return _of_heads(config, D, D_v)
+
+
+def _backward_tile(kernel: str, D: int, early: bool, capped: bool) -> HopperConfig:
     registers = _registers(early)
-    if (other := _other(kernel, D, early or softcap or placed)) is not None:
-        return other
     if D == APART_HEAD_DIM:
         # 64 rows are 32 KB: four tiles that stay leave room for three, and two for four.
         if kernel == "dv":
             return HopperConfig(D, 64, 2, 2, *registers)
-        block, stages = (32, 4) if softcap else (64, 2)
+        block, stages = (32, 4) if capped else (64, 2)
         return HopperConfig(D, block, stages, 2, *registers, SECOND_STAGES=stages // 2)
     if kernel == "one_pass":
         return HopperConfig(D, 64, 2, 2, *registers)
     if kernel == "dkv":
-        block, stages = (32, 4) if D == 128 and (early or softcap) else (64, 2)
+        block, stages = (32, 4) if D == 128 and (early or capped) else (64, 2)
         return HopperConfig(D, block, stages, 2, *registers)
-    small = softcap or (D == 128 and early)
+    small = capped or (D == 128 and early)
     return HopperConfig(D, 64 if small else 128, 2, 2, *registers)
 
 

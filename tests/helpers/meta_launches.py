@@ -359,22 +359,30 @@ def one_pass_config(D: int, how: str) -> HopperConfig:
     return config
 
 
-def hopper(kernel: str, D: int, options: str, how: str | None = None, T: int = 1000) -> None:
+def head_dims(D: int | str) -> tuple[int, int]:
+    """Head dims of q and of v, as "192/128" says them, or one for both."""
+    first, _, second = str(D).partition("/")
+    return int(first), int(second or first)
+
+
+def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: int = 1000) -> None:
     """Launch a Hopper kernel. how: "turns", of consumers; or as in `one_pass_config`."""
+    D, D_v = head_dims(D)
     given = options_of(options, 1, T)
     T = 40000 if given.cu_seqlens_q is not None else T  # so many tiles are put in order
     q, k, lse = meta(1, 4, T, D), meta(1, 2, T, D), floats(1, 4, T)
+    o, v = meta(1, 4, T, D_v), meta(1, 2, T, D_v)
     if kernel == "forward":
-        config = forward_config(D, end_early(given), given.q_positions is not None)
+        config = forward_config(D, end_early(given), given.q_positions is not None, D_v)
         config = config._replace(PING_PONG=how == "turns")
         with mock.patch.object(hopper_forward, "forward_config", lambda *_: config):
             launches.forget()
-            hopper_forward.launch_hopper_forward(q, k, k, given)
+            hopper_forward.launch_hopper_forward(q, k, v, given)
         return
     forced = {"hopper_one_pass": one_pass_config(D, how)} if how else {}
     with tiles.forced(**forced):
         given = given._replace(atomic_dq=kernel == "one-pass")
-        launch_hopper_backward(q, lse, q, k, k, q, lse, given)
+        launch_hopper_backward(o, lse, q, k, v, o, lse, given)
 
 
 def hopper_fp8(D: int, options: str, T: int = 1000, B: int = 3, H: int = 2) -> None:

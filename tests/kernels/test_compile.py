@@ -111,11 +111,15 @@ def kernels_of(case: Case) -> list[str]:
     found = [kernel for name in names for kernel in KERNELS[name]]
     if case.launch == "attention" and case.arguments[2] == "two" and DKV in found:
         found.append("finish_dq_kernel")  # adds up the gradient of key2
-    if case.launch == "hopper" and case.arguments[:2] == ("backward", 256):
+    if case.launch == "hopper" and case.arguments[0] == "backward" and _width(case) > 128:
         return [*found, found[-1]]
     if case.launch == "attention" and tile_of(case, DKV).apart:
         return [y for x in found for y in ([x, x] if x == DKV else [x])]
     return found
+
+
+def _width(case: Case) -> int:
+    return meta_launches.head_dims(case.arguments[1])[0]
 
 
 def tile_of(case: Case, kernel: str) -> tiles.TileConfig:
@@ -267,14 +271,15 @@ def check_packed(case: Case, facts: list[CompiledFacts]) -> None:
 
 def check_hopper(case: Case, facts: list[CompiledFacts]) -> None:
     """Check the softmax under products, and options of which others pay nothing."""
-    kernel, D, options, *how = case.arguments
+    kernel, dims, options, *how = case.arguments
+    D, D_v = meta_launches.head_dims(dims)
     for n, fact in enumerate(x for x in facts if x.name in HOPPER):
         assert fact.mma == {"wgmma"}
         assert fact.wgmma_register_a > 0, "weights go through shared memory"
         full, masked = loops_of(fact)
         assert len(full) == len(masked) == CONSUMERS
         # Beside the exponentials of dV of the widest heads are another consumer's products alone.
-        least = 0.0 if (kernel, D, n) == ("backward", 256, 1) else 0.9
+        least = 0.0 if (kernel, n) == ("backward", 1) and D > 128 else 0.9
         assert all(x.overlap is not None and x.overlap >= least for x in full + masked)
         for loop in full:
             assert loop.count("STL") == 0
@@ -283,11 +288,15 @@ def check_hopper(case: Case, facts: list[CompiledFacts]) -> None:
             assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
         assert all(loop.count("ISETP") >= 8 for loop in masked)
         if kernel == "forward":
-            scores = 64 * forward_config(D, options == "capped-band").BLOCK // 128  # a thread
+            config = forward_config(D, options == "capped-band", D_v=D_v)
+            scores = 64 * config.BLOCK // 128  # a thread
             assert all(loop.count("MUFU.EX2") >= scores for loop in full)
             for loop in full + masked:
-                # Of 64 rows of O a thread has D / 2 numbers, which one jump passes over.
-                assert loop.count("VOTE") == 1 and loop.total - loop.least >= D // 2
+                depth = 192 if 128 < D <= 192 else config.D
+                assert loop.count("HGMMA") == (depth + config.BLOCK) // 16, "of columns of zeros"
+                # Of 64 rows of O a thread has half a row of numbers, which one jump passes over.
+                assert loop.count("VOTE") == 1
+                assert loop.total - loop.least >= config.value_tile // 2
         if kernel == "one-pass":
             check_sums_of_dq(D, how[0] if how else "", full)
 

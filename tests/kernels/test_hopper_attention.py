@@ -400,8 +400,9 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
     ("sizes", "arguments", "reason"),
     [
         (dict(dtype=torch.float32), {}, "q is float32; they take bfloat16 and float16"),
-        (dict(D_v=128), {}, r"head dims of q and v differ \(64 and 128\)"),
-        (dict(D=96), {}, "head dim 96 is none of 64, 128, 256"),
+        (dict(D_v=128), {}, "head dim 128 of v takes a wider tile than 64 of q"),
+        (dict(D=100), {}, "head dim 100 of q is no multiple of 8"),
+        (dict(D=128, D_v=32), {}, r"head dim 32 of v is not in 33\.\.256"),
         (dict(T_k=0), {}, "there are no keys"),
         (dict(), {"stride": 2}, "they do not know stride"),
         (

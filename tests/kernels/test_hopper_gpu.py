@@ -60,6 +60,13 @@ def test_hopper_matches_the_reference(option: str, D: int, dtype: torch.dtype, d
     assert_matches_reference(attention, *inputs, **on(device, OPTIONS[option]))
 
 
+@pytest.mark.parametrize(("D", "D_v"), [(40, 40), (96, 96), (128, 64), (192, 128), (192, 192)])
+@pytest.mark.parametrize("option", ["full", "causal", "lengths"])
+def test_hopper_heads_between_tiles(option: str, D: int, D_v: int, device: str) -> None:
+    inputs = make_qkv(*SIZES, D, D_v, dtype=torch.bfloat16, device=device)
+    assert_matches_reference(attention, *inputs, **on(device, OPTIONS[option]))
+
+
 @pytest.mark.parametrize("by", ["tma", "threads-2", "threads-4"])
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("option", ["full", "causal", "window", "lengths"])

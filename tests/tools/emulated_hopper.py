@@ -143,6 +143,7 @@ def check_on_hopper(
     T_q: int = 150,
     T_k: int | None = None,
     D: int = 64,
+    D_v: int | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "bhtd",
@@ -157,7 +158,7 @@ def check_on_hopper(
     Raises:
         AssertionError: see `assert_matches_reference`.
     """
-    clean = make_qkv(B, H_q, H_k, T_q, T_k, D, dtype=dtype, layout=layout)
+    clean = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, dtype=dtype, layout=layout)
     q, k, v = (x.detach().clone().requires_grad_() for x in clean)
     if key_lengths is not None:
         arguments["key_lengths"] = torch.tensor(key_lengths, dtype=torch.int32)
