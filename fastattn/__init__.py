@@ -52,6 +52,8 @@ if not _LATER:
     from .functional.paged import explain_paged as explain_paged
     from .functional.scoring import dot_product_attention as dot_product_attention
     from .functional.scoring import multiplicative_attention as multiplicative_attention
+    from .functional.selected import explain_selected as explain_selected
+    from .functional.selected import selected_attention as selected_attention
     from .functional.statistics import AttentionStatistics as AttentionStatistics
     from .functional.statistics import attention_statistics as attention_statistics
     from .functional.statistics import attention_weights as attention_weights
@@ -126,11 +128,13 @@ __all__ = [
     "explain_decode",
     "explain_fp8",
     "explain_paged",
+    "explain_selected",
     "merge",
     "multiplicative_attention",
     "pack_values",
     "patch_sdpa",
     "quantize_fp8",
+    "selected_attention",
     "swap",
     "t5_relative_bias",
     "tune",

@@ -148,3 +148,17 @@ class AdditiveAttentionArguments(TypedDict, total=False):
     attn_mask: Tensor | None
     key_padding_mask: Tensor | None
     documents: Tensor | tuple[Tensor, Tensor] | None
+
+
+class SelectedAttentionArguments(TypedDict, total=False):
+    """Options of `selected_attention`; see there."""
+
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    key_lengths: Tensor | None
+    query_offset: int | Tensor | None
+    key_padding_mask: Tensor | None
+    documents: Tensor | tuple[Tensor, Tensor] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None

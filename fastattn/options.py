@@ -25,14 +25,15 @@ CALLS = (
     "attention_fp8",
     "attention_varlen_fp8",
     "additive_attention",
+    "selected_attention",
 )
-_DENSE, _PACKED, _DECODE, _PAGED, _FP8, _PACKED_FP8, _ADDITIVE = (
+_DENSE, _PACKED, _DECODE, _PAGED, _FP8, _PACKED_FP8, _ADDITIVE, _SELECTED = (
     frozenset((call,)) for call in CALLS
 )
 _CACHE = _DECODE | _PAGED
-_EVERY = frozenset(CALLS)
+_EVERY = frozenset(CALLS) - _SELECTED
 _ALL_BUT_FP8 = _EVERY - _FP8 - _PACKED_FP8
-_ALL_BUT_ADDITIVE = _EVERY - _ADDITIVE
+_SCALED = (_EVERY | _SELECTED) - _ADDITIVE
 _TRAINED = _DENSE | _PACKED
 
 
@@ -67,8 +68,13 @@ _IN_LATENT_CACHE = "a LatentCache holds the keys of both products"
 
 # In an order in which what an option needs comes before it.
 ROWS: dict[str, Row] = {
-    "causal": Row(bool, _EVERY, lambda x, call: checks.check_flag("causal", x), False),
-    "window": Row(Window, _EVERY, lambda x, call: checks.check_window(x), fields=("left", "right")),
+    "causal": Row(bool, _EVERY | _SELECTED, lambda x, call: checks.check_flag("causal", x), False),
+    "window": Row(
+        Window,
+        _EVERY | _SELECTED,
+        lambda x, call: checks.check_window(x),
+        fields=("left", "right"),
+    ),
     "keep_first": Row(int, _EVERY, lambda x, call: checks.check_keep_first(x, call.windowed), 0),
     "stride": Row(int | None, _ALL_BUT_FP8, lambda x, call: checks.check_stride(x)),
     "mod_tensors": Row(tuple[Tensor, ...], _ALL_BUT_FP8, score_checks.check_mod_tensors, ()),
@@ -87,13 +93,13 @@ ROWS: dict[str, Row] = {
     ),
     "key_lengths": Row(
         Tensor | None,
-        _EVERY - _CACHE,
+        (_EVERY | _SELECTED) - _CACHE,
         lambda x, call: checks.check_key_lengths(x, call.B, call.q),
         cache="the cache knows the lengths of its rows",
     ),
     "query_offset": Row(
         int | Tensor | None,
-        _DENSE | _FP8 | _ADDITIVE,
+        _DENSE | _FP8 | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_query_offset(x, call.q),
         fields=("query_offset", "query_offsets"),
         packed="the last query of each sequence stands at its last key",
@@ -108,14 +114,14 @@ ROWS: dict[str, Row] = {
     ),
     "key_padding_mask": Row(
         Tensor | None,
-        _DENSE | _ADDITIVE,
+        _DENSE | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_key_padding_mask(x, call.k),
         packed="key_lengths [N] says how many keys of each sequence exist",
         cache="the cache's starts say where rows are padded",
     ),
     "documents": Row(
         Tensor | tuple[Tensor, Tensor] | None,
-        _DENSE | _ADDITIVE,
+        _DENSE | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_documents(x, call.q, call.k),
         fields=("q_documents", "k_documents"),
         packed="cu_seqlens separates the sequences",
@@ -131,13 +137,9 @@ ROWS: dict[str, Row] = {
     ),
     "query2": Row(Tensor | None, _TRAINED, score_checks.check_query2, cache=_IN_LATENT_CACHE),
     "key2": Row(Tensor | None, _TRAINED, score_checks.check_key2, cache=_IN_LATENT_CACHE),
-    "scale": Row(
-        float | None, _ALL_BUT_ADDITIVE, lambda x, call: checks.check_positive("scale", x)
-    ),
-    "softcap": Row(
-        float | None, _ALL_BUT_ADDITIVE, lambda x, call: checks.check_positive("softcap", x)
-    ),
-    "sinks": Row(Tensor | None, _ALL_BUT_ADDITIVE, score_checks.check_sinks),
+    "scale": Row(float | None, _SCALED, lambda x, call: checks.check_positive("scale", x)),
+    "softcap": Row(float | None, _SCALED, lambda x, call: checks.check_positive("softcap", x)),
+    "sinks": Row(Tensor | None, _SCALED, score_checks.check_sinks),
     "attn_bias": Row(
         Tensor | None,
         _DENSE | _DECODE,

@@ -424,6 +424,21 @@ def visible_mask(
     return keep
 
 
+def selected_mask(
+    indices: Tensor, block: tuple[int, int], H_q: int, T_q: int, T_k: int, counts: Tensor | None
+) -> Tensor:
+    """bool [B, H_q, T_q, T_k]: the keys that lists of blocks name, as `selected_attention`'s."""
+    B, H_s, R, n = indices.shape
+    named = torch.zeros(B, H_s, R, T_k, dtype=torch.bool, device=indices.device)
+    block_of_key = torch.arange(T_k, device=indices.device) // block[1]
+    for place in range(n):
+        number = indices[..., place : place + 1]
+        if counts is not None:
+            number = number.where(counts[..., None] > place, -1)
+        named |= number == block_of_key
+    return repeat(named, "b h r t -> b (h g) (r q) t", g=H_q // H_s, q=block[0])[:, :, :T_q]
+
+
 def existing_keys(
     B: int,
     T_k: int,

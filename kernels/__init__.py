@@ -22,6 +22,8 @@ __all__ = [
     "hopper_backward",
     "hopper_forward",
     "pages",
+    "selected_backward",
+    "selected_forward",
     "statistics",
     "tangent",
     "tiles",
@@ -46,12 +48,16 @@ if TYPE_CHECKING:
     from .hopper import forward as hopper_forward
     from .launch import decode_splits, tiles
     from .rules import pages
+    from .selected import backward as selected_backward
+    from .selected import forward as selected_forward
 else:
     _FOLDERS = {
         "decode_splits": "launch.decode_splits",
         "hopper_backward": "hopper.backward",
         "hopper_forward": "hopper.forward",
         "pages": "rules.pages",
+        "selected_backward": "selected.backward",
+        "selected_forward": "selected.forward",
         "tangent": "forward_mode.tangent",
         "tiles": "launch.tiles",
     }

@@ -28,6 +28,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ARGUMENTS = CHECKOUT / "fastattn" / "arguments.py"
 TAKEN_BY = {call: {x: row for x, row in ROWS.items() if call in row.calls} for call in CALLS}
 q, k, v = make_qkv(B=1, H_q=2, H_k=1, T_q=4, T_k=4, D=16, requires_grad=False)
+NONE = torch.full((1, 1, 4, 1), -1)
 
 
 def cache() -> fastattn.KVCache:
@@ -55,6 +56,8 @@ CALLS: dict[str, Any] = {
     "attention_fp8": lambda **given: fastattn.attention_fp8(q, k, v, **given),
     "explain_fp8": lambda **given: fastattn.explain_fp8(q, k, v, **given),
     "additive_attention": lambda **given: fastattn.additive_attention(q, k, v, q[0, 0, 0], **given),
+    "selected_attention": lambda **given: fastattn.selected_attention(q, k, v, NONE, **given),
+    "explain_selected": lambda **given: fastattn.explain_selected(q, k, v, NONE, **given),
     "attention_statistics": lambda **given: fastattn.attention_statistics(q, k, **given),
     "dot_product_attention": lambda **given: fastattn.dot_product_attention(q, k, v, **given),
 }
@@ -226,9 +229,9 @@ def test_places_are_found() -> None:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (65, 30),
     "prefix_lengths": (23, 13),
-    "softcap": (45, 30),
+    "softcap": (46, 31),
     "alibi_slopes": (37, 25),
-    "sinks": (51, 35),
+    "sinks": (55, 37),
 }
 
 

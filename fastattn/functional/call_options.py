@@ -77,6 +77,7 @@ PACKED_FP8 = _callee("attention_varlen_fp8")
 ADDITIVE = _callee(
     "additive_attention", lambda row: "of attention's options it takes the masks alone"
 )
+SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
 
 # Of named tuples the host would look up every field by its name.
 _ROWS = tuple((name, row.default, row.check, row.fields) for name, row in ROWS.items())

@@ -27,6 +27,8 @@ from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.arguments import tile_for
 from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
 from fastattn.kernels.rules.pages import CacheTensors
+from fastattn.kernels.selected.backward import launch_selected_backward
+from fastattn.kernels.selected.forward import launch_selected_forward
 from fastattn.kernels.statistics import launch_received, launch_row_statistics, launch_weights
 from fastattn.options import Options
 
@@ -229,6 +231,17 @@ def additive(D: int, dtype: str, options: str = "masks", T: int = 1000, B: int =
     launch_additive_backward(q, lse, q, k, k, u, q, lse, given)
 
 
+def selected(D: int, dtype: str, block_q: int = 1, block_k: int = 64, options: str = "causal",
+             T: int = 1000, B: int = 2, H_k: int = 2, H_q: int = 32,
+             n: int = 16) -> None:  # fmt: skip
+    """Launch forward and backward over lists of n blocks, one list a K/V head."""
+    q, k = meta(B, H_q, T, D, dtype=DTYPES[dtype]), meta(B, H_k, T, D, dtype=DTYPES[dtype])
+    rows, lse, given = -(-T // block_q), floats(B, H_q, T), options_of(options, B, T, H_q)
+    lists = integers(B, H_k, rows, n), integers(B, H_k, rows), (block_q, block_k)
+    launch_selected_forward(q, k, k, *lists, given)
+    launch_selected_backward(q, lse, q, k, k, q, lse, *lists, given)
+
+
 def statistics(D: int, dtype: str, options: str = "masks", T: int = 1000, B: int = 2, H_k: int = 2,
                H_q: int = 4, top: int = 8) -> None:  # fmt: skip
     """Launch every kernel of statistics."""
@@ -415,6 +428,6 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (attention, tangent, biases, heads, beside, additive, statistics, decode, packed,
-              few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
+    for f in (attention, tangent, biases, heads, beside, additive, selected, statistics, decode,
+              packed, few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip

@@ -81,6 +81,8 @@ def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
     small = {name: draw(1, 2, 4, 4) for name in ("q", "k", "v")} | {"u": draw(4)}
     weights = {"w_query": draw(4, 4), "w_key": draw(4, 4)}
     small_grads = {"do": draw(1, 2, 4, 4), "dlse": draw(1, 2, 4)}
+    lists = torch.zeros(B, 1, T, 1, dtype=torch.int32, device=device)
+    selected = partial(fastattn.selected_attention, indices=lists, block=(1, T // 2))
     of_rows = {name: rows[name] for name in ("q", "k")}
     return {
         "attention": (named(fastattn.attention), rows | scores | query | bias),
@@ -93,6 +95,8 @@ def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
         "gradients of additive_attention": (
             partial(with_gradients, fastattn.additive_attention), small | small_grads,
         ),
+        "selected_attention": (named(selected), rows | {"sinks": scores["sinks"]}),
+        "gradients of selected_attention": (partial(with_gradients, selected), rows | grads),
         "multiplicative_attention": (
             named(fastattn.multiplicative_attention), rows | {"weight": draw(D, D)},
         ),

@@ -48,6 +48,8 @@ KERNELS = {
     "one-pass": ["start_dq_kernel", DKV, "finish_dq_kernel"],
     "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
     "beside": ["block_sparsity_kernel"] * 2, "tangent": ["attention_tangent_kernel"],
+    "selected": ["selected_forward_kernel", "selected_backward_dq_kernel",
+                 "selected_backward_dkv_kernel"],
     "additive": ["additive_forward_kernel", "additive_backward_da_kernel",
                  "additive_backward_dbv_kernel"],
     "statistics": ["attention_row_statistics_kernel", "attention_received_kernel",
@@ -112,6 +114,8 @@ def kernels_of(case: Case) -> list[str]:
     if case.launch == "attention" and case.arguments[2] == "two" and DKV in found:
         found.append("finish_dq_kernel")  # adds up the gradient of key2
     if case.launch == "hopper" and case.arguments[0] == "backward" and _width(case) > 128:
+        return [*found, found[-1]]
+    if case.launch == "selected" and case.arguments[0] == 256 and case.target != "gfx942":
         return [*found, found[-1]]
     if case.launch == "attention" and tile_of(case, DKV).apart:
         return [y for x in found for y in ([x, x] if x == DKV else [x])]
@@ -442,6 +446,11 @@ NEW_SIZES: list[tuple[list[str], list[dict[str, int]], list[int]]] = [
         ["additive 64 bf16", "statistics 64 bf16"],
         [{"T": 1}, {"T": 4096}, {"B": 1}, {"B": 16}, {"H_k": 1}, {"H_q": 16}],
         [7, 0, 0, 0, 0, 0, 0],
+    ),
+    (
+        ["selected 64 bf16"],
+        [{"T": 1}, {"T": 4096}, {"B": 1}, {"B": 16}, {"n": 1}, {"n": 5}],
+        [3, 0, 0, 0, 0, 0, 0],
     ),
     # Of tops, only the power of two above compiles.
     (["statistics 64 bf16"], [{"top": 7}], [4, 0]),

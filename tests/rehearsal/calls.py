@@ -59,6 +59,13 @@ def additive(B: int, T: int) -> None:
     fastattn.additive_attention(q, k, v, w, causal=True).float().sum().backward()
 
 
+def selected(B: int, T: int) -> None:
+    q, k, v = (random(B, H, T, 64, grad=True) for H in (4, 2, 2))
+    lists = torch.zeros(B, 2, T, 3, dtype=torch.int32, device="cuda")
+    o = fastattn.selected_attention(q, k, v, lists, block=(1, 16), causal=True)
+    o.float().sum().backward()
+
+
 def dense(B: int, room: int, cache: Any = KVCache, steps: int = 1, **kind: Any) -> Any:
     held = cache(B, 2, max_length=room, head_dim=64, device="cuda", dtype=torch.bfloat16, **kind)
     for T in (12, *[1] * steps):

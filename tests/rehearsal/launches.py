@@ -19,6 +19,7 @@ from calls import (
     paged,
     random,
     rotated,
+    selected,
     train,
     zeros,
 )
@@ -51,6 +52,7 @@ def attention_calls() -> None:
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
         shapes("additive", additive)
+        shapes("selected", selected)
 
 
 def scored(B: int, T: int) -> None:

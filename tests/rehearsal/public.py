@@ -20,6 +20,7 @@ from calls import (
     paged,
     random,
     rotated,
+    selected,
     train,
     zeros,
 )
@@ -42,12 +43,15 @@ NO_CALLS = {
     "verify",
 }
 # Called by custom operators whether or not something traces, so here their fakes answer.
-BY_OPERATOR = {"additive_attention"}
+BY_OPERATOR = {"additive_attention", "selected_attention"}
 KERNELS_BY_OPERATOR = {
     "additive_forward_kernel",
     "additive_backward_da_kernel",
     "additive_backward_dbv_kernel",
     "attention_tangent_kernel",
+    "selected_forward_kernel",
+    "selected_backward_dq_kernel",
+    "selected_backward_dkv_kernel",
 }
 B, H, T, D = 2, 4, 64, 64
 
@@ -114,6 +118,7 @@ def attention_calls() -> Calls:
         "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
         "attention_varlen hopper, tiles in order": lambda: packed(50000, 54, backend="hopper"),
         "additive_attention": lambda: additive(B, T),
+        "selected_attention": lambda: selected(B, T),
         "attention_block_forward": lambda: of_a_part(torch.float32),
         "attention_block_backward": lambda: of_a_part(torch.float32, sinks=zeros(H)),
         "dot_product_attention": lambda: scored(fastattn.dot_product_attention),
@@ -291,6 +296,11 @@ def without_launches() -> Calls:
         "explain_decode": lambda: str(fastattn.explain_decode(random(B, 8, 1, D), filled())),
         "explain_paged": lambda: str(
             fastattn.explain_paged(random(B, 8, D), filled(), gpu(B + 1, dtype=torch.int32))
+        ),
+        "explain_selected": lambda: str(
+            fastattn.explain_selected(
+                *[random(B, 2, T, D)] * 3, torch.zeros(B, 1, T, 1, dtype=torch.int32, device="cuda")
+            )
         ),
         "explain_fp8": lambda: str(fastattn.explain_fp8(codes, codes, codes)),
         "alibi_slopes": lambda: fastattn.alibi_slopes(H, device="cuda"),

@@ -35,6 +35,7 @@ def flagged(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cache: KVCache, ls
     assert_type(decode_attention(q, cache, return_lse=lse), Result)
     assert_type(fastattn.attention_paged(q, cache, offsets, return_lse=lse), Result)
     assert_type(fastattn.additive_attention(q, k, v, q, return_lse=lse), Result)
+    assert_type(fastattn.selected_attention(q, k, v, offsets, return_lse=lse), Result)
     assert_type(fastattn.attention_fp8(q, k, v, return_lse=lse), Result)
     assert_type(fastattn.attention_varlen_fp8(q, k, v, offsets, return_lse=lse), Result)
 

@@ -1,0 +1,4 @@
+"""Attention over selected key blocks."""
+
+from .attend import explain_selected as explain_selected
+from .attend import selected_attention as selected_attention

@@ -1,0 +1,130 @@
+"""Attention over lists of key blocks: its kernels as operators of torch.library with gradients."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import kernels, tracing
+from ...options import Options
+from ...torch_backend import formula
+from ...torch_backend.double_backward import gradients_with_graph
+from ...torch_backend.selected import attend as selected_formula
+from .. import schema
+from ..call import Operator, contiguous, fake_in_layout, fake_output
+from ..flops import Formula
+from ..gradients import as_read, save, saved
+
+
+def _attended(wide: int, of_values: int) -> Formula:
+    """`flops.attended` of the pairs that lists of n blocks may show."""
+
+    def count(given: Mapping[str, Any]) -> int:
+        q, v, lists = given["q"], given["v"], given["lists"]
+        keys = min(lists.shape[3] * given["block_k"], v.shape[2])
+        terms = wide * q.shape[3] + of_values * v.shape[3]
+        return int(2 * q.shape[0] * q.shape[1] * q.shape[2] * keys * terms)
+
+    return count
+
+
+@partial(Operator, flops=_attended(1, 1))
+def selected_forward(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, counts: Tensor, block_q: int, block_k: int,
+    options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse; see `kernels.selected.forward.launch_selected_forward`."""
+    launch = kernels.selected_forward.launch_selected_forward
+    return launch(q, k, v, lists, counts, (block_q, block_k), options)
+
+
+@selected_forward.op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return fake_output(q, v.shape[3])
+
+
+@partial(Operator, flops=_attended(4, 3))
+def selected_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    lists: Tensor, counts: Tensor, block_q: int, block_k: int, options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and delta; see `kernels.selected.backward.launch_selected_backward`."""
+    launch = kernels.selected_backward.launch_selected_backward
+    return launch(do, dlse, q, k, v, o, lse, lists, counts, (block_q, block_k), options)
+
+
+@selected_backward.op.register_fake
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
+    return dq, dk, dv, torch.empty_like(lse)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, lists, counts, block_q, block_k, *flat = inputs
+    ctx.block = block_q, block_k
+    # The lists are kept as the tensors that functions read: there are no functions.
+    options = schema.unflat(tuple(flat))._replace(mod_tensors=(lists, counts))
+    save(ctx, q, k, v, options, output)
+
+
+# Where sinks stand among the operator's arguments.
+_SINKS = 7 + schema.PLACES["sinks"]
+
+
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse, kept = saved(ctx)
+    (lists, counts), options = kept.mod_tensors, kept._replace(mod_tensors=())
+    needed = ctx.needs_input_grad
+    found: list[Tensor | None] = [None] * len(needed)
+    places = (0, 1, 2, _SINKS)
+    if torch.is_grad_enabled():
+        inputs = (q, k, v, options.sinks)
+        wanted = tuple(needed[place] for place in places)
+        grads = _differentiable_gradients(inputs, lists, ctx.block, options, wanted, (do, dlse))
+    else:
+        do, dlse = as_read(do, dlse, o)
+        *grads, delta = selected_backward.by_op(
+            do, dlse, q, k, v, o, lse, lists, counts, *ctx.block, options
+        )
+        sinks = options.sinks
+        if sinks is not None and needed[_SINKS]:
+            grads.append(formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"])
+            grads[-1] = grads[-1].to(sinks.dtype)
+    for place, grad in zip(places, grads, strict=False):
+        found[place] = grad
+    return tuple(found)
+
+
+def _differentiable_gradients(
+    inputs: tuple[Tensor | None, ...], lists: Tensor, block: tuple[int, int], options: Options,
+    needed: tuple[bool, ...], dout: tuple[Tensor | None, Tensor | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """`_gradients` by the formula, for create_graph=True."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = options._replace(sinks=sinks)
+        return selected_formula.attention(q, k, v, lists, block, given)
+
+    return gradients_with_graph(function, inputs, needed, dout)
+
+
+selected_forward.op.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, counts: Tensor, block: tuple[int, int],
+    options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o in q's dtype and lse in fp32, from the kernels.
+
+    Last dims are contiguous and whole multiples of 16 bytes; lists of `ordered_lists`.
+    """
+    if tracing.transforming():
+        # torch.func cannot derive an operator that has gradients of its own.
+        return selected_formula.attention(q, k, v, lists, block, options)
+    return selected_forward.by_op(q, k, v, lists, counts, *block, contiguous(options))

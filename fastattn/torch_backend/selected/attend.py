@@ -1,0 +1,126 @@
+"""Attention over lists of key blocks as a formula on torch: the keys of each list, gathered."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ... import checks, tracing
+from ...options import Options
+from .. import formula
+
+# Numbers that are gathered or computed at once: 64 MiB in fp32.
+_AT_ONCE = 2**24
+
+
+def ordered_lists(indices: Tensor, counts: Tensor | None, key_blocks: int) -> tuple[Tensor, Tensor]:
+    """Lists as kernels read them: each block once, in order, then `key_blocks`; and their lengths.
+
+    indices: int32 or int64 [B, H_s, R, n]; what is no block is left out, as are those from counts
+    [B, H_s, R] on. Returns int32 [B, H_s, R, n] and [B, H_s, R].
+    """
+    listed = (indices >= 0) & (indices < key_blocks)
+    if counts is not None:
+        places = torch.arange(indices.shape[-1], device=indices.device)
+        listed = listed & (places < counts[..., None])
+    found = torch.where(listed, indices, key_blocks).to(torch.int32).sort(dim=-1).values
+    again = F.pad(found[..., 1:] == found[..., :-1], (min(1, indices.shape[-1]), 0))
+    found = found.masked_fill(again, key_blocks).sort(dim=-1).values
+    return found, (found < key_blocks).sum(-1, dtype=torch.int32)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, block: tuple[int, int], options: Options
+) -> tuple[Tensor, Tensor]:
+    """o in q's dtype and lse in fp32 or wider, computed in fp32 or wider.
+
+    Some lists at a time, and again for gradients: what is held does not grow with T_q times T_k.
+
+    Args:
+        q, k, v: [B, H_q, T_q, D], [B, H_k, T_k, D] and [B, H_k, T_k, D_v].
+        lists: int32 [B, H_s, R, n] of `ordered_lists`.
+        block: queries of a list, keys of a block.
+        options: see `kernels.selected.forward.launch_selected_forward`.
+    """
+    if tracing.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(q, k, v, lists, block, options)
+    dtype, T_q = q.dtype, q.shape[2]
+    exists = formula.existing_keys(options, k.shape[2], q.device)
+    q, (k, v) = formula.wide(q, None), (formula.wide(x, exists) for x in (k, v))
+    B, _, R, n = lists.shape
+    of_row = B * max(k.shape[1], lists.shape[1]) * n * block[1]
+    of_row *= k.shape[3] + v.shape[3] + block[0] * max(1, q.shape[1] // k.shape[1])
+    step = max(1, _AT_ONCE // max(1, of_row))
+    parts = []
+    for start in range(0, max(R, 1), step):
+        rows = slice(start * block[0], min((start + step) * block[0], T_q))
+        own = lists[:, :, start : start + step]
+        inputs: tuple[Any, ...] = (q[:, :, rows], k, v, exists, own, rows.start, block, options)
+        if torch.is_grad_enabled() and not tracing.transforming():
+            found = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            found = _attend(*inputs)
+        parts.append(found)
+    o, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    return o.to(dtype), lse
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, exists: Tensor | None, lists: Tensor, first: int,
+    block: tuple[int, int], options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse of the queries of some lists, the first of which is number `first`."""
+    B, H_q, T_q, D = q.shape
+    H_k, T_k, D_v = v.shape[1:]
+    groups, R = max(H_k, lists.shape[1]), lists.shape[2]
+    q = F.pad(q, (0, 0, 0, R * block[0] - T_q)).reshape(B, groups, -1, R, block[0], D)
+    k_pos, listed = _places(lists, block[1], T_k, groups)
+    batch = torch.arange(B, device=q.device)[:, None, None, None]
+    h_k = (torch.arange(groups, device=q.device) * H_k // groups)[:, None, None]
+    # Places of no block hold nothing, whatever the key is that stands for them.
+    k, v = (torch.where(listed[..., None], x[batch, h_k, k_pos], 0.0) for x in (k, v))
+    keep = listed[:, :, :, None] & _visible(k_pos, batch, exists, first, block[0], options)
+    x = torch.einsum("bgprqd,bgrkd->bgprqk", q, k) * options.scale
+    if options.softcap is not None:
+        x = options.softcap * torch.tanh(x / options.softcap)
+    x = torch.where(keep[:, :, None], x, float("-inf")).reshape(B, H_q, R * block[0], -1)
+    weights, lse = formula.normalised(x, options.sinks)
+    weights = weights.reshape(*q.shape[:-1], k_pos.shape[-1])
+    o = torch.einsum("bgprqk,bgrkd->bgprqd", weights, v)
+    return o.reshape(B, H_q, R * block[0], D_v)[:, :, :T_q], lse[:, :, :T_q]
+
+
+def _places(lists: Tensor, block_k: int, T_k: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Positions of the keys of each list, [B, groups, R, n * block_k], and which of them exist."""
+    lists = lists.repeat_interleave(groups // lists.shape[1], 1).long()
+    k_pos = (lists[..., None] * block_k + torch.arange(block_k, device=lists.device)).flatten(3)
+    listed = k_pos < T_k
+    return torch.where(listed, k_pos, 0), listed
+
+
+def _visible(
+    k_pos: Tensor, batch: Tensor, exists: Tensor | None, first: int, block_q: int, options: Options
+) -> Tensor:
+    """Whether each query of a list sees its keys, [B, groups, R, block_q or 1, keys]."""
+    R = k_pos.shape[2]
+    rows = first + torch.arange(R * block_q, device=k_pos.device).reshape(R, block_q, 1)
+    keep = torch.ones_like(k_pos, dtype=torch.bool) if exists is None else exists[batch, k_pos]
+    keep = keep[:, :, :, None]
+    left, right = options.band or (None, None)
+    offset: Any = options.query_offset
+    if options.query_offsets is not None:
+        offsets = options.query_offsets.long().clamp(-checks.FARTHEST, checks.FARTHEST)
+        offset = offsets[:, None, None, None, None]
+    ahead = k_pos[:, :, :, None] - (rows + offset)
+    if right is not None:
+        keep = keep & (ahead <= right)
+    if left is not None:
+        keep = keep & (ahead >= -left)
+    if options.q_documents is not None and options.k_documents is not None:
+        rows = rows.clamp(max=options.q_documents.shape[1] - 1)
+        of_keys = options.k_documents[batch, k_pos][:, :, :, None]
+        keep = keep & (options.q_documents[:, rows][:, None] == of_keys)
+    return keep

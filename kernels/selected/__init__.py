@@ -1,0 +1,1 @@
+"""Attention over the key blocks that lists name: block-sparse attention."""

@@ -1,0 +1,96 @@
+"""Forward over lists of key blocks: one program a tile of the queries that share a list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.arguments import (
+    aligned,
+    constants,
+    empty_in_layout,
+    kernel_score,
+    mask_by_blocks,
+    strides,
+)
+from ..rules.mask import visible
+from ..rules.product import add_weighted_rows, rows_by_rows
+from ..rules.score import first_state, modified
+from ..rules.softmax import finish, online_step
+from .lists import (
+    list_keys,
+    list_tile,
+    lists_argument,
+    load_rows_at,
+    programs_of_lists,
+    shape_of,
+    store_rows_at,
+    tile_of_lists,
+)
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+
+@triton.jit(do_not_specialize=["H_q", "H_k", "T_q", "T_k"])
+def selected_forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides, mask, score,
+    lists, H_q, H_k, T_q, T_k, const: tl.constexpr, shape: tl.constexpr,
+):  # fmt: skip
+    """o and lse of a tile of queries that share a list: see `lists.list_tile`."""
+    PRECISION: tl.constexpr = const.PRECISION
+    BLOCK_M: tl.constexpr = const.BLOCK_M
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
+    tile = list_tile(H_q, H_k, T_q, T_k, mask, lists, shape, BLOCK_M, BLOCK_N)
+    row, b, h = tile.row, tile.row.b, tile.h
+    q = load_rows_at(q_ptr, b, h, tile.rows, q_strides, tile.in_rows, BLOCK_D, const.D)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    m, l = first_state(h, m, l, score)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for i in range(0, tile.steps):
+        k_pos, valid = list_keys(i, tile, mask, shape, BLOCK_N)
+        k = load_rows_at(k_ptr, b, tile.h_k, k_pos, k_strides, valid, BLOCK_D, const.D)
+        s = rows_by_rows(q, k, PRECISION)
+        s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h[:, None], row, score)
+        keep = visible(tile.rows[:, None], k_pos[None, :], h[:, None], row, mask, valid[None, :])
+        p, rescale, m, l = online_step(tl.where(keep, s, float("-inf")), m, l, factor, True)
+        v = load_rows_at(v_ptr, b, tile.h_k, k_pos, v_strides, valid, BLOCK_DV, const.D_V)
+        acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)
+    o, lse = finish(acc, m, l)
+    store_rows_at(o_ptr, b, h, tile.rows, o_strides, o, tile.in_rows, BLOCK_DV, const.D_V)
+    tl.store(lse_ptr + tile.statistics, lse, mask=tile.in_rows)
+
+
+def launch_selected_forward(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, counts: Tensor, block: tuple[int, int],
+    options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q].
+
+    q, k, v as `launch_forward` takes them. lists: int32 [B, H_s, R, n], of each block of block[0]
+    queries the numbers of its blocks of block[1] keys, each once; behind them as many as T_k has
+    blocks. counts: int32 [B, H_s, R]. Of options the masks by position, lengths, padding and
+    documents count, scale, softcap and sinks.
+    """
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    _, H_q, T_q, D = q.shape
+    H_k, T_k, D_v = v.shape[1:]
+    o = empty_in_layout(q, H_q, T_q, D_v)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    shape = shape_of(lists, block, q, k)
+    tile = tile_of_lists("forward", q, D_v, shape)
+    if programs := programs_of_lists(q, lists, shape, tile.BLOCK_M):
+        selected_forward_kernel[(programs,)](
+            q, k, v, o, lse, *map(strides, (q, k, v, o)), mask_by_blocks(options),
+            kernel_score(options, q.dtype), lists_argument(lists, counts, lists.shape[2]),
+            H_q, H_k, T_q, T_k, constants(tile, D, D_v, q.dtype), shape,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return o, lse

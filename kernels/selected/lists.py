@@ -1,0 +1,201 @@
+"""Tiles whose queries share a list of key blocks, the keys of a list, and who lists a block.
+
+One list is for `block_q` queries of every head that shares it. Those heads read one K/V head, so
+their queries are the rows of one tile: row `slot` is query slot // heads of head slot % heads.
+Blocks are `block_k` keys of any number: the keys of short ones lie in one tile, gathered, and those
+of long ones in several. Backward meets the lists the other way round, see `inverted`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import tiles
+from ..launch.arguments import block_dim, blocks
+from ..launch.tiles import TileConfig
+from ..rules.integers import runtime_int, value
+from ..rules.mask import valid_keys
+from ..rules.tile import batch_row, load_at
+
+
+class Lists(NamedTuple):
+    """Lists as kernels take them, or, for key blocks, who lists them: integers as `runtime_int`s.
+
+    numbers_ptr: int32 [B, H_s, ..., width], numbers of key blocks, or of lists. ends_ptr: int32, of
+    each list how many there are, or of each key block where its numbers start: they end where those
+    of the next one do. count: lists of a head.
+    """
+
+    numbers_ptr: Any
+    ends_ptr: Any
+    H_s: Any
+    width: Any
+    count: Any
+
+
+class Shape(NamedTuple):
+    """Compile-time constants: heads that share a list and a K/V head, queries and keys of a block.
+
+    They belong to a model, and each row of a tile is divided by them.
+    """
+
+    HEADS: int
+    BLOCK_Q: int
+    BLOCK_K: int
+
+
+class ListTile(NamedTuple):
+    """A tile of queries that share a list.
+
+    row: of the batch. h, rows, in_rows, statistics [BLOCK_M]: heads, queries, which of them exist,
+    and their places in tensors [B, H_q, T_q]. blocks_ptr: the list. steps: tiles of its keys.
+    """
+
+    row: Any
+    h: Any
+    h_k: Any
+    rows: Any
+    in_rows: Any
+    statistics: Any
+    blocks_ptr: Any
+    count: Any
+    steps: Any
+
+
+@triton.jit
+def list_queries(slot, number, group, shape: tl.constexpr):
+    """(head, query) of a row of the tiles of list `number`; group: which heads share the list."""
+    HEADS: tl.constexpr = shape.HEADS
+    return group * HEADS + slot % HEADS, number * shape.BLOCK_Q + slot // HEADS
+
+
+@triton.jit
+def list_tile(
+    H_q, H_k, T_q, T_k, mask, lists, shape: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The tile of this program. 1-D grid: tiles of a list, lists from the last on, heads, batch."""
+    SLOTS: tl.constexpr = shape.HEADS * shape.BLOCK_Q
+    TILES: tl.constexpr = (SLOTS + BLOCK_M - 1) // BLOCK_M
+    groups = H_q // shape.HEADS
+    pid = tl.program_id(0)
+    count = value(lists.count)
+    number = count - 1 - (pid // TILES) % count
+    group = (pid // (TILES * count)) % groups
+    b = pid // (TILES * count * groups)
+    slot = (pid % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    h, rows = list_queries(slot, number, group, shape)
+    in_rows = (slot < SLOTS) & (rows < T_q)
+    place = list_head(b, group, groups, lists) * count + number
+    listed = tl.load(lists.ends_ptr + place)
+    return ListTile(
+        batch_row(b, T_q, T_k, mask),
+        h,
+        group * H_k // groups,
+        rows,
+        in_rows,
+        (b * H_q + h).to(tl.int64) * T_q + rows,
+        lists.numbers_ptr + place * value(lists.width),
+        listed,
+        tl.cdiv(listed * shape.BLOCK_K, BLOCK_N),
+    )
+
+
+@triton.jit
+def list_head(b, group, groups, lists):
+    """Index among [B, H_s] of the lists of a group of heads, in 64 bits."""
+    return (b * value(lists.H_s) + group * value(lists.H_s) // groups).to(tl.int64)
+
+
+@triton.jit
+def list_keys(i, tile, mask, shape: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions of the i-th tile of a list's keys, and which of them exist.
+
+    Places past the list stand behind all keys.
+    """
+    BLOCK_K: tl.constexpr = shape.BLOCK_K
+    first = i * BLOCK_N
+    if BLOCK_K % BLOCK_N == 0:
+        block = tl.load(tile.blocks_ptr + first // BLOCK_K)
+        k_pos = block * BLOCK_K + first % BLOCK_K + tl.arange(0, BLOCK_N)
+    else:
+        place = first + tl.arange(0, BLOCK_N)
+        listed = place // BLOCK_K < tile.count
+        block = tl.load(tile.blocks_ptr + place // BLOCK_K, mask=listed, other=0)
+        k_pos = tl.where(listed, block * BLOCK_K + place % BLOCK_K, tile.row.T_k)
+    return k_pos, valid_keys(k_pos, tile.row, mask)
+
+
+@triton.jit
+def row_pointers(ptr, b, h, rows, strides, COLS: tl.constexpr):
+    """Pointers [ROWS, COLS] to rows that lie anywhere; strides as `tile.head` takes them."""
+    ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of((strides[2] >> 2).to(tl.int64), ALIGN)
+    pointers = ptr + b * stride_b + h * stride_h + rows.to(tl.int64) * stride_t
+    return pointers[:, None] + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def load_rows_at(ptr, b, h, rows, strides, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """`tile.load_tile` of rows that lie anywhere: of one head, or each of its own."""
+    return load_at(row_pointers(ptr, b, h, rows, strides, COLS), keep, COLS, WIDTH)
+
+
+@triton.jit
+def store_rows_at(ptr, b, h, rows, strides, x, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write x [ROWS, COLS] where `load_rows_at` reads."""
+    within = keep[:, None] & (tl.arange(0, COLS) < WIDTH)[None, :]
+    tl.store(row_pointers(ptr, b, h, rows, strides, COLS), x.to(ptr.dtype.element_ty), mask=within)
+
+
+def lists_argument(numbers: Tensor, ends: Tensor, count: int) -> Lists:
+    """`Lists` of numbers [B, H_s, ..., width] and their ends; count: lists of a head."""
+    return Lists(numbers, ends, *map(runtime_int, (numbers.shape[1], numbers.shape[-1], count)))
+
+
+def shape_of(lists: Tensor, block: tuple[int, int], q: Tensor, k: Tensor) -> Shape:
+    """`Shape` of lists [B, H_s, R, n]."""
+    return Shape(q.shape[1] // max(k.shape[1], lists.shape[1]), *block)
+
+
+def inverted(lists: Tensor, key_blocks: int) -> tuple[Tensor, Tensor]:
+    """Who lists each key block: numbers of lists, int32 [B, H_s, R n], in the order of the blocks,
+    and where those of each block start, int32 [B, H_s, key_blocks + 1].
+
+    lists: int32 [B, H_s, R, n], blocks of each list behind which all are `key_blocks`. One sort,
+    which keeps the order of equals: the same sums in every run.
+    """
+    found, places = lists.flatten(2).sort(dim=-1, stable=True)
+    numbers = torch.arange(key_blocks + 1, dtype=torch.int32, device=lists.device)
+    starts = torch.searchsorted(found, numbers.expand(*found.shape[:2], -1).contiguous())
+    return (places // max(lists.shape[3], 1)).to(torch.int32), starts.to(torch.int32)
+
+
+def tile_of_lists(kernel: str, q: Tensor, D_v: int, shape: Shape) -> TileConfig:
+    """The tile of an attention kernel for calls that change scores: pointers to each row take as
+    many registers, with no more rows of its own than a list has queries or a block keys.
+    """
+    widest = max(block_dim(q.shape[3]), block_dim(D_v))
+    tile = tiles.lookup(kernel, q.element_size(), widest, "scores")
+    of_keys = kernel == "backward_dkv"
+    most = shape.BLOCK_K if of_keys else shape.HEADS * shape.BLOCK_Q
+    if of_keys and not tiles.current_arch().startswith("sm_"):
+        most = min(most, 64)  # AMD's compiler spills beside dK and dV of more
+    side = "BLOCK_N" if of_keys else "BLOCK_M"
+    rows = min(getattr(tile, side), max(16, triton.next_power_of_2(most)))
+    warps = min(4, tile.num_warps) if rows < 64 else tile.num_warps
+    return replace(tile, num_warps=warps, **{side: rows})
+
+
+def programs_of_lists(q: Tensor, lists: Tensor, shape: Shape, BLOCK_M: int) -> int:
+    """Programs of a kernel that works on tiles of lists [B, H_s, R, n]."""
+    heads = q.shape[0] * q.shape[1] // shape.HEADS
+    return heads * lists.shape[2] * blocks(shape.HEADS * shape.BLOCK_Q, BLOCK_M)

@@ -1,0 +1,213 @@
+"""Attention over selected key blocks: results, gradients, work, and messages."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter as triton_interpreter
+
+import fastattn
+from fastattn import explain_selected, reference, selected_attention
+from fastattn.kernels.launch import tiles
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import draws, to_device
+from fastattn.torch_backend.selected import attend as formula
+
+B = 2
+Call = Callable[..., Any]
+
+
+class Lists(NamedTuple):
+    """A call's heads, lengths, lists of n blocks for H_s heads, and options."""
+
+    heads: tuple[int, int, int]  # H_q, H_k, H_s
+    T: tuple[int, int]
+    block: tuple[int, int]
+    n: int
+    options: Mapping[str, Any] = MappingProxyType({})
+    dims: tuple[int, int] = (16, 16)
+    dtype: torch.dtype = torch.float32
+
+
+LENGTHS = torch.tensor([37, 20])
+DOCUMENTS = (torch.arange(20).expand(B, 20) // 7, torch.arange(37).expand(B, 37) // 9)
+CASES = {
+    # One list a K/V head and query; blocks of a tile, and of two.
+    "nsa": Lists((4, 2, 2), (9, 40), (1, 16), 3, {"causal": True, "sinks": draws()(4)}),
+    "whole": Lists((4, 2, 2), (5, 70), (1, 32), 2, {"softcap": 3.0}),
+    # A list a query head.
+    "moba": Lists((4, 2, 4), (20, 20), (1, 4), 2, {"causal": True}, (8, 24)),
+    # Lists for blocks of queries, which all heads share.
+    "blocks": Lists((4, 2, 1), (20, 37), (8, 8), 3, {"window": (9, 4)}),
+    "odd": Lists((6, 2, 2), (20, 37), (3, 5), 4, {"documents": DOCUMENTS}),
+    # Tokens; fewer lists than K/V heads.
+    "tokens": Lists((4, 4, 2), (6, 37), (1, 1), 9, {"key_lengths": LENGTHS}),
+    "offsets": Lists((2, 1, 1), (5, 37), (4, 16), 2, {
+        "causal": True, "query_offset": torch.tensor([3, 30]), "window": 12,
+        "key_padding_mask": torch.arange(37).expand(B, 37) % 5 > 0,
+    }),
+    "bf16": Lists((4, 2, 2), (9, 40), (2, 16), 2, {"causal": True}, dtype=torch.bfloat16),
+    "fp16": Lists((4, 1, 1), (9, 40), (1, 8), 3, {"scale": 0.3}, dtype=torch.float16),
+}  # fmt: skip
+
+
+def lists_of(case: Lists, device: str) -> Tensor:
+    """Random lists with -1 in every place, blocks named twice, and lists of nothing."""
+    blocks, rows = -(-case.T[1] // case.block[1]), -(-case.T[0] // case.block[0])
+    generator = torch.Generator().manual_seed(1)
+    found = torch.randint(-1, blocks, (B, case.heads[2], rows, case.n), generator=generator)
+    found[0, 0, 0] = -1  # nothing
+    found[0, -1, -1] = blocks - 1  # all alike, and cut off by the end of the keys
+    found[1, 0, 0, 0], found[1, 0, -1, -1] = -1, -1
+    return found.to(device, torch.int32 if case.n % 2 else torch.int64)
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: tuple[int, int],
+    counts: Tensor | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """The formula with a dense mask of the lists."""
+    keep = reference.selected_mask(indices, block, q.shape[1], q.shape[2], k.shape[2], counts)
+    return reference.attention(q, k, v, attn_mask=keep, **options)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(
+    name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    # Some lists at a time.
+    monkeypatch.setattr(formula, "_AT_ONCE", 2**13)
+    (H_q, H_k, _), (D, D_v) = case.heads, case.dims
+    q, k, v = make_qkv(B, H_q, H_k, *case.T, D, D_v, dtype=case.dtype, device=device)
+    indices, options = lists_of(case, device), to_device(dict(case.options), device)
+    counts = None
+    if case.heads[2] == H_k:
+        counts = (torch.arange(indices[..., 0].numel(), device=device) % (case.n + 2)).reshape(
+            indices.shape[:3]
+        )
+    clean = q, k.clone(), v.clone()
+    named = reference.selected_mask(indices, case.block, H_q, *case.T, counts)
+    # Of blocks that no list names, keys and values are NaN.
+    unseen = ~named.unflatten(1, (H_k, -1)).any(3).any(2)[..., None]
+    k, v = (x.detach().masked_fill(unseen, torch.nan).requires_grad_() for x in (k, v))
+    assert name not in ("whole", "blocks") or bool(unseen.any())
+    ours: Call = partial(selected_attention, indices=indices, block=case.block, counts=counts)
+    theirs: Call = partial(oracle, indices=indices, block=case.block, counts=counts)
+    given = {"clean": clean, "oracle": theirs, **options}
+    if "sinks" in options:
+        given["sinks"] = options["sinks"].requires_grad_()
+    assert_matches_reference(partial(ours, backend=backend), q, k, v, **given)
+
+
+def test_a_list_of_nothing(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
+    for n in (0, 2):
+        indices = torch.full((1, 1, 3, n), -1, device=device)
+        for backend in ("torch", "triton"):
+            o, lse = selected_attention(q, k, v, indices, return_lse=True, backend=backend)
+            grads = torch.autograd.grad((o.sum(), lse.sum()), (q, k, v))
+            assert not o.any() and bool((lse == -torch.inf).all())
+            assert not any(x.any() for x in grads)
+
+
+def test_gradients_repeat_to_the_bit_and_are_differentiated_again(device: str) -> None:
+    q, k, v = make_qkv(1, 4, 2, 6, 20, 16, device=device)
+    indices = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device).repeat(2, 1).expand(1, 2, 6, 2)
+
+    def gradients(backend: str, *, again: bool) -> tuple[Tensor, ...]:
+        o = selected_attention(q, k, v, indices, block=(1, 8), backend=backend)
+        first = torch.autograd.grad(o.sin().sum(), (q, k, v), create_graph=again)
+        if not again:
+            return first
+        return torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))
+
+    once, twice = (gradients("triton", again=False) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
+    found, expected = (gradients(x, again=True) for x in ("triton", "torch"))
+    torch.testing.assert_close(found, expected)
+
+
+PRODUCTS = {"forward": 2, "backward_dq": 3, "backward_dkv": 4}
+
+
+@pytest.mark.skipif(not tiles._INTERPRETING, reason="products are counted in the interpreter")
+def test_work_follows_the_lists(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles met by each kernel: those of the blocks that are named, each once for each list."""
+    T_k, rows = 320, 4
+    q, k, v = make_qkv(1, 16, 1, rows, T_k, 16, device=device)
+    indices = torch.tensor([[0, 7, 7, -1], [3, 0, -1, -1], [-1, -1, -1, -1], [0, 19, 4, 7]])
+    call = partial(selected_attention, q, k, v, indices[None, None].to(device), block=(1, 16))
+    call(backend="triton")  # the first call repairs the interpreter
+    products = dict.fromkeys(PRODUCTS, 0)
+    builder, executor = triton_interpreter.interpreter_builder, triton_interpreter.GridExecutor
+    multiply, execute, running = builder.create_dot, executor.__call__, []
+
+    def counting(*args: Any) -> Any:
+        products[running[-1]] += 1
+        return multiply(*args)
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> None:
+        running.append(self.fn.__name__.removeprefix("selected_").removesuffix("_kernel"))
+        execute(self, *args, **kwargs)
+
+    monkeypatch.setattr(builder, "create_dot", counting)
+    monkeypatch.setattr(executor, "__call__", named)
+    tile = tiles.TileConfig(16, 16)
+    with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
+        torch.autograd.grad(call(backend="triton").sum(), (q, k, v))
+    visits = {name: products[name] / count for name, count in PRODUCTS.items()}
+    assert visits == dict.fromkeys(PRODUCTS, 2 + 2 + 4)
+
+
+def test_explain_names_the_kernels(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
+    indices = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=device)
+    assert explain_selected(q, k, v, indices, backend="triton").backend == "triton"
+    wide = (x.double() for x in (q, k, v))
+    assert "float64" in explain_selected(*wide, indices).reasons["triton"]
+
+
+INDICES = torch.zeros(1, 2, 3, 1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "given"),
+    [
+        (TypeError, "indices must be an int32 or int64 tensor, got torch.float32",
+         {"indices": INDICES.float()}),
+        (ValueError, r"indices must have shape \[1, H_s, 3, n\], got \[1, 2, 2, 1\]",
+         {"indices": INDICES[:, :, :2]}),
+        (ValueError, "a number of heads that divides k's 2, or a multiple of 2 that .* 4, got 3",
+         {"indices": INDICES[:, [0, 0, 0]]}),
+        (ValueError, "indices must number the 2 blocks of 16 keys from 0 on, or be -1, got 2",
+         {"indices": INDICES + 2}),
+        (ValueError, "indices must number the 2 blocks of 16 keys from 0 on, or be -1, got -2",
+         {"indices": INDICES - 2}),
+        (ValueError, r"counts must have shape \[1, 2, 3\], got ", {"counts": INDICES}),
+        (TypeError, "counts must be an int32 or int64 tensor", {"counts": INDICES[..., 0].bool()}),
+        (TypeError, r"block must be a pair \(block_q, block_k\), got 64", {"block": 64}),
+        (ValueError, r"block\[0\] must be at least 1, got 0", {"block": (0, 16)}),
+        (TypeError, "selected_attention takes no dropout: lists of key blocks", {"dropout": 0.1}),
+    ],
+)  # fmt: skip
+def test_messages(error: type[Exception], message: str, given: dict[str, Any]) -> None:
+    q, k, v = make_qkv(1, 4, 2, 3, 20, 8)
+    with pytest.raises(error, match=message):
+        selected_attention(q, k, v, **{"indices": INDICES, "block": (1, 16), **given})
+
+
+def test_operators_have_fakes_and_gradients(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
+    lists = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=device)
+    compiled = torch.compile(selected_attention, backend="aot_eager", fullgraph=True)
+    o, expected = (f(q, k, v, lists, backend="triton") for f in (compiled, selected_attention))
+    assert torch.equal(o, expected)
+    found, grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, expected))
+    assert all(torch.equal(x, y) for x, y in zip(found, grads, strict=True))
+    assert fastattn.selected_attention is selected_attention
