@@ -34,7 +34,7 @@ def add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """0; 1 if a kernel broke the device."""
+    """0; 1 if a step was broken off."""
     import torch
 
     from ..bench.tune.tune import tune
@@ -60,7 +60,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         def show(progress: Any) -> None:
             status.show(progress)
             if arguments.export is not None and progress.done:
-                store.export(arguments.export)  # a kernel that hangs ends the process
+                store.export(arguments.export)  # for whoever ends this process
 
         try:
             found = tune(
@@ -77,7 +77,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             if arguments.export is not None:
                 store.export(arguments.export)
     sys.stdout.write("\n".join(summary(found)) + "\n")
-    return int(any(step.status == "lost the device" for step in found.steps))
+    return int(any(step.status == "broken off" for step in found.steps))
 
 
 def summary(found: Any) -> list[str]:
@@ -109,7 +109,7 @@ class Status:
             self._bar.close()
 
     def show(self, progress: Any) -> None:
-        """Show a `bench.tune.tuner.Progress`."""
+        """Show a `bench.tune.tune.Progress`."""
         from ..testing.verify.report import bar
 
         if self._bar is None and self._stream.isatty():

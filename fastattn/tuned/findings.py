@@ -20,8 +20,6 @@ KEYS = {
     "backends": ("direction", "dtype", "head_dim", "causal", "waves"),
     "passes": ("backend", "dtype", "head_dim"),
     "splits": ("element_size", "BLOCK_D"),
-    # Candidates that broke the device or hung while they were timed.
-    "culprits": ("choice", "candidate"),
 }
 # What else calls read of a row.
 _READ = {
@@ -30,7 +28,6 @@ _READ = {
     "backends": ("backend", "date"),
     "passes": ("passes", "date"),
     "splits": ("programs", "date"),
-    "culprits": ("reason", "date"),
 }
 # Levels of a row: itself, and lists or objects in it.
 _DEEPEST = 4

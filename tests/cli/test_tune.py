@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastattn.bench.tune import tune
-from fastattn.bench.tune.tuner import DONE, LOST, NOT_REACHED, Progress, Record
+from fastattn.bench.tune.tune import Progress, Record
 from fastattn.cli.main import main
 from fastattn.cli.tune import Status
 from fastattn.tuned import environment
@@ -36,8 +36,8 @@ def gpu(monkeypatch, tmp_path):
         assert all('"forward"' in file.read_text() for file in exported)
         if arguments["seconds"] < 0:
             raise KeyboardInterrupt
-        last = Record("another", LOST if arguments["heads"] else NOT_REACHED)
-        return tune.Tuning([Record(STEP, DONE), last], [("tiles", ROW)], [], store.folder)
+        last = Record("another", "broken off" if arguments["heads"] else "not reached")
+        return tune.Tuning([Record(STEP, "done"), last], [("tiles", ROW)], [], store.folder)
 
     monkeypatch.setattr(tune, "tune", run)
     return asked

@@ -59,6 +59,8 @@ MOST_FILES = 14  # directly in one folder
 ENTRIES = {
     "fastattn.__main__",
     "fastattn.bench.time.full_run",
+    "fastattn.bench.time.suite",
+    "fastattn.bench.tune.tuner",
     "fastattn.compat.diffusers",
     "fastattn.compat.flex_attention",
     "fastattn.compat.hub",

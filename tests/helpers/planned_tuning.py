@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fastattn.bench.cases.case import Case
 from fastattn.bench.time.ahead import Ahead
+from fastattn.bench.time.measure import serve
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
 from fastattn.bench.tune import trial
 from fastattn.bench.tune.choices import KERNEL_OF, Choice, tile_candidate
@@ -14,6 +16,7 @@ from fastattn.bench.tune.tuner import Tuner
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.tuned import choices
 
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=10, pause=0)
 A, B, C = TileConfig(32, 16), TileConfig(16, 32), TileConfig(16, 16)
@@ -77,40 +80,82 @@ class NothingAhead(Ahead):
     def submit(self, key, cases, implementations=None, forced=None):
         self.submitted.append(key[1])
 
+    def close(self): ...
+
     def why_not(self, key, seconds, kernel=None):
         kind, name, *_ = key[0].split()
         assert kernel == (KERNEL_OF[name] if kind == "tiles:" else None)
         return "spills 8 bytes a thread" if key[1] in self.refused else None
 
 
-def right(step, show):
-    return {(*pair, step.dtype, step.head_dim): "right" for pair in step.families}
-
-
 class Kept:
     """Findings in memory. rows: what a run stored. before: what earlier ones did, by kind."""
 
-    def __init__(self, before):
-        self.rows, self.before = [], before
+    def __init__(self, before=None):
+        self.rows, self.before = [], dict(before or {})
 
     def read(self, kind):
-        return [{"date": "2000-01-01", **row} for row in self.before.get(kind, ())]
+        stored = [{"date": "2000-01-01", **row} for row in self.before.get(kind, ())]
+        return stored + [{"date": "2000-01-02", **row} for of, row in self.rows if of == kind]
 
     def put(self, kind, row):
         self.rows.append((kind, row))
 
 
-def tuner(times, left=lambda: 1.0, refused=(), verify=right, before=(), **more) -> Tuner:
-    """A run in which tiles take the given milliseconds; `store.rows` has what it stores."""
-    by_kernel = {
-        ("forward", key) if isinstance(key, TileConfig) else key: x for key, x in times.items()
-    }
-    bench = Bench(Planned(by_kernel), QUICK, sleep=lambda seconds: None, expected=trial.expect_all)
-    more.setdefault("store", Kept(dict(before)))
-    return Tuner(bench, left, NothingAhead(refused), arch="imaginary", verify=verify, **more)
+class Run:
+    """A run in which tiles take the given milliseconds.
+
+    said: what was told on the way. announced: who was at work, and at what. store: what was stored.
+    verdict: of every family that is verified.
+    """
+
+    def __init__(
+        self, times, left=lambda: 1.0, refused=(), store=None, verdict="right", broken=None
+    ):
+        by_kernel = {
+            ("forward", key) if isinstance(key, TileConfig) else key: x for key, x in times.items()
+        }
+        self.bench = Bench(
+            Planned(by_kernel), QUICK, sleep=lambda seconds: None, expected=trial.expect_all
+        )
+        self.store, self.ahead, self.verdict = store or Kept(), NothingAhead(refused), verdict
+        self.broken, self.verified, self.said, self.announced = broken or {}, [], [], []
+        self._left, self._done = left, []
+
+    def tell(self, **message):
+        self.said += [message["said"]] if "said" in message else []
+        self.announced += [(message["at"], message.get("doing"))] if "at" in message else []
+        self._done += message.get("records", [])
+
+    def verify(self, step, show):
+        self.verified.append(step.families)
+        show("1 of 1")
+        for backend, family in step.families:
+            about = {"backend": backend, "family": family, "verdict": self.verdict}
+            self.store.put("verification", {**about, "dtype": step.dtype, "head_dim": 64})
+
+    def run(self, plan):
+        """The records of the steps, and the exit code of the process if that is not 0."""
+        device = torch.device("cpu")
+        tuner = Tuner(
+            device, self._left, self.ahead, self.store, "imaginary", self.verify, self.tell
+        )
+        for step in plan:
+            if isinstance(step, Choice):
+                tuner.compile(step)
+        requests = [
+            {"job": step.name, "broken": self.broken.get(step.name, {}), "alone": False}
+            for step in plan
+        ]
+        try:
+            code = serve([tuner.job(step) for step in plan], self.bench, self.tell, requests)
+        finally:
+            choices.forget()
+            tiles.install((), -1)
+        return self._done + [code] * (code != 0)
 
 
-def prepare_lookups(implementation, case, inputs, expected):
+def prepare_lookups(implementation, case, inputs, expected, issued=None):
     """In place of kernels, which the interpreter takes seconds for: what they look up."""
     kernels = ["forward"] if case.direction == "forward" else ["forward", "backward_dq"]
     ours = implementation.name == "fastattn-triton"

@@ -224,7 +224,7 @@ def _tuned(path: Path) -> str:
     for kind, key in findings.KEYS.items():
         columns = (*key, "fastest", "ms", "shipped ms", "saved")
         lines = [[*(row[x] for x in key), *_found(kind, row)] for row in rows.get(kind, ())]
-        if lines and kind not in ("verification", "culprits"):
+        if lines and kind != "verification":
             parts.append(f"{kind}:\n\n" + table(columns, lines))
     return "\n\n".join(parts)
 

@@ -19,7 +19,8 @@ from ..cases.correctness import Expected, check
 from ..cases.implementation import Attention, Implementation, Unserved
 from ..cases.inputs import Inputs, make_inputs
 from .failures import log, raise_if_lost, reason
-from .samples import PREPARES, RUNS, Announce, Bench, Function, Timing, silent
+from .samples import Announce, Bench, Function, Timing, silent
+from .supervise import PREPARES, RUNS
 
 TIMED, UNSERVED, WRONG = "timed", "cannot serve", "wrong"
 FAILED, NO_MEMORY = "failed", "out of memory"

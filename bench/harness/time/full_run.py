@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...testing.verify.supervise import ChildProcess
 from ...tuned.store import CACHE_DIR
 from ..results import charts
 from ..results.report import DONE, Report, newest, untimed, write_whole
 from ..results.tables import markdown
 from . import numeric_tests
 from .jobs import gpu_jobs
-from .supervise import supervise
+from .measure import measure
+from .supervise import ChildProcess, python, variables
 
 PARTS = ("tests", "suite", "tuning")
 # Seconds kept for the tables and pictures at the end.
@@ -70,14 +69,14 @@ def run_all(
     out.mkdir(parents=True, exist_ok=True)
     report = Report.at(out / "results.json", command)
     begin = partial(start, log=out / "log.txt")
-    environment = _variables()
+    environment = variables()
 
     def left(reserve: float = _RESERVE) -> float:
         return end - clock() - reserve
 
-    def code_of(command: list[str], variables: dict[str, str], until: float) -> int | None:
+    def code_of(command: list[str], settings: dict[str, str], until: float) -> int | None:
         """The exit code of a command; None: it was ended, with `until` seconds left."""
-        process = begin(command, environment | variables, listen=False)
+        process = begin(command, environment | settings, listen=False)
         while (code := process.poll()) is None and left(until) > 0:
             sleep(0.2)
         process.kill()
@@ -87,26 +86,27 @@ def run_all(
         most = share["tests"] if "suite" in wanted else left()
         say(f"numeric tests, at most {most:.0f} s")
         path = out / "tests.jsonl"
-        variables = numeric_tests.variables(path)
-        code = code_of(numeric_tests.command(checkout), variables, left(0.0) - most)
+        settings = numeric_tests.variables(path)
+        code = code_of(numeric_tests.command(checkout), settings, left(0.0) - most)
         report.data["tests"] = numeric_tests.summary(path, code)
         report.save()
     if "suite" in wanted:
         kept = _RESERVE + (share["tuning"] if "tuning" in wanted else 0.0)
         say(f"measurements, at most {left(kept):.0f} s")
-        suite = [sys.executable, "-m", "fastattn.bench.time.suite", which]
         records = newest(earlier)
         jobs = sorted(gpu_jobs(which), key=lambda job: not untimed(job.name, records))
-        report.data["suite"] = supervise(
+        suite = "fastattn.bench.time.suite"
+        report.data["suite"] = measure(
             jobs,
-            report,
-            lambda plan: begin([*suite, json.dumps(plan)], environment),
+            report.data,
+            report.save,
+            lambda names: begin(python(suite, which, json.dumps(names)), environment),
             lambda: left(kept),
             sleep=sleep,
             clock=clock,
         )
         report.save()
-    if "tuning" in wanted and report.data.get("suite") != "no GPU" and left() >= 10:
+    if "tuning" in wanted and left() >= 10:
         say(f"tiles, at most {left():.0f} s")
         tune = [sys.executable, "-m", "fastattn", "tune", "--export", str(out / "tuned.json")]
         # It keeps its own deadline; ours ends one that hangs.
@@ -118,17 +118,6 @@ def run_all(
     except Exception as error:  # the figures are safe; a picture can be drawn again from them
         say(f"no pictures: {error}")
     return report
-
-
-def _variables() -> dict[str, str]:
-    """This process's environment, without variables that keep kernels from running compiled.
-
-    The checkout must not be on sys.path: see the note in tests/conftest.py. torch.compile compiles
-    in one process, since kernels come one at a time.
-    """
-    hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def summary(data: dict[str, Any]) -> str:

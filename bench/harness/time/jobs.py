@@ -14,10 +14,11 @@ from ...modules.self_attention import CausalGQAttention
 from ...training.step_timing import BACKENDS, as_dict, time_training_steps
 from ..cases.case import AIMS, Case, gpu_cases
 from ..cases.registry import OURS, named, side_by_side
-from . import overhead
+from . import environment, overhead
 from .attention import TIMED, UNSERVED, Record, release, run_case
 from .failures import reason
-from .samples import PREPARES, RUNS, Announce, Bench, Timing
+from .samples import Announce, Bench, Timing
+from .supervise import PREPARES, RUNS
 
 # GPT-2 small's shape (Radford et al. 2019) with a vocabulary that is a multiple of 64.
 GPT2_SMALL = GPTConfig(
@@ -70,7 +71,7 @@ def gpu_jobs(which: str) -> list[Job]:
     others = [Job("host cost of a call", _host_cost), *training, module]
     others += [Job("first call", _first_call), Job("import", _import)]
     # The most important cases, then the other measurements, then the rest of the sweeps.
-    return [*cases[:AIMS], *others, *cases[AIMS:]]
+    return [Job("environment", _environment), *cases[:AIMS], *others, *cases[AIMS:]]
 
 
 def kinds(case: Case) -> tuple[str, ...]:
@@ -78,6 +79,38 @@ def kinds(case: Case) -> tuple[str, ...]:
     if case.family == "decode":
         return ("decode",)
     return ("forward",) if case.direction == "forward" else ("forward", "backward")
+
+
+def _environment(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
+    """What the other records were measured with: see `environment.collect` and `ceilings`."""
+    return [{"environment": environment.collect(), "ceilings": ceilings(bench)}]
+
+
+def ceilings(bench: Bench) -> dict[str, float]:
+    """Measured limits of this GPU: rates of a bf16 matrix product and a copy, and an empty sample.
+
+    matmul_tflops of 8192 x 8192 x 8192 on normal data; copy_gbps in bytes read and written;
+    empty_ms between two events with nothing between them, an overhead in every time.
+    """
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.empty(2**31, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    works: dict[str, Callable[[], object]] = {
+        "matmul": lambda: torch.mm(a, b),
+        "copy": lambda: target.copy_(source),
+        "nothing": lambda: None,
+    }
+    ms = {}
+    for name, timing in bench.compare(works).items():
+        if isinstance(timing, Exception):
+            raise timing
+        ms[name] = timing.median
+    return {
+        "matmul_tflops": round(2 * 8192**3 / ms["matmul"] / 1e9, 1),
+        "copy_gbps": round(2 * source.numel() / ms["copy"] / 1e6, 1),
+        "empty_ms": round(ms["nothing"], 5),
+        **bench.readings(),
+    }
 
 
 def _attention(

@@ -23,12 +23,11 @@ from ..cases.correctness import Expected, expect
 from ..cases.inputs import Inputs
 from . import environment
 from .failures import raise_if_lost
+from .supervise import PREPARES, RUNS
 
 Function = Callable[[], object]
-# Progress callback: the implementation at work, and its phase. PREPARES is host work, such as
-# compilation and drawing inputs; RUNS is work on the device.
+# Progress callback: the implementation at work, and its phase.
 Announce = Callable[[str, str], None]
-PREPARES, RUNS = "prepares", "runs"
 _MOST_FLUSHES = 50
 # Named as the implementation at work while functions take turns.
 TIMING = "the timing"

@@ -1,142 +1,308 @@
-"""Supervisor of the measuring process: a crash or a hang costs one implementation, not the run."""
+"""Supervise processes that do jobs: a crash or a hang ends what is at work, not the run.
+
+A child is sent jobs as lines of JSON and tells what happens in such lines. It tells `ready` once it
+has started, `at` and `doing` when something else is at work, and `done` behind each job.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from ..results.report import BROKEN, DONE, LEFT, Report
-from .attention import REFERENCE
 from .failures import LOST
-from .jobs import Job
-from .samples import PREPARES, RUNS, TIMING
-from .suite import FINISHED, NO_GPU
 
-_MOST_STARTS = 25
+Message = dict[str, Any]
+Tell = Callable[..., None]
+# Phases: host work such as compilation and drawing inputs; work on the device; what ends by itself.
+STARTS, PREPARES, RUNS, WAITS = "starts", "prepares", "runs", "waits"
 # Seconds without a message after which a process is killed. Compilation takes long; kernels do not.
-STALL = {PREPARES: 90.0, RUNS: 25.0}
-TIME_IS_UP = "the time was up"
-# What runs before a job's implementations: if it fails, there is none to leave out.
-NOBODY = ("", REFERENCE)
+STALL = {STARTS: 180.0, PREPARES: 90.0, RUNS: 25.0, WAITS: math.inf}
+_INTERVAL = 0.05
 
 
 class Child(Protocol):
-    """A process that measures: its exit code, what it told since the last call, and its end."""
+    """A process that does jobs."""
+
+    def send(self, job: Any) -> None: ...
+
+    def messages(self) -> list[Message]:
+        """Messages that have come since the last call."""
+        ...
 
     def poll(self) -> int | None: ...
 
-    def messages(self) -> list[dict[str, Any]]: ...
-
     def kill(self) -> None: ...
+
+    def last_words(self) -> str:
+        """The last line that it wrote to stderr."""
+        ...
+
+
+class Ended(NamedTuple):
+    """A job that has ended: what its child told, and who was at work last.
+
+    why: how its process ended, if it did not survive the job. hung: it was killed for that.
+    """
+
+    job: Any
+    told: list[Message]
+    at: str
+    seconds: float
+    why: str = ""
+    hung: bool = False
 
 
 def supervise(
-    jobs: Sequence[Job],
-    report: Report,
-    start: Callable[[dict[str, Any]], Child],
-    left: Callable[[], float],
+    waiting: deque[Any],
+    start: Callable[[], Child],
     *,
+    request: Callable[[Any], Any] = lambda job: job,
+    heard: Callable[[Any, Message], None] = lambda job, message: None,
+    children: int = 1,
+    left: Callable[[], float] = lambda: math.inf,
+    grace: float = 0.0,
+    stall: Mapping[str, float] = STALL,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-) -> str:
-    """Measure the jobs that a report lacks, and save it after each.
+) -> Iterator[Ended]:
+    """Yield each job when it has ended, until there is none, or no time, left.
 
     Args:
-        jobs: in their order.
-        start: starts the process of `suite`, given its plan.
-        left: seconds left.
+        waiting: jobs in the order in which they begin; those not done are left there, and what is
+            added to it meanwhile is done too.
+        start: starts a child.
+        request: what to send for a job.
+        heard: called with a job and each message about it.
+        children: how many run at once.
+        left: seconds left, after which no job begins.
+        grace: seconds that jobs at work have after that.
+        stall: seconds without a message, by phase, after which a child is killed.
         sleep, clock: of the host.
 
-    Returns:
-        How it ended: "finished", "the time was up", "no GPU", or what went wrong.
+    Raises:
+        ChildProcessError: a child cannot do anything; the message says what it wrote last.
     """
-    known = report.data["jobs"]
-    for _ in range(_MOST_STARTS):
-        names = [j.name for j in jobs if known.get(j.name, {}).get("status") not in (DONE, BROKEN)]
-        if not names or left() <= 0:
-            known.update({name: {"status": LEFT, "reason": TIME_IS_UP} for name in names})
-            report.save()
-            return TIME_IS_UP if names else "finished"
-        alone = [name for name in names if known.get(name, {}).get("alone")]
-        new = not report.data["environment"]
-        plan = {"jobs": names, "broken": report.data["broken"], "alone": alone, "new": new}
-        child = start(plan)
-        watch = _Watch(report, clock)
-        ended = watch.follow(child, left, sleep)
-        child.kill()  # children that outlive it
-        if ended == NO_GPU:
-            return "no GPU"
-        if ended not in (FINISHED, TIME_IS_UP):
-            why = ended if isinstance(ended, str) else f"ended the process with exit code {ended}"
-            if watch.job:
-                blame(report, next(j for j in jobs if j.name == watch.job), watch.at, why)
-            elif not watch.ended_jobs:
-                return f"the measuring process {why}, with nothing running"
-        report.save()
-    return f"the measuring process was started {_MOST_STARTS} times"
+    workers = [
+        _Worker(start, request, heard, stall, clock) for _ in range(min(children, len(waiting)))
+    ]
+    try:
+        while workers:
+            for worker in tuple(workers):
+                if worker.job is None and not (waiting and left() > 0):
+                    worker.end()
+                    workers.remove(worker)
+                    continue
+                if left() <= -grace:
+                    waiting.extendleft(x.job for x in workers if x.job is not None)
+                    return
+                if worker.job is None:
+                    worker.begin(waiting.popleft())
+                if (ended := worker.look()) is not None:
+                    yield ended
+            if workers:
+                sleep(_INTERVAL)
+    finally:
+        for worker in workers:
+            worker.end()
 
 
-class _Watch:
-    """State of a child by its messages. job: the one that runs, or ""; at: who is at work."""
+class _Worker:
+    """A child, and the job that it has."""
 
-    def __init__(self, report: Report, clock: Callable[[], float]) -> None:
-        self._report, self._clock = report, clock
-        self._heard = self._begun = clock()
-        self.job, self.at, self._doing, self._lost = "", "", PREPARES, ""
-        self.ended_jobs = 0
+    def __init__(
+        self,
+        start: Callable[[], Child],
+        request: Callable[[Any], Any],
+        heard: Callable[[Any, Message], None],
+        stall: Mapping[str, float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._start, self._request, self._tell = start, request, heard
+        self._stall, self._clock = stall, clock
+        self._child: Child | None = None
+        self.job: Any = None
 
-    def follow(
-        self, child: Child, left: Callable[[], float], sleep: Callable[[float], None]
-    ) -> int | str:
-        """Wait until a child ends, or end it; its exit code, or why it was ended or lost."""
-        while True:
-            code = child.poll()  # before its last messages are read
-            for message in child.messages():
-                self._take(message)
-            limit = STALL[self._doing]
-            if code is not None:
-                return f"broke the device: {self._lost}" if code == LOST and self._lost else code
-            if left() <= 0:
-                return TIME_IS_UP
-            if self._clock() - self._heard > limit:
-                return f"made no progress for {limit:.0f} s"
-            sleep(0.2)
+    def begin(self, job: Any) -> None:
+        self.job, self._told, self._at = job, list[Message](), ""
+        self._begun = self._heard = self._clock()
+        self._doing = PREPARES
+        if self._child is None:
+            self._child, self._doing = self._start(), STARTS
+        else:
+            self._child.send(self._request(job))
 
-    def _take(self, message: dict[str, Any]) -> None:
-        self._heard, data = self._clock(), self._report.data
-        self.at, self._doing = message.get("at", self.at), message.get("doing", self._doing)
-        self._lost = message.get("lost", "")
-        if "job" in message:
-            self.job, self._begun = message["job"], self._heard
-        elif "environment" in message:
-            data.update(message)
-            self._report.save()
-        elif "records" in message or "failed" in message:
-            data["results"] += message.get("records", [])
-            seconds = round(self._heard - self._begun, 2)
-            done = {"status": DONE, "seconds": seconds}
-            failed = {"status": BROKEN, "reason": message.get("failed")}
-            data["jobs"][self.job] = done if "records" in message else failed
-            self.job, self._doing = "", PREPARES
-            self.ended_jobs += 1
-            self._report.save()
+    def look(self) -> Ended | None:
+        """Take in what the child has told; the job, if that has ended."""
+        assert self._child is not None
+        code = self._child.poll()  # before its last messages are read
+        for message in self._child.messages():
+            self._heard = self._clock()
+            if "ready" in message:
+                self._doing = PREPARES
+                self._child.send(self._request(self.job))
+                continue
+            self._at = message.get("at", self._at)
+            self._doing = message.get("doing", self._doing)
+            self._told.append(message)
+            self._tell(self.job, message)
+            if "done" in message:
+                return self._ended()
+        if code is not None:
+            return self._died(self._how(code))
+        if self._clock() - self._heard > (limit := self._stall[self._doing]):
+            return self._died(f"made no progress for {limit:.0f} s", hung=True)
+        return None
+
+    def end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+        self._child = None
+
+    def _ended(self, why: str = "", hung: bool = False) -> Ended:
+        seconds = round(self._clock() - self._begun, 2)
+        ended = Ended(self.job, self._told, self._at, seconds, why, hung)
+        self.job = None
+        return ended
+
+    def _died(self, why: str, hung: bool = False) -> Ended:
+        self.end()
+        if not self._at:
+            raise ChildProcessError(f"the process {why}, with nothing at work")
+        return self._ended(why, hung)
+
+    def _how(self, code: int) -> str:
+        assert self._child is not None
+        lost = [message["lost"] for message in self._told if "lost" in message]
+        if code == LOST and lost:
+            return f"broke the device: {lost[-1]}"
+        how = f"ended with exit code {code}"
+        if code < 0:
+            known = {x.value for x in signal.Signals}
+            how = f"ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
+        return f"{how}: {self._child.last_words()}"
 
 
-def blame(report: Report, job: Job, who: str, why: str) -> None:
-    """Record why a running job's process ended, and how the job continues.
+# Modules are found where this process finds them, whatever the folder that it runs in.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
+)
 
-    The implementation at work is left out of this job and of all jobs of its kind. If the
-    implementations took turns, the job runs again with one after the other. If there is none to
-    leave out, the job is given up.
+
+def python(module: str, *arguments: str) -> list[str]:
+    """A command that runs main() of a module, with arguments."""
+    return [sys.executable, "-c", _PROGRAM.format(module=module), *arguments, json.dumps(sys.path)]
+
+
+def talk(work: Callable[[Tell, Iterator[Any]], int]) -> None:
+    """In a child: do `work`, given how to tell and the jobs that come; exit with its code.
+
+    The child ends with its parent. What is printed goes to stderr.
     """
-    alone = report.data["jobs"].get(job.name, {}).get("alone", False)
-    broken = report.data["broken"].setdefault(job.kinds[-1], {})
-    settled: dict[str, Any] = {"status": LEFT, "reason": f"{who} {why}".strip()}
-    if who in NOBODY or who in broken or (who == TIMING and alone):
-        settled["status"] = BROKEN
-    elif who == TIMING:
-        settled["alone"] = True
-    else:
-        broken[who] = f"{why} (in {job.name})"
-    report.data["jobs"][job.name] = settled
+    parent = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    code = work(tell, (json.loads(line) for line in sys.stdin))
+    sys.stderr.flush()
+    # With a lost context, destructors abort the process and change its exit code.
+    os._exit(code)
+
+
+def variables() -> dict[str, str]:
+    """This process's environment, without variables that keep kernels from running compiled.
+
+    The checkout must not be on sys.path: see the note in tests/conftest.py. torch.compile compiles
+    in one process, since kernels come one at a time.
+    """
+    hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+class ChildProcess:
+    """A child, killed together with processes that it starts.
+
+    Args:
+        command: and its arguments.
+        environment: its variables.
+        log: file that what it writes to stderr is appended to; default one of its own.
+        listen: its stdout has messages; else the log has that too.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str] | None = None,
+        log: Path | None = None,
+        *,
+        listen: bool = True,
+    ) -> None:
+        # Open for as long as the process.
+        self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if listen else self._log,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,
+        )
+        self._unread = b""
+
+    def send(self, job: Any) -> None:
+        assert self._process.stdin is not None
+        # One that has died is seen by its exit code.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def messages(self) -> list[Message]:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        os.set_blocking(descriptor, False)
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(descriptor, 1 << 16):
+                self._unread += part
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # One that waits in a driver ends when that lets it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        for file in filter(None, (self._process.stdin, self._process.stdout, self._log)):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+
+    def last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no message")

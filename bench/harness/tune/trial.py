@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...kernels.launch import tiles
@@ -17,9 +18,10 @@ from ..cases.case import Case
 from ..cases.correctness import Expected, all_heads, expect
 from ..cases.inputs import Inputs, make_inputs
 from ..cases.registry import IMPLEMENTATIONS
-from ..time.attention import prepare, release
+from ..time.attention import REFERENCE, prepare, release
 from ..time.failures import raise_if_lost, reason
-from ..time.samples import Bench, Effort, Function
+from ..time.samples import Announce, Bench, Effort, Function
+from ..time.supervise import PREPARES, RUNS
 from .choices import Candidate, Choice
 
 _FINALISTS = 4
@@ -42,14 +44,12 @@ class Trial:
     Args:
         case: the call.
         bench: the instruments; its oracle says what results have to be.
-        forced: tiles and shapes in use for all candidates, which have their own beside.
-        trying: called with the name of the candidate that is about to run, and with "".
+        announce: progress callback, as in `run_case`.
     """
 
-    def __init__(
-        self, case: Case, bench: Bench, forced: dict[str, Any], trying: Callable[[str], None]
-    ) -> None:
-        self._case, self._bench, self._forced, self._trying = case, bench, forced, trying
+    def __init__(self, case: Case, bench: Bench, announce: Announce) -> None:
+        self._case, self._bench, self._announce = case, bench, announce
+        announce(REFERENCE, PREPARES)
         inputs = make_inputs(case)
         self._checked = (case, inputs, bench.expected(case, inputs))
 
@@ -64,16 +64,13 @@ class Trial:
         taken: dict[str, list[float] | str] = {}
         works: dict[str, Function] = {}
         for candidate in candidates:
-            self._trying(candidate.name)
+            self._announce(candidate.name, PREPARES)
             try:
                 works[candidate.name] = self._work(candidate)
             except Exception as error:
                 raise_if_lost(error, candidate.name, self._bench.timer.synchronize)
                 taken[candidate.name] = reason(error)
-        timed = replace(self._bench, effort=effort).samples(
-            works, lambda name, doing: self._trying(name if name in works else "")
-        )
-        self._trying("")
+        timed = replace(self._bench, effort=effort).samples(works, self._announce)
         for name, samples in timed.items():
             taken[name] = reason(samples) if isinstance(samples, Exception) else samples
         return taken
@@ -86,15 +83,15 @@ class Trial:
     def _work(self, candidate: Candidate) -> Function:
         """A call of the candidate; its results have passed the error budget."""
         ours = next(i for i in IMPLEMENTATIONS if i.name == candidate.implementation)
-        tiles_here = {**self._forced, **candidate.forced}
-        with tiles.forced(**tiles_here):
-            work, _ = prepare(ours, *self._checked)
+        issued = partial(self._announce, candidate.name, RUNS)
+        with tiles.forced(**candidate.forced):
+            work, _ = prepare(ours, *self._checked, issued=issued)
         if attend.uncompiled:
             # The portable kernels served in place of a shape, and would for ever.
             raise RuntimeError(attend.uncompiled.pop())
 
         def call() -> object:
-            with tiles.forced(**tiles_here):
+            with tiles.forced(**candidate.forced):
                 return work()
 
         return call
@@ -181,23 +178,22 @@ def decide(
     bench: Bench,
     left: Callable[[], float],
     why_not: Callable[[Candidate], str | None],
-    forced: dict[str, Any],
     seen: Callable[[Candidate, float | str], None],
-    trying: Callable[[str], None],
+    announce: Announce,
 ) -> Outcome:
     """Time the candidates of a choice.
 
     Args:
         left: seconds left; where there are none, no other candidate is tried.
         why_not: why a candidate is not worth a launch, or None.
-        forced, trying: as for `Trial`.
         seen: called with each candidate, and its milliseconds or the reason why it has none.
+        announce: as for `Trial`.
     """
     times: dict[str, float | str] = {}
     finals: dict[str, list[list[float]]] = {}
     finalists: list[Candidate] = []
     for number, case in enumerate(choice.cases):
-        trial = Trial(case, bench, forced, trying)
+        trial = Trial(case, bench, announce)
         if number == 0:
             for candidate in choice.candidates:
                 if times and left() <= 0:

@@ -1,4 +1,4 @@
-"""A tuning run: the steps of a plan, one after the other, within a time; winners are kept at once.
+"""The steps of a plan as jobs of a process; winners are kept at once.
 
 Worker processes compile the candidates first. Those that spill in a loop or exceed shared memory
 are not tried.
@@ -6,107 +6,67 @@ are not tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import torch
+
+from ...testing.verify import verification
+from ...tuned import choices
+from ...tuned.environment import environment
 from ...tuned.store import Store
 from ..time.ahead import Ahead
-from ..time.failures import DeviceLost
-from ..time.samples import Bench
+from ..time.attention import Record
+from ..time.jobs import Job
+from ..time.measure import serve
+from ..time.samples import Announce, Bench, Effort, gpu_bench
+from ..time.supervise import WAITS, Tell, talk
+from .candidates import Shape
 from .choices import Candidate, Choice
-from .plan import Step, Verification
-from .trial import Outcome, decide
+from .plan import Gpu, Step, Verification, steps
+from .trial import Outcome, decide, expect_all
 
-DONE, NOT_REACHED, SKIPPED, LOST = "done", "not reached", "skipped", "lost the device"
 RIGHT = "right"
 # By backend, family, dtype and head dim.
 Verdicts = dict[tuple[str, str, str, int], str]
 
 
-class Progress(NamedTuple):
-    """Where a run is.
-
-    number: of the step, from 1. text: what was seen last, or what the step came to once it is done.
-    """
-
-    number: int
-    steps: int
-    left: float
-    step: str
-    text: str
-    done: bool
-
-
-class Record(NamedTuple):
-    """A step of the plan, its status (DONE or another of the names above), and what it came to."""
-
-    step: str
-    status: str
-    text: str = ""
-
-
 @dataclass
 class Tuner:
-    """A run over the steps of a plan.
+    """The jobs of a plan. A record has the step, the text of what it came to, and of a choice kind,
+    row (of the winner, or None) and tried: every candidate with its time or its reason.
 
     Args:
-        bench: what to measure with.
+        device: whose tiles are tuned.
         left: seconds left.
         ahead: compiles the candidates.
-        store: findings: each winner is put there, and verdicts and culprits of earlier runs read.
+        store: findings: each winner is put there, and verdicts are read.
         arch: of the GPU, for the rows.
-        verify: verifies families of backends for a dtype and head dim, and says how far it is.
-        trying: called with the names of a choice and of the candidate that is about to run, or "".
-        show: called with the progress.
+        verify: verifies families of backends for a dtype and head dim, into the store, and says how
+            far it is.
+        tell: sends a message to the parent: `said` is how far a step is.
     """
 
-    bench: Bench
+    device: torch.device
     left: Callable[[], float]
     ahead: Ahead
     store: Store
     arch: str
-    verify: Callable[[Verification, Callable[[str], None]], Verdicts]
-    trying: Callable[[str, str], None] = lambda choice, candidate: None
-    show: Callable[[Progress], None] = lambda progress: None
-    tried: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    verify: Callable[[Verification, Callable[[str], None]], object]
+    tell: Tell
 
-    def __post_init__(self) -> None:
-        # Tiles and shapes of plain calls that won, by dtype and head dim.
-        self._best: dict[tuple[str, int], dict[str, Any]] = {}
-        self._verified: Verdicts = {
-            (row["backend"], row["family"], row["dtype"], row["head_dim"]): row["verdict"]
-            for row in self.store.read("verification")
-        }
-        self._culprits = {
-            (row["choice"], row["candidate"]): f"{row['reason']} ({row['date']})"
-            for row in self.store.read("culprits")
-        }
+    def job(self, step: Step) -> Job:
+        """A step as a job."""
+        if isinstance(step, Choice):
+            return Job(step.name, partial(self._choose, step))
+        return Job(step.name, partial(self._verify, step))
 
-    def run(self, plan: Sequence[Step]) -> list[Record]:
-        """Take the steps in their order, and record the outcome of each."""
-        for choice in plan if self.left() > 0 else ():
-            if isinstance(choice, Choice):
-                self._compile(choice)
-        records: list[Record] = []
-        for number, step in enumerate(plan, start=1):
-            if self.left() <= 0 or (records and records[-1].status in (LOST, NOT_REACHED)):
-                records.append(Record(step.name, NOT_REACHED))
-                continue
-
-            def show(text: str, done: bool = False, number: int = number, of: Step = step) -> None:
-                self.show(Progress(number, len(plan), self.left(), of.name, text, done))
-
-            show("")
-            if isinstance(step, Choice):
-                records.append(self._choose(step, show))
-            else:
-                records.append(Record(step.name, DONE, self._verify(step, show)))
-            show(records[-1].text, done=True)
-        return records
-
-    def _compile(self, choice: Choice) -> None:
+    def compile(self, choice: Choice) -> None:
         """Start to compile the candidates; in decoding for few rows, which split keys alike."""
         few = [replace(c, B=1) if c.family == "decode" else c for c in choice.cases]
         for candidate in choice.candidates:
@@ -114,76 +74,72 @@ class Tuner:
                 ours = (candidate.implementation,)
                 self.ahead.submit((choice.name, candidate.name), few, ours, candidate.forced)
 
-    def _verify(self, step: Verification, show: Callable[[str], None]) -> str:
-        keys = {pair: (*pair, step.dtype, step.head_dim) for pair in step.families}
-        unknown = tuple(pair for pair, key in keys.items() if key not in self._verified)
-        if unknown:
-            self._verified.update(self.verify(step._replace(families=unknown), show))
-        verdicts = {pair: self._verified.get(key, "not verified") for pair, key in keys.items()}
-        bad = [f"{' '.join(pair)}: {said}" for pair, said in verdicts.items() if said != RIGHT]
-        return "; ".join(bad) or "all right"
+    def _verdicts(self) -> Verdicts:
+        return {
+            (row["backend"], row["family"], row["dtype"], row["head_dim"]): row["verdict"]
+            for row in self.store.read("verification")
+        }
 
-    def _choose(self, choice: Choice, show: Callable[[str], None]) -> Record:
-        if (why_not := self._why_wrong(choice, choice.shipped)) and choice.kind != "backends":
-            return Record(choice.name, SKIPPED, why_not)
-        plain = choice.key.get("calls", "plain") == "plain"
+    def _verify(
+        self, step: Verification, bench: Bench, broken: Mapping[str, str], announce: Announce
+    ) -> list[Record]:
+        announce("the verification", WAITS)  # which ends what hangs
+        keys = {pair: (*pair, step.dtype, step.head_dim) for pair in step.families}
+        known = self._verdicts()
+        unknown = tuple(pair for pair, key in keys.items() if key not in known)
+        if unknown:
+            self.verify(step._replace(families=unknown), lambda said: self.tell(said=said))
+            known = self._verdicts()
+        verdicts = {pair: known.get(key, "not verified") for pair, key in keys.items()}
+        bad = [f"{' '.join(pair)}: {said}" for pair, said in verdicts.items() if said != RIGHT]
+        return [{"step": step.name, "text": "; ".join(bad) or "all right"}]
+
+    def _choose(
+        self, choice: Choice, bench: Bench, broken: Mapping[str, str], announce: Announce
+    ) -> list[Record]:
+        wrong = partial(_why_wrong, choice, self._verdicts())
+        if (why_not := wrong(choice.shipped)) and choice.kind != "backends":
+            return [{"step": choice.name, "text": why_not}]
+        # Tiles that were found for other kernels are in use; a candidate's own are forced.
+        found = {kind: self.store.read(kind) for kind in ("tiles", "splits")}
+        choices.adopt(self.device, found)
         times: dict[str, float] = {}
-        count = 0
+        tried: list[dict[str, Any]] = []
 
         def remember(candidate: Candidate, outcome: float | str) -> None:
-            nonlocal count
-            count += 1
             said = "ms" if isinstance(outcome, float) else "reason"
-            self.tried.append({**choice.key, **candidate.row, said: outcome})
+            tried.append({**choice.key, **candidate.row, said: outcome})
             if isinstance(outcome, float):
                 times[candidate.name] = outcome
-            show(f"{count} of {len(choice.candidates)}{_best_so_far(choice, times)}")
+            best = _best_so_far(choice, times)
+            self.tell(said=f"{len(tried)} of {len(choice.candidates)}{best}")
 
-        passed = [c.name for c in choice.candidates if self._why_passed_over(choice, c)]
-        also = f"; passed over, for it ended an earlier run: {', '.join(passed)}" if passed else ""
-        try:
-            outcome = decide(
-                choice,
-                self.bench,
-                self.left,
-                lambda candidate: (
-                    self._why_passed_over(choice, candidate)
-                    or self._why_wrong(choice, candidate)
-                    or self.ahead.why_not((choice.name, candidate.name), self.left(), choice.kernel)
-                ),
-                self._best.get(choice.size, {}) if plain else {},
-                remember,
-                lambda name: self.trying(choice.name, name),
-            )
-        except DeviceLost as lost:
-            if lost.implementation in [candidate.name for candidate in choice.candidates]:
-                self.store.put("culprits", culprit(choice.name, lost.implementation, lost.reason))
-            return Record(choice.name, LOST, str(lost))
+        def why_passed_over(candidate: Candidate) -> str | None:
+            if candidate.name in broken:
+                return f"ended its process: {broken[candidate.name]}"
+            announce(candidate.name, WAITS)
+            key = (choice.name, candidate.name)
+            return wrong(candidate) or self.ahead.why_not(key, self.left(), choice.kernel)
+
+        outcome = decide(choice, bench, self.left, why_passed_over, remember, announce)
         row = outcome.row()
         if row is not None:
-            self.rows.append((choice.kind, row))
             self.store.put(choice.kind, row | {"arch": self.arch})
-        if plain and outcome.best is not None:
-            self._best.setdefault(choice.size, {}).update(outcome.best.forced)
-        return Record(choice.name, DONE, _told(outcome) + also)
-
-    def _why_passed_over(self, choice: Choice, candidate: Candidate) -> str | None:
-        why = self._culprits.get((choice.name, candidate.name))
-        return None if why is None else f"ended an earlier run: {why}"
-
-    def _why_wrong(self, choice: Choice, candidate: Candidate) -> str | None:
-        dtype, _ = choice.size
-        head_dim = choice.key.get("BLOCK_D") or choice.key["head_dim"]
-        for backend, family in candidate.verified:
-            verdict = self._verified.get((backend, family, dtype, head_dim), RIGHT)
-            if verdict != RIGHT:
-                return f"verification of {backend} {family} says: {verdict}"
-        return None
+        text = _told(outcome)
+        passed = [c.name for c in choice.candidates if c.name in broken]
+        text += f"; ended their processes: {', '.join(passed)}" if passed else ""
+        about = {"step": choice.name, "text": text}
+        return [{**about, "kind": choice.kind, "row": row, "tried": tried}]
 
 
-def culprit(choice: str, candidate: str, reason: str) -> dict[str, Any]:
-    """The row about a candidate that ends a run."""
-    return {"choice": choice, "candidate": candidate, "reason": reason}
+def _why_wrong(choice: Choice, verdicts: Verdicts, candidate: Candidate) -> str | None:
+    dtype, _ = choice.size
+    head_dim = choice.key.get("BLOCK_D") or choice.key["head_dim"]
+    for backend, family in candidate.verified:
+        verdict = verdicts.get((backend, family, dtype, head_dim), RIGHT)
+        if verdict != RIGHT:
+            return f"verification of {backend} {family} says: {verdict}"
+    return None
 
 
 def _best_so_far(choice: Choice, times: Mapping[str, float]) -> str:
@@ -205,3 +161,73 @@ def _told(outcome: Outcome) -> str:
     name, gain = outcome.winner
     saved = f"{100 * gain:.1f} % less time" if shipped in outcome.finals else outcome.times[shipped]
     return f"{name} in place of {shipped}: {saved}"
+
+
+def main() -> None:
+    """Do steps of a plan on a GPU; the argument has the settings of `run` as JSON."""
+    settings = json.loads(sys.argv[1])
+    talk(lambda tell, requests: run(tell=tell, requests=requests, **settings))
+
+
+def run(
+    device: int,
+    gpu: list[Any],
+    shapes: list[list[Any]],
+    names: list[str],
+    seconds: float,
+    folder: str | None,
+    quick: bool,
+    tell: Tell,
+    requests: Iterator[Any],
+) -> int:
+    """The work of the process; its exit code.
+
+    gpu, shapes: fields of those that the plan is made of. names: steps that are left, which are
+    compiled ahead. seconds, folder, quick: for all of them, of findings, and for verification.
+    """
+    end = time.monotonic() + seconds
+    torch.cuda.set_device(device)
+    here = torch.device("cuda", device)
+    tell(ready=True)
+    # What is shipped is measured, not what an earlier run found.
+    choices.adopt(here, {})
+    effort = replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
+    bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
+    store = Store(environment(here), folder)
+    plan = {step.name: step for step in steps((Shape(*x) for x in shapes), Gpu(*gpu))}
+    arch = Gpu(*gpu).arch
+    ahead = Ahead(arch)
+    verify = partial(_verify, here, store, quick)
+    tuner = Tuner(here, lambda: end - time.monotonic(), ahead, store, arch, verify, tell)
+    for step in (plan[name] for name in names):
+        if isinstance(step, Choice):
+            tuner.compile(step)
+    try:
+        return serve(map(tuner.job, plan.values()), bench, tell, requests)
+    finally:
+        ahead.close()
+
+
+def _verify(
+    device: torch.device,
+    store: Store,
+    quick: bool,
+    step: Verification,
+    show: Callable[[str], None],
+) -> None:
+    """`fastattn.verify` for what a step names, which stores the verdicts."""
+    backends, families = zip(*step.families, strict=True)
+    scope = verification.scope_of(
+        device,
+        backends=list(dict.fromkeys(backends)),
+        families=list(dict.fromkeys(families)),
+        dtypes=[step.dtype],
+        head_dims=[step.head_dim],
+        quick=quick,
+    )
+
+    def progress(count: int, of: int, found: object) -> None:
+        show(f"{count} of {of}")
+
+    for _ in verification.run(scope, device, store=store, progress=progress):
+        pass

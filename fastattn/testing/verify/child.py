@@ -1,22 +1,17 @@
-"""The process that runs cases: jobs come by its stdin, and what happens goes out by its stdout.
-
-Both are lines of JSON. A process of its own can be killed when a kernel hangs, and a kernel that
-ends it ends nothing else.
-"""
+"""The process that runs cases: it can be killed when a kernel hangs, and ends nothing else."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ...bench.time.failures import LOST, log, reason
+from ...bench.time.supervise import Tell, talk
 from ...ops import attend, call
 from ..budget import PastBudget
 from ..inputs import nan_filled_empty
@@ -24,39 +19,36 @@ from .case import Case, Setting, Subject
 from .cases import FAMILIES
 from .verdicts import CRASH, NO_COMPILE, RIGHT, UNSERVED, WRONG, Outcome
 
-# Tells the parent of something; each message says that there is progress.
-Tell = Callable[..., None]
-
 
 def main() -> None:
     """Run jobs until stdin ends; the argument is the device."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else a compiler prints
-
-    def tell(**message: Any) -> None:
-        out.write(json.dumps(message) + "\n")
-        out.flush()
-
     device = torch.device(sys.argv[1])
+    talk(lambda tell, jobs: serve(device, tell, jobs))
+
+
+def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
+    """Run jobs, each a subject and names of its cases; the exit code."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     tell(ready=True)
     with reported_compilations(tell):
-        for line in sys.stdin:
-            subject, names = json.loads(line)
-            run(Subject(*subject), names, device, tell)
+        for subject, names in jobs:
+            if not run(Subject(*subject), names, device, tell):
+                return LOST
             tell(done=True)
+    return 0
 
 
-def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> None:
-    """Run cases of a subject, by name; tell of each when it starts and what came of it."""
+def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> bool:
+    """Run cases of a subject, by name, and tell of each; False: the device is lost."""
     cases = {case.name: case for case in FAMILIES[subject.family]()}
     for name in names:
-        tell(starts=name)
+        tell(at=name)
         found = outcome(cases[name], Setting(subject, device))
         tell(outcome=found)
         if found.verdict == CRASH and _is_lost(device):
-            raise SystemExit(LOST)
+            return False
+    return True
 
 
 def outcome(case: Case, setting: Setting) -> Outcome:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...bench.time.supervise import Child, ChildProcess, Ended, python, supervise
 from ...ops import attend, call
 from ...tuned import choices
 from ...tuned.environment import environment
 from ...tuned.findings import KEYS
 from ...tuned.store import Store
+from .case import Subject
 from .cases import BACKENDS, DTYPES, FAMILIES, HEAD_DIMS, Scope
-from .supervise import Child, ChildProcess, Job, python, supervise
-from .verdicts import Finding, Outcome, finding, still_holds
+from .verdicts import CRASH, HANG, Finding, Outcome, finding, still_holds
 
 KIND = "verification"
 # A child compiles on one core and holds an oracle in float64 on the GPU.
@@ -110,20 +112,28 @@ def run(
     store: default that of the device. start: starts a child, see `supervise`; default: a process.
     """
     store = Store(environment(device)) if store is None else store
-    jobs = [
-        Job(subject, tuple(case.name for case in scope.cases(subject)))
-        for subject in scope.subjects()
-    ]
-    jobs = [job for job in jobs if job.cases]
+    jobs = [(subject, [case.name for case in scope.cases(subject)]) for subject in scope.subjects()]
+    jobs = [(subject, names) for subject, names in jobs if names]
     children = _children(device)
-    ended = supervise(jobs, start or partial(_start, device, children), children=children)
-    for count, job in enumerate(ended, 1):
-        found = finding(*job)
+    start = start or partial(_start, device, children)
+    for count, ended in enumerate(supervise(deque(jobs), start, children=children), 1):
+        subject, outcomes = outcomes_of(ended)
+        found = finding(subject, outcomes)
         if found is not None:
-            _keep(store, found, job.outcomes)
+            _keep(store, found, outcomes)
             yield found
         if progress is not None:
             progress(count, len(jobs), found)
+
+
+def outcomes_of(ended: Ended) -> tuple[Subject, list[Outcome]]:
+    """The outcomes of a subject's cases, up to the first that its process did not survive."""
+    outcomes = [Outcome(*message["outcome"]) for message in ended.told if "outcome" in message]
+    # A case that lost the device has an outcome already.
+    if ended.why and ended.at not in {x.case for x in outcomes}:
+        verdict = HANG if ended.hung else CRASH
+        outcomes.append(Outcome(ended.at, verdict, None, ended.why))
+    return ended.job[0], outcomes
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

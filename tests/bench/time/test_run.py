@@ -17,9 +17,8 @@ from fastattn.bench.time import environment, full_run, jobs, numeric_tests, suit
 from fastattn.bench.time.attention import run_case
 from fastattn.bench.time.failures import LOST, DeviceLost
 from fastattn.bench.time.jobs import Job, gpu_jobs, record
+from fastattn.bench.time.measure import measure, serve
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
-from fastattn.bench.time.suite import FINISHED, run_jobs
-from fastattn.bench.time.supervise import supervise
 from fastattn.training.step_timing import StepTiming
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -47,20 +46,20 @@ class Hang(BaseException):
 
 
 class Process:
-    """A fake: `life(tell)` is all that it does; returns its exit code, raises Crash or Hang."""
+    """A fake: `work(tell, jobs)` is its life, for one job after another, until Crash or Hang."""
 
-    def __init__(self, life):
-        self._life, self.code, self.killed, self._told = life, None, False, []
+    def __init__(self, work=None):
+        self._work, self.code, self.killed, self._told = work, None, False, [{"ready": True}]
+
+    def send(self, request):
+        try:
+            self.code = self._work(lambda **told: self._told.append(told), [request]) or None
+        except Crash:
+            self.code = -11
+        except Hang:
+            pass
 
     def poll(self):
-        if self._life is not None:
-            life, self._life = self._life, None
-            try:
-                self.code = life(lambda **message: self._told.append(message))
-            except Crash:
-                self.code = -11
-            except Hang:
-                pass
         return self.code
 
     def messages(self):
@@ -70,9 +69,8 @@ class Process:
     def kill(self):
         self.killed = True
 
-
-def hang(tell):
-    raise Hang
+    def last_words(self):
+        return "its last line"
 
 
 def job(name, run=None, kinds=()):
@@ -107,39 +105,36 @@ def names(report):
     return [r["case"]["name"] for r in on_disk(report)["results"]]
 
 
-def supervised(report, jobs, bench=BENCH, lives=(), seconds=600, clock=None):
+def measured(report, jobs, bench=BENCH, works=()):
     """How it ended, and the processes; what they do, if not as `suite` does."""
-    clock, made, plans, lives = clock or Clock(), [], [], iter(lives)
+    clock, made, works = Clock(), [], iter(works)
 
-    def start(plan):
-        def life(tell):
-            return run_jobs([j for j in jobs if j.name in plan["jobs"]], plan, bench, tell)
-
-        plans.append(plan)
-        made.append(Process(next(lives, life)))
+    def start(names):
+        work = next(works, lambda tell, requests: serve(jobs, bench, tell, requests))
+        made.append(Process(work))
         return made[-1]
 
-    end = clock() + seconds
-    ended = supervise(jobs, report, start, lambda: end - clock(), sleep=clock.sleep, clock=clock)
+    how = {"sleep": clock.sleep, "clock": clock}
+    ended = measure(jobs, report.data, report.save, start, lambda: 600 - clock(), **how)
     return ended, made
 
 
 def test_a_job_that_fails_is_recorded_and_a_second_run_goes_on(report):
     failing = [job("a"), job("b", raising(RuntimeError("no\n luck"))), job("c")]
-    assert supervised(report, failing)[0] == "finished"
+    assert measured(report, failing)[0] == "finished"
     assert on_disk(report)["jobs"]["b"] == {
         "status": "broken off",
         "reason": "RuntimeError: no luck",
     }
     again = Report.load(report.path)
-    assert supervised(again, [*failing, job("d")])[0] == "finished"
+    assert measured(again, [*failing, job("d")])[0] == "finished"
     assert names(report) == ["a", "c", "d"]
 
 
 def test_every_job_is_on_disk_before_the_next_message(report, monkeypatch):
     saved, save = [], report.save
     monkeypatch.setattr(report, "save", lambda: (save(), saved.append(names(report))))
-    supervised(report, [job("a"), job("b")])
+    measured(report, [job("a"), job("b")])
     assert saved[:2] == [["a"], ["a", "b"]]
 
 
@@ -155,8 +150,8 @@ def test_a_lost_device_costs_one_implementation(report, who, broken, left):
         if who not in known:
             raise DeviceLost(who, "illegal access")
 
-    ended, processes = supervised(report, [job("a", run), job("b")])
-    assert (ended, [p.code for p in processes]) == ("finished", [LOST, FINISHED])
+    ended, processes = measured(report, [job("a", run), job("b")])
+    assert (ended, [p.code for p in processes]) == ("finished", [LOST, None])
     assert on_disk(report)["broken"] == broken
     assert names(report) == left
 
@@ -174,47 +169,18 @@ def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(report, er
             raise error
 
     told = []
-    plan = {"broken": {}, "alone": []}
-    code = run_jobs([job("a", run), job("b")], plan, Bench(timer), lambda **x: told.append(x))
+    requests = [{"job": name, "broken": {}, "alone": False} for name in "ab"]
+    code = serve(
+        [job("a", run), job("b")], Bench(timer), lambda **x: told.append(x), iter(requests)
+    )
     assert (code, told[-1]["at"]) == (LOST, "ours")
-    assert {"job": "b"} not in told
+    assert [message["at"] for message in told] == ["the compiler", "ours", "ours"]
 
 
-def test_a_hang_while_compiling_is_ended_and_blamed_later(report):
-    clock = Clock()
-
-    def life(tell):
-        tell(job="a")
-        tell(at="flex", doing="prepares")
-        raise Hang
-
-    outcome, (first, _) = supervised(report, [job("a")], lives=[life], clock=clock)
-    assert (outcome, first.killed) == ("finished", True)
-    assert on_disk(report)["broken"]["a"] == {"flex": "made no progress for 90 s (in a)"}
-    assert 90 < clock.now < 95
-
-
-def test_the_time_is_kept_whatever_the_process_does(report):
-    clock = Clock()
-    plan = [job("a"), job("b")]
-    outcome, (process,) = supervised(report, plan, lives=[hang], seconds=50, clock=clock)
-    assert (outcome, process.killed) == ("the time was up", True)
-    assert clock.now < 51
-    left = {"status": "not reached", "reason": "the time was up"}
-    assert on_disk(report)["jobs"] == {"a": left, "b": left}
-    assert on_disk(report)["broken"] == {}
-
-
-@pytest.mark.parametrize(
-    ("code", "outcome"),
-    [
-        (1, "the measuring process ended the process with exit code 1, with nothing running"),
-        (suite.NO_GPU, "no GPU"),
-    ],
-)
-def test_a_process_that_dies_at_once_is_not_started_for_ever(report, code, outcome):
-    ended, processes = supervised(report, [job("a")], lives=[lambda tell: code] * 9)
-    assert (ended, len(processes)) == (outcome, 1)
+def test_a_process_that_cannot_do_anything_is_not_started_for_ever(report):
+    ended, processes = measured(report, [job("a")], works=[lambda tell, requests: 1] * 9)
+    said = "the process ended with exit code 1: its last line, with nothing at work"
+    assert (ended, len(processes)) == (said, 1)
 
 
 FORWARD = Case("forward", "forward", 1, 2, 1, 8, 8, 8, dtype="float32", device="cpu")
@@ -238,16 +204,10 @@ class Worker:
         self.jobs = [self.job(case) for case in CASES]
         self.jobs += [job("layer", raising(ValueError("no such layer"))), job("import")]
 
-    def life(self, plan):
-        """Run `suite` in a new process."""
-
-        def live(tell):
-            self.lost, self.calls = False, {}
-            tell(environment={"gpu": None}, ceilings={})
-            chosen = [job for job in self.jobs if job.name in plan["jobs"]]
-            return run_jobs(chosen, plan, self.bench, tell)
-
-        return live
+    def process(self):
+        """A new process of `suite`."""
+        self.lost, self.calls = False, {}
+        return Process(lambda tell, requests: serve(self.jobs, self.bench, tell, requests))
 
     def synchronize(self):
         if self.lost:
@@ -305,7 +265,7 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, mo
 
     def start(command, environment, log):
         commands.append((command, log.name, environment["PYTHONSAFEPATH"]))
-        return Process(worker.life(json.loads(command[-1])))
+        return worker.process()
 
     monkeypatch.setattr(full_run, "gpu_jobs", lambda which: worker.jobs)
     report = full(tmp_path / "out", "quick", 1000, start, clock, skip=("tests",))
@@ -313,10 +273,11 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, mo
     # Two for who crashes and who hangs; who loses the device is found in a second run of its job.
     assert len(commands) == 5
     command, log, safe = commands[0]
-    assert command[1:4] == ["-m", suite.__name__, "quick"]
+    assert suite.__name__ in command[2] and command[3] == "quick"
+    assert json.loads(command[4]) == [job.name for job in worker.jobs]
     assert (log, safe) == ("log.txt", "1")
     broken = report.data["broken"]
-    assert "exit code -11" in broken["backward"]["crashes"]
+    assert "ended by SIGSEGV" in broken["backward"]["crashes"]
     assert "no progress for 25 s (in forward-B1-H2:1-T8-D8-causal" in broken["forward"]["hangs"]
     assert "illegal memory access" in broken["forward"]["loses"]
     assert {kind: set(found) for kind, found in broken.items()} == {
@@ -350,7 +311,7 @@ def test_a_run_ends_what_hangs_and_tunes_for_what_is_left(tmp_path, part):
     out, clock, started = tmp_path / "out", Clock(), []
 
     def start(command, environment, log, listen):
-        process = Process(hang)
+        process = Process()
         started.append((command, environment, process))
         return process
 
@@ -379,8 +340,8 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypa
         return {"started": "2026", "environment": about, "results": [timed]}
 
     def start(command, environment, log):
-        plans.append(json.loads(command[-1])["jobs"])
-        return Process(lambda tell: suite.NO_GPU)
+        plans.append(json.loads(command[4]))
+        return Process(lambda tell, requests: 1)
 
     monkeypatch.setattr(full_run, "gpu_jobs", lambda which: [job(name) for name in "abc"])
     earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
@@ -393,27 +354,22 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypa
     ]
 
 
-def test_the_suite_tells_of_the_gpu_once_and_measures_what_is_planned(monkeypatch):
+def test_the_suite_tells_of_the_gpu_and_measures_what_is_asked_for(report, monkeypatch):
     """On a GPU that is made up."""
-    told = []
-
-    def main(new):
-        plan = {"jobs": ["b"], "broken": {}, "alone": [], "new": new}
-        return suite.main("full", plan, lambda **message: told.append(message))
-
-    monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: False)
-    assert main(new=True) == suite.NO_GPU
-    monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: True)
+    collected = {"environment": {"gpu": None}, "ceilings": {"x": 1.0}}
+    monkeypatch.setattr(suite.torch.cuda, "init", lambda: None)
     monkeypatch.setattr(suite.tiles, "current_arch", lambda: "an imaginary one")
     monkeypatch.setattr(suite, "gpu_bench", lambda which: BENCH)
-    monkeypatch.setattr(suite, "gpu_jobs", lambda which: [job("a"), job("b")])
-    monkeypatch.setattr(suite, "ceilings", lambda bench: {"x": 1.0})
-    monkeypatch.setattr(suite.environment, "collect", lambda: {"gpu": None})
-    assert (main(new=True), main(new=False)) == (FINISHED, FINISHED)
-    about, *first = told[: len(told) // 2 + 1]
-    assert about == {"environment": {"gpu": None}, "ceilings": {"x": 1.0}}
-    assert first == told[len(first) + 1 :]
-    assert [next(iter(message)) for message in first] == ["job", "at", "at", "records"]
+    about = Job("environment", lambda *_: [collected])
+    monkeypatch.setattr(suite, "gpu_jobs", lambda which: [about, job("a"), job("b")])
+
+    def work(tell, requests):
+        # The fake has told that it is ready.
+        return suite.run("full", ["b"], lambda **x: "ready" in x or tell(**x), requests)
+
+    assert measured(report, [about, job("b")], works=[work])[0] == "finished"
+    assert on_disk(report).items() >= collected.items()
+    assert names(report) == ["b"]
 
 
 @pytest.mark.parametrize("which", ["quick", "full"])
@@ -421,7 +377,7 @@ def test_jobs_begin_with_the_aims(which):
     """Plain calls, decoding, options, and then host costs and training."""
     found = [job.name for job in gpu_jobs(which)]
     assert len(found) == len(set(found))
-    assert found[0] == "forward-B4-H16-T4096-D128-causal"
+    assert found[:2] == ["environment", "forward-B4-H16-T4096-D128-causal"]
     others = ["host cost of a call", "training-T1024", "first call", "import"]
     kinds = ("forward-B1-H64:8", "backward-B1-H64:8", "decode-fwd-B32", "decode-fwd-B1", "masks")
     places = [next(n for n, x in enumerate(found) if x.startswith(kind)) for kind in kinds]

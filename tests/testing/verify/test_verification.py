@@ -18,6 +18,7 @@ from emulated_hopper import forget
 from triton import TritonError
 
 import fastattn
+from fastattn.bench.time.supervise import Ended
 from fastattn.cli.main import main
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
@@ -30,7 +31,6 @@ from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import attention, child, verification
 from fastattn.testing.verify.case import Case, Setting, Subject
 from fastattn.testing.verify.cases import FAMILIES, Scope
-from fastattn.testing.verify.supervise import Job
 from fastattn.testing.verify.verdicts import Outcome, finding, still_holds
 from fastattn.tuned import choices
 from fastattn.tuned.environment import environment
@@ -48,9 +48,9 @@ class InProcess:
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = [{"ready": True}]
 
-    def send(self, job: Job) -> None:
+    def send(self, job: tuple[Subject, list[str]]) -> None:
         tell: Callable[..., None] = lambda **message: self._messages.append(message)  # noqa: E731
-        child.run(job.subject, job.cases, torch.device("cpu"), tell)
+        child.run(*job, torch.device("cpu"), tell)
         tell(done=True)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -208,6 +208,30 @@ def test_the_scopes() -> None:
         names = [case.name for case in whole.cases(subject)]
         assert len(names) == len(set(names))
         assert {case.name for case in quick.cases(subject)} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("told", "ended", "worst"),
+    [
+        ([["a", "right", 0.1, ""]], ("a", "", False), "right"),
+        ([["a", "right", 0.1, ""]], ("b", "made no progress", True), "hang"),
+        ([], ("a", "ended by SIGSEGV", False), "crash"),
+        # It lost the device, has said so, and ended its process.
+        (
+            [["a", "crash", None, "illegal address"]],
+            ("a", "ended with exit code 3", False),
+            "crash",
+        ),
+    ],
+)
+def test_a_case_that_ends_its_process_has_an_outcome(told: Any, ended: Any, worst: str) -> None:
+    at, why, hung = ended
+    messages = [{"outcome": x} for x in told]
+    subject, found = verification.outcomes_of(
+        Ended((SUBJECT, ["a", "b"]), messages, at, 1.0, why, hung)
+    )
+    assert (subject, found[-1].verdict, found[-1].case) == (SUBJECT, worst, at)
+    assert len(found) == len({x.case for x in found})
 
 
 def test_calls_go_by_verdicts_on_these_families() -> None:
