@@ -133,13 +133,18 @@ class _Score:
     bias: Any = None
     keep: Any = None
 
-    def _added(self, x: Any, sign: int = 1) -> "_Score":
+    def __add__(self, x: Any, sign: int = 1) -> "_Score":
         if isinstance(x, _Score):
             raise _refused("adds scores to one another")
         x = x * sign
         return replace(self, bias=x if self.bias is None else self.bias + x)
 
-    def _times(self, x: Any) -> "_Score":
+    __radd__ = __add__
+
+    def __sub__(self, x: Any) -> "_Score":
+        return self.__add__(x, -1)
+
+    def __mul__(self, x: Any) -> "_Score":
         if not isinstance(x, (int, float)) or not x > 0:
             raise _refused("multiplies the score by what is no number above 0")
         bias = None if self.bias is None else self.bias * x
@@ -147,27 +152,15 @@ class _Score:
             return replace(self, inner=self.inner * x, bias=bias)
         return replace(self, outer=self.outer * x, bias=bias)
 
-    def __add__(self, x: Any) -> "_Score":
-        return self._added(x)
-
-    __radd__ = __add__
-
-    def __sub__(self, x: Any) -> "_Score":
-        return self._added(x, -1)
-
-    def __mul__(self, x: Any) -> "_Score":
-        return self._times(x)
-
     __rmul__ = __mul__
 
     def __truediv__(self, x: Any) -> "_Score":
-        return self._times(1 / x if isinstance(x, (int, float)) and x else None)
+        return self * (1 / x if isinstance(x, (int, float)) and x else None)
 
-    def __neg__(self) -> "_Score":
-        return self._times(-1)
+    def __neg__(self, _: Any = None) -> "_Score":
+        return self * -1
 
-    def __rsub__(self, _: Any) -> "_Score":
-        return self._times(-1)
+    __rsub__ = __neg__
 
     def __pow__(self, _: Any) -> "_Score":
         raise _refused("raises the score to a power")
@@ -209,7 +202,7 @@ class _Score:
             return arguments[0].tanh()
         if name in ("add", "radd", "mul", "rmul") and len(arguments) == 2 and not given:
             x, y = arguments if isinstance(arguments[0], cls) else arguments[::-1]
-            return x._added(y) if name.endswith("add") else x._times(y)
+            return x + y if name.endswith("add") else x * y
         if name in ("sub", "div", "true_divide") and isinstance(arguments[0], cls) and not given:
             x, y = arguments
             return x - y if name == "sub" else x / y

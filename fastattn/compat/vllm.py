@@ -112,17 +112,7 @@ class _Backend:
     def supports_sink(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
+    supports_sliding_window = supports_non_causal = supports_batch_invariance = supports_sink
 
 
 @dataclass

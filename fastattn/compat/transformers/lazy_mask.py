@@ -60,34 +60,19 @@ class Rule(NamedTuple):
 
 
 # Metadata of a tensor: what needs no entries.
+# Wrappers that shard, cast or recompute ask the last three of every argument of a layer.
+_PROPERTIES = (
+    "shape dtype device ndim layout is_cuda is_cpu is_meta is_nested is_sparse "
+    "requires_grad grad is_leaf"
+)
+_METHODS = "get_device is_complex dim size numel nelement element_size is_floating_point __len__"
 _METADATA = frozenset(
     (
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.device.__get__,
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.layout.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-        Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
-        Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-        Tensor.is_nested.__get__,  # type: ignore[attr-defined]
-        Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-        # Wrappers that shard, cast or recompute ask these of every argument of a layer.
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
         Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__get__,  # type: ignore[union-attr]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        Tensor.get_device,
         torch.is_floating_point,
         torch.is_complex,
-        Tensor.is_complex,
-        Tensor.dim,
-        Tensor.size,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.__len__,
     )
 )
 # What makes another tensor of the same entries, or none where there is nothing to do.
