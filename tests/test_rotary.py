@@ -99,55 +99,7 @@ def test_compiles_without_a_graph_break(style):
     assert torch.equal(compiled(x, positions), rotate(x, positions))
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "positions", "kwargs"),
-    [
-        (ValueError, r"rotary_dim must be even and positive, got 7", 3, {"rotary_dim": 7}),
-        (ValueError, r"rotary_dim must be even and positive, got 0", 3, {"rotary_dim": 0}),
-        (ValueError, r"base must be > 0, got -1.0", 3, {"base": -1.0}),
-        (ValueError, r"base must be > 0, got nan", 3, {"base": math.nan}),
-        (TypeError, r"dtype must be a floating dtype, got torch.int32", 3, {"dtype": torch.int32}),
-        (TypeError, r"dtype must be a floating dtype, got 'float32'", 3, {"dtype": "float32"}),
-        (TypeError, r"rotary_dim must be an int, got float", 3, {"rotary_dim": 8.0}),
-        (TypeError, r"base must be a float, got str", 3, {"base": "1e4"}),
-        (TypeError, r"scaling must be one of .* or like those, got dict", 3, {"scaling": {}}),
-        (TypeError, r"positions must be an int, got list", [0, 1], {}),
-        (ValueError, r"positions must be a length >= 0 or a tensor, got -2", -2, {}),
-        (TypeError, r"positions must have an integer dtype, got torch.float32", torch.zeros(3), {}),
-        (TypeError, r"positions must have an integer dtype, got torch.bool", torch.ones(3) > 0, {}),
-        (ValueError, r"positions must have shape .* \[B, T\], got \(\)", torch.tensor(3), {}),
-    ],
-)
-def test_table_errors(error, match, positions, kwargs):
-    with pytest.raises(error, match=match):
-        rotary_tables(positions, **{"rotary_dim": 8, **kwargs})
-
-
 X, (COS, SIN) = torch.randn(2, 3, 5, 8), rotary_tables(5, 8)
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, "rotary style must be 'half' or 'i.*, got 'neo'", (X, COS, SIN, "neo")),
-        (ValueError, r"x must have shape \[B, H, T, D\], got \(3, 5, 8\)", (X[0], COS, SIN)),
-        (TypeError, r"x must have a floating dtype, got torch.int64", (X.long(), COS, SIN)),
-        (TypeError, "x must have a floating dtype, got list", (X.tolist(), COS, SIN)),
-        (TypeError, "cos must have a floating dtype, got list", (X, COS.tolist(), SIN)),
-        (TypeError, "sin must have a floating dtype, got list", (X, COS, SIN.tolist())),
-        (TypeError, r"sin must be given unless cos is complex, got cos = torch.float32", (X, COS)),
-        (TypeError, r"sin must have .* got torch.complex64; of", (X, COS, torch.complex(COS, SIN))),
-        (ValueError, r"must have one shape, got \(5, 4\) and \(4, 4\)", (X, COS, SIN[1:])),
-        (ValueError, r"\[5, R // 2\] or \[2, 5, R // 2\] .*\(4, 4\)", (X, COS[1:], SIN[1:])),
-        (ValueError, r"R // 2\] .*\(3, 5, 4\)", (X, *(x.expand(3, 5, 4) for x in (COS, SIN)))),
-        (ValueError, r"rotate 8 channels, but x has only D = 6 a head", (X[..., :6], COS, SIN)),
-        (ValueError, r"on x's device cpu, got cpu and meta", (X, COS, SIN.to("meta"))),
-    ],
-)
-def test_application_errors(error, match, arguments):
-    tensors, style = arguments[:3], arguments[3:]
-    with pytest.raises(error, match=match):
-        apply_rotary(*tensors, **({"style": style[0]} if style else {}))
 
 
 def test_a_complex_table_turns_neighbours_as_a_product_of_complex_numbers() -> None:
@@ -189,13 +141,6 @@ def test_tables_made_for_inference_serve_training() -> None:
         kept.up_to(3, x.device)
     apply_rotary(x, *kept.at(0, 3, 3, x.device)).sum().backward()
     assert x.grad is not None
-
-
-def test_kept_tables_check_their_width() -> None:
-    with pytest.raises(ValueError, match=r"rotary_dim must be even and positive, got 5"):
-        RotaryPositions(5)
-    with pytest.raises(TypeError, match=r"rotary_dim must be an int, got list"):
-        RotaryPositions([8])  # type: ignore[arg-type]
 
 
 def test_tables_that_a_graph_records_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,22 +99,3 @@ def test_tables_hold_scaled_angles_and_lengths(scaling):
             angle = position * frequency
             assert float(cos[row, pair]) == pytest.approx(scaling.amplitude * math.cos(angle))
             assert float(sin[row, pair]) == pytest.approx(scaling.amplitude * math.sin(angle))
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: LinearScaling(0.5), r"factor must be finite and >= 1, got 0.5"),
-        (lambda: NTKScaling(math.inf), r"factor must be finite and >= 1, got inf"),
-        (lambda: YarnScaling(math.nan, 8), r"factor must be finite and >= 1, got nan"),
-        (lambda: YarnScaling(2, 0), r"original_max_position_embeddings must be >= 1, got 0"),
-        (lambda: Llama3Scaling(2, -1), r"original_max_position_embeddings must be >= 1, got -1"),
-        (lambda: YarnScaling(2, 8, 1, 1), r"beta_slow must be > 0 and < beta_fast = 1, got 1"),
-        (lambda: YarnScaling(2, 8, attention_factor=0.0), "attention_factor must be > 0, got 0.0"),
-        (lambda: Llama3Scaling(2, 8, 4, 4), r"low_freq_factor must be > 0 and < .* = 4, got 4"),
-        (lambda: rotary_tables(4, 2, scaling=NTKScaling(2)), r"at least 4 for NTKScaling, got 2"),
-    ],
-)
-def test_errors(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()

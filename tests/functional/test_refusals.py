@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from refusals import rows_of, served
 from torch import Tensor
 
@@ -17,17 +18,21 @@ from fastattn import (
     attention_fp8,
     attention_paged,
     attention_statistics,
+    attention_varlen,
     attention_varlen_fp8,
     attention_weights,
     cascade_attention,
     decode_attention,
     explain_fp8,
+    rotary,
+    rotary_scaling,
     view_of_tensors,
 )
 from fastattn.functional.fp8 import PackedValues
 from fastattn.functional.fp8.codes import E4M3
+from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import make_qkv
-from fastattn.testing.inputs import draws
+from fastattn.testing.inputs import draw, draws
 
 ROWS = rows_of(__file__)
 Z, DEVICE = torch.zeros, "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,6 +43,65 @@ def filled(B: int, *, T: int = 5, slots: int = 8, **options: Any) -> KVCache:
     cache = KVCache(B, 2, slots, 16, **options)
     cache.append(Z(B, 2, T, 16), Z(B, 2, T, 16), backend="torch")
     return cache
+
+
+B, H_q, H_k, T_q, T_k, D = 2, 4, 2, 3, 5, 8
+ones, yes = torch.ones, torch.ones(1, 1, dtype=torch.bool)
+
+
+def ints(*shape: int) -> Tensor:
+    return Z(*shape, dtype=torch.int64)
+
+
+@triton.jit
+def keep_all(b, h, i, j):
+    return i == i
+
+
+@triton.jit
+def keep_two(b, h, i, j, one, other):
+    return i == i
+
+
+@triton.jit
+def same(x, b, h, i, j):
+    return x
+
+
+KEYS, LEARNS = ones(1, 3, D), ones(H_q, requires_grad=True)
+Q2 = ones(B, H_q, T_q, 6)
+POSITIONS = tuple(torch.arange(T, dtype=torch.int32)[None] for T in (T_q, T_k))
+TABLES = {"mask_mod": keep_all, "mod_tensors": (ones(2),)}
+X, (COS, SIN) = draw(2, 3, 5, 8), rotary_tables(5, 8)
+
+
+def explained(call: Any, explain: Any, given: dict[str, Any]) -> Any:
+    """The call, if it is served; else its explanation says why not, as the call does."""
+    try:
+        return call(**given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            explain(**given)
+        raise
+
+
+def dense(**change: Any) -> Any:
+    given = dict(zip("qkv", make_qkv(B, H_q, H_k, T_q, T_k, D), strict=True))
+    return explained(attention, fastattn.explain, given | change)
+
+
+def packed(**change: Any) -> Any:
+    q, k, v = (x[0].transpose(0, 1).detach() for x in make_qkv(1, H_q, H_k, T_q, T_k, D))
+    starts = {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.tensor([0, 2, 5])}
+    return attention_varlen(**{"q": q, "k": k, "v": v, **starts, **change})
+
+
+def tables(positions: Any = 3, **change: Any) -> Any:
+    return rotary_tables(positions, **{"rotary_dim": 8, **change})
+
+
+def rotate(x: Any = X, cos: Any = COS, sin: Any = SIN, **change: Any) -> Any:
+    return apply_rotary(x, cos, sin, **change)
 
 
 Q, CACHE, ONE_ROW = Z(2, 4, 1, 16), filled(2), filled(1)
@@ -93,15 +157,9 @@ def values(rows: int, keys: int, length: Any = 3) -> PackedValues:
 
 
 def fp8(**change: Any) -> Any:
-    """The call, if it is explained; else what explains that it cannot be made has to be said."""
     code = Z(1, 2, 3, 64).to(E4M3)
-    call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code} | change
-    try:
-        return attention_fp8(**call)
-    except (TypeError, ValueError, RuntimeError) as error:
-        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
-            explain_fp8(**call)
-        raise
+    call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code}
+    return explained(attention_fp8, explain_fp8, call | change)
 
 
 def packed_fp8(**change: Any) -> Any:
@@ -154,7 +212,7 @@ def backward(**change: Any) -> Any:
     return attention_block_backward(**{**given, "lse": LSE, **change})
 
 
-NAMES = vars(fastattn) | globals()
+NAMES = vars(fastattn) | vars(rotary_scaling) | vars(rotary) | globals()
 # The others are called by rows with all that they take.
 CHANGED = [name for name in ROWS if name in globals()]
 
