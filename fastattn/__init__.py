@@ -20,6 +20,8 @@ _LATER = "_LATER" not in globals() and _is_command()
 if not _LATER:
     from .block_mask import BlockMask as BlockMask
     from .cache.dense import KVCache as KVCache
+    from .cache.latent import LatentCache as LatentCache
+    from .cache.latent import PagedLatentCache as PagedLatentCache
     from .cache.page_allocator import OutOfPages as OutOfPages
     from .cache.paged import PagedKVCache as PagedKVCache
     from .cache.quantized import QuantizedKVCache as QuantizedKVCache
@@ -102,10 +104,12 @@ __all__ = [
     "Explanation",
     "GQAttention",
     "KVCache",
+    "LatentCache",
     "MultiheadAttention",
     "OutOfPages",
     "PackedValues",
     "PagedKVCache",
+    "PagedLatentCache",
     "QuantizedKVCache",
     "additive_attention",
     "alibi_slopes",

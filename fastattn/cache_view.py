@@ -187,6 +187,18 @@ def allocate_rows(
     return torch.empty(*shape, padded, device=device, dtype=dtype)[..., :width]
 
 
+def allocate_kv(
+    shape: tuple[int, ...], head_dim: int, value_dim: int, dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """k and v, `allocate_rows` each."""
+    k, v = (
+        allocate_rows(*shape, width=width, dtype=dtype, device=device)
+        for width in (head_dim, value_dim)
+    )
+    return k, v
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """x as numbers that torch can index on every device: fp8 as its bytes."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

@@ -68,11 +68,13 @@ from .rules.integers import runtime_int, value
 from .rules.mask import valid_keys, visible
 from .rules.pages import (
     CacheTensors,
+    load_columns,
     load_scales,
     load_slots,
     locate,
     pages_of,
     stored,
+    widths,
 )
 from .rules.product import add_weighted_rows, interleave, rows_by_rows
 from .rules.score import first_state, modified
@@ -97,10 +99,14 @@ if TYPE_CHECKING:
 def _take_block(
     acc, m, l, q, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep, t, h, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
-    RAISED: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SHARED: tl.constexpr, ONE_PAGE: tl.constexpr,
+    ROW_BYTES: tl.constexpr, RAISED: tl.constexpr, PRECISION: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Take one key block into the state of the rows; valid = keep = None for a full block."""
+    """Take one key block into the state of the rows; valid = keep = None for a full block.
+
+    SHARED: values are the first columns of the keys. They are loaded once, and q is in two parts.
+    """
     k_pos = n_first + tl.arange(0, BLOCK_N)
     if ONE_PAGE:
         page, slot = locate(cache_row, n_first, n_first >= 0, pages)
@@ -108,7 +114,12 @@ def _take_block(
         page, slot = locate(cache_row, k_pos, k_pos >= 0 if valid is None else valid, pages)
     # No load leaves the pool, whatever the table says.
     page = tl.minimum(tl.maximum(page, 0), value(pages.page_count) - 1)
-    k = load_slots(k_store, page, slot, h_k, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES)
+    if SHARED:
+        v = load_columns(
+            k_store, page, slot, h_k, valid, 0, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES
+        )
+    else:
+        k = load_slots(k_store, page, slot, h_k, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES)
     CODES: tl.constexpr = k_store.scale_ptr is not None
     INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
     unit = None
@@ -122,6 +133,13 @@ def _take_block(
             s = s * (q.unit * k_scale)[None, :]
         v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         lift = lift_of(v_scale)[None, :]
+    elif SHARED:
+        s = rows_by_rows(q[0], v, PRECISION)
+        if D > D_V:
+            k = load_columns(
+                k_store, page, slot, h_k, valid, D_V, BLOCK_N, BLOCK_D, D - D_V, ONE_PAGE, ROW_BYTES
+            )
+            s += rows_by_rows(q[1], k, PRECISION)
     else:
         s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score, unit=unit)
@@ -129,7 +147,8 @@ def _take_block(
         s = tl.where(keep, s, float("-inf"))
     MASKED: tl.constexpr = keep is not None or score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, MASKED, lift=lift)
-    v = load_slots(v_store, page, slot, h_k, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES)
+    if not SHARED:
+        v = load_slots(v_store, page, slot, h_k, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES)
     if CODES:
         acc = (acc[0] * rescale[:, None], acc[1] * rescale[:, None])
         p = p * v_scale[None, :]
@@ -145,8 +164,8 @@ def decode_kernel(
     B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, O_ALIGN: tl.constexpr,
-    ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    SHARED: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, RANGES: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one part of the keys. Programs: parts, of each its K/V heads, of
     each its tiles. Of packed queries, T_q in all, the part says which row and tile it is of.
@@ -202,6 +221,12 @@ def decode_kernel(
     q_rows = row_pointers(q, place_b, h, place_t, Q_ALIGN)[:, None]
     if CODES:
         q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, RAISED)
+    elif SHARED:
+        q_v = load_at(q_rows + tl.arange(0, BLOCK_DV)[None, :], in_rows, BLOCK_DV, D_V)
+        q_tile = (q_v, q_v)
+        if D > D_V:
+            cols = D_V + tl.arange(0, BLOCK_D)
+            q_tile = (q_v, load_at(q_rows + cols[None, :], in_rows, BLOCK_D, D - D_V))
     else:
         q_tile = load_at(q_rows + tl.arange(0, BLOCK_D)[None, :], in_rows, BLOCK_D, D)
 
@@ -224,8 +249,8 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
             (lo + i - kept) * BLOCK_N, None, None, t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, RAISED, PRECISION,
-            NVIDIA,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, SHARED, ONE_PAGE, ROW_BYTES, RAISED,
+            PRECISION, NVIDIA,
         )  # fmt: skip
     before = full_first - first
     for i in range(0, before + last - full_last):
@@ -237,8 +262,8 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,
             t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, ONE_PAGE, ROW_BYTES, RAISED, PRECISION,
-            NVIDIA,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, SHARED, ONE_PAGE, ROW_BYTES, RAISED,
+            PRECISION, NVIDIA,
         )  # fmt: skip
 
     if IN_PARTS and NVIDIA >= EARLY_FROM and NVIDIA < EARLY_UNTIL:
@@ -432,10 +457,10 @@ def _plan(
         if options.tree_mask is not None and options.tree_starts is None:
             mask = mask._replace(tree_starts_ptr=counts)
     # Keys of a call without a cache lie in either order, and one kernel serves both.
-    in_order = cache.lengths is not None
+    in_order = cache.lengths is not None and not cache.shared
     # Products with codes take half of the columns each.
     fewest = 16 if cache.k_scale is None else 32
-    columns = [max(fewest, block_dim(width)) for width in (D, D_v)]
+    columns = [max(fewest, block_dim(width)) for width in widths(cache)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         _rows(q), _rows(o), lse, _rows(parts),
@@ -443,7 +468,8 @@ def _plan(
         pages_of(cache), lengths, mask, kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
-        row_alignment(q if o is None else o), in_one_page(cache, tile.BLOCK_N), load_bytes(cache),
+        row_alignment(q if o is None else o), cache.shared, in_one_page(cache, tile.BLOCK_N),
+        load_bytes(cache),
         shown_by_ranges(options), tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
     )  # fmt: skip
 

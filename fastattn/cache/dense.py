@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, tracing
-from ..cache_view import CacheView, allocate_rows, as_bytes
+from ..cache_view import CacheView, allocate_kv, as_bytes
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
 from .append import append
@@ -82,6 +82,7 @@ class KVCache:
     """
 
     rotates = True
+    _buffers = staticmethod(allocate_kv)
 
     def __init__(
         self,
@@ -113,8 +114,7 @@ class KVCache:
         with torch.inference_mode(False):
             stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (batch_size, num_kv_heads, max_length)
-            self.k = allocate_rows(*shape, width=head_dim, dtype=stored, device=device)
-            self.v = allocate_rows(*shape, width=value_dim, dtype=stored, device=device)
+            self.k, self.v = self._buffers(shape, head_dim, value_dim, stored, device)
             self.k_scale: Tensor | None = None
             self.v_scale: Tensor | None = None
             if quantize is not None:
@@ -126,6 +126,11 @@ class KVCache:
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
         self._longest_ever = 0  # since the last reset: what a ring has overwritten follows from it
+
+    @property
+    def stored_tensors(self) -> list[Tensor]:
+        """Tensors of slots, each memory once."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
     @property
     def uniform_length(self) -> int | None:
@@ -151,8 +156,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, full or not."""
-        scales = (x.nbytes for x in (self.k_scale, self.v_scale, self.starts) if x is not None)
-        return self.k.nbytes + self.v.nbytes + self.lengths.nbytes + sum(scales)
+        others = [self.lengths] if self.starts is None else [self.lengths, self.starts]
+        return sum(x.nbytes for x in (*self.stored_tensors, *others))
 
     def __repr__(self) -> str:
         B, H_k, _, D = self.k.shape
@@ -336,8 +341,7 @@ class KVCache:
         self._check_row_integers("index", index)
         check_row_values("index", index, self.lengths.shape[0])
         n = min(self.length_bound, self.max_length)
-        of_slots = [self.k, self.v, self.k_scale, self.v_scale]
-        held = [as_bytes(x)[:, :, :n] for x in of_slots if x is not None]
+        held = [as_bytes(x)[:, :, :n] for x in self.stored_tensors]
         held += [x for x in (self.lengths, self.starts) if x is not None]
         for x in held:
             x.copy_(x.index_select(0, index))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache_view import CacheView, allocate_rows, as_bytes
+from ..cache_view import CacheView, allocate_kv, as_bytes
 from ..quantization import Quantize, check_quantize, storage_dtype
 from ..rotary import RotaryStyle
 from .append import append, serves
@@ -68,6 +68,8 @@ class PagedKVCache:
         (6, 6)
     """
 
+    _buffers = staticmethod(allocate_kv)
+
     def __init__(
         self,
         num_pages: int,
@@ -108,8 +110,7 @@ class PagedKVCache:
         with torch.inference_mode(False):
             stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (num_layers, num_pages, num_kv_heads, page_size)
-            self.k = allocate_rows(*shape, width=head_dim, dtype=stored, device=device)
-            self.v = allocate_rows(*shape, width=value_dim, dtype=stored, device=device)
+            self.k, self.v = self._buffers(shape, head_dim, value_dim, stored, device)
             device = self.k.device
             self.k_scale: Tensor | None = None
             self.v_scale: Tensor | None = None
@@ -119,6 +120,11 @@ class PagedKVCache:
             self.block_table = torch.zeros(max_rows, max_pages, device=device, dtype=torch.int32)
             self.lengths = torch.zeros(max_rows, device=device, dtype=torch.int32)
             self._counters = torch.zeros_like(self.lengths)
+
+    @property
+    def stored_tensors(self) -> list[Tensor]:
+        """Tensors of pages, each memory once."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
     @property
     def free_pages(self) -> int:
@@ -133,9 +139,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, full or not."""
-        scales = (x.nbytes for x in (self.k_scale, self.v_scale) if x is not None)
-        tables = self.block_table.nbytes + self.lengths.nbytes
-        return self.k.nbytes + self.v.nbytes + tables + sum(scales)
+        return sum(x.nbytes for x in (*self.stored_tensors, self.block_table, self.lengths))
 
     def length(self, row: int) -> int:
         """Tokens of a row, as the host knows them."""
@@ -373,10 +377,9 @@ class PagedKVCache:
             device = self.k.device
             old_index = _on_device(old, torch.int64, device)
             new_index = _on_device(new, torch.int64, device)
-            for x in (self.k, self.v, self.k_scale, self.v_scale):
-                if x is not None:
-                    pages = as_bytes(x)
-                    pages.index_copy_(1, new_index, pages.index_select(1, old_index))
+            for x in self.stored_tensors:
+                pages = as_bytes(x)
+                pages.index_copy_(1, new_index, pages.index_select(1, old_index))
         columns = self.block_table.shape[1]
         flat = {row * columns + column: page for (row, column), page in changes.entries.items()}
         _put(self.block_table.view(-1), flat)

@@ -137,7 +137,7 @@ def decode_attention(
         return sharded.attend(part, {"q": q}, {"new_lengths": new_lengths, **options})
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
-    choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
+    choice = dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
     with torch.no_grad():
         if choice.backend == "torch":
@@ -169,7 +169,7 @@ def attend_to_part(
     view, uniform = view_of_cache(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, None, options)
-    dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
+    dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
         o, lse = decode_torch.attend(q, view, None, wide, True, uniform)
@@ -195,7 +195,7 @@ def explain_decode(
     view, _ = view_of_cache(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, dict(options))
-    choice = dispatch.choose(q, view.k, view.v, checked, backend, family="decode")
+    choice = dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
 
@@ -206,6 +206,7 @@ def with_cache(
     if key is None:
         return None
     key += (view.page_size, view.keep_first, view.window, view.dtype)
+    key.append(decode_ops.one_memory(view.k, view.v, view.k_scale))
     if "attn_mask" in given or "attn_bias" in given:  # which have to reach as far
         key.append(view.length_bound)
     tensors = (view.k, view.v, view.lengths, view.k_scale, view.v_scale, view.block_table)
@@ -215,6 +216,29 @@ def with_cache(
         key.append(None if x is None else call_memo.layout(x))
     key += (q.data_ptr() & 15 == 0, torch.is_grad_enabled(), q.requires_grad)
     return key
+
+
+def _of_latents(view: CacheView) -> bool:
+    """Whether values are the first columns of the keys."""
+    return decode_ops.one_memory(view.k, view.v, view.k_scale)
+
+
+def in_tiles(q: Tensor, view: CacheView) -> Tensor:
+    """q as wide as the widest tile that the kernel makes of it, by which backends are chosen."""
+    if not _of_latents(view):
+        return q
+    D, D_v = view.k.shape[-1], view.v.shape[-1]
+    return q[..., : max(D_v, D - D_v)]
+
+
+def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
+    """ValueError where keys hold more than the values that they are, and no scale is given."""
+    D, D_v = view.k.shape[-1], view.v.shape[-1]
+    if options.get("scale") is None and D_v < D and _of_latents(view):
+        raise ValueError(
+            f"scale must be given over latents, which are keys of {D} columns and values of {D_v}: "
+            "it is that of the head dim before a projection was absorbed"
+        )
 
 
 def _splits(num_splits: int | None, invariant: bool) -> tuple[int | None, bool]:
@@ -234,6 +258,7 @@ def _checked(
     if new_lengths is not None:
         checks.check_integers("new_lengths", new_lengths)
         checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
+    check_latent_scale(view, options)
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
     checked = call_options.cache_options(q, view.k, view.v, view.length_bound, options)

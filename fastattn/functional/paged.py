@@ -14,7 +14,7 @@ from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
-from .decode import refuse_gradients, with_cache
+from .decode import check_latent_scale, in_tiles, refuse_gradients, with_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -136,7 +136,9 @@ def attention_paged(
         return (o, lse) if return_lse else o
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     batch_invariant = checks.check_flag("batch_invariant", batch_invariant)
-    choice = dispatch.choose(q[None], view.k, view.v, checked, backend, family="decode")
+    choice = dispatch.choose(
+        in_tiles(q, view)[None], view.k, view.v, checked, backend, family="decode"
+    )
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     with torch.no_grad():
         if choice.backend == "torch":
@@ -172,7 +174,9 @@ def explain_paged(
     """
     view = _view(cache)
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
-    choice = dispatch.choose(q[None], view.k, view.v, checked, backend, family="decode")
+    choice = dispatch.choose(
+        in_tiles(q, view)[None], view.k, view.v, checked, backend, family="decode"
+    )
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
 
@@ -211,6 +215,7 @@ def _checked(
         longest = checks.check_count("max_seqlen_q", longest, 0)
     if out is not None:
         _check_out(out, q, (*q.shape[:2], view.v.shape[3]))
+    check_latent_scale(view, options)
     checked = call_options.paged_options(q, view.k, view.v, cu_seqlens, options)
     if tree is not None:
         checked = _with_tree(checked, tree, q, view.batch_size)

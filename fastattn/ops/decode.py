@@ -32,8 +32,9 @@ def decode_forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """o, its rows padded to whole 16 bytes, and lse; see `kernels.decode.launch_decode`."""
+    shared = one_memory(k, v, k_scale)
     tensors = kernels.pages.CacheTensors(
-        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned
+        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned, shared
     )
     return kernels.decode.launch_decode(
         q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
@@ -130,8 +131,9 @@ def paged_forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """o and lse; see `kernels.decode.launch_packed`. out: o, for calls that nothing traces."""
+    shared = one_memory(k, v, k_scale)
     tensors = kernels.pages.CacheTensors(
-        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, None
+        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, None, shared
     )
     o, lse = results(q, v.shape[3], out)
     kernels.decode.launch_packed(
@@ -221,9 +223,18 @@ def prepare_packed(
     return paged
 
 
+def one_memory(k: Tensor, v: Tensor, scale: Tensor | None) -> bool:
+    """Whether v is the first columns of k, so that one load brings both; codes are loaded apart."""
+    if scale is not None or k.stride() != v.stride() or v.shape[-1] > k.shape[-1]:
+        return False
+    if torch.compiler.is_compiling():
+        return k is v
+    return k.data_ptr() == v.data_ptr()
+
+
 def _tensors(view: CacheView) -> "kernels.pages.CacheTensors":
     """Collect the tensors of a view in the form that launchers take."""
     return kernels.pages.CacheTensors(
         view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
-        view.batch_index, view.keep_first,
+        view.batch_index, view.keep_first, one_memory(view.k, view.v, view.k_scale),
     )  # fmt: skip

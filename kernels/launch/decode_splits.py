@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..rules.pages import CacheTensors, row_bytes
+from ..rules.pages import CacheTensors, row_bytes, widths
 from ..rules.splits import FEWEST_BLOCKS
 from . import tiles
 from .arguments import UNBOUNDED, block_dim, blocks, index_type
@@ -91,7 +91,7 @@ def split_keys(
 
 def _at_once(q: Tensor, cache: CacheTensors) -> int:
     """Programs that the device runs side by side."""
-    programs = tiles.programs_at_once(cache.k.element_size(), _widest(q, cache)) or PROGRAMS_AT_ONCE
+    programs = tiles.programs_at_once(cache.k.element_size(), _widest(cache)) or PROGRAMS_AT_ONCE
     return programs * tiles.multiprocessors(q.device)
 
 
@@ -168,7 +168,12 @@ def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> Tile
     """The tile for a few rows or for a chunk of a prompt, in stages as deep as the cache asks."""
     if few is None:
         few = q.shape[2] * q.shape[1] // cache.k.shape[1] <= _FEW_ROWS
-    tile = tiles.lookup("decode" if few else "decode_chunk", q.element_size(), _widest(q, cache))
+    kernel, widest = "decode" if few else "decode_chunk", _widest(cache)
+    # What is loaded once leaves room for more keys where rows are long.
+    calls: Literal["shared", "plain"] = "shared" if cache.shared and widest > 256 else "plain"
+    tile = tiles.lookup(kernel, q.element_size(), widest, calls)
+    if cache.k_scale is not None and widest > 256:  # codes take registers beside wide accumulators
+        tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32))
     if load_bytes(cache) <= _SMALL_PIECES:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
     tile = replace(tile, sum_parts=min(tile.sum_parts, tile.BLOCK_N // 2))
@@ -188,8 +193,8 @@ def load_bytes(cache: CacheTensors) -> int:
     return row_bytes(cache)
 
 
-def _widest(q: Tensor, cache: CacheTensors) -> int:
-    return max(block_dim(q.shape[3]), block_dim(cache.v.shape[3]))
+def _widest(cache: CacheTensors) -> int:
+    return max(map(block_dim, widths(cache)))
 
 
 def nvidia_capability() -> int:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .integers import runtime_int, value
-from .tile import load_at, load_tile, load_vector
+from .tile import load_at, load_block, load_tile, load_vector
 
 
 class CacheTensors(NamedTuple):
@@ -24,7 +24,8 @@ class CacheTensors(NamedTuple):
     codes: int8, or e4m3. lengths int32 [rows], None: see `launch_decode`;
     counters int32 [rows], zero between launches, for appending; batch_index int [B]: the row of
     each batch element, None: its own number. block_table int32 [rows, N]: the pages of a row, None:
-    page r is row r. keep_first: of a ring, how many first positions stay; None: no ring.
+    page r is row r. keep_first: of a ring, how many first positions stay; None: no ring. shared: v
+    is the first columns of k in memory, and both hold numbers.
     """
 
     k: Tensor
@@ -36,6 +37,7 @@ class CacheTensors(NamedTuple):
     counters: Tensor | None
     batch_index: Tensor | None
     keep_first: int | None
+    shared: bool = False
 
 
 class Pages(NamedTuple):
@@ -91,6 +93,12 @@ def shares_scales(scale: Tensor) -> bool:
     """Whether tokens share a scale, as an expanded tensor says: it is given, and none is stored."""
     steps = zip(scale.shape, scale.stride(), strict=True)
     return any(size > 1 and step == 0 for size, step in steps)
+
+
+def widths(cache: CacheTensors) -> tuple[int, int]:
+    """Columns that are loaded of a key, beside those that are a value's, and of a value."""
+    D, D_v = cache.k.shape[3], cache.v.shape[3]
+    return max(1, D - D_v) if cache.shared else D, D_v
 
 
 def row_bytes(cache: CacheTensors) -> int:
@@ -211,6 +219,26 @@ def _load_rows(
     else:
         pointers = start[:, None] + tl.arange(0, COLS)[None, :]
         tile = load_at(pointers, keep, COLS, WIDTH)
+    return tile
+
+
+@triton.jit
+def load_columns(
+    store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns from FIRST on of the rows that `load_slots` loads, [N, COLS], of numbers."""
+    ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
+    # `value` written out: see `_load_rows`.
+    stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of((store.strides[1] >> 2).to(tl.int64), ALIGN)
+    stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
+    start = store.ptr + FIRST + head * stride_h + page * stride_p
+    if ONE_PAGE:
+        tile = load_block(start, stride, slot, keep, N, COLS, WIDTH)
+    else:
+        rows = start + slot.to(tl.int64) * stride
+        tile = load_at(rows[:, None] + tl.arange(0, COLS)[None, :], keep, COLS, WIDTH)
     return tile
 
 

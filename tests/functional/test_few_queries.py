@@ -21,7 +21,7 @@ H_Q, H_K, T_Q, T_K, D = 4, 2, 7, 45, 16
 EXAMPLES = option_examples(H_Q, H_K, T_Q, T_K, D, reach=9)
 CHUNK_EXAMPLES = option_examples(H_Q, H_K, 9, 37, D, reach=9)
 WITHOUT_KERNEL = {"relative-keys", "relative-keys-shared", "relative-query", "positions"}
-WITHOUT_KERNEL |= {"dropout", "heads"}
+WITHOUT_KERNEL |= {"dropout", "heads", "two-products"}
 
 
 by_triton = partial(attention, backend="triton")

@@ -254,18 +254,23 @@ def statistics(D: int, dtype: str, options: str = "masks", T: int = 1000, B: int
 
 def cache_of(kind: str, D: int, dtype: str, codes: str | None, B: int, H_k: int, slots: int,
              table_width: int) -> CacheTensors:  # fmt: skip
-    """Tensors of a cache: "contiguous", "sliced", "ring", or "paged-128", pages of 128 slots."""
+    """Tensors of a cache: "contiguous", "sliced", "ring", or "paged-128", pages of 128 slots.
+
+    "latent" and "latent-128" have keys of 64 columns more, which are the values but for those.
+    """
     kind, _, page = kind.partition("-")
     slots = int(page or slots)
     # Somebody else's rows may be parts of longer ones, which start anywhere.
-    width = D + 2 if kind == "sliced" else D
-    stored = meta(9, H_k, slots, width, dtype=STORAGE[codes] if codes else DTYPES[dtype])[..., :D]
+    width = D + {"sliced": 2, "latent": 64}.get(kind, 0)
+    stored = meta(9, H_k, slots, width, dtype=STORAGE[codes] if codes else DTYPES[dtype])
+    keys, stored = stored, stored[..., :D]
     scale = floats(9, H_k, slots) if codes else None
-    table = integers(9, table_width) if kind == "paged" else None
-    index = integers(B) if kind == "paged" else None
+    table = integers(9, table_width) if page else None
+    index = integers(B) if page else None
     lengths = integers(9)
     turn = 3 if kind == "ring" else None
-    return CacheTensors(stored, stored, scale, scale, table, lengths, lengths, index, turn)
+    k, shared = (keys, True) if kind == "latent" else (stored, False)
+    return CacheTensors(k, stored, scale, scale, table, lengths, lengths, index, turn, shared)
 
 
 def decode(
@@ -291,7 +296,7 @@ def decode(
         },
     }[options])  # fmt: skip
     cache = cache_of(kind, D, dtype, codes, B, H_k, slots, table_width)
-    q = meta(B, T, H_q, D, dtype=DTYPES[dtype]).transpose(1, 2)
+    q = meta(B, T, H_q, cache.k.shape[3], dtype=DTYPES[dtype]).transpose(1, 2)
     launch_decode(q, cache, None, None, given, splits=splits)
 
 

@@ -130,7 +130,8 @@ def tile_of(case: Case, kernel: str) -> tiles.TileConfig:
     """The tile of a kernel of attention or decoding in a case."""
     how, D, *others = case.arguments
     if case.launch == "decode":
-        return tiles.tile_of(case.target, "decode_chunk", 4 if "fp32" in others else 2, D)
+        kind = "decode_chunk_shared" if "latent" in str(how) else "decode_chunk"
+        return tiles.tile_of(case.target, kind, 4 if "fp32" in others else 2, D)
     q = meta_launches.meta(2, 4, 1000, D, dtype=torch.float32 if "fp32" in others else torch.half)
     kind = "backward_one_pass" if how == "one-pass" and kernel == DKV else KINDS[kernel]
     with pytest.MonkeyPatch.context() as patch:

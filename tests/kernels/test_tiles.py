@@ -24,13 +24,18 @@ def test_rows_are_well_formed(name: str) -> None:
     keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
     assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
     for row in rows:
-        assert row["kernel"] in tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES
+        kinds = tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES + tiles.SHARED
+        assert row["kernel"] in kinds
         measured = MEASURED if row.get("source") == "measured" else set()
         beside = {"kernel", "source", "ms_full"} if measured else {"kernel", "source"}
         choices = CHOICES | AMD if name.startswith("gfx") else CHOICES
         assert set(row) - beside - choices == NUMBERS | measured
         # The warps of decoding share a row, four threads of each.
-        assert row.get("sum_parts", 1) in (1, 4, 16 if row["kernel"] == "decode" else 4)
+        assert row.get("sum_parts", 1) in (
+            1,
+            4,
+            16 if row["kernel"] in ("decode", "decode_shared") else 4,
+        )
         assert isinstance(row.get("descriptors", False), bool)
         assert all(isinstance(row[n], int) for n in NUMBERS)
         for field in ("BLOCK_D", "BLOCK_M", "BLOCK_N"):

@@ -1,0 +1,164 @@
+"""Latents: keys whose first columns are the values, in one buffer, decoded against a formula."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import LatentCache, PagedLatentCache, attention_paged, decode_attention
+from fastattn.cache.views import view_of_tensors
+from fastattn.functional.decode import explain_decode
+from fastattn.kernels import decode
+from fastattn.kernels.launch import tiles
+from fastattn.testing import assert_within_budget
+from fastattn.testing.inputs import draw
+
+SCALE = 0.17  # of the heads before absorption, not of these widths
+
+
+def expected(q: Tensor, kv: list[Tensor], width: int) -> list[Tensor]:
+    """o and lse of each row's new tokens, [H, T, width] and [H, T]: unabsorbed sums over keys.
+
+    kv: the keys [n, D] of each row, of which the first columns are the values.
+    """
+    outputs, lses = [], []
+    for rows, keys in zip(q, kv, strict=True):
+        n, T = len(keys), rows.shape[1]
+        s = SCALE * (rows[:, :, None] * keys).sum(-1)
+        seen = torch.arange(n) <= torch.arange(T)[:, None] + n - T
+        weights = torch.where(seen, s, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        o = (weights @ keys[:, :width]) / total.clamp(min=torch.finfo(total.dtype).tiny)
+        outputs.append(o)
+        lses.append(total[..., 0].log())
+    return [torch.stack(outputs), torch.stack(lses)]
+
+
+def filled(lengths: list[int], C: int, R: int, dtype: torch.dtype, page: int, device: str) -> Any:
+    """A cache of rows of these lengths, NaN elsewhere, and the keys of each row."""
+    most = max(lengths)
+    keys = draw(len(lengths), 1, most, C + R).to(device, dtype)
+    if page == 0:
+        cache: Any = LatentCache(len(lengths), most + 3, C, R, device=device, dtype=dtype)
+        cache.k.fill_(torch.nan)
+        cache.append(keys, torch.tensor(lengths, device=device))
+    else:
+        cache = PagedLatentCache(99, page, C, R, max_rows=5, device=device, dtype=dtype)
+        cache.k.fill_(torch.nan)
+        rows = [cache.allocate() for _ in lengths]
+        cache.append(rows, keys, lengths)
+    return cache, [x[0, :n] for x, n in zip(keys, lengths, strict=True)]
+
+
+# Heads, new tokens, latent and rotary columns, page size (0: contiguous), dtype.
+CASES = [
+    (1, 1, 32, 8, 0, torch.float32),
+    (3, 2, 24, 8, 1, torch.float32),
+    (9, 2, 32, 16, 4, torch.float32),
+    (17, 1, 16, 0, 16, torch.float32),
+    (16, 1, 512, 64, 0, torch.bfloat16),
+    (2, 1, 256, 32, 64, torch.float16),
+]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decoding_is_the_sum_over_keys(case: Any, backend: str, device: str) -> None:
+    H, T, C, R, page, dtype = case
+    lengths = [21, 1, 2, 37] if C < 100 else [20, 3]
+    cache, keys = filled(lengths, C, R, dtype, page, device)
+    q = draw(len(lengths), H, T, C + R, seed=1).to(device, dtype)
+    tile = tiles.TileConfig(16, 16)
+    with tiles.forced(decode=tile, decode_chunk=tile):
+        found = decode_attention(q, cache, scale=SCALE, return_lse=True, backend=backend)
+        several = decode_attention(q, cache, scale=SCALE, num_splits=3, backend=backend)
+    ref = expected(q.double().cpu(), [x.double().cpu() for x in keys], C)
+    wide = torch.float32 if dtype == torch.float32 else dtype
+    naive = expected(q.to(wide).cpu(), [x.to(wide).cpu() for x in keys], C)
+    for name, x, exact, rough in zip(("o", "lse"), found, ref, naive, strict=True):
+        assert_within_budget(name, x.cpu(), exact, rough)
+    assert_within_budget("split", several.cpu(), ref[0], naive[0])
+
+
+def test_new_tokens_of_any_number_over_pages(device: str) -> None:
+    cache, keys = filled([9, 20, 5], 32, 8, torch.float32, 4, device)
+    q = draw(3, 2, 4, 40, seed=1).to(device)
+    counts = [1, 4, 2]
+    packed = torch.cat([x[:, 4 - n :].transpose(0, 1) for x, n in zip(q, counts, strict=True)])
+    starts = torch.tensor([0, 1, 5, 7], dtype=torch.int32, device=device)
+    found = attention_paged(packed, cache, starts, scale=SCALE, backend="triton")
+    ref = expected(q.double().cpu(), [x.double().cpu() for x in keys], 32)[0]
+    rows = [x[:, 4 - n :].transpose(0, 1) for x, n in zip(ref, counts, strict=True)]
+    torch.testing.assert_close(found.cpu().double(), torch.cat(rows), atol=1e-5, rtol=1e-5)
+
+
+def test_keys_are_loaded_once_where_they_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the values is read apart, with the same result; other columns are no values."""
+    flags: list[bool] = []
+    load = decode.widths
+    monkeypatch.setattr(decode, "widths", lambda cache: flags.append(cache.shared) or load(cache))
+    kv, lengths = draw(2, 1, 20, 40), torch.tensor([20, 7])
+    q = draw(2, 4, 1, 40, seed=1)
+    found = []
+    for v in (kv[..., :32], kv[..., :32].clone(), kv[..., 8:], kv[..., :32]):
+        view = view_of_tensors(kv, v, lengths)
+        found.append(decode_attention(q, view, scale=SCALE, backend="triton"))
+    assert flags == [True, False, False]  # the last launch is that of the first
+    torch.testing.assert_close(found[0], found[1])
+    assert torch.equal(found[0], found[3]) and not torch.allclose(found[0], found[2])
+
+
+def test_one_buffer_holds_both(device: str) -> None:
+    """Half of the memory, and rows that move, fork and grow apart."""
+    cache = LatentCache(2, 8, 32, 8, device=device)
+    assert cache.v.data_ptr() == cache.k.data_ptr() and cache.k.nbytes == 2 * 8 * 40 * 4
+    assert cache.nbytes == cache.k.nbytes + 8
+    kv = draw(2, 1, 3, 40).to(device)
+    cache.append(kv)
+    cache.reorder(torch.tensor([1, 0], device=device))
+    assert torch.equal(cache.k[:, :, :3], kv.flip(0))
+    assert torch.equal(cache.v[:, :, :3], kv.flip(0)[..., :32])
+
+    pages = PagedLatentCache(6, 4, 32, 8, device=device)
+    row = pages.allocate()
+    pages.append([row], kv[:1])
+    twin = pages.fork(row)
+    assert pages.free_pages == 5 and pages.pages(twin) == pages.pages(row)
+    pages.append([twin], kv[1:, :, :1])
+    assert pages.free_pages == 4
+    q = draw(2, 2, 1, 40, seed=1).to(device)
+    keys = [kv[0, 0], torch.cat((kv[0, 0], kv[1, 0, :1]))]
+    found = decode_attention(q, pages, scale=SCALE)
+    ref = expected(q.double().cpu(), [x.double().cpu() for x in keys], 32)[0]
+    torch.testing.assert_close(found.cpu().double(), ref, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda c: c.append(draw(2, 1, 3, 32)),
+            r"kv must have shape \[B, H_k, T, 40\], the latent",
+        ),
+        (
+            lambda c: decode_attention(draw(2, 4, 1, 40), c),
+            "scale must be given over latents.* 40 ",
+        ),
+        (lambda c: decode_attention(draw(2, 4, 1, 32), c, scale=1.0), r"q must have shape .* 40\]"),
+        (lambda c: LatentCache(2, 8, 0), "latent_dim must be >= 1, got 0"),
+        (lambda c: LatentCache(2, 8, 8, -1), "rope_dim must be at least 0, got -1"),
+        (lambda c: PagedLatentCache(2, 300, 8), "page_size must be at most 256"),
+    ],
+)
+def test_what_does_not_fit_is_named(call: Any, match: str) -> None:
+    cache = LatentCache(2, 8, 32, 8)
+    with pytest.raises(ValueError, match=match):
+        call(cache)
+
+
+def test_latents_of_576_have_a_kernel() -> None:
+    cache = LatentCache(1, 8, 512, 64, dtype=torch.bfloat16)
+    cache.append(draw(1, 1, 2, 576).bfloat16())
+    q = draw(1, 16, 1, 576).bfloat16()
+    assert explain_decode(q, cache, scale=SCALE, backend="triton").backend == "triton"
