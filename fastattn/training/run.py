@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..files.lock import locked_folder
-from ..models.fields import from_fields
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -27,7 +26,7 @@ from .distributed.ranks import Ranks
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
 from .pretrained import Pretrained
 from .tasks.kinds import KINDS, Kind
-from .tasks.sources import DATA, DataConfig, Source
+from .tasks.sources import DATA
 from .tokenizers import from_json
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
@@ -47,7 +46,7 @@ class Options:
         model: fields of the model's configuration but its vocabulary's size, which the tokenizer
             gives; "preset" names a published configuration, from which the others differ.
         training: fields of `TrainConfig`.
-        data: fields of the kind's data configuration, such as `DataConfig`.
+        data: fields of `DataConfig` that the kind has.
         parallel: fields of `Degrees`, for the ranks that torchrun has started; no part of the run,
             which may be continued on others.
         kind: of the model, see `tasks.kinds`; None = that of the run that is continued,
@@ -154,12 +153,14 @@ def _build(
     """Everything a run needs, checked as far as possible before anything is written."""
     kind = KINDS[options.kind or "gpt"]
     config = TrainConfig.from_dict(options.training)
-    data_config, read = _data_config(kind, options.data)
+    data = DATA[kind.name]
+    _check_names(options.data, data.defaults, f"task {kind.task}")
+    data_config = data.config(options.data)
     device = ranks.device(config.device)
     config.resolve_dtype(device)
     fields = _model_fields(kind, options.model)
     pretrained = None
-    if checkpoint is None and (start_from := getattr(data_config, "start_from", None)):
+    if checkpoint is None and (start_from := data_config.start_from):
         if "tokenizer" in options.data:
             raise ValueError("start_from brings its own tokenizer: name no other one")
         pretrained = Pretrained(start_from)
@@ -167,13 +168,13 @@ def _build(
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
     check_split(ranks.split, config, _model_config(kind, fields, 1), kind)
     # Before what may take long, so that a reader at the other end of a pipe sees that it runs.
-    prepared = getattr(data_config, "prepared", None)
+    prepared = data_config.prepared
     if prepared and "tokenizer" in options.data and checkpoint is None:
         raise ValueError("prepared data bring their own tokenizer: name no other one")
-    named = (*data_config.text, *getattr(data_config, "validation", ()), prepared)
+    named = (*data_config.text, *data_config.validation, prepared)
     files = ", ".join(filter(None, named))
     say(f"training {kind.title} in {out_dir}, on {files or 'data of this Python installation'}")
-    source = read(data_config)
+    source = data.read(data_config)
     if checkpoint is None:
         # Of one rank for all: training one in several threads may end otherwise.
         tokenizer = (
@@ -208,7 +209,7 @@ def _build(
         tokenizer,
         config,
         out_dir,
-        data_config={**dataclasses.asdict(data_config), **source.facts},
+        data_config={**data.fields(data_config), **source.facts},
         kind=kind.name,
         progress=ProgressBar(config.steps, step) if ranks.first else None,
         resume_from=resume_from,
@@ -216,22 +217,16 @@ def _build(
     )
 
 
-def _data_config(
-    kind: Kind, options: Mapping[str, Any]
-) -> tuple[DataConfig, Callable[[Any], Source]]:
-    config_class, read = DATA[kind.name]
+def _check_names(options: Mapping[str, Any], known: Container[str], owner: str) -> None:
     for name in options:
-        if name not in _field_names(config_class):
-            raise ValueError(f"{name} is no option of task {kind.task}")
-    return config_class(**options), read
+        if name not in known:
+            raise ValueError(f"{name} is no option of {owner}")
 
 
 def _model_fields(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the model's config but those of its vocabulary; a preset's where one is named."""
     asked = {name: value for name, value in options.items() if name != "preset"}
-    for name in asked:
-        if name not in _field_names(kind.config):
-            raise ValueError(f"{name} is no option of model {kind.model}")
+    _check_names(asked, _field_names(kind.config), f"model {kind.model}")
     preset = options.get("preset")
     if preset is None:
         return asked
@@ -323,14 +318,14 @@ def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
         if "device" not in options.training:
             training.resolve_dtype(resolve_device(training.device))
         part = "data"
-        from_fields(DATA[kind.name][0], _data_fields(kind, data))
+        DATA[kind.name].config(_data_fields(kind, data))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.source} has no usable {part} config: {error}") from None
 
 
 def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields of a run's "data" that its data configuration takes; the rest are facts."""
-    known = _field_names(DATA[kind.name][0])
+    known = DATA[kind.name].defaults
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.items()

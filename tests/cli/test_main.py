@@ -156,7 +156,7 @@ def test_two_runs_in_one_folder(text, tmp_path, capsys, monkeypatch, quick):
     ("signals", "when", "last"),
     [
         # Before the first step, and a second time in it.
-        (1, "fastattn.training.run.DataConfig.read", "nothing"),
+        (1, "fastattn.training.tasks.sources.DataConfig.read", "nothing"),
         (2, "fastattn.training.trainer.Trainer._train_step", "step-00000000"),
     ],
 )

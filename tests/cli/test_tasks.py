@@ -237,7 +237,7 @@ def test_dates_are_pairs_of_their_own(tmp_path, monkeypatch):
     assert checkpoint.config["data"]["pairs"] == "dates"
     assert checkpoint.state["scores"]["pairs"] == 36
     with pytest.raises(ValueError, match="pairs must be 'names' or 'dates', got 'numbers'"):
-        sources.PairDataConfig(pairs="numbers")
+        sources.DataConfig(pairs="numbers")
 
 
 def test_a_file_to_measure_on_is_not_trained_on(tmp_path, error_line):

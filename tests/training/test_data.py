@@ -7,11 +7,10 @@ from fastattn.training.data import text as text_data
 from fastattn.training.data.text import (
     DataError,
     TextDataset,
-    evaluation_batches,
-    random_batch,
     read_text_files,
     standard_library_text,
 )
+from fastattn.training.tasks.task import LanguageTask
 from fastattn.training.tokenizers import CharacterTokenizer
 
 
@@ -62,23 +61,24 @@ def test_the_shortest_sufficient_text_is_accepted():
 
 def test_random_batches_are_windows_and_their_continuations():
     tokens = torch.arange(50, dtype=torch.int32)
-    inputs, targets = random_batch(tokens, 200, 7, torch.Generator().manual_seed(0))
+    task = LanguageTask(TextDataset(tokens, tokens[:5] + 50, ""), 7)
+    batch = task.draw("train", 200, torch.Generator().manual_seed(0))
+    (inputs,), targets = batch.inputs, batch.targets
     assert inputs.shape == targets.shape == (200, 7)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, inputs + 1)
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
     assert set(inputs[:, 0].tolist()) == set(range(43))
+    assert task.draw("validation", 9, torch.Generator()).targets.tolist() == [[51, 52, 53, 54]] * 9
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 9, 30, 36])
 def test_evaluation_reads_every_target_once(length):
     tokens = torch.arange(length, dtype=torch.int32)
-    batches = list(evaluation_batches(tokens, batch_size=3, context_length=7))
-    for inputs, targets in batches:
-        assert inputs.shape[0] <= 3
-        assert inputs.shape[1] <= 7
-        assert torch.equal(targets, inputs + 1)
-    seen = torch.cat([targets.flatten() for _, targets in batches])
+    batches = list(LanguageTask(TextDataset(-1 - torch.arange(9), tokens, ""), 7).validation(3))
+    for batch in batches:
+        assert batch.targets.shape[0] <= 3 and batch.targets.shape[1] <= 7
+        assert torch.equal(batch.targets, batch.inputs[0] + 1)
+    seen = torch.cat([batch.targets.flatten() for batch in batches])
     assert seen.tolist() == list(range(1, length))
 
 

@@ -22,7 +22,7 @@ from fastattn.training.data.prepare import SEPARATORS, prepare
 from fastattn.training.data.prepared import PreparedText
 from fastattn.training.data.text import DataError
 from fastattn.training.run import Options, train
-from fastattn.training.tasks.prepared import PreparedTask
+from fastattn.training.tasks.task import LanguageTask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,7 +91,7 @@ def used(folder: Path, megabytes: int) -> int:
     with text.open("w") as file:
         for _ in range(megabytes << 14):
             file.write("all work and no play makes a dull boy, they said, and went out.\n")
-    task = PreparedTask(prepare([text], out, tokenizer="char", documents="line"), 512)
+    task = LanguageTask(prepare([text], out, tokenizer="char", documents="line"), 512)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         task.draw("train", 64, generator)
@@ -288,10 +288,10 @@ def test_a_change_of_one_id_is_found(tmp_path, capsys):
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> PreparedTask:
+def task(tmp_path: Path) -> LanguageTask:
     lines = "".join(f"{'abcdefg'[i % 7] * (1 + i % 5)}\n" for i in range(200))
     path = write(tmp_path / "a", lines)
-    return PreparedTask(prepare([path], tmp_path / "o", tokenizer="char", documents="line"), 16)
+    return LanguageTask(prepare([path], tmp_path / "o", tokenizer="char", documents="line"), 16)
 
 
 def test_batches_have_documents(task):
@@ -333,7 +333,7 @@ def test_validation_has_every_token_once(task):
 def test_a_text_that_is_too_short_is_named(tmp_path):
     text = prepare([write(tmp_path / "a", "abcd" * 10)], tmp_path / "o", tokenizer="char")
     with pytest.raises(DataError, match=r"it has 36 tokens for training and 4 for validation.* 41"):
-        PreparedTask(text, 40)
+        LanguageTask(text, 40)
 
 
 def test_a_gpt_is_trained_on_token_files(tmp_path, monkeypatch):

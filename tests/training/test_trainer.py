@@ -10,14 +10,14 @@ from nightly import gate_cases
 
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
-from fastattn.training.data.text import TextDataset, random_batch
+from fastattn.training.data.text import TextDataset
 from fastattn.training.metrics import (
     Progress,
     append_metrics,
     draw_loss_curve,
     read_metrics,
 )
-from fastattn.training.tasks import task
+from fastattn.training.tasks.task import Batch, LanguageTask
 from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer, TrainingError, make_optimizer
@@ -75,7 +75,7 @@ def test_a_run_learns_a_repetitive_text(tmp_path):
 def test_validation_loss_is_the_mean_over_every_token(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.model.double()
-    tokens = trainer.task._dataset.validation.long()
+    tokens = trainer.task._text.validation.long()
     losses = []
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, 16):
@@ -137,13 +137,15 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(tmp_path, monkeypatch):
-    tokens = TextDataset.from_text(TEXT, CharacterTokenizer(TEXT), 16).train
-    inputs, targets = random_batch(tokens, 6, 16, torch.Generator().manual_seed(0))
+    text = TextDataset.from_text(TEXT, CharacterTokenizer(TEXT), 16)
+    batch = LanguageTask(text, 16).draw("train", 6, torch.Generator().manual_seed(0))
+    (inputs,), targets = batch.inputs, batch.targets
     parameters = []
     for accumulation in (1, 3):
         size = 6 // accumulation
-        batches = iter(zip(inputs.split(size), targets.split(size), strict=True))
-        monkeypatch.setattr(task, "random_batch", lambda *_, b=batches: next(b))
+        parts = zip(inputs.split(size), targets.split(size), strict=True)
+        batches = iter([Batch((x,), y) for x, y in parts])
+        monkeypatch.setattr(LanguageTask, "draw", lambda *_, b=batches: next(b))
         trainer = make_trainer(tmp_path, accumulation=accumulation, batch_size=size)
         trainer.model.double()
         trainer._train_step()

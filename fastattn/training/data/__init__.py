@@ -2,8 +2,6 @@
 
 from .text import DataError as DataError
 from .text import TextDataset as TextDataset
-from .text import evaluation_batches as evaluation_batches
-from .text import random_batch as random_batch
 from .text import read_text_files as read_text_files
 from .text import split_text as split_text
 from .text import standard_library_text as standard_library_text

@@ -133,6 +133,13 @@ class PreparedText:
                 f"and there are {self.tokens} ids"
             )
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tokens to train on, and for validation: the last tenth, a million at most."""
+        # Of a text of a billion tokens a tenth would take longer to measure than it tells.
+        validation = min(self.tokens // 10, 1_000_000)
+        return self.tokens - validation, validation
+
     def windows(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Ids at some places, of which nothing else is read.
 

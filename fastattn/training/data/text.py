@@ -1,11 +1,12 @@
-"""Text files to token tensors: reading, splitting, random batches and whole-split windows."""
+"""Text files to token tensors: reading and splitting."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -51,13 +52,31 @@ class TextDataset:
         train, validation = (
             torch.tensor(tokenizer.encode(part), dtype=torch.int32) for part in split_text(text)
         )
-        if len(train) < context_length + 1 or len(validation) < 2:
-            raise DataError(
-                f"the text is too short: it has {len(train)} tokens for training and "
-                f"{len(validation)} for validation, but a context of {context_length} needs at "
-                f"least {context_length + 1} and 2"
-            )
+        check_counts(len(train), len(validation), context_length)
         return cls(train, validation, fingerprint(text))
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many tokens the two parts have."""
+        return len(self.train), len(self.validation)
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        return torch.cat([self.train, self.validation])
+
+    def windows(self, starts: Tensor, length: int) -> tuple[Tensor, None]:
+        """Read ids as `PreparedText.windows` does; the whole text is one document."""
+        return self._whole.unfold(0, length, 1)[starts].long(), None
+
+
+def check_counts(train: int, validation: int, context_length: int) -> None:
+    """Check that parts of so many tokens suffice; see `TextDataset.from_text`."""
+    if train < context_length + 1 or validation < 2:
+        raise DataError(
+            f"the text is too short: it has {train} tokens for training and {validation} for "
+            f"validation, but a context of {context_length} needs at least {context_length + 1} "
+            "and 2"
+        )
 
 
 def read_text_files(paths: Iterable[str | Path]) -> str:
@@ -117,49 +136,6 @@ def split_text(text: str) -> tuple[str, str]:
 def fingerprint(text: str) -> str:
     """SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def random_batch(
-    tokens: Tensor, batch_size: int, context_length: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draws windows at random places, each as likely as any other.
-
-    Args:
-        tokens: int32 [N], N > context_length.
-        batch_size: windows B.
-        context_length: tokens a window, T.
-        generator: the only source of randomness.
-
-    Returns:
-        inputs and targets, each int64 [B, T]: targets are inputs one token further on.
-    """
-    windows = tokens.unfold(0, context_length + 1, 1)
-    starts = torch.randint(len(windows), (batch_size,), generator=generator)
-    batch = windows[starts].long()
-    return batch[:, :-1], batch[:, 1:]
-
-
-def evaluation_batches(
-    tokens: Tensor, batch_size: int, context_length: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cuts tokens into adjoining windows, so that every token but the first is a target once.
-
-    Args:
-        tokens: int32 [N], N >= 2.
-        batch_size: windows a batch, at most.
-        context_length: tokens a window; what is left over makes one shorter window at the end.
-
-    Yields:
-        inputs and targets, each int64 [B, T] with B <= batch_size and T <= context_length.
-    """
-    whole = (len(tokens) - 1) // context_length
-    end = whole * context_length
-    inputs = tokens[:end].view(whole, context_length)
-    targets = tokens[1 : end + 1].view(whole, context_length)
-    for i in range(0, whole, batch_size):
-        yield inputs[i : i + batch_size].long(), targets[i : i + batch_size].long()
-    if end < len(tokens) - 1:
-        yield tokens[None, end:-1].long(), tokens[None, end + 1 :].long()
 
 
 def read_text_file(path: Path) -> str:

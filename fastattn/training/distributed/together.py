@@ -22,8 +22,7 @@ from ...modules.layer import AttentionLayer
 from ...parallel import ContextPlan
 from .. import sharded
 from ..checkpoint import Checkpoint
-from ..tasks.prepared import PreparedTask
-from ..tasks.task import Batch, Task
+from ..tasks.task import Batch, LanguageTask, Task
 from ..train_config import TrainConfig, resolve_device
 from .batches import Part, place, plan_rows
 from .degrees import NAMES, TIMEOUT, Degrees, Split, SplitError
@@ -104,10 +103,10 @@ class Together(Ranks):
 
     def draw(self, task: Task, batch_size: int, generator: torch.Generator) -> Batch:
         each, left = divmod(batch_size, self.split.parts)
-        if left or self.split.parts == 1 or not isinstance(task, PreparedTask):
-            return task.draw("train", batch_size, generator)
-        first = self._part * each
-        return task.draw("train", batch_size, generator, slice(first, first + each))
+        if left == 0 and self.split.parts > 1 and isinstance(task, LanguageTask) and task.by_rows:
+            first = self._part * each
+            return task.draw("train", batch_size, generator, slice(first, first + each))
+        return task.draw("train", batch_size, generator)
 
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:

@@ -76,9 +76,12 @@ class MaskedTask(LanguageTask):
             total += batch.num_targets
         return {"accuracy": right / total}
 
-    def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
+    def _batch(self, windows: Batch, generator: torch.Generator) -> Batch:
         """Windows masked by the generator."""
         inputs, targets = mask_tokens(
-            inputs, mask=self._mask, replacements=self._replacements, generator=generator
+            *windows.inputs,
+            mask=self._mask,
+            replacements=self._replacements,
+            generator=generator,
         )
         return Batch((inputs,), targets)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
+from ...models.fields import from_fields
 from ..data.prepared import PreparedText
 from ..data.tagged_text import (
     check_tags,
@@ -32,7 +34,6 @@ from ..data.text_pairs import (
 from ..tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
 from ..tokenizers.base import Tokenizer
 from .masking import MaskedTask
-from .prepared import PreparedTask
 from .scores import import_sacrebleu
 from .tagging import TaggingTask
 from .task import LanguageTask, Task
@@ -48,17 +49,43 @@ _PAIRS: dict[str, Callable[[], list[Pair]]] = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text to learn from, and the tokenizer that cuts it.
+    """Data to learn from, and the tokenizer that cuts them; each kind of model has some fields.
 
     Args:
-        text: paths of UTF-8 text files; none = the standard library's source text.
+        text: paths of UTF-8 files: text, CoNLL's (tagging) or TSV (translation); none = made from
+            the standard library's source text.
         tokenizer: one of `TOKENIZER_KINDS`, or a path, as for `load_tokenizer`.
         vocab_size: ids that a tokenizer other than "char" aims at.
+        prepared: (gpt) a folder that `fastattn prepare` has made, in place of a text; it brings
+            its tokenizer along.
+        validation: (tagger, seq2seq) more files to measure on; none = the last 10 % of the others.
+        start_from: (tagger) a masked-token run's folder, whose encoder and tokenizer to begin with.
+        pairs: (seq2seq) without text, which ones to make: "names", docstrings of the standard
+            library's functions with the words of their names; "dates", in figures and in words.
+        truncate: (seq2seq) cut texts that are too long for the model, instead of refusing them.
+            Those of the standard library are always cut.
+
+    Raises:
+        ValueError: there are no such pairs, or a text is named beside pairs or prepared data.
     """
 
     text: tuple[str, ...] = ()
     tokenizer: str = "char"
     vocab_size: int = 1024
+    prepared: str | None = None
+    validation: tuple[str, ...] = ()
+    start_from: str | None = None
+    pairs: str | None = None
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prepared is not None and self.text:
+            raise ValueError("prepared data are in place of a text: leave out one of the two")
+        if self.pairs not in (None, *_PAIRS):
+            known = " or ".join(map(repr, _PAIRS))
+            raise ValueError(f"pairs must be {known}, got {self.pairs!r}")
+        if self.pairs is not None and self.text:
+            raise ValueError("pairs are made where there is no text: leave out one of the two")
 
     def read(self) -> str:
         """The whole text."""
@@ -69,81 +96,6 @@ class DataConfig:
         if self.tokenizer not in TOKENIZER_KINDS:
             return load_tokenizer(self.tokenizer)
         return train_tokenizer(self.tokenizer, text, vocab_size=self.vocab_size, special=special)
-
-
-@dataclass(frozen=True)
-class LanguageDataConfig(DataConfig):
-    """Text of a language model: a `DataConfig`, or prepared data.
-
-    Args:
-        prepared: a folder that `fastattn prepare` has made, in place of a text; it brings its
-            tokenizer along.
-
-    Raises:
-        ValueError: a text is named beside it.
-    """
-
-    prepared: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.prepared is not None and self.text:
-            raise ValueError("prepared data are in place of a text: leave out one of the two")
-
-
-@dataclass(frozen=True)
-class MaskedDataConfig(DataConfig):
-    """Text of a masked-token model: a `DataConfig` whose tokenizer has special tokens."""
-
-    tokenizer: str = "bpe"
-
-
-@dataclass(frozen=True)
-class LabelledDataConfig(DataConfig):
-    """Data with answers: a `DataConfig` with validation files.
-
-    Args:
-        text: paths of files, CoNLL's or TSV; none = made from the standard library.
-        validation: more such files to measure on; none = the last 10 % of the others.
-    """
-
-    tokenizer: str = "bpe"
-    validation: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TaggedDataConfig(LabelledDataConfig):
-    """Data for tagging: a `LabelledDataConfig` that may start from a masked-token run.
-
-    Args:
-        start_from: a masked-token run's folder, whose encoder and tokenizer to begin with.
-    """
-
-    start_from: str | None = None
-
-
-@dataclass(frozen=True)
-class PairDataConfig(LabelledDataConfig):
-    """Pairs of texts for translation: a `LabelledDataConfig`, or pairs made on the spot.
-
-    Args:
-        pairs: without text, which ones to make: "names", docstrings of the standard library's
-            functions with the words of their names; "dates", in figures and in words.
-        truncate: cut texts that are too long for the model, instead of refusing them. Those of the
-            standard library are always cut.
-
-    Raises:
-        ValueError: there are no such pairs, or a text is named beside them.
-    """
-
-    pairs: str | None = None
-    truncate: bool = False
-
-    def __post_init__(self) -> None:
-        if self.pairs not in (None, *_PAIRS):
-            known = " or ".join(map(repr, _PAIRS))
-            raise ValueError(f"pairs must be {known}, got {self.pairs!r}")
-        if self.pairs is not None and self.text:
-            raise ValueError("pairs are made where there is no text: leave out one of the two")
 
 
 @dataclass(frozen=True)
@@ -163,9 +115,9 @@ class Source:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_source(config: DataConfig) -> Source:
-    """Read text, to predict every next token of or to name hidden tokens of."""
-    text, masked = config.read(), isinstance(config, MaskedDataConfig)
+def text_source(config: DataConfig, *, masked: bool = False) -> Source:
+    """Read text, to predict every next token of or, masked, to name hidden tokens of."""
+    text = config.read()
 
     def make_tokenizer() -> Tokenizer:
         # Characters of the whole text, but merges of its training part alone.
@@ -181,7 +133,7 @@ def text_source(config: DataConfig) -> Source:
     return Source(fingerprint(text), make_tokenizer, make_task)
 
 
-def language_source(config: LanguageDataConfig) -> Source:
+def language_source(config: DataConfig) -> Source:
     """Read a text, or open token files, to predict every next token of."""
     if config.prepared is None:
         return text_source(config)
@@ -189,11 +141,11 @@ def language_source(config: LanguageDataConfig) -> Source:
     return Source(
         text.fingerprint,
         lambda: text.tokenizer,
-        lambda tokenizer, model: PreparedTask(text, model.context_length),
+        lambda tokenizer, model: LanguageTask(text, model.context_length),
     )
 
 
-def tagged_source(config: TaggedDataConfig) -> Source:
+def tagged_source(config: DataConfig) -> Source:
     """Read words with tags."""
     found = read_conll(config.text) if config.text else standard_library_sentences()
     train, validation = _split(found, read_conll(config.validation), "sentences")
@@ -211,7 +163,7 @@ def tagged_source(config: TaggedDataConfig) -> Source:
     return Source(digest, lambda: config.make_tokenizer(words, special=True), make_task, facts)
 
 
-def pair_source(config: PairDataConfig) -> Source:
+def pair_source(config: DataConfig) -> Source:
     """Read, or make, pairs of texts."""
     import_sacrebleu()
     found = read_pairs(config.text) if config.text else _PAIRS[config.pairs or "names"]()
@@ -231,12 +183,36 @@ def pair_source(config: PairDataConfig) -> Source:
     return Source(digest, lambda: config.make_tokenizer(lines, special=True), make_task)
 
 
-# By kind of model how its data are named, and what reads them.
-DATA: Mapping[str, tuple[type[DataConfig], Callable[[Any], Source]]] = {
-    "gpt": (LanguageDataConfig, language_source),
-    "masked": (MaskedDataConfig, text_source),
-    "tagger": (TaggedDataConfig, tagged_source),
-    "seq2seq": (PairDataConfig, pair_source),
+class Data(NamedTuple):
+    """Data of a kind of model: how they are read, and which fields of `DataConfig` they have."""
+
+    read: Callable[[DataConfig], Source]
+    defaults: Mapping[str, Any]
+
+    def config(self, options: Mapping[str, Any]) -> DataConfig:
+        """A configuration with these options.
+
+        Raises:
+            ValueError: an option is of a wrong type or out of range.
+        """
+        return from_fields(DataConfig, {**self.defaults, **options})
+
+    def fields(self, config: DataConfig) -> dict[str, Any]:
+        """The values of a configuration that belong to the kind."""
+        return {name: getattr(config, name) for name in self.defaults}
+
+
+def _data(read: Callable[[DataConfig], Source], tokenizer: str, *names: str) -> Data:
+    default = DataConfig(tokenizer=tokenizer)
+    names = ("text", "tokenizer", "vocab_size", *names)
+    return Data(read, {name: getattr(default, name) for name in names})
+
+
+DATA: Mapping[str, Data] = {
+    "gpt": _data(language_source, "char", "prepared"),
+    "masked": _data(partial(text_source, masked=True), "bpe"),
+    "tagger": _data(tagged_source, "bpe", "validation", "start_from"),
+    "seq2seq": _data(pair_source, "bpe", "validation", "pairs", "truncate"),
 }
 
 

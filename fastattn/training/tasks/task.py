@@ -10,8 +10,9 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..data.prepared import PreparedText
 from ..data.rows import IGNORED
-from ..data.text import TextDataset, evaluation_batches, random_batch
+from ..data.text import TextDataset, check_counts
 
 _VALIDATION_SEED = 0
 
@@ -127,33 +128,70 @@ class RowsTask(Task, Generic[_Row]):
 
 
 class LanguageTask(Task):
-    """Prediction of every next token of a text.
+    """Prediction of every next token of a text, by those of its own document alone.
+
+    A batch reads its own windows and nothing else. Where they stand is a function of the
+    generator's state alone: that of a run is one of its seed and step.
 
     Args:
-        dataset: the text.
+        text: the text's tokens, in memory or in files.
         context_length: tokens a window, T.
+
+    Attributes:
+        by_rows: whether a rank should read its own rows alone.
+
+    Raises:
+        DataError: a part is too short, as `TextDataset.from_text` says.
     """
 
-    def __init__(self, dataset: TextDataset, context_length: int) -> None:
-        self._dataset, self._context_length = dataset, context_length
-        self.fingerprint = dataset.fingerprint
-        train, validation = len(dataset.train), len(dataset.validation)
-        self.extent = f"{train:,} training and {validation:,} validation tokens"
+    def __init__(self, text: TextDataset | PreparedText, context_length: int) -> None:
+        self._text, self._context_length = text, context_length
+        self.by_rows = isinstance(text, PreparedText)
+        self.fingerprint = text.fingerprint
+        self._train, self._validation = text.counts
+        check_counts(*text.counts, context_length)
+        self.extent = f"{self._train:,} training and {self._validation:,} validation tokens"
+        if isinstance(text, PreparedText):
+            self.extent += f" of {text.documents:,} documents"
 
-    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
-        """Windows of the split at random places; shorter ones if the split is shorter."""
-        tokens: Tensor = getattr(self._dataset, split)
-        context = min(self._context_length, len(tokens) - 1)
-        windows = random_batch(tokens, batch_size, context, generator)
-        return self._batch(*windows, generator)
+    def draw(
+        self, split: Split, batch_size: int, generator: torch.Generator, rows: slice | None = None
+    ) -> Batch:
+        """Windows of the split at random places; shorter ones if the split is shorter.
+
+        Args:
+            split, batch_size, generator: as for `Task.draw`.
+            rows: which windows of the batch to read, default: all; the generator goes on as for
+                all of them.
+        """
+        first, count = (0, self._train) if split == "train" else (self._train, self._validation)
+        context = min(self._context_length, count - 1)
+        starts = first + torch.randint(count - context, (batch_size,), generator=generator)
+        if rows is None:
+            return self._windows(starts, context, generator)
+        own = self._windows(starts[rows], context, generator)
+        return dataclasses.replace(own, whole_rows=batch_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Adjoining windows of the whole split, the same every time."""
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
-        tokens = self._dataset.validation
-        for windows in evaluation_batches(tokens, batch_size, self._context_length):
-            yield self._batch(*windows, generator)
+        last, context = self._train + self._validation - 1, self._context_length
+        left = last - (last - self._train) % context
+        starts = torch.arange(self._train, left, context)
+        for i in range(0, len(starts), batch_size):
+            yield self._windows(starts[i : i + batch_size], context, generator)
+        if left < last:
+            yield self._windows(torch.tensor([left]), last - left, generator)
 
-    def _batch(self, inputs: Tensor, targets: Tensor, generator: torch.Generator) -> Batch:
-        """Make a batch from windows and the same windows one token further on."""
-        return Batch((inputs,), targets)
+    def _windows(self, starts: Tensor, context: int, generator: torch.Generator) -> Batch:
+        tokens, documents = self._text.windows(starts, context + 1)
+        targets = tokens[:, 1:]
+        if documents is not None:
+            # The beginning of the next document follows from nothing in this one.
+            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED)
+            documents = documents[:, :-1]
+        return self._batch(Batch((tokens[:, :-1],), targets, documents=documents), generator)
+
+    def _batch(self, windows: Batch, generator: torch.Generator) -> Batch:
+        """Make a batch from windows whose targets are the same windows one token further on."""
+        return windows

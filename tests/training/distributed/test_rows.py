@@ -15,8 +15,7 @@ from fastattn.training.distributed import batches, together
 from fastattn.training.distributed.degrees import Split
 from fastattn.training.distributed.ranks import Ranks
 from fastattn.training.distributed.together import Together
-from fastattn.training.tasks.prepared import PreparedTask
-from fastattn.training.tasks.task import Batch
+from fastattn.training.tasks.task import Batch, LanguageTask
 from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import TrainConfig
 from fastattn.training.trainer import Trainer
@@ -36,7 +35,7 @@ def trained(folder: Path, ranks: Ranks | None = None) -> dict[str, Any]:
             read.append(len(starts) * length)
             return super().windows(starts, length)
 
-    task = PreparedTask(Counted.open(folder), CONTEXT)
+    task = LanguageTask(Counted.open(folder), CONTEXT)
     torch.manual_seed(0)
     fields = {"vocab_size": 40, "context_length": CONTEXT, "num_layers": 1, "num_heads": 2}
     model = GPT(GPTConfig(**fields, embed_dim=16, dropout=0.1, positions="rotary"))

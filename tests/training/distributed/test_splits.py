@@ -96,9 +96,9 @@ STEPS, STOP = 8, 4
 class Packed(LanguageTask):
     """Windows whose sentences do not see each other; of one row hardly anything is a target."""
 
-    def _batch(self, inputs: torch.Tensor, targets: torch.Tensor, generator: Any) -> Batch:
+    def _batch(self, windows: Batch, generator: Any) -> Batch:
+        (inputs,), targets = windows.inputs, windows.targets.clone()
         ids = (inputs == inputs[0, 0]).cumsum(1)
-        targets = targets.clone()
         targets[0, 2:] = -100
         return Batch((inputs,), targets, {}, ids)
 
