@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .model_config import TextConfig, check_positive_int
-from .stack import (
-    TokenStack,
-    check_targets,
-    check_tokens,
-    token_logits,
-    token_loss,
-    whole_logits,
-)
+from .stack import TokenStack, check_targets, check_tokens, scored, token_logits
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,46 @@ class Encoder(TokenStack):
         return self.hidden_states(tokens, key_lengths=key_lengths)
 
 
-class Tagger(nn.Module):
+class _Scoring(nn.Module):
+    """An encoder with a head that scores something of every token."""
+
+    config: EncoderConfig
+    encoder: Encoder
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        key_lengths: Tensor | None = None,
+        target_count: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Scores every tag of every token; in a `MaskedLM` every token of the vocabulary.
+
+        Args:
+            tokens, key_lengths: as for `Encoder.forward`; in a `MaskedLM` some tokens are a mask's.
+            targets: int64 [B, T], the tags, or the tokens that the masks hide; -100 leaves a token
+                out of the loss.
+            target_count: of how many targets the loss is the mean, where these are a part of them;
+                default: those that are not -100.
+
+        Returns:
+            logits [B, T, num_tags or V], or (logits, mean cross-entropy in nats) when targets are
+            given.
+
+        Raises:
+            ValueError: as `Encoder.forward`, or targets have another shape.
+        """
+        check_targets(targets, "tokens", tokens)
+        logits = self._scores(self.encoder(tokens, key_lengths=key_lengths))
+        return scored(self, logits, targets, target_count)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """Logits of vectors [B, T, C]."""
+        raise NotImplementedError
+
+
+class Tagger(_Scoring):
     """An encoder with a linear layer that scores the tags of every token.
 
     Args:
@@ -104,35 +136,12 @@ class Tagger(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        *,
-        key_lengths: Tensor | None = None,
-        target_count: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every tag of every token.
-
-        Args:
-            tokens, key_lengths: as for `Encoder.forward`.
-            targets: int64 [B, T], the tags; -100 leaves a token out of the loss.
-            target_count: of how many targets the loss is the mean, where these are a part of them;
-                default: those that are not -100.
-
-        Returns:
-            logits [B, T, num_tags], or (logits, mean cross-entropy in nats) when targets are given.
-
-        Raises:
-            ValueError: as `Encoder.forward`, or targets have another shape.
-        """
-        check_targets(targets, "tokens", tokens)
-        logits = self.head(self.encoder(tokens, key_lengths=key_lengths))
-        smoothing = self.config.label_smoothing if self.training else 0.0
-        return _scored(logits, targets, smoothing, target_count)
+    def _scores(self, hidden: Tensor) -> Tensor:
+        scores: Tensor = self.head(hidden)
+        return scores
 
 
-class MaskedLM(nn.Module):
+class MaskedLM(_Scoring):
     """An encoder that scores every token of the vocabulary at every position.
 
     It is trained on texts some of whose tokens are masked (Devlin et al. 2018, arXiv 1810.04805).
@@ -157,41 +166,6 @@ class MaskedLM(nn.Module):
             nn.init.normal_(self.head.weight, std=0.02)
         self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        *,
-        key_lengths: Tensor | None = None,
-        target_count: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every token at each position.
-
-        Args:
-            tokens, key_lengths: as for `Encoder.forward`; some of the tokens a mask's.
-            targets: int64 [B, T], the tokens that the masks hide, -100 elsewhere.
-            target_count: of how many targets the loss is the mean, where these are a part of them;
-                default: those that are not -100.
-
-        Returns:
-            logits [B, T, V], or (logits, mean cross-entropy in nats) when targets are given.
-
-        Raises:
-            ValueError: as `Encoder.forward`, or targets have another shape.
-        """
-        check_targets(targets, "tokens", tokens)
+    def _scores(self, hidden: Tensor) -> Tensor:
         weight = self.encoder.token_embedding.weight if self.head is None else self.head.weight
-        hidden = self.encoder(tokens, key_lengths=key_lengths)
-        logits = token_logits(hidden, weight, self.head_bias)
-        smoothing = self.config.label_smoothing if self.training else 0.0
-        return _scored(logits, targets, smoothing, target_count)
-
-
-def _scored(
-    logits: Tensor, targets: Tensor | None, smoothing: float, count: int | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    return (
-        whole_logits(logits)
-        if targets is None
-        else (logits, token_loss(logits, targets, smoothing, count=count))
-    )
+        return token_logits(hidden, weight, self.head_bias)

@@ -19,9 +19,8 @@ from .stack import (
     check_cache,
     check_targets,
     check_tokens,
+    scored,
     token_logits,
-    token_loss,
-    whole_logits,
 )
 
 
@@ -159,10 +158,7 @@ class GPT(DecoderStack):
             x = x[rows]
         weight = self.token_embedding.weight if self.head is None else self.head.weight
         logits = token_logits(x, weight, self.head_bias)
-        if targets is None:
-            return whole_logits(logits)
-        smoothing = self.config.label_smoothing if self.training else 0.0
-        return logits, token_loss(logits, targets, smoothing, count=target_count)
+        return scored(self, logits, targets, target_count)
 
     @torch.no_grad()
     def generate(

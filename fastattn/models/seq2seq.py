@@ -20,8 +20,8 @@ from .stack import (
     check_cache,
     check_targets,
     check_tokens,
+    scored,
     token_logits,
-    token_loss,
     whole_logits,
 )
 
@@ -193,10 +193,7 @@ class Seq2Seq(nn.Module):
         check_targets(targets, "inputs", inputs)
         memory = self.encode(source, source_lengths)
         logits = self._scores(inputs, memory, key_lengths=target_lengths)
-        if targets is None:
-            return whole_logits(logits)
-        smoothing = self.config.label_smoothing if self.training else 0.0
-        return logits, token_loss(logits, targets, smoothing, count=target_count)
+        return scored(self, logits, targets, target_count)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Memory:
         """Reads sources, and projects them for every layer of the decoder.

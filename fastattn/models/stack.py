@@ -239,6 +239,16 @@ def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return sharded_linear(x, cast(Any, weight), cast(Any, bias))
 
 
+def scored(
+    model: nn.Module, logits: Tensor, targets: Tensor | None, count: int | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Logits of `token_logits` as a model gives them: whole, or with the loss of the targets."""
+    if targets is None:
+        return whole_logits(logits)
+    smoothing = cast(Any, model.config).label_smoothing if model.training else 0.0
+    return logits, token_loss(logits, targets, smoothing, count=count)
+
+
 def whole_logits(logits: Tensor) -> Tensor:
     """Scores of all tokens on every rank."""
     return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits

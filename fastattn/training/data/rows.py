@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..tokenizers.base import Tokenizer, TokenizerError
 
@@ -26,28 +27,11 @@ class Padded:
     lengths: Tensor
 
 
-def pad(rows: Sequence[Sequence[int]], fill: int, length: int | None = None) -> Padded:
-    """Pads rows on the right.
-
-    Args:
-        rows: at least one, each of any length.
-        fill: the id that follows a row's own.
-        length: T; default the longest row's.
-
-    Raises:
-        ValueError: there is no row, or one is over length.
-    """
-    if not rows:
-        raise ValueError("rows must hold at least one row, got none")
-    longest = max(map(len, rows))
-    T = longest if length is None else length
-    if longest > T:
-        raise ValueError(f"rows must be at most length={T} long, got one of {longest}")
-    filled = [[*row, *[fill] * (T - len(row))] for row in rows]
-    return Padded(
-        torch.tensor(filled, dtype=torch.int64).view(len(rows), T),
-        torch.tensor([len(row) for row in rows], dtype=torch.int64),
-    )
+def pad(rows: Sequence[Sequence[int]], fill: int) -> Padded:
+    """Pads rows, at least one, on the right by an id to the longest one's length."""
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    lengths = torch.tensor([len(row) for row in rows])
+    return Padded(pad_sequence(tensors, batch_first=True, padding_value=fill), lengths)
 
 
 def pad_id(tokenizer: Tokenizer) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from .backend import BackendTokenizer, import_tokenizers, pieces
 from .base import SPECIAL_NAMES, TokenizerError
@@ -52,15 +52,17 @@ class PieceTokenizer(BackendTokenizer):
         if not text.strip():
             raise TokenizerError(f"a tokenizer of kind {kind!r} needs a text, got none")
         hf = import_tokenizers()
-        recipe = _RECIPES[kind](hf)
-        backend = recipe.assemble(hf)
-        keywords: dict[str, Any] = {"special_tokens": _NAMES, "show_progress": False}
+        recipe = _RECIPES[kind]
+        unknown = {"unk_token": _UNKNOWN}
+        of_model, of_trainer = ({}, unknown) if kind == "unigram" else (unknown, {})
+        model = getattr(hf.models, recipe.model)(**of_model)
+        backend = recipe.assemble(hf, model)
+        keywords: dict[str, Any] = {"special_tokens": _NAMES, "show_progress": False, **of_trainer}
         if kind != "char":
             keywords["vocab_size"] = vocab_size
-        if kind == "unigram":
-            keywords["unk_token"] = _UNKNOWN
+        trainer = getattr(hf.trainers, recipe.model.replace("BPE", "Bpe") + "Trainer")
         try:
-            backend.train_from_iterator(pieces(text), recipe.trainer(**keywords))
+            backend.train_from_iterator(pieces(text), trainer(**keywords))
         # The Rust side raises plain Exception for a text from which it can make no vocabulary.
         except Exception as error:
             raise TokenizerError(f"cannot train a tokenizer of kind {kind!r}: {error}") from None
@@ -74,93 +76,47 @@ class PieceTokenizer(BackendTokenizer):
         return text
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """The parts of a tokenizer and what trains its model."""
+class _Recipe(NamedTuple):
+    """A tokenizer of `tokenizers`, by names: its model, what splits and joins, and the options.
 
-    model: Any
-    splitter: Any
-    joiner: Any
-    trainer: Callable[..., Any]
+    Args:
+        model: of `tokenizers.models`; its trainer has the same name.
+        splitter, joiner: of `pre_tokenizers` and `decoders`.
+        cut: a regular expression, of a splitter that takes one.
+        options: of splitter and joiner.
+    """
 
-    def assemble(self, hf: Any) -> Any:
-        backend = hf.Tokenizer(self.model)
-        backend.pre_tokenizer, backend.decoder = self.splitter, self.joiner
+    model: str
+    splitter: str
+    joiner: str
+    cut: str | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def assemble(self, hf: Any, model: Any) -> Any:
+        backend = hf.Tokenizer(model)
+        cut = (hf.Regex(self.cut), "isolated") if self.cut else ()
+        options = self.options if self.splitter == self.joiner else {}
+        backend.pre_tokenizer = getattr(hf.pre_tokenizers, self.splitter)(*cut, **options)
+        backend.decoder = getattr(hf.decoders, self.joiner)(**self.options)
         return backend
 
 
-def _words(hf: Any) -> _Recipe:
-    """Runs of letters and digits, and runs of other signs."""
-    return _Recipe(
-        hf.models.WordLevel(unk_token=_UNKNOWN),
-        hf.pre_tokenizers.Whitespace(),
-        hf.decoders.WordPiece(prefix=_CONTINUES),
-        hf.trainers.WordLevelTrainer,
-    )
-
-
-def _words_and_spaces(hf: Any, cut: str = r"\s|\S+") -> _Recipe:
-    """Runs of anything but white space, punctuation included, and each white-space character."""
-    return _Recipe(
-        hf.models.WordLevel(unk_token=_UNKNOWN),
-        hf.pre_tokenizers.Split(hf.Regex(cut), "isolated"),
-        hf.decoders.Fuse(),
-        hf.trainers.WordLevelTrainer,
-    )
-
-
-def _words_signs_and_spaces(hf: Any) -> _Recipe:
-    """Runs of letters and digits, each other sign and each white-space character."""
-    return _words_and_spaces(hf, r"\w+|\W")
-
-
-def _characters(hf: Any) -> _Recipe:
-    return _Recipe(
-        hf.models.WordLevel(unk_token=_UNKNOWN),
-        hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated"),
-        hf.decoders.Fuse(),
-        hf.trainers.WordLevelTrainer,
-    )
-
-
-def _character_pairs(hf: Any) -> _Recipe:
-    """Merges of characters within words (Sennrich et al. 2016, arXiv 1508.07909)."""
-    return _Recipe(
-        hf.models.BPE(unk_token=_UNKNOWN),
-        hf.pre_tokenizers.Metaspace(prepend_scheme="never"),
-        hf.decoders.Metaspace(prepend_scheme="never"),
-        hf.trainers.BpeTrainer,
-    )
-
-
-def _word_pieces(hf: Any) -> _Recipe:
-    """BERT's: the longest known piece at a time (Schuster & Nakajima 2012)."""
-    return _Recipe(
-        hf.models.WordPiece(unk_token=_UNKNOWN),
-        hf.pre_tokenizers.BertPreTokenizer(),
-        hf.decoders.WordPiece(prefix=_CONTINUES),
-        hf.trainers.WordPieceTrainer,
-    )
-
-
-def _unigram(hf: Any) -> _Recipe:
-    """The likeliest pieces under a unigram model (Kudo 2018, arXiv 1804.10959)."""
-    return _Recipe(
-        hf.models.Unigram(),
-        hf.pre_tokenizers.Metaspace(prepend_scheme="never"),
-        hf.decoders.Metaspace(prepend_scheme="never"),
-        hf.trainers.UnigramTrainer,
-    )
-
-
-_RECIPES: dict[str, Callable[[Any], _Recipe]] = {
-    "word": _words,
-    "word-space": _words_and_spaces,
-    "word-sign": _words_signs_and_spaces,
-    "char": _characters,
-    "char-bpe": _character_pairs,
-    "wordpiece": _word_pieces,
-    "unigram": _unigram,
+_CONTINUED = {"prefix": _CONTINUES}
+_IN_WORDS = {"prepend_scheme": "never"}
+_RECIPES: dict[str, _Recipe] = {
+    # Runs of letters and digits, and runs of other signs.
+    "word": _Recipe("WordLevel", "Whitespace", "WordPiece", options=_CONTINUED),
+    # Runs of anything but white space, punctuation included, and each white-space character.
+    "word-space": _Recipe("WordLevel", "Split", "Fuse", r"\s|\S+"),
+    # Runs of letters and digits, each other sign and each white-space character.
+    "word-sign": _Recipe("WordLevel", "Split", "Fuse", r"\w+|\W"),
+    "char": _Recipe("WordLevel", "Split", "Fuse", r"[\s\S]"),
+    # Merges of characters within words (Sennrich et al. 2016, arXiv 1508.07909).
+    "char-bpe": _Recipe("BPE", "Metaspace", "Metaspace", options=_IN_WORDS),
+    # BERT's: the longest known piece at a time (Schuster & Nakajima 2012).
+    "wordpiece": _Recipe("WordPiece", "BertPreTokenizer", "WordPiece", options=_CONTINUED),
+    # The likeliest pieces under a unigram model (Kudo 2018, arXiv 1804.10959).
+    "unigram": _Recipe("Unigram", "Metaspace", "Metaspace", options=_IN_WORDS),
 }
 PIECE_KINDS = tuple(_RECIPES)
 
@@ -191,10 +147,9 @@ def read_vocabulary(path: str | Path) -> PieceTokenizer:
         )
     hf = import_tokenizers()
     continues = any(token.startswith(_CONTINUES) and token != _CONTINUES for token in vocabulary)
-    recipe = _word_pieces(hf) if continues else _words(hf)
-    kind = hf.models.WordPiece if continues else hf.models.WordLevel
-    model = kind(vocabulary, unk_token=unknown)
-    backend = _Recipe(model, recipe.splitter, recipe.joiner, recipe.trainer).assemble(hf)
+    recipe = _RECIPES["wordpiece" if continues else "word"]
+    model = getattr(hf.models, recipe.model)(vocabulary, unk_token=unknown)
+    backend = recipe.assemble(hf, model)
     special = {name for names in SPECIAL_NAMES.values() for name in names}
     backend.add_special_tokens([token for token in vocabulary if token in special])
     return PieceTokenizer(backend)
