@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from torch import nn
 
 from .checkpoint import Checkpoint, CheckpointError
 from .data.text import TextDataset
-from .distributed.gradients import by_mesh
 from .distributed.ranks import Ranks
 from .metrics import (
     CURVE_FILE,
@@ -326,7 +326,18 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     groups = [
         {"params": group, "weight_decay": decay}
         for kind, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-        for group in by_mesh(kind).values()
+        for group in _by_mesh(kind).values()
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
+    """Parameters by the mesh that they are sharded over; None = they are whole on every rank.
+
+    One torch operation on several DTensors wants them on one mesh.
+    """
+    found: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        found[getattr(parameter, "device_mesh", None)].append(parameter)
+    return found

@@ -1,9 +1,12 @@
 """`fastattn bench` on a CPU."""
 
-import pytest
+import os
+
 import torch
 
+from fastattn import dispatch
 from fastattn.cli.main import main
+from fastattn.models.gpt import GPTConfig
 from fastattn.training import step_timing
 
 SMALL = ("bench", "--device", "cpu", "--context", "8", "--embed-dim", "16", "--layers", "1")
@@ -35,9 +38,40 @@ def test_a_backend_that_cannot_be_timed_does_not_stop_the_next(capsys, monkeypat
     assert str(refusal) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["steps", "batch"])
-def test_numbers_out_of_range_are_one_line(capsys, option):
-    assert main([*SMALL, f"--{option}", "0"]) == 1
-    error = capsys.readouterr().err
-    assert "must be at least 1, got 0" in error
-    assert error.count("\n") == 1
+def test_numbers_out_of_range_are_one_line(capsys):
+    for option in ("steps", "batch"):
+        assert main([*SMALL, f"--{option}", "0"]) == 1
+        error = capsys.readouterr().err
+        assert "must be at least 1, got 0" in error and error.count("\n") == 1
+
+
+def test_steps_are_timed_with_the_backend_given(monkeypatch):
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "auto")
+    seen = set()
+    choose = dispatch.choose
+
+    def remember(*args, **kwargs):
+        found = choose(*args, **kwargs)
+        seen.add(found.backend)
+        return found
+
+    monkeypatch.setattr(dispatch, "choose", remember)
+    issued: list[int] = []
+    times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 24.0])
+    config = GPTConfig(vocab_size=11, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
+    timing = step_timing.time_training_steps(
+        config,
+        batch_size=3,
+        backend="torch",
+        device="cpu",
+        dtype=torch.float32,
+        steps=2,
+        warm_up=1,
+        clock=lambda: next(times),
+        issued=lambda: issued.append(1),
+    )
+    # The step of 9 s warms up; the others take 2 s and 4 s for 24 tokens.
+    assert (timing.step_ms, timing.tokens_per_second) == (3000.0, 8.0)
+    assert (timing.mfu, timing.peak_mib) == (None, None)
+    assert seen == {"torch"} and len(issued) == 3
+    assert os.environ[dispatch.ENVIRONMENT] == "auto"

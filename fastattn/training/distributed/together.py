@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,23 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from ...models.context_parallel import ContextParallel
+from ...models.tensor_parallel import tp_plan
 from ...modules.layer import AttentionLayer
 from ...parallel import ContextPlan
 from .. import sharded
 from ..checkpoint import Checkpoint
 from ..tasks.task import Batch, LanguageTask, Task
 from ..train_config import TrainConfig, resolve_device
-from .batches import Part, place, plan_rows
+from .batches import Part, SplitDropout, place, plan_rows
 from .degrees import NAMES, TIMEOUT, Degrees, Split, SplitError
-from .dropout import SplitDropout
-from .gradients import clip_gradients
 from .launcher import attempt
 from .ranks import Ranks
-from .sharding import shard_model, synchronise
+from .recompute import blocks_of, recompute
 
 _Value = TypeVar("_Value")
 
@@ -227,3 +228,92 @@ def started(degrees: Degrees) -> Iterator[Together]:
         yield Together(degrees.split(dist.get_world_size()), degrees.timeout)
     finally:
         dist.destroy_process_group()
+
+
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, split: Split, config: TrainConfig, device: torch.device
+) -> None:
+    """Shards a model in place; its parameters become DTensors on the mesh.
+
+    Args:
+        model: alike on every rank.
+        mesh: dimensions dp, fsdp, tp.
+        split: of the run.
+        config: its compile and dtype.
+        device: of the model.
+    """
+    if split.tp > 1:
+        try:
+            parallelize_module(model, mesh["tp"], tp_plan(model))
+        except ValueError as error:  # before it has changed anything
+            raise SplitError(str(error)) from None
+    for block in blocks_of(model):
+        recompute(block, config.activation_checkpointing)
+        if config.compile:
+            block.compile()
+    if split.parts * split.cp == 1:
+        return
+    dtype = config.resolve_dtype(device)
+    policy = (
+        MixedPrecisionPolicy()
+        if dtype == torch.float32
+        else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    )
+    data = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
+    for block in blocks_of(model):
+        # Cross-attention projects its memory before its block runs: it stays with the whole model.
+        for part in [block] if block.cross is None else [block.attention, block.mlp]:
+            fully_shard(part, mesh=data, mp_policy=policy)
+    fully_shard(model, mesh=data, mp_policy=policy)
+
+
+def synchronise(model: nn.Module, split: Split, last: bool) -> None:
+    """Says whether the backward passes that follow are a step's last.
+
+    Gradients that stay sharded are summed up among their shards by every pass: whole ones might not
+    fit. Among replicas they are summed up once a step.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if split.fsdp > 1:
+        model.set_requires_all_reduce(last)
+    else:
+        model.set_requires_gradient_sync(last)
+
+
+def whole(x: Tensor) -> Tensor:
+    """x itself, or a DTensor's value, gathered from all ranks."""
+    found: Tensor = getattr(x, "full_tensor", lambda: x)()
+    return found
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip gradients like `nn.utils.clip_grad_norm_`, by the global norm; all ranks call it.
+
+    Each rank scales its own shards: given DTensors, torch would first examine how each may be
+    sharded, which takes seconds for a model.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    held = [_held(x.grad) for x in parameters if x.grad is not None]
+    square = torch.stack([x.float().square().sum() * share for x, share in held]).sum()
+    dist.all_reduce(square)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([x for x, _ in held], scale)
+    return norm
+
+
+def _held(gradient: Any) -> tuple[Tensor, float]:
+    """This rank's shard of a gradient, and the weight of its squared norm in the global sum.
+
+    Ranks with the same shard share the weight equally.
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient, 1 / dist.get_world_size()
+    mesh, parts = gradient.device_mesh, 1
+    for dim, placement in enumerate(gradient.placements):
+        parts *= 1 if placement.is_replicate() else mesh.size(dim)
+    return gradient.to_local(), parts / dist.get_world_size()

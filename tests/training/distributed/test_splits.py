@@ -22,9 +22,8 @@ from fastattn.training.checkpoint import latest_checkpoint
 from fastattn.training.data.text import TextDataset
 from fastattn.training.distributed import together
 from fastattn.training.distributed.degrees import NAMES, Split
-from fastattn.training.distributed.gradients import whole
 from fastattn.training.distributed.ranks import Ranks
-from fastattn.training.distributed.together import Together
+from fastattn.training.distributed.together import Together, whole
 from fastattn.training.metrics import read_metrics
 from fastattn.training.tasks.task import Batch, LanguageTask
 from fastattn.training.tokenizers import CharacterTokenizer
