@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -12,6 +13,7 @@ from torch import Tensor
 import fastattn
 from fastattn import (
     KVCache,
+    append_paged,
     attention,
     attention_block_backward,
     attention_block_forward,
@@ -30,6 +32,7 @@ from fastattn import (
 )
 from fastattn.functional.fp8 import PackedValues
 from fastattn.functional.fp8.codes import E4M3
+from fastattn.parallel import ContextPlan
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import make_qkv
 from fastattn.testing.inputs import draw, draws
@@ -188,6 +191,31 @@ def weights(**change: Any) -> Any:
     return attention_weights(*QKV[:2], **change)
 
 
+def append(
+    slots: Any = (13, -1, 0, 14, 2, -1, 7),
+    *,
+    dtype: torch.dtype = torch.float32,
+    cache: Any = None,
+    positions: Any = None,
+    rotary: bool = False,
+    **q: Tensor,
+) -> None:
+    """Seven tokens to pages of three slots, of which none is written where the call is refused."""
+    pages = [torch.full((5, 2, 3, 16), 7.0) for _ in "kv"]
+    how: dict[str, Any] = {"rotary": rotary_tables(4, 8)} if rotary else {}
+    how |= {} if positions is None else {"positions": torch.tensor(positions)}
+    try:
+        k = ones(7, 2, 16, dtype=dtype)
+        append_paged(cache or tuple(pages), k, k, torch.tensor(slots), **how, **q)
+    except (TypeError, ValueError):
+        assert all((x == 7).all() for x in pages), "something was written"
+        raise
+
+
+def plan(T: int = 256, ranks: int = 2, **change: Any) -> ContextPlan:
+    return ContextPlan.make(T, ranks, **change)
+
+
 def heads(heads: Any = (0, 4)) -> Any:
     return attention(*make_qkv(1, 4, 2, 4, D=8), heads=heads, dropout=0.5)
 
@@ -212,7 +240,7 @@ def backward(**change: Any) -> Any:
     return attention_block_backward(**{**given, "lse": LSE, **change})
 
 
-NAMES = vars(fastattn) | vars(rotary_scaling) | vars(rotary) | globals()
+NAMES = {"np": np} | vars(fastattn) | vars(rotary_scaling) | vars(rotary) | globals()
 # The others are called by rows with all that they take.
 CHANGED = [name for name in ROWS if name in globals()]
 

@@ -117,41 +117,6 @@ def test_no_store_leaves_the_pool_whatever_the_slots(dtype: torch.dtype, device:
     assert torch.equal(memory, expected)
 
 
-CHANGES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"slots": [0, P * S]}, ValueError, "slot_mapping must be -1 or from 0 to 14.*got 15 for tok"),
-    ({"slots": [0, -2]}, ValueError, "slot_mapping must be -1 or from 0 to 14.*got -2 for token 1"),
-    ({"slots": [4, -1, 4]}, ValueError, "must name a slot once, got slot 4 twice"),
-    ({"slots": [0.0]}, TypeError, "slot_mapping must be an int32 or int64 tensor"),
-    ({"slots": [[0]]}, ValueError, "slot_mapping must have shape"),
-    ({"slots": list(range(8))}, ValueError, "k must have shape .* at least 8.*slots, got"),
-    ({"positions": [0] * 7}, ValueError, "positions are for rotary"),
-    ({"rotary": True}, ValueError, "rotary needs positions, one for each of 7 tokens"),
-    ({"rotary": True, "positions": [4] * 7}, ValueError, "positions must be from 0 to 3"),
-    ({"q": True}, ValueError, "q is only rotated"),
-    ({"dtype": torch.float16}, ValueError, "k must have the cache's dtype torch.float32"),
-    ({"cache": "keys"}, TypeError, r"cache must be a CacheView or \(k_pages, v_pages\), got str"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "match"), CHANGES)
-def test_arguments_are_checked_before_anything_is_written(
-    change: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    memory, pool = pools("heads first", torch.float32, "cpu")
-    q, k, v = tokens("cpu", change.get("dtype", torch.float32))
-    how: dict[str, Any] = {}
-    if "positions" in change:
-        how["positions"] = torch.tensor(change["positions"])
-    if "rotary" in change:
-        how["rotary"] = rotary_tables(4, 8)
-    if "q" in change:
-        how["q"] = q
-    slots = torch.tensor(change.get("slots", SLOTS))
-    with pytest.raises(error, match=match):
-        append_paged(change.get("cache", tuple(pool)), k, v, slots, **how)
-    assert (memory == 7).all()
-
-
 def test_a_ring_has_no_such_slots() -> None:
     _, pool = pools("heads first", torch.float32, "cpu")
     ring = view_of_tensors(*pool, torch.zeros(P, dtype=torch.int32), window=2)

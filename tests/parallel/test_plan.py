@@ -129,23 +129,3 @@ def test_merged_ranks_hold_what_their_ranks_held():
         both = torch.cat((plan.indices(2 * r), plan.indices(2 * r + 1)))
         assert torch.equal(merged.indices(r), both.sort().values)
     assert plan.merged(4).runs(0) == [(0, 500)]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"T": 0}, ValueError, "T must be at least 1"),
-        ({"ranks": 0}, ValueError, "ranks must be at least 1"),
-        ({"block": 0}, ValueError, "block must be at least 1"),
-        ({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
-        ({"heads": (8, 0)}, ValueError, "heads must be at least 1"),
-        ({"balance": "best"}, ValueError, "balance must be one of auto, contiguous"),
-        ({"window": 0}, ValueError, "window as an int"),
-        ({"documents": torch.zeros(1, 7).int()}, ValueError, r"documents must .* \[B, 256\]"),
-        ({"documents": torch.zeros(1, 256)}, TypeError, "documents must be an int32 or int64"),
-    ],
-)
-def test_arguments_are_checked(change, error, match):
-    given = {"T": 256, "ranks": 2, **change}
-    with pytest.raises(error, match=match):
-        ContextPlan.make(given.pop("T"), given.pop("ranks"), **given)
