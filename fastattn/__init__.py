@@ -54,6 +54,7 @@ if not _LATER:
     from .functional.paged import explain_paged as explain_paged
     from .functional.scoring import dot_product_attention as dot_product_attention
     from .functional.scoring import multiplicative_attention as multiplicative_attention
+    from .functional.selected import block_indices as block_indices
     from .functional.selected import explain_selected as explain_selected
     from .functional.selected import selected_attention as selected_attention
     from .functional.statistics import AttentionStatistics as AttentionStatistics
@@ -123,6 +124,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_fp8",
     "attention_weights",
+    "block_indices",
     "cascade_attention",
     "decode_attention",
     "document_ids",

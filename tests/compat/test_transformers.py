@@ -57,6 +57,28 @@ def test_kernels_serve_a_model(device, monkeypatch):
     compare(model, inputs, lambda out: out.logits[mask.bool()])
 
 
+def test_blocks_that_an_indexer_chose(device, monkeypatch):
+    """MiniMax M3: two of up to five blocks for each K/V head and query, gradients too."""
+    config = tr.MiniMaxM3VLTextConfig(
+        **GQA, head_dim=8, rotary_dim=4, dense_intermediate_size=40, shared_intermediate_size=20,
+        num_local_experts=2, num_experts_per_tok=1, index_n_heads=2, index_head_dim=8,
+        index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "dense"],
+        layer_types=["minimax_m3_sparse", "full_attention"],
+    )  # fmt: skip
+    by_lists = []
+    selected = attend.selected_attention
+    monkeypatch.setattr(
+        attend,
+        "selected_attention",
+        lambda *a, **o: by_lists.append(o["block"]) or selected(*a, **o),
+    )
+    mask = padded([(0, 18), (0, 13)], 18, device)
+    inputs = {"input_ids": tokens(2, 18, device), "attention_mask": mask}
+    model = build(tr.AutoModel, config, device)
+    compare(model, inputs, lambda out: out.last_hidden_state[mask.bool()])
+    assert by_lists == [(1, 4)]
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks"])
 def test_chunked_prefill(name, device):
     """A prompt in pieces, T_q < T_k, into a cache that grows."""

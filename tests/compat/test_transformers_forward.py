@@ -139,8 +139,11 @@ def test_one_new_token_over_other_memory_is_not_decoded(attention_calls):
 
 def test_what_is_refused():
     q, k, v = heads(4, 4)
-    with pytest.raises(NotImplementedError, match="selected by blocks"):
-        attend.attention_forward(layer(), q, k, v, None, block_indices=torch.zeros(1, 1, 4, 1))
+    chosen = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="block_indices needs the size of a block"):
+        attend.attention_forward(layer(), q, k, v, None, block_indices=chosen)
+    with pytest.raises(ValueError, match="both choose keys"):
+        attend.attention_forward(layer(), q, k, v, None, block_indices=chosen, indices=chosen[0])
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="batch of 1, got 2"):
         attend.attention_forward(layer(), *heads(4, 4, B=2), None, cu_seq_lens_q=offsets)
@@ -166,6 +169,36 @@ def test_keys_that_an_indexer_chose(mask):
     torch.testing.assert_close(o, wanted)
     with pytest.raises(RuntimeError, match="out of bounds"):
         attend.attention_forward(layer(), q, k, v, given, indices=chosen + 1)
+
+
+@pytest.mark.parametrize("way", ["blocks", "blocks, mask", "tokens", "tokens, sinks"])
+def test_lists_of_few_keys(way, monkeypatch):
+    """Without a tensor of all pairs where the mask is a rule; with -1 in every place."""
+    q, k, v = heads(5, 11)
+    size, by_lists = 4 if "blocks" in way else 1, []
+    module = layer()
+    module.config = type("Config", (), {"index_block_size": size})()
+    found = [[1, -1], [-1, -1], [-1, 0], [2, 2], [0, 1]]
+    chosen = torch.tensor([[found]], dtype=torch.int32)
+    given = {"block_indices": chosen} if size > 1 else {"indices": chosen[0]}
+    if "sinks" in way:
+        given["sinks"] = torch.randn(1, 2, 5, 1)
+    seen = (torch.arange(11) <= torch.arange(5)[:, None] + 6)[None, None]
+    mask = seen if "mask" in way else attend.attention_mask(1, 5, 11, 6)
+    selected = attend.selected_attention
+    monkeypatch.setattr(
+        attend, "selected_attention", lambda *a, **o: by_lists.append(1) or selected(*a, **o)
+    )
+    o, _ = attend.attention_forward(module, q, k, v, mask, **given)
+    assert len(by_lists) == ("mask" not in way)
+    among = torch.zeros(5, 11, dtype=torch.bool)
+    for query, numbers in enumerate(found):
+        for number in numbers:
+            if number >= 0:
+                among[query, number * size : (number + 1) * size] = True
+    beside = {name: x for name, x in given.items() if name == "sinks"}
+    wanted, _ = attend.attention_forward(layer(), q, k, v, seen & among, **beside)
+    torch.testing.assert_close(o, wanted)
 
 
 def test_a_sink_for_each_query():

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from triton.runtime import interpreter as triton_interpreter
 
 import fastattn
-from fastattn import explain_selected, reference, selected_attention
+from fastattn import block_indices, explain_selected, reference, selected_attention
 from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import draws, to_device
@@ -102,7 +103,10 @@ def test_results_and_gradients(
     given = {"clean": clean, "oracle": theirs, **options}
     if "sinks" in options:
         given["sinks"] = options["sinks"].requires_grad_()
-    assert_matches_reference(partial(ours, backend=backend), q, k, v, **given)
+    # dK and dV by a launch each, as where heads are wide.
+    tile = {"backward_dkv": tiles.TileConfig(16, 16, apart=True)} if name == "odd" else {}
+    with tiles.forced(**tile):
+        assert_matches_reference(partial(ours, backend=backend), q, k, v, **given)
 
 
 def test_a_list_of_nothing(device: str) -> None:
@@ -131,6 +135,39 @@ def test_gradients_repeat_to_the_bit_and_are_differentiated_again(device: str) -
     assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
     found, expected = (gradients(x, again=True) for x in ("triton", "torch"))
     torch.testing.assert_close(found, expected)
+
+
+MAP = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]]).bool()[None, None]
+LISTED = [[0, 2, -1], [-1, -1, -1], [0, 1, 2], [1, -1, -1]]
+COUNTS, NUMBERS = MAP.sum(-1), (~MAP).int().argsort(stable=True)  # what is not seen comes behind
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta")
+def test_lists_from_other_forms_of_block_masks() -> None:
+    dense = MAP[0, 0].repeat_interleave(2, 0).repeat_interleave(4, 1).float()
+    bsr = dense.to_sparse_bsr((2, 4))
+    forms: dict[str, Any] = {
+        "map": MAP, "bsr": bsr, "rows": (bsr.crow_indices().int(), bsr.col_indices()),
+        "counts": (COUNTS, NUMBERS),
+        # Block 1 is full wherever it is seen.
+        "full": (COUNTS - MAP[..., 1].long(), torch.tensor([0, 2, 1]).expand(1, 1, 4, 3),
+                 MAP[..., 1].long(), torch.ones(1, 1, 4, 1, dtype=torch.int64)),
+        "torch": create_block_mask(
+            lambda b, h, i, j: dense[i, j] > 0, 1, 1, 8, 12, device="cpu", BLOCK_SIZE=(2, 4)
+        ),
+    }  # fmt: skip
+    found = {name: block_indices(form)[..., :3] for name, form in forms.items()}
+    assert {name: x[0, 0].tolist() for name, x in found.items()} == dict.fromkeys(forms, LISTED)
+    assert all(x.dtype == torch.int32 for x in found.values())
+    assert block_indices(MAP, most=3).tolist() == [[LISTED]]
+    with pytest.raises(ValueError, match="most must be at least 3, the longest list, got 2"):
+        block_indices(MAP, most=2)
+    with pytest.raises(TypeError, match=r"as a map must be bool .* got torch.int64"):
+        block_indices(MAP.long())
+    with pytest.raises(ValueError, match="a count for each list"):
+        block_indices((COUNTS[..., None], NUMBERS))
+    with pytest.raises(TypeError, match=r"blocks must be .* got list"):
+        block_indices(LISTED)
 
 
 PRODUCTS = {"forward": 2, "backward_dq": 3, "backward_dkv": 4}

@@ -10,7 +10,8 @@ family calls a registered function: see `models`.
 """
 
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from ...cache.views import view_of_tensors
 from ...functional.attend import attention, attention_varlen
 from ...functional.decode import decode_attention
+from ...functional.selected import selected_attention
 from ...functional.statistics import attention_weights
+from ...options import ROWS
 from ...position_tables import document_ids
 from ..sdpa import bounded_bias
 from .continuous import NAME as NAME
@@ -27,6 +30,7 @@ from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids
 
+Attend = Callable[..., Any]
 # First and last minor version that the tests have run with.
 _TESTED = ((5, 23), (5, 23))
 _SMALL_CHANGES = "scores, masks or caches may be passed in another way there"
@@ -104,7 +108,9 @@ def attention_forward(
             sequences that a mask's rule was made of give way to them, as in "flash_attention_2".
         cache: of continuous batching. It is updated, and its offsets and sliding_window take the
             place of the mask.
-        block_indices: refused: keys by blocks.
+        block_indices: integers [B, H_s, T_q, n], blocks of keys that a query of the heads of H_s
+            lists may see, likewise. A block is of as many keys as the layer's indexer or its
+            config's index_block_size says.
         output_attentions: also return the weights, without gradients or dropout. So do layers of a
             model that was asked for them and does not pass that on, where transformers is tested.
         kwargs: what is meant for other implementations, and position_ids: the mask has them in it.
@@ -113,18 +119,18 @@ def attention_forward(
         ([B, T_q, H_q, D_v] contiguous, weights [B, H_q, T_q, T_k] or None).
 
     Raises:
-        NotImplementedError: block_indices; beside a cache, what offsets and a window do not say.
+        NotImplementedError: beside a cache, what offsets and a window do not say.
         ValueError: no mask, although 1 < T_q != T_k and the layer is causal: where the queries
             stand among the keys is then unknown. cu_seq_lens_q beside padding.
     """
-    _refuse(block_indices)
     output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
     options["scale"] = scaling
-    beside = sinks is not None or indices is not None or position_bias is not None
+    chosen = indices, block_indices
+    beside = any(x is not None for x in (sinks, position_bias, *chosen))
     if cache is not None:
         _refuse_beside_cache(causal, beside, output_attentions, dropout)
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
@@ -152,26 +158,23 @@ def attention_forward(
         options["documents"] = _packed_ids(packed, query, key, rule)
     if mask is not None:
         _add_mask(options, mask)
-    if indices is not None:
-        _add_mask(options, _selected(indices, key))
     options = {name: x for name, x in options.items() if x is not None}
+    attend: Attend = attention
+    if any(x is not None for x in chosen):
+        lists, size = _lists(module, *chosen)
+        if _go_by_lists(lists, size, key, options) and not output_attentions:
+            del options["dropout"]
+            attend = partial(selected_attention, indices=lists, block=(1, size))
+            return _attend(query, key, value, sinks, options, attend)[0], None
+        _add_mask(options, _shown(lists, size, query, key))
     if sinks is None and not output_attentions and _is_one_step(query, key, value, options):
         return _one_step(query, key, value, options), None
-    o, share = _attend(query, key, value, sinks, options)
+    o, share = _attend(query, key, value, sinks, options, attend)
     if not output_attentions:
         return o, None
     options.pop("dropout", None)
     weights = attention_weights(query, key, **options)
     return o, (weights if share is None else weights * share).to(query.dtype)
-
-
-def _refuse(block_indices: Tensor | None) -> None:
-    """Refuse arguments that some models pass and nothing here serves."""
-    if block_indices is not None:
-        raise NotImplementedError(
-            "block_indices: fastattn does not serve keys that are selected by blocks; "
-            'attn_implementation="eager" or "sdpa" puts them into the mask'
-        )
 
 
 def _refuse_beside_cache(causal: bool, *given: Any) -> None:
@@ -196,12 +199,17 @@ def _are_weights_collected() -> bool:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+    attend: Attend,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, T_q, H_q, D_v], and what share of the weights keys have beside sinks of each query."""
     if sinks is None:
-        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
-    o, lse = attention(query, key, value, return_lse=True, **options)
+        return attend(query, key, value, **options).transpose(1, 2).contiguous(), None
+    o, lse = attend(query, key, value, return_lse=True, **options)
     # One more key multiplies the denominator by 1 + exp(sinks - lse).
     share = torch.sigmoid(lse[..., None] - sinks)
     return (o * share).to(o.dtype).transpose(1, 2).contiguous(), share
@@ -331,12 +339,46 @@ def _packed_ids(
     return of_queries if offsets[1] is None else (of_queries, document_ids(offsets[1], T_k))
 
 
-def _selected(indices: Tensor, key: Tensor) -> Tensor:
-    """bool [B, 1, T_q, T_k]: the keys that an indexer chose for each query, -1 being none."""
-    # What is no key goes to a column of its own, the first.
-    shape = (*indices.shape[:2], 1 + key.shape[2])
+def _lists(
+    module: nn.Module, indices: Tensor | None, block_indices: Tensor | None
+) -> tuple[Tensor, int]:
+    """Lists [B, H_s, T_q, n] of the keys, or blocks of keys, that an indexer chose; their size."""
+    if block_indices is None:
+        assert indices is not None
+        return indices[:, None], 1
+    if indices is not None:
+        raise ValueError("indices and block_indices both choose keys: give one of them")
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if size is None:
+        size = getattr(getattr(module, "config", None), "index_block_size", None)
+    if size is None:
+        raise ValueError(
+            "block_indices needs the size of a block: neither the layer has an indexer with a "
+            "block_size, nor its config an index_block_size"
+        )
+    return block_indices, int(size)
+
+
+# What `selected_attention` takes beside the lists; a dropout of 0 is none.
+_BESIDE_LISTS = {x for x, row in ROWS.items() if "selected_attention" in row.calls} | {"dropout"}
+
+
+def _go_by_lists(lists: Tensor, size: int, key: Tensor, options: dict[str, Any]) -> bool:
+    """Whether blocks are met by their lists; chosen tokens where they are few, and no step."""
+    few = size > 1 or (lists.shape[2] > 1 and 4 * lists.shape[3] <= key.shape[2])
+    return few and options.keys() <= _BESIDE_LISTS and not options["dropout"]
+
+
+def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
+    """bool [B, 1 or H_q, T_q, T_k]: the keys of the blocks that lists name, -1 being none."""
+    blocks = -(-key.shape[2] // size)
+    # What is no block goes to a column of its own, the first.
+    shape = (*lists.shape[:3], 1 + blocks)
     mask = torch.zeros(shape, dtype=torch.bool, device=key.device)
-    return mask.scatter(-1, indices.long().clamp(min=-1) + 1, True)[:, None, :, 1:]
+    mask = mask.scatter(-1, lists.long().clamp(min=-1) + 1, True)[..., 1:]
+    mask = mask.repeat_interleave(size, -1)[..., : key.shape[2]]
+    H_s = lists.shape[1]
+    return mask if H_s == 1 else mask.repeat_interleave(query.shape[1] // H_s, 1)
 
 
 @cache

@@ -1,0 +1,104 @@
+"""Lists of key blocks from other libraries' forms of a block mask."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import checks, tracing
+
+
+def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
+    """The `indices` of `selected_attention` from a block mask in another form.
+
+    Args:
+        blocks: one of
+
+            - a bool map [B, H_s, R, N], True where block r of the queries sees block j of the keys;
+            - torch's BlockMask of FlexAttention. Its function is not asked: `selected_attention`
+              masks the pairs of a block by its own options. `block` is its BLOCK_SIZE;
+            - a pair (counts [B, H_s, R], numbers [B, H_s, R, n]), or four with those of full blocks
+              behind, as FlashAttention 4 and FlexAttention keep them;
+            - a torch.sparse_bsr tensor [T_q, T_k], or a pair (indptr [R + 1], indices [nnz]), as
+              FlashInfer has it: one pattern for all heads, [1, 1, R, n].
+        most: places of each list, where fewer than all blocks are enough: those behind are lost.
+            Default: as many as a list can have; of BSR as many as the longest has, which waits for
+            the device.
+
+    Returns:
+        int32 [B, H_s, R, n], -1 behind each list.
+
+    Raises:
+        TypeError: none of these. ValueError: on a CPU, a list is longer than `most`.
+
+    Example:
+        >>> block_indices(torch.ones(4, 4).tril().bool()[None, None])[0, 0].tolist()
+        [[0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
+    """
+    most = None if most is None else checks.check_count("most", most, 0)
+    if isinstance(blocks, Tensor) and blocks.layout is torch.sparse_bsr:
+        blocks = blocks.crow_indices(), blocks.col_indices()
+    if isinstance(blocks, Tensor):
+        found = _of_map(blocks)
+    elif hasattr(blocks, "kv_num_blocks"):
+        given = (blocks.kv_num_blocks, blocks.kv_indices)
+        full = (blocks.full_kv_num_blocks, blocks.full_kv_indices)
+        found = _of_counts(*given, *(() if full[0] is None else full))
+    elif isinstance(blocks, tuple) and all(isinstance(x, Tensor) for x in blocks):
+        by_rows = len(blocks) == 2 and blocks[0].dim() == 1
+        found = _of_rows(*blocks) if by_rows else _of_counts(*blocks)
+    else:
+        raise TypeError(
+            "blocks must be a bool map, a BlockMask, pairs of counts and numbers, or BSR, got "
+            f"{checks.type_name(blocks)}"
+        )
+    if most is None:
+        return found
+    lost = found[..., most:]
+    if tracing.host_knows(lost) and bool((lost >= 0).any()):
+        longest = int((found >= 0).sum(-1).max())
+        raise ValueError(f"most must be at least {longest}, the longest list, got {most}")
+    return found[..., :most]
+
+
+def _of_map(seen: Tensor) -> Tensor:
+    if seen.dtype != torch.bool or seen.dim() != 4:
+        raise TypeError(
+            f"blocks as a map must be bool [B, H_s, R, N], got {seen.dtype} of {list(seen.shape)}"
+        )
+    return _packed(seen, torch.arange(seen.shape[3], device=seen.device).expand(seen.shape))
+
+
+def _of_counts(*given: Tensor) -> Tensor:
+    if len(given) not in (2, 4):
+        raise TypeError(f"blocks must be two tensors or four, got {len(given)}")
+    counted = []
+    for counts, numbers in zip(given[::2], given[1::2], strict=True):
+        checks.check_integers("blocks", numbers)
+        if tuple(counts.shape) != tuple(numbers.shape[:-1]):
+            raise ValueError(
+                f"blocks must have a count for each list of {list(numbers.shape)}, got counts of "
+                f"{list(counts.shape)}"
+            )
+        places = torch.arange(numbers.shape[-1], device=numbers.device)
+        counted.append((places < counts[..., None], numbers))
+    listed, numbers = (torch.cat(x, -1) for x in zip(*counted, strict=True))
+    return _packed(listed, numbers)
+
+
+def _packed(listed: Tensor, numbers: Tensor) -> Tensor:
+    """The numbers that are listed from the front of each row, in order; -1 behind them."""
+    past = torch.iinfo(torch.int32).max
+    found = torch.where(listed, numbers, past).to(torch.int32).sort(dim=-1).values
+    return found.masked_fill(found == past, -1)
+
+
+def _of_rows(starts: Tensor, numbers: Tensor) -> Tensor:
+    checks.check_integers("blocks", starts)
+    checks.check_integers("blocks", numbers)
+    lengths = starts.diff()
+    R, n = lengths.shape[0], int(lengths.max()) if len(lengths) else 0
+    rows = torch.arange(R, device=starts.device).repeat_interleave(lengths)
+    places = torch.arange(numbers.shape[0], device=starts.device) - starts[:-1].long()[rows]
+    found = torch.full((R, n), -1, dtype=torch.int32, device=starts.device)
+    return found.index_put((rows, places), numbers.to(torch.int32))[None, None]
