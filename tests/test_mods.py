@@ -1,9 +1,11 @@
 """Shipped masks and scores against plain torch."""
 
 import itertools
+import sys
 
 import pytest
 import torch
+import triton.language as tl
 
 import fastattn
 from fastattn import BlockMask, attention, mods
@@ -54,6 +56,7 @@ BRANCH = torch.tensor([-1, -1, 0, 0, 0, 1, 1, 2], dtype=torch.int32)
 PARENTS = [None, 0, 1, 1, 0, 4]
 TIN = torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)
 TOUT = torch.tensor([6, 4, 3, 4, 6, 6], dtype=torch.int32)
+WIDTH = 3
 WIDTHS = torch.tensor([1, 3], dtype=torch.int32)
 
 
@@ -87,6 +90,13 @@ MASKS = {
     "and": (
         *(mods.and_masks(mods.causal, mods.natten_1d(8, 5)), ()),
         neighbours((8,), 5).tril(),
+    ),
+    "lambdas": (
+        mods.and_masks(
+            lambda b, h, q, k: k <= q,
+            lambda b, h, q, k: q - k < tl.maximum(WIDTH, h),
+        ),
+        *((), table(8, lambda i, j: 0 <= i - j < WIDTH)),
     ),
     "or, each with its tensors": (
         *(mods.or_masks(mods.window_by_head, BlockMask(mods.shared_prefix)), (WIDTHS, BRANCH)),
@@ -122,10 +132,25 @@ def test_the_same_parts_give_the_same_function() -> None:
         mods.natten_2d(4, 5, 5)
     with pytest.raises(ValueError, match="or_masks takes one mask or more, got none"):
         mods.or_masks()
+    with pytest.raises(TypeError, match=r"jit function or a lambda in a file, got .*neigh"):
+        mods.or_masks(mods.causal, neighbours)
 
 
-def test_a_joined_mask_is_traced_whole() -> None:
-    mask, tensors, seen = MASKS["and"]
+def test_a_lambda_keeps_the_numbers_of_its_scope() -> None:
+    def behind(n: int):
+        return mods.or_masks(lambda b, h, q, k: q - k == n)
+
+    masks = [behind(n) for n in range(3)]
+    assert [mods.visited_blocks(mask, 4, 4, block=1) * 16 for mask in masks] == [4, 3, 2]
+    assert masks[2] is mods.or_masks(lambda b, h, q, k: q - k == 2)
+    if sys.version_info >= (3, 11):
+        two = mods.or_masks(lambda b, h, q, k: q == k + 1, lambda b, h, q, k: q == k + 3)
+        assert mods.visited_blocks(two, 4, 4, block=1) * 16 == 4
+
+
+@pytest.mark.parametrize("name", ["and", "lambdas"])
+def test_a_joined_mask_is_traced_whole(name: str) -> None:
+    mask, tensors, seen = MASKS[name]
     inputs = [x.detach() for x in qkv(seen.shape[-1])]
 
     def call(q, k, v):

@@ -4,8 +4,9 @@ and a terminal.
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
 
-A row of a table in docs/masks.md that has a picture is drawn from its own call: the weights that
-these options give every key, for the last row of the batch and its first head.
+A row of a table in docs/masks.md or docs/gallery.md that has a picture is drawn from its own call:
+the weights that these options give every key, for the last row of the batch and its first head. A
+last column of the gallery counts the blocks of 8 by 8 in which a pair is visible.
 """
 
 import argparse
@@ -27,7 +28,9 @@ from fastattn.bench.results.tables import reports
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "bench" / "results"
-ROW = re.compile(r"^\| !\[[^]]*\]\(pictures/([\w-]+\.svg)\)[^|]* \| [^|]+ \| `([^`]+)` \|$", re.M)
+ROW = re.compile(
+    r"^\| !\[[^]]*\]\(pictures/([\w-]+\.svg)\)[^|]* \| [^|]+ \| `([^`]+)` \|(?: (\d+) \|)?$", re.M
+)
 SETUP = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 SEEN, BEHIND = "#5c6bc0", "#9e9e9e"
 LEVELS = 8
@@ -42,13 +45,13 @@ def weights_of(call: str, setup: Mapping[str, Any]) -> Tensor:
             seed = torch.tensor([1, 2])
             B, H, T_q, T_k = *q.shape[:3], k.shape[2]
             made.append(fastattn.dropout_keep_mask(seed, p, B, H, T_q, T_k)[-1, 0].float())
-        # Equal products, so that what differs is what the options do.
-        weights = fastattn.attention_weights(torch.zeros_like(q), torch.zeros_like(k), **options)
-        made.append(weights[-1, 0])
+        made.append(fastattn.attention_weights(q, k, **options)[-1, 0])
         return v
 
     torch.manual_seed(0)
-    eval(call, {**setup, "attention": record})
+    # Equal products, so that what differs is what the options do.
+    equal = {"q": torch.ones_like(setup["q"]), "k": torch.zeros_like(setup["k"])}
+    eval(call, {**setup, **equal, "attention": record})
     weights = made[0] * (made[1] > 0) if len(made) > 1 else made[0]
     return weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)
 
@@ -82,16 +85,23 @@ def draw_mask(weights: Tensor) -> str:
     )
 
 
-def masks() -> dict[str, str]:
-    """The pictures of docs/masks.md by their names."""
-    text = (DOCS / "masks.md").read_text(encoding="utf-8")
-    first = SETUP.search(text)
-    assert first is not None
-    with tempfile.TemporaryDirectory() as folder:  # Triton reads functions from their file
-        path = Path(folder) / "setup.py"
-        path.write_text(first[1], encoding="utf-8")
-        setup = runpy.run_path(str(path))
-        return {name: draw_mask(weights_of(call, setup)) for name, call in ROW.findall(text)}
+def tables() -> Iterator[tuple[str, Tensor, str]]:
+    """Name, weights and count of blocks of each picture in the tables of the two pages."""
+    for page in ("masks", "gallery"):
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        first = SETUP.search(text)
+        assert first is not None
+        with tempfile.TemporaryDirectory() as folder:  # Triton reads functions from their file
+            path = Path(folder) / "setup.py"
+            path.write_text(first[1], encoding="utf-8")
+            setup = runpy.run_path(str(path))
+            for name, call, count in ROW.findall(text):
+                yield name, weights_of(call, setup), count
+
+
+def visited(weights: Tensor) -> int:
+    """The number of blocks of 8 by 8 in which a weight is not 0."""
+    return int((weights > 0).unfold(0, 8, 8).unfold(1, 8, 8).flatten(2).any(-1).sum())
 
 
 THEMES = {
@@ -180,7 +190,7 @@ def pictures() -> dict[str, str]:
     terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))
     record = terminal["RECORD"].read_text(encoding="utf-8")
     drawn["terminal.svg"] = terminal["draw"](record)
-    return masks() | drawn
+    return drawn | {name: draw_mask(weights) for name, weights, _ in tables()}
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:

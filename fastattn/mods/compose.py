@@ -1,9 +1,10 @@
-"""Functions made of others: constants bound into a rule, masks joined by and, or."""
+"""Functions made of others: constants bound into a rule, masks joined by and, or, lambdas."""
 
 import hashlib
 import inspect
 import linecache
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from ..block_mask import BlockMask
 from ..torch_backend import triton_language
+from .lambdas import parts_of
 
 # By the name of a function that was made: what it calls.
-_PARTS: dict[str, tuple[Any, ...]] = {}
+_PARTS: dict[str, dict[str, Any]] = {}
+_PLACES = ("b", "h", "q_pos", "k_pos")
 
 
 def bind(rule: Any, *constants: int) -> Any:
@@ -34,7 +37,8 @@ def bind(rule: Any, *constants: int) -> Any:
             raise TypeError(f"constants of {rule.__name__} must be ints, got {x!r}")
     tensors = _parameters(rule)[len(constants) :]
     call = ", ".join(("part_0(b, h, q_pos, k_pos", *map(str, constants), *tensors)) + ")"
-    return _made("_".join(map(str, (rule.__name__, *constants))), (rule,), tensors, call)
+    name = "_".join(map(str, (rule.__name__, *constants)))
+    return _made(name, {"part_0": rule}, [*_PLACES, *tensors], call)
 
 
 def and_masks(*masks: Any) -> Any:
@@ -47,11 +51,13 @@ def or_masks(*masks: Any) -> Any:
 
     Args:
         masks: @triton.jit functions (b, h, q_pos, k_pos, *tensors), one or more, in which those of
-            this module count. The mod_tensors of the call are those of the first, then those of
-            the second, and so on.
+            this module count, and lambdas that stand in a file (before Python 3.11 one a line),
+            which keep the numbers that their scope has now. The mod_tensors of the call are those
+            of the first, then those of the second, and so on.
 
     Raises:
         ValueError: there is none.
+        TypeError: one is a function of Python's, or a lambda whose source is not found.
     """
     return _joined("or", "|", masks)
 
@@ -83,32 +89,40 @@ def _parameters(mod: Any) -> list[str]:
 def _joined(name: str, operator: str, masks: tuple[Any, ...]) -> Any:
     if not masks:
         raise ValueError(f"{name}_masks takes one mask or more, got none")
-    parts = [mask.mask_mod if isinstance(mask, BlockMask) else mask for mask in masks]
+    parts = [_jitted(mask.mask_mod if isinstance(mask, BlockMask) else mask) for mask in masks]
     calls: list[str] = []
     tensors: list[str] = []
     for number, part in enumerate(parts):
         own = [f"tensor_{len(tensors) + i}" for i in range(len(_parameters(part)))]
         calls.append(f"part_{number}({', '.join(('b, h, q_pos, k_pos', *own))})")
         tensors += own
-    return _made(name, tuple(parts), tensors, f" {operator} ".join(calls))
+    scope = {f"part_{i}": part for i, part in enumerate(parts)}
+    return _made(name, scope, [*_PLACES, *tensors], f" {operator} ".join(calls))
 
 
-def _made(name: str, parts: tuple[Any, ...], tensors: list[str], result: str) -> Any:
+def _jitted(mask: Any) -> Any:
+    if not isinstance(mask, FunctionType):
+        return mask
+    arguments, result, scope = parts_of(mask)
+    return _made("lambda", scope, arguments, result)
+
+
+def _made(name: str, parts: dict[str, Any], arguments: list[str], result: str) -> Any:
     """A @triton.jit function at the top level of this module, where `block_mask.named` finds it."""
     # By the source, so that another process finds the kernels that this one compiled.
-    text = "".join(f"{part.fn.__module__}{inspect.getsource(part.fn)}" for part in parts)
-    name += "_" + hashlib.sha256(f"{text}{result}".encode()).hexdigest()[:8]
-    while name in _PARTS and any(x is not y for x, y in zip(_PARTS[name], parts, strict=True)):
+    functions = [part.fn for part in parts.values() if hasattr(part, "fn")]
+    text = "".join(f"{function.__module__}{inspect.getsource(function)}" for function in functions)
+    taken = ", ".join(arguments)
+    name += "_" + hashlib.sha256(f"{text}{taken}{result}".encode()).hexdigest()[:8]
+    while name in _PARTS and any(_PARTS[name].get(key) is not x for key, x in parts.items()):
         name += "x"
     if name in _PARTS:
         return globals()[name]
     _PARTS[name] = parts
-    arguments = ", ".join(("b, h, q_pos, k_pos", *tensors))
-    source = f"def {name}({arguments}):\n    return {result}\n"
+    source = f"def {name}({taken}):\n    return {result}\n"
     path = f"<{__name__}.{name}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    scope: dict[str, Any] = {f"part_{i}": part for i, part in enumerate(parts)}
-    scope["__name__"] = __name__
+    scope: dict[str, Any] = {**parts, "__name__": __name__}
     exec(compile(source, path, "exec"), scope)
     made = triton.jit(scope[name])
     setattr(sys.modules[__name__], name, made)

@@ -34,6 +34,15 @@ def test_pictures_are_those_of_today(drawing: ModuleType, on_torch: None) -> Non
     assert [name for name in drawn if drawn[name] != there[name]] == []
 
 
+def test_the_gallery_counts_the_blocks_that_it_shows(drawing: ModuleType, on_torch: None) -> None:
+    rows = {name: (count, str(drawing.visited(x))) for name, x, count in drawing.tables() if count}
+    assert len(rows) >= 12
+    assert {name: pair for name, pair in rows.items() if pair[0] != pair[1]} == {}
+    shown = set(re.findall(r"mods\.(\w+)", (PICTURES.parent / "gallery.md").read_text()))
+    names = (PICTURES.parents[1] / "tests" / "public_names.txt").read_text()
+    assert set(re.findall(r"^fastattn\.mods\.(\w+)", names, re.M)) - shown == {"bind", "or_masks"}
+
+
 def test_the_terminals_commands_are_those_of_today() -> None:
     """After a change of them, `python docs/tools/terminal.py` types them again."""
     terminal = tool("terminal")
