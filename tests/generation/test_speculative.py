@@ -13,15 +13,12 @@ from fastattn.generation.speculative import (
     speculative_tokens,
     verify,
 )
-from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 GREEDY = Sampling(greedy=True)
-# The 99.9 % quantile of chi-square with 26 degrees of freedom.
-CHI_SQUARE_26 = 54.05
 
 
 @pytest.mark.parametrize("drafts", [1, 7])
@@ -78,52 +75,6 @@ def test_settings_that_leave_one_token_give_the_models_own():
     sampling = Sampling(top_k=1, repetition_penalty=1.7)
     got = list(speculative_tokens(model, draft, [1, 2], 60, sampling=sampling, seed=0))
     assert got == list(generate_tokens(model, [1, 2], 60, sampling=sampling, seed=3))
-
-
-@torch.no_grad()
-def exact_distribution(model: GPT, prompt: list[int], count: int, sampling: Sampling) -> dict:
-    """Probability of every continuation, by full forward passes."""
-    found = {(): 1.0}
-    for _ in range(count):
-        longer = {}
-        for tokens, share in found.items():
-            text = torch.tensor([[*prompt, *tokens]])
-            seen = torch.zeros(1, model.config.vocab_size, dtype=torch.bool)
-            seen[0, text] = True
-            each = sampling.probabilities(model(text)[:, -1], seen)[0].tolist()
-            longer.update({(*tokens, i): share * p for i, p in enumerate(each)})
-        found = longer
-    return found
-
-
-def chi_square(counts: dict, expected: dict, total: int) -> float:
-    return sum(
-        (counts.get(tokens, 0) - total * share) ** 2 / (total * share)
-        for tokens, share in expected.items()
-    )
-
-
-@pytest.mark.nightly
-def test_texts_follow_the_models_distribution():
-    """All 27 texts of three tokens; the draft model's own distribution is far from it."""
-    sampling = Sampling(temperature=1.3, repetition_penalty=1.2)
-    sizes = {"context": 8, "num_layers": 1, "embed_dim": 8, "std": 0.4}
-    model, draft = make_gpt(3, **sizes), make_gpt(3, **sizes)
-    expected = exact_distribution(model, [1], 3, sampling)
-    total = 600
-    counts: dict[tuple[int, ...], int] = {}
-    tally = Tally()
-    for seed in range(total):
-        stream = speculative_tokens(
-            model, draft, [1], 3, drafts=2, sampling=sampling, seed=seed, tally=tally
-        )
-        tokens = tuple(stream)
-        counts[tokens] = counts.get(tokens, 0) + 1
-    assert chi_square(counts, expected, total) < CHI_SQUARE_26
-    assert 0.2 < tally.acceptance_rate < 0.95
-    other = exact_distribution(draft, [1], 3, sampling)
-    shares = {tokens: round(total * share) for tokens, share in other.items()}
-    assert chi_square(shares, expected, total) > 4 * CHI_SQUARE_26
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 2])

@@ -1,12 +1,11 @@
 """The reference GPT against the same model written naively, and its configuration."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn import KVCache, alibi_slopes, reference
+from fastattn import alibi_slopes, reference
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import assert_within_budget, worst_naive
@@ -156,68 +155,6 @@ def test_dropout_acts_in_training_alone(place):
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
-        ({"context_length": -1}, "context_length must be a positive integer, got -1"),
-        ({"num_layers": 1.5}, "num_layers must be a positive integer, got 1.5"),
-        ({"num_heads": True}, "num_heads must be a positive integer, got True"),
-        ({"window": 0}, "window must be a positive integer, got 0"),
-        ({"num_kv_heads": 0}, "num_kv_heads must be a positive integer, got 0"),
-        ({"embed_dim": 30}, "embed_dim must be a multiple of num_heads=4, got 30"),
-        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads=4, got 3"),
-        ({"positions": "first"}, "positions must be 'learned', .* or 'none', got 'first'"),
-        ({"rotary_style": "x"}, "rotary_style must be 'half' or 'interleaved', got 'x'"),
-        ({"positions": "rotary", "embed_dim": 20}, "must be even .* 20 / 4 = 5"),
-        ({"rotary_base": 0}, "rotary_base must be positive, got 0"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"attention_dropout": -0.5}, r"attention_dropout must be in \[0, 1\), got -0.5"),
-        ({"keep_first": 1}, "keep_first=1 keeps keys that a window or stride hides"),
-        ({"softcap": -1.0}, "softcap must be positive and finite, got -1.0"),
-        ({"activation": "elu"}, "activation must be 'relu', .* or 'swiglu', got 'elu'"),
-        ({"hidden_dim": 0}, "hidden_dim must be a positive integer, got 0"),
-    ],
-)
-def test_wrong_config_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**{**SMALL, **changes})
-
-
-@torch.no_grad()
-def test_wrong_inputs_are_named():
-    model = make_model()
-    tokens = torch.zeros(2, 5, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \(5,\)"):
-        model(tokens[0])
-    with pytest.raises(ValueError, match="at most context_length=12 long, got T=13"):
-        model(torch.zeros(1, 13, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"tokens' shape \(2, 5\), got \(2, 4\)"):
-        model(tokens, tokens[:, :4])
-    with pytest.raises(ValueError, match="last_only and rows choose what is scored"):
-        model(tokens, tokens, last_only=True)
-    with pytest.raises(ValueError, match=r"one KVCache a layer \(2\), got 1"):
-        model(tokens, cache=model.new_cache(2)[:1])
-    with pytest.raises(ValueError, match="at most context_length=12 with learned positions"):
-        model.new_cache(2, 13)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("cache", "message"),
-    [
-        (np.zeros(2), r"cache must hold one KVCache a layer \(2\), got numpy\.ndarray"),
-        (KVCache(1, 1, 4, 2), r"cache must hold .* got fastattn\.cache\.dense\.KVCache"),
-        (3, r"cache must hold .* got int"),
-        ([np.zeros(2)] * 2, r"cache\[0\] must be a KVCache, .* got numpy\.ndarray"),
-        ((KVCache(1, 4, 12, 8), None), r"cache\[1\] must be a KVCache, .* got NoneType"),
-    ],
-)
-def test_what_is_no_cache_is_named(cache, message):
-    with pytest.raises(TypeError, match=message):
-        make_model()(torch.zeros(1, 1, dtype=torch.long), cache=cache)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastattn import KVCache
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.positions import sinusoids
@@ -235,7 +236,7 @@ def test_compiles_to_one_graph():
 def test_wrong_inputs_are_named():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     encoder, tagger, model = make_encoder(Encoder), make_encoder(Tagger, 3), make_seq2seq()
-    memory = model.encode(tokens)
+    memory, gpt = model.encode(tokens), GPT(GPTConfig(V, T, **SIZES))
     for call, match in (
         (lambda: encoder(tokens[0]), r"tokens must have shape \[B, T\], got \(5,\)"),
         (lambda: encoder(tokens.repeat(1, 2)), "at most context_length=9 long, got T=10"),
@@ -250,6 +251,20 @@ def test_wrong_inputs_are_named():
         (lambda: model.decode(tokens, memory, model.new_cache(2)[:1]), r"a layer \(2\), got 1"),
         (lambda: model.decode(tokens, memory, model.new_cache(2, 4)), "inputs must fit the cache"),
         (lambda: model.new_cache(2, 11), "at most target_length=10 with learned positions, got 11"),
+        (lambda: gpt(tokens[0]), r"tokens must have shape \[B, T\], got \(5,\)"),
+        (lambda: gpt(tokens, tokens[:, :4]), r"tokens' shape \(2, 5\), got \(2, 4\)"),
+        (lambda: gpt(tokens, tokens, last_only=True), "last_only and rows choose what is scored"),
+        (lambda: gpt(tokens, cache=gpt.new_cache(2)[:1]), r"one KVCache a layer \(2\), got 1"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
+
+
+def test_what_is_no_cache_is_named():
+    gpt, token = GPT(GPTConfig(V, T, **SIZES)), torch.zeros(1, 1, dtype=torch.long)
+    for cache, message in (
+        (KVCache(1, 1, 4, 2), r"cache must hold .* got fastattn\.cache\.dense\.KVCache"),
+        ((gpt.new_cache(1)[0], None), r"cache\[1\] must be a KVCache, .* got NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            gpt(token, cache=cache)

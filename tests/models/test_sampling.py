@@ -78,14 +78,11 @@ def test_draws_follow_the_distribution():
     [
         ({"temperature": 0.0}, r"temperature must be positive and finite, got 0\.0; .* use greedy"),
         ({"temperature": math.nan}, "temperature must be positive and finite, got nan"),
-        ({"temperature": math.inf}, "temperature must be positive and finite, got inf"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
-        ({"min_p": 0.0}, r"min_p must be in \(0, 1\], got 0\.0"),
         ({"min_p": -0.5}, r"min_p must be in \(0, 1\], got -0\.5"),
         ({"epsilon_cutoff": 0.0}, r"epsilon_cutoff must be in \(0, 1\], got 0\.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive and finite, got 0"),
         ({"repetition_penalty": math.inf}, "repetition_penalty must be positive and finite, got i"),
     ],
 )

@@ -19,7 +19,7 @@ from fastattn.training.checkpoint import (
     load_model,
     save_checkpoint,
 )
-from fastattn.training.storage.folder import checkpoint_path, write
+from fastattn.training.storage.folder import checkpoint_path
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -97,18 +97,6 @@ def test_a_damaged_file_is_named(name, tmp_path):
         with pytest.raises(CheckpointError) as error:
             load_checkpoint(tmp_path)
         assert str(path) in str(error.value)
-
-
-def test_a_checkpoint_that_another_run_has_written_is_named(tmp_path):
-    """Meanwhile, where no lock keeps two runs apart; it is no fault of the disk."""
-
-    def contents() -> dict[str, bytes]:
-        (checkpoint_path(tmp_path, 1) / "theirs").mkdir(parents=True)
-        return {"ours": b""}
-
-    with pytest.raises(CheckpointError, match="another run has written checkpoint"):
-        write(tmp_path, 1, contents)
-    assert [path.name for path in tmp_path.rglob("*")] == ["step-00000001", "theirs"]
 
 
 WRITTEN, REFUSED, UNFLUSHED, WRONG = 0, 11, 12, 13

@@ -1,18 +1,15 @@
 """Display of a training run: its first line, the time left, and its pictures."""
 
 import io
-import math
 import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from matplotlib.figure import Figure
 
 from fastattn.cli.main import main
 from fastattn.training import metrics
 from fastattn.training.data.text import DataError
-from fastattn.training.maps import Map, draw_maps
 from fastattn.training.metrics import ProgressBar, draw_loss_curve
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -112,31 +109,3 @@ def test_the_loss_curve_shows_its_records_and_names_the_run(tmp_path, drawn):
     axes = drawn[1].axes[0]
     assert axes.get_title() == "Loss of the run mine-$x_{$"
     assert [list(line.get_ydata()) for line in axes.lines] == [[3.0, 2.0], [2.5]]
-
-
-def test_maps_have_titles_in_words_and_a_bar_of_colours(tmp_path, drawn):
-    """A token is no formula; the font lacks the second one."""
-    names = ["$a{b$", "漢"]
-    maps = [
-        Map(name, torch.full((2, 2, 2), 0.5), names, names)
-        for name in ("encoder.blocks.0.attention", "decoder.blocks.11.cross", "blocks.1.attention")
-    ]
-    draw_maps(maps, tmp_path / "maps.png")
-    axes = drawn[0].axes
-    expected = ["encoder layer 0", "decoder layer 11 cross", "layer 1"]
-    titles = [f"{title}, head {head}" for title in expected for head in range(2)]
-    assert [one.get_title() for one in axes[:6]] == titles
-    bars = axes[6:]
-    assert [bar.get_ylabel() for bar in bars] == ["attention weight"]
-    assert bars[0].get_ylim() == (0.0, 1.0)
-    assert min(one.title.get_fontsize() for one in axes[:6]) >= 8
-    assert [label.get_text() for label in axes[0].get_xticklabels()] == names
-    # No title reaches into the next one.
-    drawn[0].canvas.draw()
-    ends = [one.title.get_window_extent() for one in axes[:6]]
-    assert all(left.x1 < right.x0 for left, right in zip(ends[::2], ends[1::2], strict=True))
-    assert math.isfinite(ends[0].x0)
-    draw_maps(
-        [Map("layer", torch.rand(1, 60, 60), ["漢"] * 60, ["漢"] * 60)], tmp_path / "long.png"
-    )
-    assert drawn[1].axes[0].get_xticklabels() == [], "too many to name"
