@@ -185,7 +185,7 @@ def check(case: Case, n: int, fact: CompiledFacts) -> None:
     )
     if (most := case.limit("pair", n)) is not None:
         tile = tile_of(case, fact.name)
-        assert max(full[0].of_pair(tile.BLOCK_M * tile.BLOCK_N, fact.num_warps)) <= most
+        assert full[0].of_pair(tile.BLOCK_M * tile.BLOCK_N, fact.num_warps) <= most
     if "selects" in case.limits:
         assert full[0].count("MUFU.EX2") == masked[0].count("MUFU.EX2") > 0
         assert full[0].count("FSEL") == 0 < masked[0].count("FSEL")
@@ -316,8 +316,6 @@ def check_sums_of_dq(D: int, how: str, full: list[Loop]) -> None:
         else:
             # [64, D / 2] numbers of 128 threads, and nothing on the way.
             assert (loop.count("UTMAREDG", "STS"), pairs) == (0, 64 * D // 2 // 128 // 2)
-        moved = loop.of_pair(64 * config.BLOCK, warps=4).shared_bytes
-        assert moved == pytest.approx({64: 26, 128: 42}[D], abs=0.1)
 
 
 def check_hopper_fp8(case: Case, facts: list[CompiledFacts]) -> None:

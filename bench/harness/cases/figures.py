@@ -2,9 +2,8 @@
 
 Conventions are those of FlashAttention's benchmarks: a forward pass takes 4 * D operations for a
 pair of query and key in each head; a causal mask over T_q = T_k counts half of the pairs; a
-backward pass counts 2.5 forward passes (five products for two), without recomputation. The
-conventional figure counts padding as work, to compare with a dense batch. The visible figure counts
-exactly the pairs that the mask lets through.
+backward pass counts 2.5 forward passes (five products for two), without recomputation. It
+counts padding as work, to compare with a dense batch, and the pairs of a window exactly.
 """
 
 from __future__ import annotations
@@ -19,28 +18,16 @@ PASSES = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
 def conventional_pairs(case: Case) -> float:
     """Pairs of query and key in one head of one batch row, padding counted, causal half."""
     if case.window is not None:
-        return _pairs(case, 0, case.T_k)
+        return _pairs(case)
     if case.causal and case.T_q > 1:
         return case.T_q * (case.T_k + max(0, case.T_k - case.T_q)) / 2
     return case.T_q * case.T_k
 
 
-def visible_pairs(case: Case) -> int:
-    """Pairs of query and key that the mask lets through, in one head, over all batch rows."""
-    if case.lengths is None:
-        return case.B * _pairs(case, 0, case.T_k)
-    ranges = [
-        (0, n) if case.padding_side == "right" else (case.T_k - n, case.T_k) for n in case.lengths
-    ]
-    counted = {keys: _pairs(case, *keys) for keys in set(ranges)}
-    return sum(counted[keys] for keys in ranges)
-
-
-def _pairs(case: Case, first: int, end: int) -> int:
-    """Visible pairs of one batch row whose keys are first..end - 1."""
+def _pairs(case: Case) -> int:
+    """Pairs of one batch row within the window, exactly."""
     position = torch.arange(case.T_q) + (case.T_k - case.T_q)
-    low = torch.full_like(position, first)
-    high = torch.full_like(position, end - 1)
+    low, high = torch.zeros_like(position), torch.full_like(position, case.T_k - 1)
     left, right = case.window or (None, None)
     if left is not None:
         low = low.maximum(position - left)
@@ -54,11 +41,6 @@ def _pairs(case: Case, first: int, end: int) -> int:
 def flops(case: Case) -> float:
     """Floating-point operations by convention."""
     return 4.0 * case.B * case.H_q * case.D * conventional_pairs(case) * PASSES[case.direction]
-
-
-def visible_flops(case: Case) -> float:
-    """Floating-point operations over the pairs that the mask lets through."""
-    return 4.0 * case.H_q * case.D * visible_pairs(case) * PASSES[case.direction]
 
 
 def element_size(case: Case) -> int:
@@ -98,13 +80,10 @@ def figures(case: Case, ms: float) -> dict[str, float]:
     """The figures of a case that takes `ms` milliseconds.
 
     Returns:
-        tflops (by convention), tflops_visible, both in 1e12 operations a second; for decoding
-        also kv_gbps, 1e9 bytes of keys and values a second.
+        tflops, by convention, in 1e12 operations a second; for decoding also kv_gbps, 1e9 bytes of
+        keys and values a second.
     """
-    found = {
-        "tflops": flops(case) / ms / 1e9,
-        "tflops_visible": visible_flops(case) / ms / 1e9,
-    }
+    found = {"tflops": flops(case) / ms / 1e9}
     if case.family == "decode":
         found["kv_gbps"] = key_value_bytes(case) / ms / 1e6
     return found

@@ -98,12 +98,10 @@ def blame(data: dict[str, Any], job: Job, who: str, why: str) -> None:
     """
     alone = data["jobs"].get(job.name, {}).get("alone", False)
     broken = data["broken"].setdefault(job.kinds[-1], {})
-    settled: dict[str, Any] = {"status": LEFT, "reason": f"{who} {why}"}
+    settled = {"status": LEFT, "reason": f"{who} {why}", "alone": alone or who == TIMING}
     if who in NOBODY or who in broken or (who == TIMING and alone):
         settled["status"] = BROKEN
-    elif who == TIMING:
-        settled["alone"] = True
-    else:
+    elif who != TIMING:
         broken[who] = f"{why} (in {job.name})"
     data["jobs"][job.name] = settled
 

@@ -35,9 +35,3 @@ def _instructions(lines: list[tuple[str, str]], labels: dict[str, int]) -> Itera
         jump = "BRA" if predicated else _JUMPS.get(opcode)
         name = jump or re.sub(r"^([a-z]+_[a-z0-9]+)_", r"\1.", opcode)
         yield Instruction(number, name, operands, predicated)
-
-
-def local_bytes(instruction: Instruction) -> float:
-    """Bytes that a wave of 64 threads moves to and from local memory by an instruction."""
-    access = re.fullmatch(r"ds_(?:read|write)(2?)(?:st64)?\.[bui](\d+)\w*", instruction.opcode)
-    return 0.0 if access is None else 64 * int(access[2]) / 8 * (2 if access[1] else 1)

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from .amdgcn import local_bytes, read_amdgcn
+from .amdgcn import read_amdgcn
 from .kept import kept
 from .sass import (
     Instruction,
@@ -315,7 +315,7 @@ def _code(kernel: Any) -> str:
 
 def _loops(code: str) -> tuple[Loop, ...]:
     if code.endswith(".amdgcn"):
-        return product_loops(read_amdgcn(Path(code).read_text("utf-8")), local_bytes)
+        return product_loops(read_amdgcn(Path(code).read_text("utf-8")))
     return tuple(loop for function in sass_of(code) for loop in product_loops(function))
 
 

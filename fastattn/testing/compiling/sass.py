@@ -3,9 +3,8 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -144,30 +143,18 @@ def _with_shapes(function: list[Instruction]) -> list[Instruction]:
     return found
 
 
-class OfPair(NamedTuple):
-    """Cost of a loop for a (query, key) pair: instructions of a thread, shared-memory bytes."""
-
-    instructions: float
-    shared_bytes: float
-
-
 @dataclass(frozen=True)
 class Loop:
     """The instructions of one loop, counted by opcode with its modifiers.
 
     overlap: the share of its exponentials that are issued while a wgmma is in flight; None without
     exponentials or matrix instructions.
-    shared_bytes: that one warp's pass moves to and from shared memory, and adds to global memory;
-    without bank conflicts and without what TMA moves.
-    once_bytes: that products of tensor memory, issued by one warp for all, read of it.
     least: instructions of its shortest pass, where jumps pass over what is needed now and then.
     """
 
     address: int
     opcodes: dict[str, int] = field(hash=False)
     overlap: float | None = None
-    shared_bytes: float = 0.0
-    once_bytes: float = 0.0
     least: int = 0
 
     @property
@@ -179,13 +166,9 @@ class Loop:
         """Instructions that move spilled registers, of NVIDIA's and of AMD's."""
         return self.count("LDL", "STL", "scratch_load", "scratch_store")
 
-    def of_pair(self, pairs: int, warps: int) -> OfPair:
-        """Spread a pass of the loop, by all warps of a program, over its pairs.
-
-        Bytes leave out what TMA moves, which the code does not say.
-        """
-        moved = self.shared_bytes * warps + self.once_bytes
-        return OfPair(32 * self.total * warps / pairs, moved / pairs)
+    def of_pair(self, pairs: int, warps: int) -> float:
+        """Instructions of a thread for a (query, key) pair, if all warps of a program take them."""
+        return 32 * self.total * warps / pairs
 
     def count(self, *names: str) -> int:
         """Instructions named by any of `names`, whatever modifiers follow: "FFMA", "MUFU.EX2"."""
@@ -200,16 +183,12 @@ class Loop:
 _ONE_FFMA_OF = 4
 
 
-def product_loops(
-    function: list[Instruction], moved: Callable[[Instruction], float] | None = None
-) -> tuple[Loop, ...]:
+def product_loops(function: list[Instruction]) -> tuple[Loop, ...]:
     """The innermost loops of a function that multiply tiles, by address.
 
     They hold matrix instructions; in a function that has none, as for products of IEEE fp32 on
     NVIDIA GPUs, many FFMA. A natural loop: all instructions that reach a backward jump without
     passing its target.
-
-    moved: bytes of shared memory that one warp moves by an instruction; default `shared_bytes`.
     """
     bodies: dict[int, set[int]] = {}
     predecessors = _predecessors(function)
@@ -232,7 +211,7 @@ def product_loops(
         if multiplies(body) and (first == 0 or 0 not in body)
     }
     return tuple(
-        _count(function, found[first], moved or shared_bytes)
+        _count(function, found[first])
         for first in sorted(found)
         if not any(other < found[first] for other in found.values())
     )
@@ -259,9 +238,7 @@ def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
     return found
 
 
-def _count(
-    function: list[Instruction], body: Iterable[int], moved: Callable[[Instruction], float]
-) -> Loop:
+def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
     opcodes = Counter(function[i].opcode for i in body)
     ordered = [function[i] for i in sorted(body)]
     matrix = any(instruction.is_matrix_op for instruction in ordered)
@@ -270,8 +247,6 @@ def _count(
         function[min(body)].address,
         dict(sorted(opcodes.items())),
         overlap,
-        sum(moved(function[i]) for i in body),
-        sum(once_bytes(function[i]) for i in body),
         _shortest_pass(ordered),
     )
 
@@ -288,48 +263,6 @@ def _shortest_pass(body: list[Instruction]) -> int:
         found |= reached
         pending, steps = [at[address] for address in reached], steps + 1
     return steps
-
-
-def shared_bytes(instruction: Instruction) -> float:
-    """Bytes that one warp moves to and from shared memory by an instruction.
-
-    A wgmma of four warps reads its operand B there, N rows of 32 bytes, and A, 64 rows, unless A
-    comes from registers; each warp is charged a quarter. Additions to global memory are charged
-    what they send from registers; loads and stores there are not.
-    """
-    base, *modifiers = instruction.opcode.split(".")
-    if base.endswith("GMMA"):
-        rows = int(modifiers[0].split("x")[1])
-        if not re.match(r"R\d+\S*,\s*R\d+", instruction.operands):
-            rows += 64
-        return 32 * rows / 4
-    if base in ("LDSM", "STSM"):  # so many matrices of 8 by 8 numbers of 16 bits
-        return 128.0 * int(modifiers[-1] if modifiers[-1].isdigit() else 1)
-    if base in ("LDS", "STS", "LDGSTS"):
-        bits = next((int(m) for m in modifiers if m in ("64", "128")), 32)
-        return 32 * bits / 8
-    if base in ("RED", "REDG"):
-        return 32 * _added_bits(modifiers) / 8
-    return 0.0
-
-
-def _added_bits(modifiers: list[str]) -> int:
-    """Bits that a thread adds: "F32x2" is two numbers, "F32" or no type is one."""
-    for modifier in modifiers:
-        if match := re.match(r"B?F(\d+)(?:x(\d+))?$", modifier):
-            return int(match[1]) * int(match[2] or 1)
-    return 64 if "64" in modifiers else 32
-
-
-def once_bytes(instruction: Instruction) -> float:
-    """Bytes that a product of tensor memory reads from shared memory, for all warps of a program.
-
-    It reads its operand B, N rows of 32 bytes, and A, M rows, unless A is in tensor memory.
-    """
-    if instruction.base != "UTCHMMA":
-        return 0.0
-    M, N, _ = map(int, instruction.opcode.split(".")[-1].split("x"))
-    return 32.0 * (N if instruction.operands.startswith("tmem") else M + N)
 
 
 def exponentials_under_wgmma(body: list[Instruction]) -> float | None:

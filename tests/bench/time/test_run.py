@@ -4,21 +4,16 @@ Processes are fakes that live in this one: the first poll runs them as far as th
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fastattn import reference
-from fastattn.bench.cases.case import Case
-from fastattn.bench.cases.implementation import Implementation
 from fastattn.bench.results.report import Report, newest
 from fastattn.bench.time import environment, full_run, jobs, numeric_tests, suite
-from fastattn.bench.time.attention import run_case
 from fastattn.bench.time.failures import LOST, DeviceLost
 from fastattn.bench.time.jobs import Job, gpu_jobs, record
 from fastattn.bench.time.measure import measure, serve
-from fastattn.bench.time.samples import Bench, Effort, HostTimer
+from fastattn.bench.time.samples import Bench, HostTimer
 from fastattn.training.step_timing import StepTiming
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -183,76 +178,6 @@ def test_a_process_that_cannot_do_anything_is_not_started_for_ever(report):
     assert (ended, len(processes)) == (said, 1)
 
 
-FORWARD = Case("forward", "forward", 1, 2, 1, 8, 8, 8, dtype="float32", device="cpu")
-CASES = [
-    FORWARD,
-    replace(FORWARD, causal=True),
-    replace(FORWARD, family="backward", direction="backward"),
-    replace(FORWARD, window=(2, 0)),
-    replace(FORWARD, family="decode", T_q=1, causal=True),
-]
-
-
-class Worker:
-    """A device and implementations that are made up."""
-
-    def __init__(self):
-        self.lost, self.calls = False, {}
-        timer = HostTimer()
-        timer.synchronize = self.synchronize
-        self.bench = Bench(timer, Effort(warm_up=1, target_ms=0, least=4, most=4, pause=0))
-        self.jobs = [self.job(case) for case in CASES]
-        self.jobs += [job("layer", raising(ValueError("no such layer"))), job("import")]
-
-    def process(self):
-        """A new process of `suite`."""
-        self.lost, self.calls = False, {}
-        return Process(lambda tell, requests: serve(self.jobs, self.bench, tell, requests))
-
-    def synchronize(self):
-        if self.lost:
-            raise RuntimeError("an illegal memory access was encountered")
-
-    def job(self, case):
-        misbehaving = {"crashes": self.crash, "hangs": self.hang, "loses": self.lose}
-        every = [
-            self.implementation(name, misbehaving.get(name), 1.01 if name == "wrong" else 1.0)
-            for name in ("right", "wrong", "crashes", "hangs", "loses", "also right")
-        ]
-
-        def run(bench, broken, announce):
-            return run_case(case, every, bench, broken=broken, announce=announce)
-
-        return Job(case.name, run, jobs.kinds(case))
-
-    def implementation(self, name, misbehave, factor):
-        def prepare(case, inputs):
-            def call(q, k, v):
-                key = (case.name, name)
-                self.calls[key] = self.calls.get(key, 0) + 1
-                if misbehave is not None:
-                    misbehave(case, self.calls[key])
-                o = reference.attention(q, k, v, causal=case.causal, window=case.window)
-                return factor * o
-
-            return call
-
-        return Implementation(name, lambda case: None, prepare)
-
-    def crash(self, case, calls):
-        if case.direction == "backward":
-            raise Crash
-
-    def hang(self, case, calls):
-        # Late: on the device, after all that is compiled.
-        if case.causal and case.family == "forward" and calls == 3:
-            raise Hang
-
-    def lose(self, case, calls):
-        # Later still: nobody waits for the call alone.
-        self.lost = self.lost or (case.window is not None and calls > 4)
-
-
 def full(out, which, seconds, start, clock, **more):
     return full_run.run_all(
         out, CHECKOUT, which, seconds, "x", start=start, sleep=clock.sleep, clock=clock, **more
@@ -260,49 +185,58 @@ def full(out, which, seconds, start, clock, **more):
 
 
 def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, monkeypatch):
-    """One crashes, one hangs, one loses the device behind its calls, one is wrong."""
-    clock, worker, commands = Clock(), Worker(), []
+    """One crashes, one hangs, one loses the device while all take turns: each in its own job."""
+    clock, commands = Clock(), []
+
+    def turns(bench, broken, announce):
+        announce("the timing", "runs")
+        if not bench.alone:
+            raise DeviceLost("the timing", "illegal access")
+        announce("loses", "runs")
+        if "loses" not in broken:
+            raise DeviceLost("loses", "illegal access")
+        return [record("family", "turns", "others", figure=1)]
+
+    def ending(end):
+        def run(broken):
+            if "ours" not in broken:
+                raise end
+
+        return run
+
+    every = [
+        job("crash", ending(Crash), ("forward", "backward")),
+        Job("turns", turns),
+        job("hang", ending(Hang), ("forward",)),
+        job("layer", raising(ValueError("no such layer"))),
+        job("after", ending(Crash), ("forward", "other")),
+    ]
 
     def start(command, environment, log):
         commands.append((command, log.name, environment["PYTHONSAFEPATH"]))
-        return worker.process()
+        return Process(lambda tell, requests: serve(every, BENCH, tell, requests))
 
-    monkeypatch.setattr(full_run, "gpu_jobs", lambda which: worker.jobs)
+    monkeypatch.setattr(full_run, "gpu_jobs", lambda which: every)
     report = full(tmp_path / "out", "quick", 1000, start, clock, skip=("tests",))
     assert report.data["suite"] == "finished"
-    # Two for who crashes and who hangs; who loses the device is found in a second run of its job.
+    # One behind each end: who loses the device in a turn is found in a second run of its job.
     assert len(commands) == 5
     command, log, safe = commands[0]
     assert suite.__name__ in command[2] and command[3] == "quick"
-    assert json.loads(command[4]) == [job.name for job in worker.jobs]
+    assert json.loads(command[4]) == [job.name for job in every]
+    assert json.loads(commands[-1][0][4]) == ["hang", "layer", "after"]
     assert (log, safe) == ("log.txt", "1")
-    broken = report.data["broken"]
-    assert "ended by SIGSEGV" in broken["backward"]["crashes"]
-    assert "no progress for 25 s (in forward-B1-H2:1-T8-D8-causal" in broken["forward"]["hangs"]
-    assert "illegal memory access" in broken["forward"]["loses"]
-    assert {kind: set(found) for kind, found in broken.items()} == {
-        "backward": {"crashes"},
-        "forward": {"hangs", "loses"},
+    assert report.data["broken"] == {
+        "backward": {"ours": "ended by SIGSEGV: its last line (in crash)"},
+        "turns": {"loses": "broke the device: illegal access (in turns)"},
+        "forward": {"ours": "made no progress for 25 s (in hang)"},
     }
     statuses = {name: job["status"] for name, job in report.data["jobs"].items()}
     assert statuses.pop("layer") == "broken off"
-    assert len(statuses) == 6 and set(statuses.values()) == {"done"}
-    results = on_disk(report)["results"]
-    failed = {
-        (r["case"]["name"], r["implementation"], r["status"])
-        for r in results
-        if r["implementation"] != "wrong" and r["status"] != "timed"
-    }
-    _, causal, backward, window, _ = (case.name for case in CASES)
-    assert failed == {
-        (causal, "hangs", "failed"),
-        *((backward, name, "failed") for name in ("crashes", "hangs")),
-        *((window, name, "failed") for name in ("hangs", "loses")),
-    }
-    assert [r["status"] for r in results if r["implementation"] == "wrong"] == ["wrong"] * 5
-    assert len(results) == 5 * 6 + 1
-    said = capsys.readouterr().err
-    assert "ValueError: no such layer" in said and "exceeds the budget" in said
+    # Who hung in a forward runs in no job that has one.
+    assert len(statuses) == 4 and set(statuses.values()) == {"done"}
+    assert names(report) == ["crash", "turns", "hang", "after"]
+    assert "ValueError: no such layer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["tests", "tuning"])
