@@ -95,26 +95,18 @@ class Ahead:
                         )
                     wanted.append(self._started[call])
 
-    def why_not(self, key: Hashable, seconds: float, kernel: str | None = None) -> str | None:
-        """Why calls are not worth a launch, waiting at most `seconds` for them; None if they are.
-
-        kernel: may neither spill in a loop nor exceed shared memory; None: any may.
-        """
+    def why_not(self, key: Hashable, seconds: float) -> str | None:
+        """Why calls are not worth a launch, or None; waits at most `seconds` for them."""
         end = time.monotonic() + seconds
         for future in self._wanted.pop(key, []):
             try:
-                facts = future.result(timeout=max(0.0, end - time.monotonic()))
+                future.result(timeout=max(0.0, end - time.monotonic()))
             except FutureTimeoutError:  # in Python 3.10 it is not the built-in one
                 return "was not compiled in time"
             except BrokenProcessPool:
                 continue  # one crashed the compiler: the rest compile at their launch
             except Exception as error:
                 return f"does not compile: {' '.join(str(error).split())[:200]}"
-            for fact in facts:
-                if fact.name == kernel and fact.spills_in_loops:
-                    return f"spills {fact.spill_store_bytes} bytes a thread"
-                if fact.name == kernel and not fact.fits_shared_memory:
-                    return f"needs {fact.shared_bytes} bytes of shared memory"
         return None
 
     def close(self) -> None:

@@ -22,19 +22,6 @@ from .candidates import (
     names_of,
 )
 
-KERNEL_OF = {
-    "forward": "attention_forward_kernel",
-    "backward_dq": "attention_backward_dq_kernel",
-    "backward_dkv": "attention_backward_dkv_kernel",
-    "backward_one_pass": "attention_backward_dkv_kernel",
-    "decode": "decode_kernel",
-    "decode_chunk": "decode_kernel",
-    "hopper_forward": "hopper_forward_kernel",
-    "hopper_dq": "hopper_backward_dq_kernel",
-    "hopper_dkv": "hopper_backward_dkv_kernel",
-    "hopper_one_pass": "hopper_backward_dkv_kernel",
-    "hopper_fp8": "hopper_forward_kernel",
-}
 # Tiles of 128 queries for each multiprocessor: at least, and less than. As `dispatch` has them.
 WAVES = {"few": (0, 1), "some": (1, 4), "many": (4, math.inf)}
 _QUERIES = 128
@@ -82,11 +69,6 @@ class Choice:
     def name(self) -> str:
         """For people, and unique in a plan."""
         return f"{self.kind}: " + " ".join(_words(self.key))
-
-    @property
-    def kernel(self) -> str | None:
-        """The compiled kernel that candidates differ in; None: they are other kernels."""
-        return KERNEL_OF.get(self.key.get("kernel", ""))
 
     @property
     def shipped(self) -> Candidate:

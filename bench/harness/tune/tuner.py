@@ -1,7 +1,6 @@
 """The steps of a plan as jobs of a process; winners are kept at once.
 
-Worker processes compile the candidates first. Those that spill in a loop or exceed shared memory
-are not tried.
+Worker processes compile the candidates first.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class Tuner:
                 return f"ended its process: {broken[candidate.name]}"
             announce(candidate.name, WAITS)
             key = (choice.name, candidate.name)
-            return wrong(candidate) or self.ahead.why_not(key, self.left(), choice.kernel)
+            return wrong(candidate) or self.ahead.why_not(key, self.left())
 
         outcome = decide(choice, bench, self.left, why_passed_over, remember, announce)
         row = outcome.row()

@@ -78,11 +78,11 @@ def test_a_tile_that_won_is_in_use_where_backends_are_compared(lookups_alone):
     assert run.store.rows[1][0] == "backends"
 
 
-def test_tiles_that_spill_are_not_tried(lookups_alone):
+def test_tiles_that_do_not_compile_are_not_tried(lookups_alone):
     run = Run(TIMES, refused=(NAMES[B],))
     (record,) = run.run([choice()])
     assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
-    assert record["tried"][1]["reason"] == "spills 8 bytes a thread"
+    assert record["tried"][1]["reason"] == "does not compile: no"
 
 
 def test_candidates_that_compute_something_else_are_not_timed(monkeypatch):
@@ -105,7 +105,7 @@ def test_candidates_that_compute_something_else_are_not_timed(monkeypatch):
 def test_where_the_shipped_tile_does_not_run_the_fastest_other_one_does(lookups_alone):
     run = Run({B: 1.0, C: 2.0}, refused=(NAMES[A],))
     (record,) = run.run([choice()])
-    assert record["text"] == "(16, 32, 4, 1) in place of (32, 16, 4, 1): spills 8 bytes a thread"
+    assert record["text"] == "(16, 32, 4, 1) in place of (32, 16, 4, 1): does not compile: no"
     assert run.store.rows[0][1]["gain"] == 1.0 and "ms_shipped" not in run.store.rows[0][1]
 
 
