@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import compiled_cases
+import machine_code
 import meta_launches
 import pytest
 import torch
 from compiled_cases import Case
+from machine_code import Loop, sass_of
 from nightly import gate_cases
 
 from fastattn.kernels.hopper.tile_table import forward_config, fp8_config
@@ -23,11 +25,8 @@ from fastattn.kernels.launch.arguments import tile_for
 from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import (
     RELEASE,
-    USUAL_SPILL_BYTES,
     CompiledFacts,
-    sass_of,
 )
-from fastattn.testing.compiling.sass import Loop
 
 DAY, NIGHT = compiled_cases.read(Path(__file__).with_name("compiled.txt"))
 CASES = gate_cases(DAY, NIGHT)
@@ -35,6 +34,8 @@ BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "a case is in two rows"
 UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}  # mma.sync of the others
 CONSUMERS = 2  # of a Hopper kernel
+# Bytes of spills a thread: tiles were chosen for Triton 3.7; 3.6 runs ptxas with other options.
+USUAL_SPILL_BYTES = 32 if RELEASE == "3.6" else 0
 KINDS = {
     "attention_forward_kernel": "forward",
     "attention_backward_dq_kernel": "backward_dq",
@@ -97,8 +98,14 @@ def compiled(
 
 def loops_of(fact: CompiledFacts) -> tuple[list[Loop], list[Loop]]:
     """Loops over full blocks, one a consumer, and over others."""
-    loops = sorted(fact.loops, key=lambda loop: loop.total)
+    loops = sorted(machine_code.loops(fact), key=lambda loop: loop.total)
     return loops[: len(loops) // 2], loops[len(loops) // 2 :]
+
+
+def spills_little(fact: CompiledFacts) -> bool:
+    """Whether it spills a few bytes once a program, outside its loops: smaller tiles cost more."""
+    found = machine_code.loops(fact)
+    return bool(found) and not any(x.spills for x in found) and fact.spill_store_bytes <= 64
 
 
 def kernels_of(case: Case) -> list[str]:
@@ -161,7 +168,7 @@ def check(case: Case, n: int, fact: CompiledFacts) -> None:
     hopper, attention = case.launch.startswith("hopper"), case.launch in ("attention", "decode")
     usual = math.inf if "moved" in case.limits else USUAL_SPILL_BYTES
     spilled, most = fact.spill_store_bytes, case.limit("spill", n, usual)
-    assert spilled <= most or (not hopper and fact.spills_little), f"{spilled} bytes"
+    assert spilled <= most or (not hopper and spills_little(fact)), f"{spilled} bytes"
     assert fact.fits_shared_memory, f"{fact.shared_bytes} bytes of shared memory"
     assert fact.warnings == ()
     if fact.name not in KINDS and fact.name not in ("decode_kernel", *HOPPER):
@@ -252,7 +259,9 @@ def check_decode(case: Case, facts: list[CompiledFacts]) -> None:
     assert not combine.spills
     if width := case.limits.get("width"):
         # In rows of 260 or 120 bytes, a load of 16 bytes would start at a misaligned address.
-        widths = {x for loop in decode.loops for x in loop.opcodes if x.startswith("LDG")}
+        widths = {
+            x for loop in machine_code.loops(decode) for x in loop.opcodes if x.startswith("LDG")
+        }
         assert widths - {"LDGDEPBAR", "LDG.E" if width == "LDG.E.U16" else ""} == {width}
     if "full" not in case.limits:
         return
@@ -373,7 +382,7 @@ def test_atomics_take_as_many_columns_as_they_can(
     _, fact, _ = compiled(f"{target} attention one-pass 64 masks")
     tile = tiles.tile_of(target, "backward_one_pass", 2, 64)
     of_thread = tile.BLOCK_M * 64 // (32 * tile.num_warps)
-    for loop in fact.loops:
+    for loop in machine_code.loops(fact):
         atomics = {name: n for name, n in loop.opcodes.items() if name.startswith(("RED", "ATOM"))}
         assert all(instruction in name for name in atomics), atomics
         assert sum(atomics.values()) == of_thread // apart

@@ -7,17 +7,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from machine_code import loops
 from nightly import gate_cases
 
-from fastattn.testing.compiling import kept
 from fastattn.testing.compiling.compile_pool import CompilePool, CrossCompileError
 from fastattn.testing.compiling.cross_compile import (
     TARGETS,
-    CompiledFacts,
     compiling_for,
     count_compilations,
 )
-from fastattn.testing.compiling.sass import Loop
+from fastattn.testing.compiling.kept import kept
 
 HERE = str(Path(__file__).resolve())
 
@@ -110,7 +109,7 @@ def test_a_matmul_compiles_for_every_target(compile_pool: CompilePool, target: s
     assert facts.fits_shared_memory and facts.shared_bytes > 0
     assert 0 < facts.registers <= 255
     assert not facts.spills and not facts.warnings
-    (loop,) = facts.loops
+    (loop,) = loops(facts)
     products = loop.count("HMMA", "HGMMA", "UTCHMMA")
     if not target.startswith("sm_"):
         products = sum(n for opcode, n in loop.opcodes.items() if opcode.startswith("v_mfma"))
@@ -144,23 +143,20 @@ def test_a_product_that_feeds_a_product_stays_in_registers(compile_pool: Compile
     assert twice.wgmma_register_a > 0
 
 
-def test_only_the_same_code_by_the_same_reader_is_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_same_code_by_the_same_reader_is_found_again(tmp_path: Path) -> None:
     code = tmp_path / "kernel.cubin"
     code.write_bytes(b"code")
     read = iter(range(9))
 
-    def find() -> int:
-        found: int = kept.kept(str(code), "number", lambda: next(read))
+    def find(reader: bytes = b"a reader") -> int:
+        found: int = kept(str(code), "number", lambda: next(read), reader)
         return found
 
     assert [find(), find()] == [0, 0]
     code.write_bytes(b"other code")
     assert [find(), find()] == [1, 1]
-    monkeypatch.setattr(kept, "_READER", b"another reader")
-    assert [find(), find()] == [2, 2]
-    assert kept.kept(str(code), "another number", lambda: 7) == 7
+    assert [find(b"another"), find(b"another")] == [2, 2]
+    assert kept(str(code), "another number", lambda: 7, b"a reader") == 7
 
 
 def test_compilations_are_counted(compile_pool: CompilePool) -> None:
@@ -202,23 +198,3 @@ def test_interpreted_kernels_are_refused() -> None:
             compiling_for("sm_80"),
         ):
             pytest.fail("compiling in a process that interprets")
-
-
-@pytest.mark.parametrize(
-    ("stored", "reloads", "little", "in_loops"),
-    [
-        (0, None, True, False),
-        (4, None, False, True),  # where no loop is known
-        (64, 0, True, False),
-        (68, 0, False, False),
-        (4, 4, False, True),
-        (400, 3, False, False),  # of a hundred instructions one may
-    ],
-)
-def test_spills_are_weighed(stored: int, reloads: int | None, little: bool, in_loops: bool) -> None:
-    """Bytes a thread, and how many of about 300 instructions of a loop move them."""
-    found = CompiledFacts(
-        "f", "sm_90", 8, 2, 1000, True, 100, stored, 0, frozenset(), 0, (), code=None
-    )
-    vars(found)["loops"] = () if reloads is None else (Loop(0, {"FFMA": 300, "LDL": reloads}),)
-    assert (found.spills_little, found.spills_in_loops) == (little, in_loops)

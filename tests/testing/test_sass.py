@@ -1,13 +1,16 @@
 """Parsers of what ptxas and the disassembler print, and of AMD's assembly."""
 
-from fastattn.testing.compiling.amdgcn import read_amdgcn
-from fastattn.testing.compiling.sass import (
+from machine_code import (
     Loop,
     exponentials_under_wgmma,
-    matrix_ops,
     product_loops,
-    read_ptxas,
+    read_amdgcn,
     read_sass,
+)
+
+from fastattn.testing.compiling.cross_compile import (
+    matrix_ops,
+    read_ptxas,
     wgmma_with_register_a,
 )
 

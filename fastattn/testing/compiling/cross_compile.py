@@ -12,11 +12,9 @@ specialisation included, is Triton's own. That needs a process without TRITON_IN
 import contextlib
 import io
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,18 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import driver
 
-from .amdgcn import read_amdgcn
 from .kept import kept
-from .sass import (
-    Instruction,
-    Loop,
-    PtxasReport,
-    matrix_ops,
-    product_loops,
-    read_ptxas,
-    read_sass,
-    wgmma_with_register_a,
-)
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,51 @@ TARGETS = {
 # Of Triton, as tests know it that allow more to one release than to another.
 RELEASE = ".".join(triton.__version__.split(".")[:2])
 
-# Bytes of spills a thread that tests allow. The tiles were chosen for Triton 3.7; 3.6 runs ptxas
-# with other options.
-USUAL_SPILL_BYTES = 32 if RELEASE == "3.6" else 0
+
+@dataclass(frozen=True)
+class PtxasReport:
+    """The `ptxas -v` report of a kernel; spills are bytes a thread, summed over its functions."""
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    warnings: tuple[str, ...]  # C75xx: ptxas has serialised wgmma
 
 
-# Bytes a thread, outside loops.
-LITTLE_SPILL_BYTES = 64
+def read_ptxas(log: str) -> PtxasReport:
+    """Parse the log of `ptxas -v`."""
+
+    def numbers(pattern: str) -> list[int]:
+        return [int(text) for text in re.findall(pattern, log)]
+
+    return PtxasReport(
+        registers=max(numbers(r"Used (\d+) registers"), default=0),
+        spill_store_bytes=sum(numbers(r"(\d+) bytes spill stores")),
+        spill_load_bytes=sum(numbers(r"(\d+) bytes spill loads")),
+        warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", log)))),
+    )
+
+
+_MATRIX_OPS = {
+    "wgmma": "wgmma.mma_async",
+    "tcgen05": "tcgen05.mma",
+    "mma.sync": "mma.sync",
+    "mfma": "v_mfma_",
+    "wmma": "v_wmma_",
+}
+
+
+def matrix_ops(assembly: str) -> frozenset[str]:
+    """Which kinds of matrix instruction PTX or AMD assembly holds, e.g. {"wgmma"}."""
+    return frozenset(kind for kind, mnemonic in _MATRIX_OPS.items() if mnemonic in assembly)
+
+
+def wgmma_with_register_a(ptx: str) -> int:
+    """How many wgmma take their A operand from registers, as P must in attention.
+
+    The operands are the accumulators in braces, then A: registers in braces, or one descriptor.
+    """
+    return len(re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{", ptx))
 
 
 @dataclass(frozen=True)
@@ -97,39 +122,6 @@ class CompiledFacts:
     @property
     def spills(self) -> bool:
         return self.spill_store_bytes > 0 or self.spill_load_bytes > 0
-
-    @property
-    def spills_little(self) -> bool:
-        """Whether it spills nothing, or a few bytes once a program, outside its loops.
-
-        A smaller tile costs more than those do.
-        """
-        if not self.spills:
-            return True
-        in_loops = sum(loop.spills for loop in self.loops)
-        return bool(self.loops) and not in_loops and self.spill_store_bytes <= LITTLE_SPILL_BYTES
-
-    @property
-    def spills_in_loops(self) -> bool:
-        """Whether more than one instruction in a hundred of a loop moves spilled registers.
-
-        Where the loops are not known, whether it spills at all.
-        """
-        if not self.spills or not self.loops:
-            return self.spills
-        return any(100 * loop.spills > loop.total for loop in self.loops)
-
-    @cached_property
-    def loops(self) -> tuple[Loop, ...]:
-        """Innermost loops that multiply tiles: see `sass.product_loops`.
-
-        Lazy: disassembly takes nearly as long as assembly.
-        """
-        if self.code is None:
-            return ()
-        path = self.code
-        found = kept(path, "loops", lambda: [asdict(loop) for loop in _loops(path)])
-        return tuple(Loop(**loop) for loop in found)
 
 
 class _Launcher:
@@ -256,6 +248,7 @@ def describe(kernel: Any) -> CompiledFacts:
     )
 
 
+_READER = Path(__file__).read_bytes()
 _NVIDIA = type(make_backend(TARGETS["sm_90"].gpu))
 _assemble = _NVIDIA.make_cubin
 _reports: dict[bytes, PtxasReport] = {}  # by the digest of the PTX
@@ -286,7 +279,7 @@ def _digest(ptx: str) -> bytes:
 
 
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    found = kept(_code(kernel), "ptxas", lambda: asdict(_assembled(kernel)))
+    found = kept(_code(kernel), "ptxas", lambda: asdict(_assembled(kernel)), _READER)
     return PtxasReport(**found | {"warnings": tuple(found["warnings"])})
 
 
@@ -311,18 +304,3 @@ def _amd_report(amdgcn: str) -> PtxasReport:
 def _code(kernel: Any) -> str:
     paths: Iterator[str] = iter(kernel.metadata_group.values())
     return next(path for path in paths if path.endswith((".cubin", ".amdgcn")))
-
-
-def _loops(code: str) -> tuple[Loop, ...]:
-    if code.endswith(".amdgcn"):
-        return product_loops(read_amdgcn(Path(code).read_text("utf-8")))
-    return tuple(loop for function in sass_of(code) for loop in product_loops(function))
-
-
-def sass_of(code: str) -> list[list[Instruction]]:
-    """The instructions of each function of a cubin, in the order of their addresses."""
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", code]
-    sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    functions = read_sass(sass)
-    assert functions, f"no instructions in what {command[0]} printed"
-    return functions

@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ...files.replace import replacing
-from . import amdgcn, sass
-
-_READER = Path(sass.__file__).read_bytes() + Path(amdgcn.__file__).read_bytes()
 
 
-def kept(cubin: str, kind: str, read: Callable[[], Any]) -> Any:
+def kept(cubin: str, kind: str, read: Callable[[], Any], reader: bytes) -> Any:
     """The JSON value `read()`, or what it was before for the same code and the same reader.
 
     Args:
         cubin: path of the machine code.
         kind: names what is read of it.
+        reader: the code that reads it.
     """
-    digest = sha256(_READER + Path(cubin).read_bytes()).hexdigest()
+    digest = sha256(reader + Path(cubin).read_bytes()).hexdigest()
     path = Path(f"{cubin}.{kind}-{digest[:16]}.json")
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))

@@ -1,56 +1,50 @@
-"""Parsers of compiler output: ptxas reports, matrix instructions, loops of SASS."""
+"""Loops of machine code that was compiled for an absent GPU: SASS of NVIDIA's, assembly of AMD's.
+
+AMD's is in the terms of SASS: an opcode is split after its second word, "v_mfma.f32_32x32x8_bf16",
+"scratch_load.dword", to be counted by its start, and jumps are called as they are there.
+"""
 
 import itertools
 import re
+import subprocess
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import triton
+
+from fastattn.testing.compiling.cross_compile import CompiledFacts
+from fastattn.testing.compiling.kept import kept
+
+_READER = Path(__file__).read_bytes()
 
 
-@dataclass(frozen=True)
-class PtxasReport:
-    """The `ptxas -v` report of a kernel; spills are bytes a thread, summed over its functions."""
-
-    registers: int
-    spill_store_bytes: int
-    spill_load_bytes: int
-    warnings: tuple[str, ...]  # C75xx: ptxas has serialised wgmma
+def loops(fact: CompiledFacts) -> "tuple[Loop, ...]":
+    """The innermost loops of a kernel that multiply tiles: see `product_loops`."""
+    return () if fact.code is None else _loops(fact.code)
 
 
-def read_ptxas(log: str) -> PtxasReport:
-    """Parse the log of `ptxas -v`."""
-
-    def numbers(pattern: str) -> list[int]:
-        return [int(text) for text in re.findall(pattern, log)]
-
-    return PtxasReport(
-        registers=max(numbers(r"Used (\d+) registers"), default=0),
-        spill_store_bytes=sum(numbers(r"(\d+) bytes spill stores")),
-        spill_load_bytes=sum(numbers(r"(\d+) bytes spill loads")),
-        warnings=tuple(sorted(set(re.findall(r"\(C75\d\d\)[^\n]*", log)))),
-    )
+@cache
+def _loops(code: str) -> "tuple[Loop, ...]":
+    found = kept(code, "loops", lambda: [asdict(loop) for loop in _read(code)], _READER)
+    return tuple(Loop(**loop) for loop in found)
 
 
-_MATRIX_OPS = {
-    "wgmma": "wgmma.mma_async",
-    "tcgen05": "tcgen05.mma",
-    "mma.sync": "mma.sync",
-    "mfma": "v_mfma_",
-    "wmma": "v_wmma_",
-}
+def _read(code: str) -> "tuple[Loop, ...]":
+    if code.endswith(".amdgcn"):
+        return product_loops(read_amdgcn(Path(code).read_text("utf-8")))
+    return tuple(loop for function in sass_of(code) for loop in product_loops(function))
 
 
-def matrix_ops(assembly: str) -> frozenset[str]:
-    """Which kinds of matrix instruction PTX or AMD assembly holds, e.g. {"wgmma"}."""
-    return frozenset(kind for kind, mnemonic in _MATRIX_OPS.items() if mnemonic in assembly)
-
-
-def wgmma_with_register_a(ptx: str) -> int:
-    """How many wgmma take their A operand from registers, as P must in attention.
-
-    The operands are the accumulators in braces, then A: registers in braces, or one descriptor.
-    """
-    return len(re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{", ptx))
+def sass_of(code: str) -> "list[list[Instruction]]":
+    """The instructions of each function of a cubin, in the order of their addresses."""
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", code]
+    sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    functions = read_sass(sass)
+    assert functions, f"no instructions in what {command[0]} printed"
+    return functions
 
 
 def is_matrix_op(opcode: str) -> bool:
@@ -282,3 +276,33 @@ def exponentials_under_wgmma(body: list[Instruction]) -> float | None:
                 total += 1
                 hidden += in_flight > 0
     return hidden / total if total else None
+
+
+_LABEL = re.compile(r"^(\.LBB\w+):")
+_AMD_INSTRUCTION = re.compile(
+    r"^\s+(?P<opcode>[sv]_\w+|(?:ds|global|buffer|flat|scratch)_\w+)\s*(.*)$"
+)
+_JUMPS = {"s_branch": "BRA", "s_endpgm": "EXIT", "s_setpc_b64": "RET"}
+
+
+def read_amdgcn(text: str) -> list[Instruction]:
+    """Parse an assembly file of one kernel: its instructions, numbered in place of addresses."""
+    labels: dict[str, int] = {}
+    lines: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        code = line.split(";")[0].rstrip()
+        if label := _LABEL.match(code):
+            labels[label[1]] = len(lines)
+        elif match := _AMD_INSTRUCTION.match(code):
+            lines.append((match[1], match[2]))
+    return list(_of_amd(lines, labels))
+
+
+def _of_amd(lines: list[tuple[str, str]], labels: dict[str, int]) -> Iterator[Instruction]:
+    for number, (opcode, operands) in enumerate(lines):
+        predicated = opcode.startswith("s_cbranch")
+        if operands in labels:
+            operands = hex(labels[operands])
+        jump = "BRA" if predicated else _JUMPS.get(opcode)
+        name = jump or re.sub(r"^([a-z]+_[a-z0-9]+)_", r"\1.", opcode)
+        yield Instruction(number, name, operands, predicated)
