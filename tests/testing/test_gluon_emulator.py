@@ -1,8 +1,5 @@
 """The Gluon emulator: right numbers from a right kernel, and each planted fault under its name."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import gluon_emulator
@@ -11,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from gluon_emulator import EmulationError, launch
+from planted_kernels import planted
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -224,24 +222,11 @@ PLANTED = {
 }  # fmt: skip
 
 
-def planted(path: Path, old: str, new: str) -> ModuleType:
-    """This file with one text replaced, as a module of its own."""
-    text = Path(__file__).read_text(encoding="utf-8")
-    end = text.index("def descriptor(")
-    assert old in text[:end], old
-    path.write_text(text[:end].replace(old, new, 1), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("planted_kernels", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_planted_fault_is_named(fault, seed, tmp_path):
     old, new, error = PLANTED[fault]
-    module = planted(tmp_path / "kernels.py", old, new)
+    module = planted(__file__, tmp_path, old, new)
     with pytest.raises(EmulationError) as caught:
         run_chain(module.chain_kernel, seed=seed)
     assert type(caught.value).__name__ in error.split("|"), caught.value
@@ -250,7 +235,7 @@ def test_a_planted_fault_is_named(fault, seed, tmp_path):
 def test_a_deadlock_says_who_waits_for_what(tmp_path):
     old, new, _ = PLANTED["stage never released"]
     with pytest.raises(EmulationError, match=r"partition 2 waits for parity 0 of barrier 0 of 2"):
-        run_chain(planted(tmp_path / "kernels.py", old, new).chain_kernel)
+        run_chain(planted(__file__, tmp_path, old, new).chain_kernel)
 
 
 @gluon.jit

@@ -1,6 +1,5 @@
 """Additions to global memory in the Gluon emulator: right sums, and planted faults named."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import gluon_emulator
 import pytest
 import torch
 from gluon_emulator import launch
+from planted_kernels import planted
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -88,15 +88,7 @@ def test_additions_come_in_any_order_and_are_clipped():
     ],
 )
 def test_a_planted_fault_is_named(old: str, new: str, error: str, tmp_path: Path) -> None:
-    text = Path(__file__).read_text(encoding="utf-8")
-    text = text[: text.index("def descriptor(")]
-    assert old in text
-    path = tmp_path / "kernels.py"
-    path.write_text(text.replace(old, new, 1), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("planted_additions", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = planted(__file__, tmp_path, old, new)
     with pytest.raises(gluon_emulator.EmulationError) as caught:
         run(module.add_kernel)
     assert type(caught.value).__name__ == error, caught.value

@@ -1,12 +1,10 @@
-"""A full run: its budget, what is on disk when, and implementations that crash, hang or break it.
-
-Processes are fakes that live in this one: the first poll runs them as far as they come.
-"""
+"""A full run: its budget, what is on disk when, and implementations that end its processes."""
 
 import json
 from pathlib import Path
 
 import pytest
+from fake_child import Crash, FakeChild, Hang
 
 from fastattn.bench.results.report import Report, newest
 from fastattn.bench.time import environment, full_run, jobs, numeric_tests, suite
@@ -30,42 +28,6 @@ class Clock:
 
     def sleep(self, seconds):
         self.now += seconds
-
-
-class Crash(BaseException):
-    """The end of a process, by SIGSEGV."""
-
-
-class Hang(BaseException):
-    """A call that never returns."""
-
-
-class Process:
-    """A fake: `work(tell, jobs)` is its life, for one job after another, until Crash or Hang."""
-
-    def __init__(self, work=None):
-        self._work, self.code, self.killed, self._told = work, None, False, [{"ready": True}]
-
-    def send(self, request):
-        try:
-            self.code = self._work(lambda **told: self._told.append(told), [request]) or None
-        except Crash:
-            self.code = -11
-        except Hang:
-            pass
-
-    def poll(self):
-        return self.code
-
-    def messages(self):
-        told, self._told = self._told, []
-        return json.loads(json.dumps(told))
-
-    def kill(self):
-        self.killed = True
-
-    def last_words(self):
-        return "its last line"
 
 
 def job(name, run=None, kinds=()):
@@ -106,7 +68,7 @@ def measured(report, jobs, bench=BENCH, works=()):
 
     def start(names):
         work = next(works, lambda tell, requests: serve(jobs, bench, tell, requests))
-        made.append(Process(work))
+        made.append(FakeChild(work))
         return made[-1]
 
     how = {"sleep": clock.sleep, "clock": clock}
@@ -214,7 +176,7 @@ def test_culprits_are_named_and_everything_else_is_measured(tmp_path, capsys, mo
 
     def start(command, environment, log):
         commands.append((command, log.name, environment["PYTHONSAFEPATH"]))
-        return Process(lambda tell, requests: serve(every, BENCH, tell, requests))
+        return FakeChild(lambda tell, requests: serve(every, BENCH, tell, requests))
 
     monkeypatch.setattr(full_run, "gpu_jobs", lambda which: every)
     report = full(tmp_path / "out", "quick", 1000, start, clock, skip=("tests",))
@@ -245,7 +207,7 @@ def test_a_run_ends_what_hangs_and_tunes_for_what_is_left(tmp_path, part):
     out, clock, started = tmp_path / "out", Clock(), []
 
     def start(command, environment, log, listen):
-        process = Process()
+        process = FakeChild()
         started.append((command, environment, process))
         return process
 
@@ -275,7 +237,7 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(tmp_path, monkeypa
 
     def start(command, environment, log):
         plans.append(json.loads(command[4]))
-        return Process(lambda tell, requests: 1)
+        return FakeChild(lambda tell, requests: 1)
 
     monkeypatch.setattr(full_run, "gpu_jobs", lambda which: [job(name) for name in "abc"])
     earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
@@ -296,12 +258,8 @@ def test_the_suite_tells_of_the_gpu_and_measures_what_is_asked_for(report, monke
     monkeypatch.setattr(suite, "gpu_bench", lambda which: BENCH)
     about = Job("environment", lambda *_: [collected])
     monkeypatch.setattr(suite, "gpu_jobs", lambda which: [about, job("a"), job("b")])
-
-    def work(tell, requests):
-        # The fake has told that it is ready.
-        return suite.run("full", ["b"], lambda **x: "ready" in x or tell(**x), requests)
-
-    assert measured(report, [about, job("b")], works=[work])[0] == "finished"
+    works = [lambda tell, requests: suite.run("full", ["b"], tell, requests)]
+    assert measured(report, [about, job("b")], works=works)[0] == "finished"
     assert on_disk(report).items() >= collected.items()
     assert names(report) == ["b"]
 

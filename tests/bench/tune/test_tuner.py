@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_child import FakeChild
 from planned_tuning import FORWARD, NAMES, VERIFY, A, B, C, Run, choice, prepare_lookups
 
 from fastattn.bench.time.failures import LOST
@@ -182,29 +183,11 @@ def test_a_shape_in_whose_place_the_portable_kernels_served_was_not_timed(monkey
     assert not attend.uncompiled
 
 
-class Process:
-    """A child that is this very process: `tuner.run` with what `tune` gives it."""
-
-    def __init__(self, command, environment):
-        assert command[2].count(tuner.__name__) and environment["PYTHONSAFEPATH"] == "1"
-        self._settings = json.loads(command[3])
-        self._told = [{"ready": True}]
-
-    def send(self, request):
-        def tell(**message):
-            if "ready" not in message:
-                self._told.append(json.loads(json.dumps(message)))
-
-        tuner.run(tell=tell, requests=iter([request]), **self._settings)
-
-    def messages(self):
-        told, self._told = self._told, []
-        return told
-
-    def poll(self):
-        return None
-
-    def kill(self): ...
+def child(command, environment):
+    """`tuner.run` with what `tune` gives it."""
+    assert tuner.__name__ in command[2] and environment["PYTHONSAFEPATH"] == "1"
+    settings = json.loads(command[3])
+    return FakeChild(lambda tell, requests: tuner.run(tell=tell, requests=requests, **settings))
 
 
 @pytest.fixture
@@ -218,7 +201,7 @@ def imaginary_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     gpu = Gpu("an unknown architecture", 2**16, 4, hopper=False)
     monkeypatch.setattr(tune, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(tune, "ChildProcess", Process)
+    monkeypatch.setattr(tune, "ChildProcess", child)
     for module in (tune, tuner):
         monkeypatch.setattr(module, "environment", lambda device: HERE)
         monkeypatch.setattr(module, "steps", lambda shapes, gpu: [VERIFY, choice()])

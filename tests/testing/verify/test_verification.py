@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_hopper import forget
+from fake_child import FakeChild
 from triton import TritonError
 
 import fastattn
@@ -42,36 +43,14 @@ NANS = partial(assert_within_budget, "o", ref=torch.ones(3).double(), naive=torc
 SUBJECT = Subject("triton", "forward", "bfloat16", 64)
 
 
-class InProcess:
-    """A child that is this very process, so that kernels can be broken for it."""
-
-    def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = [{"ready": True}]
-
-    def send(self, job: tuple[Subject, list[str]]) -> None:
-        tell: Callable[..., None] = lambda **message: self._messages.append(message)  # noqa: E731
-        child.run(*job, torch.device("cpu"), tell)
-        tell(done=True)
-
-    def messages(self) -> list[dict[str, Any]]:
-        told, self._messages = self._messages, []
-        return told
-
-    def poll(self) -> int | None:
-        return None
-
-    def kill(self) -> None: ...
-
-    def last_words(self) -> str:
-        return ""
-
-
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
     if device != "cpu":
         pytest.skip("kernels are broken in the interpreter")
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(verification, "_start", lambda device, children: InProcess())
+    # This very process, so that kernels can be broken for it.
+    here = partial(child.serve, torch.device("cpu"))
+    monkeypatch.setattr(verification, "_start", lambda device, children: FakeChild(here))
     monkeypatch.setattr(verification, "_children", lambda device: 1)
 
 
@@ -238,7 +217,7 @@ def test_calls_go_by_verdicts_on_these_families() -> None:
     q = torch.zeros(2, 4, 20, 16)
     k = torch.zeros(2, 2, 20, 16)
     for example in option_examples(4, 2, 20, 20, 16, reach=3).values():
-        checked = dense_options(q, k, k, **example)
+        checked = dense_options(q, k, torch.zeros_like(k), **example)
         assert set(choices.families(checked, training=True)) <= set(FAMILIES)
 
 
