@@ -7,7 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import reference
 from fastattn.functional import call_options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import draw
@@ -42,41 +41,6 @@ def in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def test_each_option(option: str, dtype: torch.dtype) -> None:
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, 6, dtype=dtype)
     assert_matches_reference(without_lse, q, k, v, **in_dtype(OPTIONS[option], dtype))
-
-
-NOT_PACKED = {
-    "key_padding_mask", "query_offset", "positions", "documents", "attn_mask", "attn_bias",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "option", [name for name, given in OPTIONS.items() if not given.keys() & NOT_PACKED]
-)
-def test_packed_sequences(option: str) -> None:
-    starts_q, starts_k = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 2, 7, 13])
-    options = dict(OPTIONS[option])
-    for name, x in (
-        ("key_lengths", torch.tensor([2, 5, 3])),
-        ("prefix_lengths", torch.tensor([0, 1, 4])),
-        ("alibi_slopes", draw(3, H_q).abs()),
-        ("relative_query", draw(T_q, H_q, D)),
-        ("query2", draw(T_q, H_q, 3)),
-        ("key2", draw(T_k, 1, 3)),
-    ):
-        if isinstance(options.get(name), torch.Tensor) and option != "alibi":
-            options[name] = x
-    q, k, v = (x[0].transpose(0, 1).detach() for x in make_qkv(1, H_q, H_k, T_q, T_k, D, 6))
-
-    def packed(q, k, v, *starts, **options):
-        return fastattn.attention_varlen(q, k, v, *starts, backend="torch", **options)
-
-    assert_matches_reference(
-        packed, q, k, v, starts_q, starts_k, oracle=reference.attention_varlen, **options
-    )
-    alone = packed(q, k, v, starts_q, starts_k, **options)
-    torch.testing.assert_close(
-        alone, packed(q, k, v, starts_q, starts_k, return_lse=True, **options)[0]
-    )
 
 
 def test_a_packed_sequence_is_a_batch_row() -> None:
