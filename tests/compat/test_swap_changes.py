@@ -42,7 +42,6 @@ def heads_pruned(block: nn.Module) -> None:
 
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "scale": ("timm-eager", scale),
-    "scale-config": ("litgpt", lambda block: setattr(block.config, "scale", 0.9)),
     "causal": ("x-transformers-flash", lambda block: setattr(block.attend, "causal", False)),
     "window": ("mixer", lambda block: setattr(block, "window", 2)),
     "heads-pruned": ("diffusers", heads_pruned),

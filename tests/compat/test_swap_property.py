@@ -60,7 +60,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 MASKS = {
     "timm": "attn_mask",
     "timm-eager": "attn_mask",
-    "litgpt": "mask",
     "torchtune": "mask",
     "diffusers": "attention_mask",
     "multihead": "attn_mask",
@@ -90,8 +89,7 @@ ATTRIBUTES: dict[str, Callable[[random.Random], Any]] = {
 
 def attributes(module: nn.Module, dice: random.Random) -> None:
     """Change a number or a flag of a part, or of what it holds."""
-    holders = [x for m in module.modules() for x in (m, getattr(m, "config", None)) if x]
-    found = [(x, name) for x in holders for name in vars(x) if _is_changed(x, name)]
+    found = [(m, name) for m in module.modules() for name in vars(m) if _is_changed(m, name)]
     if found:
         holder, name = dice.choice(found)
         setattr(holder, name, ATTRIBUTES[name](dice))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,26 +79,6 @@ class Books(nn.Module):
         scores.masked_fill_(self.mask.bool()[: x.shape[1], : x.shape[1]], -torch.inf)
         weights = self.dropout(torch.softmax(scores / k.shape[-1] ** 0.5, dim=-1))
         return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
-
-
-class VitPytorch(nn.Module):
-    """vit-pytorch: einops, a softmax module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.scale = H, D**-0.5
-        self.norm, self.attend, self.dropout = nn.LayerNorm(C), nn.Softmax(dim=-1), nn.Dropout(0.0)
-        self.to_qkv = nn.Linear(C, 3 * C, bias=False)
-        self.to_out = nn.Sequential(nn.Linear(C, C), nn.Dropout(0.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            rearrange(y, "b n (h d) -> b h n d", h=self.heads)
-            for y in self.to_qkv(self.norm(x)).chunk(3, dim=-1)
-        )
-        dots = torch.matmul(q, k.transpose(-1, -2)) * self.scale
-        out = torch.matmul(self.dropout(self.attend(dots)), v)
-        return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
 
 
 class Attend(nn.Module):
@@ -192,27 +171,6 @@ class Swin(nn.Module):
         return self.proj(out.transpose(1, 2).reshape(*x.shape))
 
 
-class LitGPT(nn.Module):
-    """litgpt: sizes in a config, grouped heads expanded, torch's function in a method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(n_head=H, n_query_groups=2, head_size=D, scale=None)
-        self.qkv, self.proj = nn.Linear(C, 2 * C), nn.Linear(C, C)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        size, groups = self.config.head_size, self.config.n_query_groups
-        q, k, v = self.qkv(x).split((H * size, groups * size, groups * size), -1)
-        q, k, v = (y.unflatten(-1, (-1, size)).transpose(1, 2) for y in (q, k, v))
-        k, v = (y.repeat_interleave(H // groups, 1) for y in (k, v))
-        return self.proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.config.scale
-        )
-
-
 def sdpa_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, mask, p, is_causal=mask is None)
 
@@ -299,12 +257,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "timm-eager": lambda: Timm(fused=False),
     "mingpt": MinGPT,
     "books": Books,
-    "vit-pytorch": VitPytorch,
     "x-transformers": XTransformers,
     "x-transformers-flash": lambda: XTransformers(flash=True),
     "sam": Sam,
     "swin-v2": Swin,
-    "litgpt": LitGPT,
     "torchtune": TorchTune,
     "diffusers": Diffusers,
     "mixer": Mixer,
