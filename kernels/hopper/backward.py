@@ -61,7 +61,7 @@ def launch_hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
 
-    delta is filled where the gradient of sinks or attn_bias needs it, and undefined elsewhere.
+    delta is filled where the gradient of sinks or a bias needs it, and undefined elsewhere.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
@@ -78,7 +78,8 @@ def launch_hopper_backward(
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     minus_lse, minus_delta = stats.unbind()
-    wanted = delta if options.sinks is not None or options.attn_bias is not None else None
+    learned = (options.sinks, options.attn_bias, options.relative_bias)
+    wanted = delta if any(x is not None for x in learned) else None
     total = None
     if options.atomic_dq:
         total = launch_start_dq(do, dlse, q, o, lse, wanted, options, stats)
@@ -114,6 +115,13 @@ class _OfKeys(NamedTuple):
         self.launch.bind(given)
 
 
+def _scored(options: Options, D: int) -> bool:
+    """Whether scores take registers that there are not: for a derivative, or addresses."""
+    if options.softcap is not None:
+        return True
+    return options.relative_bias is not None and tile_columns(D) == APART_HEAD_DIM
+
+
 def _plan_dq(
     options: Options,
     q: Tensor,
@@ -126,8 +134,8 @@ def _plan_dq(
     stats: Tensor,
 ) -> Launch:
     """The launch that fills dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
-    softcap, placed = options.softcap is not None, options.q_positions is not None
-    config = backward_config("dq", q.shape[3], end_early(options), softcap, placed, v.shape[3])
+    scored, placed = _scored(options, q.shape[3]), options.q_positions is not None
+    config = backward_config("dq", q.shape[3], end_early(options), scored, placed, v.shape[3])
     grid, sizes = query_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     return Launch(
@@ -171,14 +179,14 @@ def _plan_dkv(
     It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
     """
     D, D_v = k.shape[3], v.shape[3]
-    softcap, placed = options.softcap is not None, options.q_positions is not None
+    scored, placed = _scored(options, D), options.q_positions is not None
     if total is None:
         kernel = "dv" if dk is None else "dk" if dv is None else "dkv"
         packed = options.cu_seqlens_q is not None
-        config = backward_config(kernel, D, packed, softcap, placed, D_v)
+        config = backward_config(kernel, D, packed, scored, placed, D_v)
         piece, sums = None, None
     else:
-        config = backward_config("one_pass", D, end_early(options), softcap, placed, D_v)
+        config = backward_config("one_pass", D, end_early(options), scored, placed, D_v)
         piece = D // 2
         sums = describe(total, config.BLOCK, piece) if config.DQ_BY_TMA else None
     grid, sizes = key_grid(q, k, config, options)

@@ -117,12 +117,13 @@ class StatsRing(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The 64 keys of a consumer, as one query head meets them: key numbers, tile, head,
-    slope.
+    """The 64 keys of a consumer, as one query head meets them: the first one's number, all numbers,
+    tile, head, slope.
 
     exist: which of them some query may see; None where the row's end says it.
     """
 
+    first: Any
     keys: Any
     tile: Any
     h: Any
@@ -260,7 +261,7 @@ def _step(
     keys = mine.keys[:, None]
     bias = take_bias(shared.bias, n, accumulator_layout(config.BLOCK), CONSUMER, True)
     s, factor, before, capped = modified(
-        s, rows, keys, h, batch, score, bias, first=row, slope=mine.slope
+        s, rows, keys, h, batch, score, bias, first=row, slope=mine.slope, start=mine.first
     )
     seen = None
     if MASKED:
@@ -330,7 +331,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     first_g, end_g = heads_of_part(tile, work)
     for g in range(first_g, end_g):
         h = kv_head(tile.h, work) * G + g
-        mine = Keys(keys, tile, h, exist, slope_of(h, tile.row, shared.score))
+        mine = Keys(first, keys, tile, h, exist, slope_of(h, tile.row, shared.score))
         begin, stop = blocks_of_part(g, tile, work)
         boundary_end, full, full_end = loops_of_part(begin, stop, tile, work)
         n -= begin

@@ -69,8 +69,9 @@ class BackwardDq(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The 64 queries of a consumer: row numbers, lse, delta, tile, slope."""
+    """The 64 queries of a consumer: number of the first and of all, lse, delta, tile, slope."""
 
+    first: Any
     rows: Any
     lse: Any
     delta: Any
@@ -135,7 +136,7 @@ def _step(
     keys = numbers[None, :]
     bias = take_bias(shared.bias, n, LAYOUT, CONSUMER)
     s, factor, before, capped = modified(
-        s, rows, keys, h, row, score, bias, first=key, slope=mine.slope
+        s, rows, keys, h, row, score, bias, first=key, slope=mine.slope, start=mine.first
     )
     seen = None
     if MASKED:
@@ -212,7 +213,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     gl.store(shared.stats.minus_delta_ptr + slots, -delta)
     gl.store(shared.stats.minus_lse_ptr + slots, -lse / shared.score.scale)
 
-    mine = Queries(rows, lse, delta, tile, slope_of(tile.h, tile.row, shared.score))
+    mine = Queries(first, rows, lse, delta, tile, slope_of(tile.h, tile.row, shared.score))
     dq = gl.zeros([ROWS, D], gl.float32, accumulator_layout(D))
     wait_full(shared.k, n)
     for j in range(tile.boundary):

@@ -96,9 +96,12 @@ class Forward(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The 64 queries of a consumer: q in shared memory, their numbers, tile, score and slope."""
+    """The 64 queries of a consumer: q in shared memory, the first one's number, all numbers, tile,
+    score and slope.
+    """
 
     q: Any
+    first: Any
     rows: Any
     tile: Any
     score: Any
@@ -175,7 +178,7 @@ def _scores(s, bias, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr
     rows, cols = mine.rows[:, None], numbers[None, :]
     h, row = mine.tile.h, at_keys(mine.tile.row, key, mask)
     s, factor, _before, _capped = modified(
-        s, rows, cols, h, row, mine.score, bias, first=key, slope=mine.slope
+        s, rows, cols, h, row, mine.score, bias, first=key, slope=mine.slope, start=mine.first
     )
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
@@ -258,7 +261,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         scale, v_scale = head_scales(shared.scales, score.scale, tile, work)
         score = Score(scale, score.softcap, tensors=score.tensors, linear=score.linear)
     rows = first + gl.arange(0, ROWS, layout=S_ROWS)
-    mine = Queries(q, rows, tile, score, slope_of(tile.h, tile.row, score))
+    mine = Queries(q, first, rows, tile, score, slope_of(tile.h, tile.row, score))
     acc = gl.zeros([ROWS, D_V], gl.float32, O_LAYOUT)
 
     wait_slot(shared.q, i, CONSUMER)

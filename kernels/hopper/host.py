@@ -58,6 +58,7 @@ _SERVED_IN_8_BITS = {
 }  # fmt: skip
 _SERVED = _SERVED_IN_8_BITS | {
     "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes", "attn_bias",
+    "relative_bias",
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
 
 
 def backward_config(
-    kernel: str, D: int, early: bool, softcap: bool, placed: bool = False, D_v: int | None = None
+    kernel: str, D: int, early: bool, scored: bool, placed: bool = False, D_v: int | None = None
 ) -> HopperConfig:
     """Tile of a kernel of backward, for heads of D columns, in v D_v, by default as many.
 
@@ -113,30 +113,30 @@ def backward_config(
     APART_HEAD_DIM, or "one_pass", which is "dkv" with dQ. Its products have 64 queries at least.
 
     early: what the rings carry may end before the rows in memory do, or for "one_pass" the keys.
-    softcap: capped scores stay in registers for their derivative. Either takes smaller blocks where
-    registers are short. placed: as of `forward_config`.
+    scored: scores take registers of their own, as capped ones do for their derivative. Either takes
+    smaller blocks where registers are short. placed: as of `forward_config`.
     """
     tile, D_v = tile_columns(D), D if D_v is None else D_v
-    config = _other(kernel, tile, early or softcap or placed or tile != tile_columns(D_v))
+    config = _other(kernel, tile, early or scored or placed or tile != tile_columns(D_v))
     if config is None:
-        config = _backward_tile(kernel, tile, early, softcap)
+        config = _backward_tile(kernel, tile, early, scored)
     return _of_heads(config, D, D_v)
 
 
-def _backward_tile(kernel: str, D: int, early: bool, capped: bool) -> HopperConfig:
+def _backward_tile(kernel: str, D: int, early: bool, scored: bool) -> HopperConfig:
     registers = _registers(early)
     if D == APART_HEAD_DIM:
         # 64 rows are 32 KB: four tiles that stay leave room for three, and two for four.
         if kernel == "dv":
             return HopperConfig(D, 64, 2, 2, *registers)
-        block, stages = (32, 4) if capped else (64, 2)
+        block, stages = (32, 4) if scored else (64, 2)
         return HopperConfig(D, block, stages, 2, *registers, SECOND_STAGES=stages // 2)
     if kernel == "one_pass":
         return HopperConfig(D, 64, 2, 2, *registers)
     if kernel == "dkv":
-        block, stages = (32, 4) if D == 128 and (early or capped) else (64, 2)
+        block, stages = (32, 4) if D == 128 and (early or scored) else (64, 2)
         return HopperConfig(D, block, stages, 2, *registers)
-    small = capped or (D == 128 and early)
+    small = scored or (D == 128 and early)
     return HopperConfig(D, 64 if small else 128, 2, 2, *registers)
 
 

@@ -142,15 +142,35 @@ def distances(rows, k_pos, ahead, first):
 
 
 @triton.jit
+def ahead_of(rows, k_pos, ahead, first, start):
+    """p - j = rows + ahead - k_pos, as a number of a thread's first pair and constants.
+
+    first: see `distances`. start: likewise of what lies down. A thread has two rows, 8 apart: pairs
+    of one distance are then one to the compiler, which loads for them once.
+    """
+    if start is None:
+        distance = rows + ahead - k_pos
+    elif k_pos.shape[1] > 1:
+        down, across = rows - start, k_pos - first
+        pair = start + (down & -9) + ahead - first - (across & 6)
+        distance = pair + ((down & 8) - (across & ((k_pos.shape[1] - 1) & -7)))
+    else:
+        down, across = k_pos - start, rows - first
+        pair = first + (across & 6) + ahead - start - (down & -9)
+        distance = pair + ((across & ((rows.shape[1] - 1) & -7)) - (down & 8))
+    return distance
+
+
+@triton.jit
 def modified(
-    s, rows, k_pos, h, row, score, bias=None, unit=None, first=None, slope=None
+    s, rows, k_pos, h, row, score, bias=None, unit=None, first=None, slope=None, start=None
 ):  # fmt: skip
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
     x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
     factor is folded into the exponent. The last two are what `gradient` needs. rows and k_pos
     broadcast to the shape of s. unit: two numbers whose product one in s stands for, the second of
-    which broadcasts likewise; None: 1. first: see `distances`. slope: that of the head, loaded.
+    which broadcasts likewise; None: 1. first, start: see `ahead_of`. slope: of the head.
     """
     PLAIN: tl.constexpr = score.linear is not None
     if unit is not None and not PLAIN:
@@ -183,7 +203,7 @@ def modified(
                 x = tl.fma(score.scale, s, -(slope * distance))
         if score.relative_ptr is not None:
             r_ptr = score.relative_ptr + tl.cast(h, tl.int64) * value(score.relative_stride)
-            shift = shift_of(rows + ahead - k_pos, score.reach)
+            shift = shift_of(ahead_of(rows, k_pos, ahead, first, start), score.reach)
             x = x + load_in_place(r_ptr + shift, None).to(tl.float32)
         if score.bias_ptr is not None:
             if bias is None:

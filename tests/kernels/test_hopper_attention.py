@@ -418,7 +418,7 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
             {"attn_mask": torch.ones(8, 8).bfloat16()},
             "no room for tiles",
         ),
-        (dict(), {"relative_bias": torch.ones(4, 9)}, "they do not know relative_bias"),
+        (dict(), {"dropout": 0.1}, "they do not know dropout"),
     ],
 )
 def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:

@@ -41,6 +41,8 @@ BITS[:, :, 70:80] = False
 BIAS = torch.randn(2, 4, 70, 209, generator=torch.Generator().manual_seed(0)).bfloat16()
 BIAS[:, :, 5] = BIAS[:, :, :, 7] = float("-inf")
 BIAS = torch.nn.functional.pad(BIAS, (0, 7))[..., 1:201]
+# Of distances to 60, and beyond them those of 60.
+TABLE = torch.randn(4, 121, generator=torch.Generator().manual_seed(1))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-window": ("two", dict(
@@ -67,6 +69,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "attn_mask": ("two one", dict(H_q=2, T_q=150, causal=False, attn_mask=BITS[:, :1])),
     "attn_mask-of-heads": ("two", dict(
         H_q=2, H_k=2, T_q=150, D=128, attn_mask=BITS, key_padding_mask=holes(150, (3, 150, 9)),
+    )),
+    "relative": ("two one", dict(H_q=4, H_k=2, T_q=140, relative_bias=TABLE)),
+    "relative-window": ("two", dict(
+        B=2, T_q=70, T_k=290, D=128, causal=False, window=(100, 90), query_offset=40,
+        relative_bias=TABLE[:2], key_padding_mask=HOLES[:2],
     )),
     "alibi-softcap-sinks": ("/ two", dict(
         T_q=140, softcap=3.0, sinks=torch.tensor([0.5, -1.0]), alibi_slopes=SLOPES[:2],
