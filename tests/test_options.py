@@ -229,7 +229,7 @@ def test_places_are_found() -> None:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (65, 30),
     "prefix_lengths": (23, 13),
-    "softcap": (46, 31),
+    "softcap": (44, 30),
     "alibi_slopes": (37, 25),
     "sinks": (55, 37),
 }
