@@ -62,6 +62,7 @@ if not _LATER:
     from .functional.statistics import attention_weights as attention_weights
     from .functional.warmup import warmup as warmup
     from .modules.cross_attention import CrossGQAttention as CrossGQAttention
+    from .modules.latent_attention import MultiheadLatentAttention as MultiheadLatentAttention
     from .modules.self_attention import CausalGQAttention as CausalGQAttention
     from .modules.self_attention import GQAttention as GQAttention
     from .position_tables import alibi_slopes as alibi_slopes
@@ -107,6 +108,7 @@ __all__ = [
     "KVCache",
     "LatentCache",
     "MultiheadAttention",
+    "MultiheadLatentAttention",
     "OutOfPages",
     "PackedValues",
     "PagedKVCache",

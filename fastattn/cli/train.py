@@ -124,6 +124,8 @@ def _add_model_options(group: Any) -> None:
     add("--embed-dim", "embed_dim", "width (128)", type=int)
     text = "width of a value head (--embed-dim / --heads)"
     add("--v-head-dim", "v_head_dim", text, type=int)
+    text = "width of one latent that all keys and values come from, and that the cache holds (none)"
+    add("--kv-latent-dim", "kv_latent_dim", text, type=int)
     add("--hidden-dim", "hidden_dim", "width between the linear layers (4 x --embed-dim)", type=int)
     add("--context", "context_length", "tokens; gpt and encoder (64)", type=int)
     text = "layers of the decoder (as many as --layers); seq2seq"

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat.multihead import MultiheadAttention
 from ..compat.transformers.context_parallel import SpreadModels
 from ..modules import self_attention
+from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.self_attention import GQAttention
 from ..parallel import ContextPlan, context_attention
 from ..parallel.ranks import Mesh, Ranks
@@ -89,6 +90,7 @@ class ContextParallel(ParallelStyle):
             return found
 
         self._set(GQAttention, "forward", placed)
+        self._set(MultiheadLatentAttention, "forward", _refuse_latents)
         for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
             self._set(owner, "at", self._placed_at(owner.at))
         self._set(MultiheadAttention, "forward", _refuse_multihead)
@@ -170,6 +172,12 @@ class ContextParallel(ParallelStyle):
             )
         finally:
             self.computing = False
+
+
+def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
+    raise TypeError(
+        f"{type(layer).__name__} does not spread a sequence over ranks; GQAttention does"
+    )
 
 
 class _Mode(TorchFunctionMode):

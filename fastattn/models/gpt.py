@@ -231,7 +231,12 @@ class GPT(DecoderStack):
             num_pages, page_size, max_rows, quantize: as for `PagedKVCache`; a row has room for
                 context_length tokens.
             device, dtype: of the stored keys and values; default the parameters'.
+
+        Raises:
+            ValueError: the configuration has kv_latent_dim: `new_cache` holds latents.
         """
+        if self.config.kv_latent_dim is not None:
+            raise ValueError("kv_latent_dim has no paged cache for a model yet: use new_cache")
         weight = self.token_embedding.weight
         return PagedKVCache(
             num_pages,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..functional.attend import attention
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.fused_weights import Fused, SeparateProjections
+from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.options import SelfOptions, SharedOptions, table
 from ..modules.self_attention import GQAttention, LayerCache
 from .model_config import GATED, Activation, Norm, Order, TransformerConfig
@@ -157,7 +158,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        attention: GQAttention,
+        attention: GQAttention | MultiheadLatentAttention,
         mlp: MLP,
         embed_dim: int,
         *,
@@ -247,6 +248,23 @@ def _layer_options(config: TransformerConfig, kind: type) -> dict[str, Any]:
     return {**found, "qkv_bias": config.bias, "out_bias": config.bias}
 
 
+def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLatentAttention:
+    """A layer's self-attention where keys and values come of a latent."""
+    assert config.kv_latent_dim is not None, "else its keys and values are of its heads"
+    names = ("kv_latent_dim", "v_head_dim", "window", "softcap", "sinks", "rotary_base", "bias")
+    given = {name: getattr(config, name) for name in (*names, "dropout", "attention_dropout")}
+    return MultiheadLatentAttention(
+        config.embed_dim,
+        config.num_heads,
+        causal=causal,
+        nope_dim=config.head_dim,
+        rope_dim=config.rotary_dim,
+        rotary=config.rotary_style,
+        norm_eps=config.norm_eps,
+        **given,
+    )
+
+
 def make_block(
     config: TransformerConfig, layer: int, *, causal: bool = True, cross: bool = False
 ) -> Block:
@@ -270,8 +288,11 @@ def make_block(
         "relative": make_relative(config),
     }
     sizes = (config.embed_dim, config.num_heads, config.num_kv_heads)
+    of_latents = config.kv_latent_dim is not None
     return Block(
-        GQAttention(*sizes, causal=causal, **of_self),
+        _latent_attention(config, causal)
+        if of_latents
+        else GQAttention(*sizes, causal=causal, **of_self),
         MLP(
             config.embed_dim,
             config.hidden_dim,

@@ -40,6 +40,10 @@ class TransformerConfig:
         num_kv_heads: key/value heads a layer, a divisor of num_heads; None = num_heads.
         embed_dim: width C of the residual stream, a multiple of num_heads.
         v_head_dim: width of a value head; None = embed_dim // num_heads.
+        kv_latent_dim: width of one latent a token from which the keys and values of all heads come,
+            and which the cache holds (`fastattn.MultiheadLatentAttention`); None = none. With
+            rotary positions each head has embed_dim // num_heads // 2 columns more that are
+            rotated, whose key all heads share.
         positions: "learned" adds a trained vector a position to the token embedding, "sinusoidal" a
             fixed one; "rotary" rotates queries and keys instead; "alibi" lowers scores in
             proportion to the distance; "scalar", "content" and "transformer_xl" learn terms of the
@@ -89,6 +93,7 @@ class TransformerConfig:
     num_kv_heads: int | None = None
     embed_dim: int = 128
     v_head_dim: int | None = None
+    kv_latent_dim: int | None = None
     positions: Positions = "learned"
     rotary_style: RotaryStyle = "half"
     rotary_base: float = 10000.0
@@ -119,7 +124,9 @@ class TransformerConfig:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, checks.as_python(getattr(self, field.name)))
         counts = ["num_layers", "num_heads", "embed_dim", "relative_distance"]
-        optional = ("num_kv_heads", "v_head_dim", "window", "stride", "hidden_dim")
+        optional = (
+            "num_kv_heads", "v_head_dim", "kv_latent_dim", "window", "stride", "hidden_dim"
+        )  # fmt: skip
         for name in counts + [name for name in optional if getattr(self, name) is not None]:
             check_positive_int(name, getattr(self, name))
         for name, kind in _CHOICES.items():
@@ -138,6 +145,24 @@ class TransformerConfig:
             if value is not None and check is not None:
                 check(name, value)
         self._check_terms()
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        """Check the options that a latent for all heads cannot be combined with."""
+        if self.kv_latent_dim is None:
+            return
+        for name in ("num_kv_heads", "stride", "keep_first", "qk_norm"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name} cannot go with kv_latent_dim, got {value}")
+        if self.scoring != "scaled_dot":
+            raise ValueError(f"scoring cannot go with kv_latent_dim, got {self.scoring!r}")
+        if self.positions in (*RELATIVE, "alibi"):
+            raise ValueError(f"positions={self.positions!r} cannot go with kv_latent_dim")
+        if self.positions == "rotary" and self.head_dim % 4:
+            raise ValueError(
+                "embed_dim / num_heads must be a multiple of 4 for kv_latent_dim with "
+                f"positions='rotary', of which half is rotated, got {self.head_dim}"
+            )
 
     def _check_heads(self) -> None:
         if self.embed_dim % self.num_heads:
@@ -193,6 +218,13 @@ class TransformerConfig:
     def head_dim(self) -> int:
         """Features a head, D."""
         return self.embed_dim // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated: with a latent, those beside its head_dim."""
+        if self.positions != "rotary":
+            return 0
+        return self.head_dim if self.kv_latent_dim is None else self.head_dim // 2
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dict of JSON values; `from_dict` reads it back."""

@@ -24,7 +24,7 @@ from .positions import LearnedPositions, SinusoidalPositions
 # GPT-2's initialisation: every weight matrix is normal with this standard deviation.
 _INIT_STD = 0.02
 # Layers that write to the residual stream.
-_WRITERS = ("out_proj.weight", "down_proj.weight")
+_WRITERS = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
 # Parameters that start as their own modules make them.
 _KEPT = ("score_weight", "score_vector")
 
@@ -66,7 +66,7 @@ class TokenStack(nn.Module):
         self.position_embedding = _make_positions(config, length)
         # One for all layers.
         self.rotary_positions = (
-            RotaryPositions(config.head_dim, base=config.rotary_base)
+            RotaryPositions(config.rotary_dim, base=config.rotary_base)
             if config.positions == "rotary"
             else None
         )

@@ -29,6 +29,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..modules.cross_attention import CrossGQAttention
+from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.layer import AttentionLayer
 from ..modules.self_attention import GQAttention, place_slopes
 from ..modules.sharded import local_part
@@ -78,6 +79,8 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
         plan[""] = _OfVocabulary(sizes)
     done: list[str] = []
     for name, part in module.named_modules():  # each once, under its first name
+        if isinstance(part, MultiheadLatentAttention):
+            raise TypeError(f"{name} is a MultiheadLatentAttention, whose heads are not sharded")
         style = _style(name, part, isinstance(module, Tagger), sizes)
         if style is not None and not any(name.startswith(f"{above}.") for above in done):
             plan[name] = style

@@ -84,7 +84,7 @@ def build(auto: Any, config: Any, device: str) -> Any:
     register()
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation="eager").to(device)
-    if config.model_type == "gpt_oss":
+    if config.model_type in ("gpt_oss", "deepseek_v4"):
         # The faster experts have no fp64.
         model.set_experts_implementation("eager")
     with torch.no_grad():

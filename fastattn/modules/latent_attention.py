@@ -1,0 +1,330 @@
+"""Multi-head latent attention: keys and values of all heads come from one latent a token."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import checks
+from ..cache.latent import LatentCache
+from ..functional.attend import attention
+from ..functional.decode import decode_attention
+from ..options import Window
+from ..rotary import (
+    RotaryPositions,
+    RotaryStyle,
+    RotaryTables,
+    apply_rotary,
+    check_rotary_style,
+    rotary_tables,
+)
+from ..rotary_scaling import RotaryScaling
+from . import checks as module_checks
+from .layer_cache import decodes
+
+_Tables = tuple[Tensor, Tensor] | None
+
+
+class MultiheadLatentAttention(nn.Module):
+    """Attention whose cache holds a latent and a rotary key a token, for all heads together.
+
+        c_q = norm(q_a_proj(x));  q_nope, q_rope = q_b_proj(c_q), by heads
+        c, k_rope = kv_a_proj_with_mqa(x);  c = norm(c);  q_rope, k_rope rotated
+        k_nope, v = kv_b_proj(c), by heads
+        out = o_proj(softmax(scale (q_nope.k_nope + q_rope.k_rope)) v)
+
+    (DeepSeek-V2, 2024, arXiv 2405.04434.) Training and prompts take these scores of two products,
+    and k_rope is not repeated for the heads. A few new tokens beside a cache take the absorbed
+    form: rows of kv_b_proj go into q_nope and behind the sum, and the latents themselves are keys
+    and values, q_nope W_k . c and (sum of weights c) W_v. Both forms give the same results.
+
+    Args:
+        embed_dim: width of the tokens.
+        num_heads: H.
+        kv_latent_dim: C of the latent.
+        q_latent_dim: of the queries' latent; None: one projection, q_proj, and no norm.
+        nope_dim, rope_dim: P and R, columns of a head's query and key without and with rotation;
+            rope_dim = 0: none.
+        v_head_dim: V of a head's values; default nope_dim.
+        causal, window, softcap: as for `fastattn.attention`.
+        sinks: learn for each head the score of one more key, whose value is 0.
+        rotary: which channels are pairs: "interleaved" neighbours as in DeepSeek's models, or
+            "half".
+        rotary_base, rotary_scaling: as in `fastattn.rotary.rotary_tables`.
+        mscale: YaRN's mscale_all_dim: the scale is multiplied by (0.1 mscale ln(factor) + 1)^2, of
+            the factor of rotary_scaling. Cosines and sines grow by that one's own amplitude.
+        scale: factor on the scores, in place of (P + R) ** -0.5 and mscale. Never C's.
+        norm_eps: of the norms of latents (RMSNorm).
+        bias: of the down- and output projections.
+        dropout, attention_dropout: of outputs and of weights, in training mode.
+        backend: passed to `fastattn.attention`.
+        device, dtype: of the parameters.
+
+    Parameters, named as DeepSeek's models have them: q_a_proj.weight [q_latent_dim, embed_dim],
+        q_a_layernorm.weight, q_b_proj.weight [H (P + R), q_latent_dim], or q_proj.weight;
+        kv_a_proj_with_mqa.weight [C + R, embed_dim], kv_a_layernorm.weight [C], kv_b_proj.weight
+        [H (P + V), C], o_proj.weight [embed_dim, H V]; sinks [H].
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of its range.
+
+    Example:
+        >>> layer = MultiheadLatentAttention(64, 4, kv_latent_dim=32, nope_dim=16, rope_dim=8)
+        >>> x = torch.randn(2, 10, 64)
+        >>> y = layer(x)  # [2, 10, 64]
+        >>> cache = layer.new_cache(batch_size=2, max_length=16)  # 40 numbers a token, not 160
+        >>> with torch.no_grad():
+        ...     steps = [layer(part, cache=cache) for part in x.split([9, 1], dim=1)]
+        >>> torch.allclose(torch.cat(steps, dim=1), y, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kv_latent_dim: int,
+        q_latent_dim: int | None = None,
+        nope_dim: int = 128,
+        rope_dim: int = 64,
+        v_head_dim: int | None = None,
+        causal: bool = True,
+        window: Window = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        rotary: RotaryStyle = "interleaved",
+        rotary_base: float = 10000.0,
+        rotary_scaling: RotaryScaling | None = None,
+        mscale: float = 0.0,
+        scale: float | None = None,
+        norm_eps: float = 1e-6,
+        bias: bool = False,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_latent_dim": kv_latent_dim}
+        sizes |= {
+            "nope_dim": nope_dim,
+            "v_head_dim": nope_dim if v_head_dim is None else v_head_dim,
+        }
+        for name, size in sizes.items():
+            setattr(self, name, checks.check_count(name, size, 1))
+        self.rope_dim = checks.check_count("rope_dim", rope_dim, 0)
+        check_rotary_style(rotary)
+        checks.check_window(window)
+        checks.check_backend(backend)
+        module_checks.check_dropouts(dropout, attention_dropout)
+        self.causal, self.window = checks.check_flag("causal", causal), window
+        self.softcap = None if softcap is None else checks.check_positive("softcap", softcap)
+        self.rotary, self.backend = rotary, backend
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+        self.rotary_positions = None
+        if self.rope_dim:
+            self.rotary_positions = RotaryPositions(
+                self.rope_dim, base=rotary_base, scaling=rotary_scaling
+            )
+        if scale is None:
+            factor = getattr(rotary_scaling, "factor", 1.0)
+            m = 0.1 * checks.check_number("mscale", mscale) * math.log(factor) + 1
+            scale = (nope_dim + self.rope_dim) ** -0.5 * m * m
+        self.scale = checks.check_positive("scale", scale)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        of_queries = num_heads * (nope_dim + self.rope_dim)
+        if q_latent_dim is None:
+            self.q_proj = nn.Linear(embed_dim, of_queries, bias=False, **factory)
+        else:
+            checks.check_count("q_latent_dim", q_latent_dim, 1)
+            self.q_a_proj = nn.Linear(embed_dim, q_latent_dim, bias=bias, **factory)
+            self.q_a_layernorm = nn.RMSNorm(q_latent_dim, eps=norm_eps, **factory)
+            self.q_b_proj = nn.Linear(q_latent_dim, of_queries, bias=False, **factory)
+        width = kv_latent_dim + self.rope_dim
+        self.kv_a_proj_with_mqa = nn.Linear(embed_dim, width, bias=bias, **factory)
+        self.kv_a_layernorm = nn.RMSNorm(kv_latent_dim, eps=norm_eps, **factory)
+        of_heads = num_heads * (nope_dim + self.v_head_dim)
+        self.kv_b_proj = nn.Linear(kv_latent_dim, of_heads, bias=False, **factory)
+        self.o_proj = nn.Linear(num_heads * self.v_head_dim, embed_dim, bias=bias, **factory)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
+
+    embed_dim: int
+    num_heads: int
+    kv_latent_dim: int
+    nope_dim: int
+    v_head_dim: int
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        rotary_tables: RotaryTables | None = None,
+        cache: LatentCache | None = None,
+        absorbed: bool | None = None,
+    ) -> Tensor:
+        """Attend; with a cache, append x to it and attend to all that it holds.
+
+        Args:
+            x: [B, T, embed_dim], floating.
+            key_padding_mask, key_lengths, documents, positions, rotary_tables: as of
+                `fastattn.GQAttention.forward`; tables have rope_dim // 2 columns.
+            cache: from `new_cache`. It holds no graph: use it under `torch.no_grad()`.
+            absorbed: whether a call with a cache takes the absorbed form; default: where there are
+                few rows of queries and no key_padding_mask.
+
+        Returns:
+            [B, T, embed_dim].
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong dtype or shape, or a cache of other
+                widths, which is then left as it was.
+            RuntimeError: a cache is used while grad mode is on and the latents require grad.
+        """
+        module_checks.check_vectors("x", x, self.embed_dim)
+        given = module_checks.checked_tables(x, positions, rotary_tables, self.rope_dim or None)
+        dropout = self.attention_dropout if self.training else 0
+        as_cache: Any = cache  # appends one tensor, where a LayerCache takes two
+        if cache is not None:
+            self._check_cache(x, as_cache, key_padding_mask, key_lengths, documents, dropout > 0)
+        q_nope, q_rope, kv = self._projected(x, self._tables(x, positions, given, cache))
+        if cache is None:
+            o = self._expanded(
+                q_nope, q_rope, kv, dropout=dropout, key_padding_mask=key_padding_mask,
+                key_lengths=key_lengths, documents=documents,
+            )  # fmt: skip
+            return self._output(o)
+        few = decodes(x.shape[1] * self.num_heads, as_cache) and not dropout
+        if absorbed is None:
+            absorbed = few and key_padding_mask is None
+        ragged = cache.uniform_length is None or key_lengths is not None
+        offset = cache.lengths.clone() if ragged else None
+        cache.append(kv, key_lengths)
+        if absorbed:
+            return self._output(self._absorbed(q_nope, q_rope, cache, key_lengths))
+        o = self._expanded(
+            q_nope, q_rope, cache.k[:, :, : cache.length_bound], dropout=dropout,
+            key_padding_mask=key_padding_mask, key_lengths=cache.lengths if ragged else None,
+            query_offset=offset,
+        )  # fmt: skip
+        return self._output(o)
+
+    def _projected(self, x: Tensor, tables: _Tables) -> tuple[Tensor, Tensor | None, Tensor]:
+        """q_nope [B, H, T, P], q_rope [B, H, T, R] and [latent, rotary key] [B, 1, T, C + R]."""
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        kv = self.kv_a_proj_with_mqa(x)
+        c = self.kv_a_layernorm(kv[..., : self.kv_latent_dim])
+        if tables is None:
+            return q, None, c[:, None]
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
+        k_rope = kv[:, None, :, self.kv_latent_dim :]
+        q_rope, k_rope = (apply_rotary(y, *tables, style=self.rotary) for y in (q_rope, k_rope))
+        return q_nope, q_rope, torch.cat((c[:, None], k_rope), -1)
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor | None, kv: Tensor, **options: Any
+    ) -> Tensor:
+        """o [B, H, T, V] from keys and values of all heads, the rotary key shared."""
+        c, k_rope = kv[:, 0, :, : self.kv_latent_dim], kv[..., self.kv_latent_dim :]
+        heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)
+        second = {} if q_rope is None else {"query2": q_rope, "key2": k_rope}
+        given: Any = {**second, **self._options(), **options}
+        o: Tensor = attention(q_nope, k_nope, v, **given)
+        return o
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor | None, cache: LatentCache, counts: Tensor | None
+    ) -> Tensor:
+        """o [B, H, T, V] from latents as keys and values of one head."""
+        weight = self.kv_b_proj.weight
+        rows = weight.view(self.num_heads, -1, weight.shape[1])
+        of_keys, of_values = rows[:, : self.nope_dim], rows[:, self.nope_dim :]
+        q = q_nope @ of_keys
+        if q_rope is not None:
+            q = torch.cat((q, q_rope), -1)
+        o = decode_attention(q, cache, new_lengths=counts, **self._options())
+        return o @ of_values.mT
+
+    def _options(self) -> dict[str, Any]:
+        window = self.window
+        if isinstance(window, int):
+            window = (window - 1, None if self.causal else window - 1)
+        return {
+            "causal": self.causal, "window": window, "softcap": self.softcap,
+            "sinks": self.sinks, "scale": self.scale, "backend": self.backend,
+        }  # fmt: skip
+
+    def _output(self, o: Tensor) -> Tensor:
+        out = self.o_proj(o.transpose(1, 2).flatten(2))
+        return F.dropout(out, self.dropout, self.training)
+
+    def _tables(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        given: RotaryPositions | _Tables,
+        cache: LatentCache | None,
+    ) -> _Tables:
+        """(cos, sin) of x's tokens; None without rotation."""
+        own = self.rotary_positions
+        if own is None or isinstance(given, tuple):
+            return given if isinstance(given, tuple) else None
+        if positions is not None:
+            return rotary_tables(positions, own.rotary_dim, base=own.base, scaling=own.scaling)
+        T = bound = x.shape[1]
+        first: int | Tensor = 0
+        if cache is not None:
+            n = cache.uniform_length
+            first, bound = cache.lengths if n is None else n, cache.length_bound + T
+        return (given or own).at(first, T, bound, x.device)
+
+    def _check_cache(
+        self, x: Tensor, cache: Any, padding: Tensor | None, lengths: Tensor | None,
+        documents: Tensor | None, in_order: bool,
+    ) -> None:  # fmt: skip
+        if not isinstance(cache, LatentCache):
+            raise TypeError(f"cache must be a LatentCache, got {checks.type_name(cache)}")
+        layer_cache: Any = cache
+        widths = cache.k.shape[-1], cache.v.shape[-1]
+        if widths != (self.kv_latent_dim + self.rope_dim, self.kv_latent_dim):
+            raise ValueError(
+                f"cache must hold latents of kv_latent_dim + rope_dim = {self.kv_latent_dim} + "
+                f"{self.rope_dim} columns, got {widths[1]} + {widths[0] - widths[1]}"
+            )
+        module_checks.check_cache_use(x, padding, lengths, layer_cache, in_order)
+        module_checks.check_groups_in_cache(x, None, documents, layer_cache)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LatentCache:
+        """An empty cache for this layer; device, dtype: default the parameters'."""
+        weight = self.o_proj.weight
+        return LatentCache(
+            batch_size, max_length, self.kv_latent_dim, self.rope_dim,
+            device=weight.device if device is None else device,
+            dtype=weight.dtype if dtype is None else dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
+            f"kv_latent_dim={self.kv_latent_dim}, nope_dim={self.nope_dim}, "
+            f"rope_dim={self.rope_dim}, v_head_dim={self.v_head_dim}"
+        )
