@@ -227,11 +227,11 @@ def test_places_are_found() -> None:
 # In how many places of how many files an option may be named, over all that is installed but the
 # file that is written from the table.
 MOST: dict[str, tuple[int, int]] = {
-    "keep_first": (65, 30),
+    "keep_first": (66, 30),
     "prefix_lengths": (23, 13),
-    "softcap": (44, 30),
+    "softcap": (47, 32),
     "alibi_slopes": (37, 25),
-    "sinks": (55, 37),
+    "sinks": (58, 39),
 }
 
 
