@@ -35,7 +35,7 @@ def test_matches_the_reference(name: str) -> None:
 
 
 def test_packed_sequences_end_within_a_tile() -> None:
-    """What leaves through registers has no columns that do not exist: other rows lie there."""
+    """Rows that leave through registers end with their columns: other rows lie behind."""
     T, D, D_v = 170, 96, 72
     dense = make_qkv(1, 2, 1, T, T, D, D_v, dtype=torch.bfloat16)
     packed = (x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in dense)
