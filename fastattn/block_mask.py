@@ -25,7 +25,7 @@ class BlockMask:
         per_head: False promises that its answer does not depend on h. Each promise saves the
             kernels as many tables of blocks as there are batch rows, or heads.
 
-    Example:
+    Examples:
         >>> mask = BlockMask(every_third, per_batch=False, per_head=False)  # doctest: +SKIP
         >>> o = attention(q, k, v, mask_mod=mask)  # doctest: +SKIP
     """

@@ -77,8 +77,6 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return f"head dim {widest} is larger than {limit}, the limit for float32"
     if widest > attend.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
         return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM_NARROW}, the limit on AMD"
-    if q.is_cuda and q.dtype == torch.bfloat16 and not _has_bf16(q.device):
-        return "this GPU has no bfloat16 matrix units (compute capability below 8.0)"
     return None
 
 
@@ -92,6 +90,8 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
             return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
     elif not x.is_cuda:
         return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
+    elif _is_before_ampere(x.device):
+        return "no kernel was tried below compute capability 8.0, where their tiles spill registers"
     for x in inputs.values():
         if x.dtype == torch.float64:
             names = " or ".join(inputs)
@@ -99,9 +99,9 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _has_bf16(device: torch.device) -> bool:
+def _is_before_ampere(device: torch.device) -> bool:
     # Of torch's questions about a device this is the one that torch.compile folds into a constant.
-    return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
+    return torch.version.hip is None and torch.cuda.get_device_properties(device).major < 8
 
 
 def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -1,9 +1,11 @@
 """Which backend is chosen, what explain() says, and the one warning about slow calls."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fastattn
 from fastattn import dispatch
@@ -171,3 +173,17 @@ def test_a_log_has_a_line_for_each_kind_of_call(monkeypatch, capsys, device: str
     call = "fastattn: attention q[1, 2, 4, 16] k[1, 1, 4, 16] v[1, 1, 4, 16] float32 softcap"
     assert by_kernel.startswith(f"{call} -> triton; tile ")
     assert by_torch == f'{call} -> torch; not triton: backend "torch" was asked for'
+
+
+@pytest.mark.parametrize(
+    ("major", "reason"), [(7, "no kernel was tried below compute capability 8.0"), (8, None)]
+)
+def test_gpus_before_ampere_are_left_to_torch(
+    major: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.float16)
+    told = dispatch.why_no_kernel({"q": q})
+    assert (told and told.partition(",")[0]) == reason

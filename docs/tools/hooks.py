@@ -19,6 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import fastattn
 from fastattn.cli.main import build_parser
 
 if sys.version_info >= (3, 11):
@@ -30,6 +31,22 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PUBLIC_NAMES = CHECKOUT / "tests" / "public_names.txt"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 log = logging.getLogger("mkdocs.fastattn")
+# Titles in the reference, and the modules below each; what is named nowhere is under the last one.
+MODULES = {
+    "Attention": ("fastattn", "fastattn.mods", "fastattn.functional", "fastattn.cache"),
+    "Several GPUs": ("fastattn.parallel",),
+    "Layers and models": ("fastattn.modules", "fastattn.models", "fastattn.generation"),
+    "Training": ("fastattn.training",),
+    "Drop-in": ("fastattn.compat",),
+    "Formulas and checks": (),
+}
+# Of the module fastattn, by the modules that define its names.
+NAMES = {
+    "Calls": ("fastattn.functional", "fastattn.block_mask"),
+    "Caches": ("fastattn.cache", "fastattn.cache_view"),
+    "Layers": ("fastattn.modules", "fastattn.compat"),
+    "Backends, checks and tools": (),
+}
 
 
 def home() -> str:
@@ -51,18 +68,45 @@ def public_names() -> Iterator[tuple[str, str, str]]:
             yield module, name, same or ""
 
 
+def title(module: str, titles: dict[str, tuple[str, ...]]) -> str:
+    """The title of a module among those of `MODULES` or `NAMES`: by itself, else by its parent."""
+    while module:
+        for name, modules in titles.items():
+            if module in modules and module != "fastattn":
+                return name
+        module = module.rpartition(".")[0]
+    return [*titles][-1]
+
+
+def navigation() -> list[Any]:
+    """The reference in groups, the module fastattn first and the commands last."""
+    groups: dict[str, list[str]] = {name: [] for name in MODULES}
+    for path in sorted(reference()):
+        module = posixpath.basename(path).removesuffix(".md")
+        if module not in ("fastattn", "commands"):
+            groups[title(module, MODULES)].append(path)
+    groups["Attention"].insert(0, "reference/fastattn.md")
+    return [*({name: paths} for name, paths in groups.items()), "reference/commands.md"]
+
+
 def reference() -> dict[str, str]:
     """The pages of the reference by their paths."""
     pages: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {name: [] for name in NAMES}
     for module, name, same in public_names():
         path = f"reference/{module}.md"
         if path not in pages:
             about = (importlib.import_module(module).__doc__ or "").strip()
             pages[path] = [f"# {module}", about]
-        if same:
-            pages[path].append(f"`{module}.{name}` is [{same}][].")
+        entry = f"`{module}.{name}` is [{same}][]." if same else _entry(module, name)
+        if module == "fastattn":
+            home = getattr(getattr(fastattn, name), "__module__", "")
+            of_title = groups[title(same.rpartition(".")[0] or home, NAMES)]
+            of_title.insert(0 if name == "attention" else len(of_title), entry)
         else:
-            pages[path].append(_entry(module, name))
+            pages[path].append(entry)
+    for name, entries in groups.items():
+        pages["reference/fastattn.md"] += [f"## {name}", *entries]
     pages["reference/commands.md"] = ["# Commands", *_commands(build_parser())]
     return {path: "\n\n".join(parts) + "\n" for path, parts in pages.items()}
 
@@ -73,10 +117,11 @@ def _entry(module: str, name: str) -> str:
     # Triton's functions, where they are interpreted, have none: what they hold has.
     if callable(x) and not (getattr(x, "fn", x).__doc__ or "").strip():
         log.warning(f"{module}.{name} has no docstring")
+    level = f"    options:\n      heading_level: {3 if module == 'fastattn' else 2}"
     if name in vars(found):
-        return f"::: {module}.{name}"
-    heading = f"    options:\n      heading: {module}.{name}"
+        return f"::: {module}.{name}\n{level}"
     anchor = f'<a id="{module}.{name}"></a>'
+    heading = f"{level}\n      heading: {module}.{name}"
     return f"{anchor}\n\n::: {x.__module__}.{x.__qualname__}\n{heading}"
 
 
@@ -96,7 +141,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     os.environ["COLUMNS"] = "96"  # of the commands' help
     for entry in config.nav:
         if "Reference" in entry:
-            entry["Reference"] = sorted(reference(), key=lambda path: ("commands" in path, path))
+            entry["Reference"] = navigation()
     return config
 
 

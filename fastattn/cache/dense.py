@@ -72,7 +72,7 @@ class KVCache:
         ValueError: a size is not positive, `quantize` is unknown, or a ring has fewer slots than
             its window and its first positions take.
 
-    Example:
+    Examples:
         >>> cache = KVCache(batch_size=2, num_kv_heads=1, max_length=8, head_dim=4)
         >>> k, v = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4)
         >>> cache.append(k, v)

@@ -49,7 +49,7 @@ class LatentCache(KVCache):
         TypeError: a size is no int, or dtype not floating.
         ValueError: a size is not positive, or rope_dim negative.
 
-    Example:
+    Examples:
         >>> cache = LatentCache(batch_size=2, max_length=8, latent_dim=16, rope_dim=4)
         >>> cache.append(torch.randn(2, 1, 3, 20))
         >>> q = torch.randn(2, 4, 1, 20)
@@ -97,7 +97,7 @@ class LatentCache(KVCache):
             new_lengths, batch_index, backend: as of `KVCache.append`.
 
         Raises:
-            as `KVCache.append`; a key of another width is named.
+            TypeError, ValueError: as `KVCache.append`; kv has another width.
         """
         v = _values(kv, self.k, self.v.shape[-1])
         super().append(kv, v, new_lengths, batch_index=batch_index, backend=backend)

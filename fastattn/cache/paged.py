@@ -58,7 +58,7 @@ class PagedKVCache:
         TypeError: a size is no int, or dtype not floating.
         ValueError: a size is not positive, page_size exceeds 256, or `quantize` is unknown.
 
-    Example:
+    Examples:
         >>> cache = PagedKVCache(num_pages=8, page_size=4, num_kv_heads=1, head_dim=4)
         >>> row = cache.allocate()
         >>> prompt = torch.randn(1, 1, 6, 4)

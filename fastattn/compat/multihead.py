@@ -46,7 +46,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     Raises:
         ValueError, AssertionError: as torch's; ValueError for an unknown backend.
 
-    Example:
+    Examples:
         >>> layer = MultiheadAttention(64, num_heads=4, batch_first=True)
         >>> x = torch.randn(2, 10, 64)
         >>> out, _ = layer(x, x, x, need_weights=False)  # [2, 10, 64]

@@ -64,7 +64,7 @@ class Engine:
         TypeError, ValueError: a number that is none, or too small; cuda_graph is True, and the
             model is on no CUDA device.
 
-    Example:
+    Examples:
         >>> from fastattn.models.gpt import GPT, GPTConfig
         >>> engine = Engine(GPT(GPTConfig(vocab_size=50)).eval(), num_pages=32)
         >>> first = engine.submit([1, 2, 3], count=5)

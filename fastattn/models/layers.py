@@ -59,7 +59,7 @@ def uniform_attention(
     Returns:
         [B, H, T_q, D_v]; 0 for a query that sees nothing.
 
-    Example:
+    Examples:
         >>> uniform_attention(torch.tensor([1.0, 3.0, 8.0]).view(1, 1, 3, 1), causal=True).flatten()
         tensor([1., 2., 4.])
     """

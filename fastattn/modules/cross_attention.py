@@ -73,7 +73,7 @@ class CrossGQAttention(AttentionLayer):
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
             other.
 
-    Example:
+    Examples:
         >>> layer = CrossGQAttention(64, num_heads=4, memory_dim=32)
         >>> x, memory = torch.randn(2, 5, 64), torch.randn(2, 9, 32)
         >>> y = layer(x, memory, memory_lengths=torch.tensor([9, 7]))  # [2, 5, 64]

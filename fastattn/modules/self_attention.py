@@ -98,7 +98,7 @@ class GQAttention(SelfProjection):
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
             other.
 
-    Example:
+    Examples:
         >>> layer = GQAttention(64, num_heads=4, num_kv_heads=2, rotary="half")
         >>> x = torch.randn(2, 10, 64)
         >>> y = layer(x)  # [2, 10, 64]

@@ -84,7 +84,7 @@ def selected_attention(
             is no block of k where indices lie on the CPU (elsewhere it names none), or a forced
             backend that cannot serve the call; the message names it.
 
-    Example:
+    Examples:
         >>> q, k = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 256, 64)
         >>> own = torch.arange(256).div(64, rounding_mode="floor").expand(1, 2, 256)
         >>> indices = torch.stack((torch.zeros_like(own), own), -1)  # the first block and one's own

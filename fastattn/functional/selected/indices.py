@@ -31,7 +31,7 @@ def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
     Raises:
         TypeError: none of these. ValueError: on a CPU, a list is longer than `most`.
 
-    Example:
+    Examples:
         >>> block_indices(torch.ones(4, 4).tril().bool()[None, None])[0, 0].tolist()
         [[0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
     """
