@@ -134,6 +134,14 @@ def test_workflows_run_what_a_contributor_runs(path: Path) -> None:
             assert words[:2] == ["bash", ".ci/run"] or words[:2] == ["test", "-e"], command
 
 
+def test_the_changelog_of_a_release_is_a_page() -> None:
+    """Lines of work go under "Unreleased"; a merge may put them elsewhere."""
+    text = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *released = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert first.startswith("[Unreleased]") and released
+    assert max(part.count("\n") for part in released) < 80
+
+
 @pytest.fixture(scope="module")
 def versions() -> dict[str, Any]:
     """Definitions in tests/versions.py."""
