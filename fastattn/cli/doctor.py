@@ -61,7 +61,7 @@ def _device() -> Iterator[Finding]:
             properties = torch.cuda.get_device_properties(index)
             capability = properties.major, properties.minor
             old = capability < (8, 0) and torch.version.hip is None
-            remedy = "below 8.0 no kernel was tried: the torch backend serves every call" if old else ""
+            remedy = "below 8.0 the torch backend serves every call" if old else ""
             shown = f"{properties.name}, {properties.major}.{properties.minor}, torch for {built}"
             yield Finding(f"GPU {index}", shown, remedy)
 
