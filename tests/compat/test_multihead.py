@@ -124,6 +124,16 @@ def test_kernels_equal_torch(device, name, need_weights):
         assert_within_budget("without gradients", *triple)
 
 
+def test_a_row_of_lowest_numbers_is_the_mean_of_its_values(device):
+    theirs, ours = (x.to(device) for x in pair(batch_first=True))
+    ours.backend = "triton"
+    mask = torch.zeros(L, S, device=device)
+    mask[2] = torch.finfo(torch.float32).min
+    tensors = [x.to(device) for x in inputs(theirs)]
+    expected, found = (x(*tensors, need_weights=False, attn_mask=mask)[0] for x in (theirs, ours))
+    torch.testing.assert_close(found, expected)
+
+
 def test_weights_without_gradients_in_fp64(on_torch):
     """The weights are as exact as with gradients: no step on the way to them is fp32."""
     _, ours = (x.double() for x in pair())

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from fastattn import dispatch
-from fastattn.compat import sdpa
+from fastattn.compat import diffusers, sdpa, xformers
+from fastattn.compat.transformers import attention_forward
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.inputs import to_device
 
@@ -177,12 +178,29 @@ def test_kernels_equal_torch(monkeypatch, device, name):
     assert_equals_torch(case)
 
 
-def test_a_row_of_lowest_numbers_is_the_mean_of_its_values(monkeypatch, device):
+# Functions of q, k and v with their heads in dim 1 and a bias [T_q, T_k].
+BIASED: dict[str, Callable[..., Tensor]] = {
+    "sdpa": lambda *qkv, bias: sdpa.scaled_dot_product_attention(*qkv, bias),
+    "xformers": lambda *qkv, bias: xformers.memory_efficient_attention(
+        *(x.transpose(1, 2) for x in qkv), bias.expand(2, 4, 5, 7)
+    ).transpose(1, 2),
+    "diffusers": lambda *qkv, bias: diffusers.attend(
+        *(x.transpose(1, 2) for x in qkv), bias[None, None]
+    ).transpose(1, 2),
+    "transformers": lambda *qkv, bias: attention_forward(
+        torch.nn.Module(), *qkv, None, is_causal=False, position_bias=bias[None, None]
+    )[0].transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("door", BIASED)
+def test_a_row_of_lowest_numbers_is_the_mean_of_its_values(door, monkeypatch, device):
     """The budget says nothing here: naive runs in base two take the lowest number for -inf."""
     monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
-    case = to_device(qkv() | {"attn_mask": lowest_rows(LOWEST)}, device)
-    o = sdpa.scaled_dot_product_attention(**case)
-    torch.testing.assert_close(o[:, :, 2], case["value"].mean(2))
+    q, k, v = to_device(qkv(), device).values()
+    bias = lowest_rows(LOWEST).to(device)
+    o = BIASED[door](q, k, v, bias=bias)
+    torch.testing.assert_close(o[:, :, 2], v.mean(2))
 
 
 @pytest.mark.parametrize("right", [False, True], ids=["upper-left", "lower-right"])
