@@ -29,8 +29,8 @@ from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, s
 from .rules.pages import CacheTensors
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import further_keys, further_products, relative_query
-from .rules.score import dropped, first_state, kept, load_bias, modified
-from .rules.softmax import finish, in_parts, online_step
+from .rules.score import dropped, first_state, kept, load_bias, modified, with_sink
+from .rules.softmax import LN2, finish, in_parts, online_step
 from .rules.tile import load_rows
 
 if TYPE_CHECKING:
@@ -83,11 +83,14 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, k_desc, v_desc, bias_desc,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, k_desc, v_desc, bias_desc,
     q_strides, k_strides, v_strides, o_strides, mask, score, H_q, G, T_q, T_k,
     const: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of a tile of queries. PARTS: of each row's sum, see `softmax.in_parts`."""
+    """o and lse of a tile of queries, and the largest score of each where max_ptr is given.
+
+    PARTS: of each row's sum, see `softmax.in_parts`.
+    """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
@@ -100,7 +103,8 @@ def attention_forward_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    m, l = first_state(tile.h, m, l, score)
+    if max_ptr is None:
+        m, l = first_state(tile.h, m, l, score)
     if PARTS > 1:
         l = in_parts(l, PARTS)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -109,12 +113,29 @@ def attention_forward_kernel(
     operands = _Operands(q, query, keys, values, bias_desc)
     acc, m, l = over_key_blocks(_attend, (acc, m, l), tile, operands, mask, score, const)
 
+    if max_ptr is not None:
+        # The sink comes last: it is no key whose score counts.
+        tl.store(max_ptr + tile.statistics + tile.rows, m * LN2, mask=tile.in_rows)
+        acc, m, l = with_sink(acc, m, l, tile.h, score)
     o, lse = finish(acc, m, l)
     store_queries(o_ptr, o_strides, tile, o, BLOCK_DV, const.D_V, const)
     tl.store(lse_ptr + tile.statistics + tile.rows, lse, mask=tile.in_rows)
 
 
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
+    return _plan_with_max(options, q, k, v, o, maximum=(Stream(0, None, 0, 0),))
+
+
+def _plan_with_max(
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    *,
+    maximum: tuple[Stream, ...] = (),
+) -> Launch:
+    """maximum: what stands in the place of max_ptr where the call brings none."""
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
@@ -140,6 +161,7 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
         ),
         tile.sum_parts,
         streams=(
+            *maximum,
             Stream(1, k, tile.BLOCK_N, BLOCK_D),
             Stream(2, v, tile.BLOCK_N, BLOCK_DV),
             bias_stream(options, q, tile),
@@ -155,12 +177,29 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous and
     whole multiples of 16 bytes, H_k | H_q. Packed sequences have B = 1.
     """
+    q, k, v, o, lse = _operands(q, k, v, options)
+    launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
+    return o, lse
+
+
+def launch_forward_with_max(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`launch_forward`, and the largest score of each row, fp32 [B, H_q, T_q], without the sink."""
+    q, k, v, o, lse = _operands(q, k, v, options)
+    largest = torch.empty_like(lse)
+    launch_for(_plan_with_max, options, (q, k, v), o)(options, q, k, v, o, lse, largest)
+    return o, lse, largest
+
+
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v as kernels read them, and memory for o and lse."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, _ = q.shape
     o = result_in_layout(options, q, H_q, T_q, v.shape[3])
-    lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
-    return o, lse
+    return q, k, v, o, torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
 
 
 def prepare_forward(

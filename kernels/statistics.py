@@ -1,8 +1,9 @@
 """Statistics of attention weights, without a tensor of all of them.
 
-With p_ij the weight of key j for query i: the entropy of each row, -sum_j p_ij ln p_ij; the sum
-that each key receives, sum_i p_ij; the largest weights of each row and their keys; and, for small
-shapes, the weights themselves. All are computed again from scores and lse, as backward does.
+With p_ij the weight of key j for query i: the entropy of each row, -sum_j p_ij ln p_ij, and its
+mean distance, sum_j p_ij |p - j|; the sum that each key receives, sum_i p_ij; the largest weights
+of each row and their keys; and, for small shapes, the weights themselves. All are computed again
+from scores and lse, as backward does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .rules.blocks import (
 from .rules.mask import any_key
 from .rules.product import rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
-from .rules.score import modified
+from .rules.score import distances, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
 from .rules.tile import head_at, load_block, load_tile
@@ -128,23 +129,25 @@ def _into_top(x, k_pos, top_x, top_pos):
 @triton.jit
 def _into_rows(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Take one key block into the statistics of the rows: see `blocks.over_key_blocks`."""
-    entropy, top_x, top_pos = state
+    entropy, distance, top_x, top_pos = state
     x, p = _block_weights(n_first, valid, keep, tile, operands, score, const)
     # A weight of 0 adds nothing, though its logarithm is -inf.
     surprise = tl.where(p > 0, operands.lse[:, None] - x * LN2, 0.0)
     entropy += tl.sum(p * surprise, 1)
+    k_pos = n_first + tl.arange(0, const.BLOCK_N)
+    ahead = tile.row.offset - tile.row.shift
+    distance += tl.sum(p * distances(tile.rows[:, None], k_pos[None, :], ahead, None), 1)
     if top_x.shape[1] > 1:
-        k_pos = n_first + tl.arange(0, const.BLOCK_N)
         top_x, top_pos = _into_top(x, k_pos[None, :], top_x, top_pos)
-    return entropy, top_x, top_pos
+    return entropy, distance, top_x, top_pos
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "top"])
 def attention_row_statistics_kernel(
-    q_ptr, k_ptr, lse_ptr, entropy_ptr, top_ptr, position_ptr, q_strides, k_strides, mask, score,
-    H_q, G, T_q, T_k, top, const: tl.constexpr, PLACES: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, entropy_ptr, distance_ptr, top_ptr, position_ptr, q_strides, k_strides,
+    mask, score, H_q, G, T_q, T_k, top, const: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Entropy and the `top` largest weights of a tile of queries. Grid and loops as forward's.
+    """Entropy, distance and the `top` largest weights of a tile of queries; grid as forward's.
 
     PLACES: of the list of each row, a power of two; 1 leaves the lists out.
     """
@@ -158,8 +161,9 @@ def attention_row_statistics_kernel(
     places = tl.arange(0, PLACES)[None, :] + tl.zeros([BLOCK_M, PLACES], tl.int32)
     top_x = tl.where(places < top, float("-inf"), float("inf"))
     top_pos = _NOWHERE - places
-    entropy, top_x, top_pos = over_key_blocks(
-        _into_rows, (entropy, top_x, top_pos), tile, operands, mask, score, const
+    distance = tl.zeros([BLOCK_M], tl.float32)
+    entropy, distance, top_x, top_pos = over_key_blocks(
+        _into_rows, (entropy, distance, top_x, top_pos), tile, operands, mask, score, const
     )
 
     if score.sinks_ptr is not None:
@@ -168,6 +172,7 @@ def attention_row_statistics_kernel(
         entropy += tl.where(p > 0, p * (lse - sink), 0.0)
     stats = tile.statistics + tile.rows
     tl.store(entropy_ptr + stats, entropy, mask=tile.in_rows)
+    tl.store(distance_ptr + stats, distance, mask=tile.in_rows)
     top_x = tl.where(places < top, top_x, float("-inf"))
     for i in range(0, top):
         best, best_pos = _largest(top_x, top_pos)
@@ -262,8 +267,9 @@ def launch_lse(q: Tensor, k: Tensor, options: Options) -> Tensor:
 
 def launch_row_statistics(
     q: Tensor, k: Tensor, lse: Tensor, options: Options, top: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy fp32 [B, H_q, T_q]; largest weights fp32 and their keys int64 [B, H_q, T_q, top].
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Entropy and distance fp32 [B, H_q, T_q]; largest weights fp32 and their keys int64, each
+    [B, H_q, T_q, top].
 
     q, k and options as `launch_forward` takes them, dense and without dropout; lse as it gives it,
     contiguous.
@@ -272,7 +278,10 @@ def launch_row_statistics(
     entropy = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     largest = torch.empty(B, H_q, T_q, top, dtype=torch.float32, device=q.device)
     positions = torch.empty(B, H_q, T_q, top, dtype=torch.int64, device=q.device)
-    found, tile = (entropy, largest, positions), _tile("backward_dq", options, q)
+    found, tile = (
+        (entropy, torch.empty_like(entropy), largest, positions),
+        _tile("backward_dq", options, q),
+    )
     programs = query_programs(options, q, tile.BLOCK_M)
     kernel, mask = attention_row_statistics_kernel, mask_for_queries
     _launch(kernel, programs, tile, mask, q, k, lse, found, options, (top,), (_places(top),))

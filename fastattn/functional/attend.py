@@ -14,7 +14,7 @@ from ..options import Options
 from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
 from ..tuned import choices
-from . import call_memo, call_options, inputs, sharded
+from . import call_memo, call_options, inputs, sharded, statistics
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,6 +37,11 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool,
     backend: str | None = ..., **options: "Unpack[AttentionArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max: Literal[True],
+    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 @call_options.DENSE.sign
 def attention(
     q: Tensor,
@@ -44,9 +49,10 @@ def attention(
     v: Tensor,
     *,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention softmax(q k^T * scale + mask) v with grouped-query heads; differentiable.
 
     Query i of batch row b has position p = i + query_offset among the keys. Masks combine: it sees
@@ -147,13 +153,17 @@ def attention(
             the same, and torch.use_deterministic_algorithms(True) overrides it. The "torch" backend
             is as deterministic as torch is, which on a GPU goes by that flag alone.
         return_lse: also return the log of the softmax denominators.
+        return_max: also return, last, the largest score of each query, x above, -inf where it sees
+            no key; sinks are no keys. Its `amax((0, 2))` is what QK-clip goes by. No gradient. By
+            "triton" from the same pass over the keys, by "torch" computed apart; "hopper" has none.
         backend: "hopper", "triton", "torch" or "auto" (default; the
             environment variable FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same
             arguments and tells which one serves.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
-        log, the sink counted. Both are differentiable. A query that sees no key has o = 0,
+        log, the sink counted; with return_max also the maximum, as lse. o and lse are
+        differentiable. A query that sees no key has o = 0,
         lse = -inf (with sinks, lse = sinks[h]) and gradients 0 in q, k and v. A NaN in keys or
         values that are padded out (key_padding_mask, key_lengths, negative document ids) reaches
         no output and no gradient. In autocast regions q, k, v, relative_keys, relative_query,
@@ -171,7 +181,8 @@ def attention(
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
     given: dict[str, Any] = options
-    key = call_memo.key_of((q, k, v), given, backend)
+    largest = checks.check_flag("return_max", return_max) if return_max is not False else False
+    key = None if largest else call_memo.key_of((q, k, v), given, backend)
     known = call_memo.find(key)
     if known is not None:
         if known.cast:
@@ -179,7 +190,7 @@ def attention(
         o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
     if key is None and any(map(sharded.is_dtensor, (q, k, v))):
-        call = partial(attention, return_lse=return_lse, backend=backend)
+        call = partial(attention, return_lse=return_lse, return_max=return_max, backend=backend)
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
     duals = inputs.duals(q, k, v, options)
@@ -190,6 +201,8 @@ def attention(
     checked = call_options.dense_options(q, k, v, **options)
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    if largest:
+        return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = options is not given
     return compute(q, k, v, checked, return_lse, backend, key, options, cast=cast)
 
@@ -221,9 +234,10 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`attention` within each of N sequences that lie behind one another, without padding.
 
     Sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1, and keys likewise. Either
@@ -237,13 +251,14 @@ def attention_varlen(
         v: [total_k, H_k, D_v].
         cu_seqlens_q: int32 or int64 [N + 1] on q's device, from 0, never falling, to total_q.
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
-        return_lse, backend: as for `attention`.
+        return_lse, return_max, backend: as for `attention`.
         options: those of `attention`, except key_padding_mask, documents, attn_mask, attn_bias and
             query_offset. relative_query has q's shape; query2 is [total_q, H_q, D2] and key2
             [total_k, H_k2, D2].
 
     Returns:
-        o [total_q, H_q, D_v]; with return_lse also lse, fp32 [H_q, total_q].
+        o [total_q, H_q, D_v]; with return_lse also lse, fp32 [H_q, total_q], and with return_max
+        the maximum, as lse.
 
     Raises:
         TypeError, ValueError: as `attention`. The values of the offsets are checked where they lie
@@ -252,7 +267,8 @@ def attention_varlen(
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
-    key = call_memo.key_of((q, k, v), given, backend)
+    largest = checks.check_flag("return_max", return_max) if return_max is not False else False
+    key = None if largest else call_memo.key_of((q, k, v), given, backend)
     known = call_memo.find(key)
     if known is not None:
         if q.is_cpu:  # what they say is no part of the key
@@ -271,6 +287,8 @@ def attention_varlen(
     checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **changed)
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    if largest:
+        return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = changed is not options
     return compute(q, k, v, checked, return_lse, backend, key, given | changed, cast=cast)
 
@@ -282,6 +300,7 @@ def explain(
     v: Tensor,
     *,
     return_lse: bool = False,
+    return_max: bool = False,
     backend: str | None = None,
     **options: "Unpack[AttentionArguments]",
 ) -> Explanation:
@@ -306,7 +325,10 @@ def explain(
     checked = call_options.dense_options(q, k, v, **given)
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
-    choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
+    among = dispatch.BACKENDS if not return_max else (dispatch.TRITON,)
+    choice = dispatch.choose(q, k, v, checked, backend, among=among)
+    if return_max and dispatch.HOPPER.on(q.device):
+        choice.reasons["hopper"] = "return_max: its rows may lag behind their largest score"
     choice = dispatch.with_forward(choice, q, k, v, checked)
     families = choices.families(checked, choices.wants_gradients(q, k, v, checked))
     choice = dispatch.with_findings(choice, q, v, families, checked.registers)

@@ -44,11 +44,11 @@ def is_dtensor(x: Any) -> bool:
 
 def attend(
     call: Callable[..., Any], inputs: Mapping[str, Tensor], given: Mapping[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`call` on this rank's part of each input; what comes out as DTensors again.
 
     Args:
-        call: takes inputs and given by name, and returns o, or o and lse.
+        call: takes inputs and given by name, and returns o, or o and what has its rows.
         inputs: DTensors [B, H, T, D], q first.
         given: options, of which any may be DTensors.
 
@@ -81,7 +81,7 @@ def attend(
             stride=stride,
         )
 
-    return (joined(found[0]), joined(found[1])) if isinstance(found, tuple) else joined(found)
+    return tuple(map(joined, found)) if isinstance(found, tuple) else joined(found)
 
 
 def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of attention: entropies, weight received, largest weights, and the weights."""
+"""Statistics of attention: entropies, weight received, largest weights and scores, the weights."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -8,6 +8,8 @@ from torch import Tensor
 from .. import checks, dispatch
 from ..ops import statistics as kernels
 from ..options import Options
+from ..torch_backend import attend as torch_backend
+from ..torch_backend import dropout
 from ..torch_backend import statistics as formula
 from ..torch_backend.attend import one_product
 from . import call_options, inputs
@@ -35,12 +37,14 @@ class AttentionStatistics(NamedTuple):
         top_weights: [B, H_q, T_q, top], the largest weights of each query, the largest first.
         top_positions: int64 [B, H_q, T_q, top], their keys; of equal scores the first key comes
             first. Where a query sees fewer keys than `top`, the rest has weight 0 and position -1.
+        distance: [B, H_q, T_q], how far each query looks: the mean of |p - j| by its weights.
     """
 
     entropy: Tensor
     received: Tensor
     top_weights: Tensor
     top_positions: Tensor
+    distance: Tensor
 
 
 def attention_statistics(
@@ -58,14 +62,18 @@ def attention_statistics(
     in the entropy and takes its share of the weights, but is none of the keys that are listed. A
     key whose score is -inf, by an attn_bias or score_mod, counts as not seen.
 
-    Not differentiable: inputs that require grad are read as if detached.
+    All but top_positions are differentiable in q, k, lse and the options that learn: the backward
+    is torch's formula in chunks of queries, by every backend, and has no derivative of its own. Of
+    scores that are scale * q.k alone the entropy is, by kernels both ways,
+    `lse - scale * (q * attention(q, k, k)).sum(-1)`.
 
     Args:
         q: [B, H_q, T_q, D], as for `attention`.
         k: [B, H_k, T_k, D].
         lse: float [B, H_q, T_q], as `attention` with return_lse=True gave it for the same
             arguments, which saves computing it again. With the lse of more keys than these, as
-            where they are divided among devices, every sum is the part of these keys.
+            where they are divided among devices, every sum is the part of these keys. One that does
+            not require grad leaves the results without gradient.
         top: how many of the largest weights of each query to list, 0 to 64. A first call compiles
             a kernel for 0, for 1 and 2, and for each power of two, which serves all tops to it.
         backend: as for `attention`; `fastattn.explain(q, k, k, ...)` tells which one serves.
@@ -80,11 +88,15 @@ def attention_statistics(
     top = checks.check_count("top", top, 0)
     if top > MAX_TOP:
         raise ValueError(f"top must be at most {MAX_TOP}, got {top}")
-    with torch.no_grad():
+    learns = torch.is_grad_enabled() and (lse is None or lse.requires_grad)
+    with torch.set_grad_enabled(learns):
         q, k, lse, checked, served = _prepared("attention_statistics", q, k, lse, backend, options)
-        if served == "torch":
-            return AttentionStatistics(*formula.attention_statistics(q, k, lse, top, checked))
-        return AttentionStatistics(*kernels.attention_statistics(q, k, lse, top, checked))
+    compute = formula.attention_statistics if served == "torch" else kernels.attention_statistics
+    inputs = (q, k, lse, *checked.differentiable)
+    if learns and any(x is not None and x.requires_grad for x in inputs):
+        return AttentionStatistics(*formula.differentiable(compute, q, k, lse, top, checked))
+    with torch.no_grad():
+        return AttentionStatistics(*compute(q, k, lse, top, checked))
 
 
 def attention_weights(
@@ -154,3 +166,25 @@ def _prepared(
         return q, k, lse, options, choice.backend
     q, k = inputs.kernel_rows(q), inputs.kernel_rows(k)
     return q, k, lse, inputs.kernel_options(options), choice.backend
+
+
+def attention_with_max(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None
+) -> tuple[Tensor, ...]:
+    """`attention` or `attention_varlen` with return_max=True, of checked arguments."""
+    if options.dropout and options.dropout_seed is None:
+        options = options._replace(dropout_seed=dropout.draw_seed(q.device))
+    choice = dispatch.choose(q, k, v, options, backend)
+    if choice.backend == "torch":
+        dispatch.warn_if_slow(choice, q.device)
+        o, lse = torch_backend.attention(q, k, v, options, True)
+        with torch.no_grad():
+            largest = formula.largest_scores(q, k, options)
+        largest = largest.detach() if q.dtype == torch.float64 else largest.detach().float()
+    else:
+        _, options = dispatch.launched(choice, q, v, options)
+        options = inputs.kernel_options(options)
+        rows = (inputs.kernel_rows(x) for x in (q, k, v))
+        o, lse, largest = kernels.attend_with_max(*rows, options)
+        o = o[..., : v.shape[-1]]
+    return (o, lse, largest) if return_lse else (o, largest)

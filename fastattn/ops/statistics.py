@@ -1,4 +1,6 @@
-"""Statistics of attention weights by their kernels; nothing here has a gradient."""
+"""Statistics of scores and weights by their kernels: they have no gradient, o and lse beside them
+have theirs.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,7 +12,10 @@ from torch import Tensor
 from .. import kernels
 from ..options import Options
 from . import flops
-from .call import Operator
+from .attend import PORTABLE, setup_context
+from .call import Operator, contiguous, fake_output
+from .gradients import as_batch, as_packed, gradients, needed_of, placed
+from .schema import unflat
 
 
 def _computed(times: int) -> flops.Formula:
@@ -25,27 +30,28 @@ def _computed(times: int) -> flops.Formula:
 @partial(Operator, flops=_computed(2))
 def attention_statistics(
     q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Entropy, weight received, largest weights and their keys.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Entropy, weight received, largest weights and their keys, distance.
 
     Last dims are contiguous and whole multiples of 16 bytes; lse is fp32 and contiguous.
     """
     launch = kernels.statistics
     if lse is None:
         lse = launch.launch_lse(q, k, options)
-    entropy, largest, positions = launch.launch_row_statistics(q, k, lse, options, top)
-    return entropy, launch.launch_received(q, k, lse, options), largest, positions
+    entropy, distance, largest, positions = launch.launch_row_statistics(q, k, lse, options, top)
+    return entropy, launch.launch_received(q, k, lse, options), largest, positions, distance
 
 
 @attention_statistics.op.register_fake
 def _(
     q: Tensor, k: Tensor, lse: Tensor | None, top: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, H_q, T_q, _D = q.shape
     entropy = q.new_empty(B, H_q, T_q, dtype=torch.float32)
     received = q.new_empty(B, H_q, k.shape[2], dtype=torch.float32)
     largest = q.new_empty(B, H_q, T_q, top, dtype=torch.float32)
-    return entropy, received, largest, q.new_empty(B, H_q, T_q, top, dtype=torch.int64)
+    positions = q.new_empty(B, H_q, T_q, top, dtype=torch.int64)
+    return entropy, received, largest, positions, torch.empty_like(entropy)
 
 
 @partial(Operator, flops=_computed(1))
@@ -59,3 +65,46 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options
 @attention_weights.op.register_fake
 def _(q: Tensor, k: Tensor, *_: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], k.shape[2], dtype=torch.float32)
+
+
+@partial(Operator, flops=flops.attended(1, 1))
+def attention_forward_with_max(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse and the largest score of each query, fp32 like lse; see `kernels.forward`."""
+    return kernels.forward.launch_forward_with_max(q, k, v, options)
+
+
+@attention_forward_with_max.op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    o, lse = fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
+    return o, lse, torch.empty_like(lse)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    setup_context(ctx, inputs, output[:2])
+    ctx.mark_non_differentiable(output[2])
+
+
+def _gradients(
+    ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    return placed(gradients(PORTABLE.seen(), ctx, needed_of(needs), do, dlse), len(needs))
+
+
+attention_forward_with_max.op.register_autograd(_gradients, setup_context=_save)
+
+
+def attend_with_max(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend.attend` by the portable kernels, and the largest score of each query."""
+    options = contiguous(options)
+    if options.cu_seqlens_q is None:
+        found: tuple[Tensor, Tensor, Tensor] = attention_forward_with_max.by_op(q, k, v, options)
+        return found
+    if options.relative_query is not None:
+        options = options._replace(relative_query=as_batch(options.relative_query))
+    o, lse, largest = attention_forward_with_max.by_op(*map(as_batch, (q, k, v)), options)
+    return as_packed(o), lse[0], largest[0]

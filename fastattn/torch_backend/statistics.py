@@ -1,43 +1,136 @@
 """Statistics of attention weights as formulas on torch, for any dtype."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import tracing
-from ..options import Options
+from ..options import LEARNED, Options
 from . import formula
 from .query_chunks import chunks
 
 # Scores that are held at once: 256 MiB in fp32.
 _SCORES = 2**26
+_FP32 = torch.float32
+
+
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor | None, int, Options], Statistics]
 
 
 def attention_statistics(
     q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Entropy, weight received, largest weights and their keys; in chunks of query rows."""
+) -> Statistics:
+    """Entropy, weight received, largest weights and their keys, distance; in chunks of rows."""
+    received = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.promote_types(q.dtype, _FP32))
+    parts = []
+    for rows, own in _chunks(q, k, options):
+        part = _of_rows(q[:, :, rows], k, None if lse is None else lse[:, :, rows], top, own)
+        received += part[1]
+        parts.append(part)
+    entropy, _, largest, positions, distance = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    return entropy, received, largest, positions, distance
+
+
+def _chunks(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, Options]]:
     B, H_q, T_q, _ = q.shape
-    T_k = k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    received = torch.zeros(B, H_q, T_k, dtype=wide, device=q.device)
-    entropies, largest, positions = [], [], []
-    for rows, own in chunks(options, T_q, B * H_q * T_k, _SCORES):
-        x, p, own_lse = _scored(q[:, :, rows], k, None if lse is None else lse[:, :, rows], own)
-        entropy = _surprise(p, x, own_lse[..., None]).sum(-1)
-        if options.sinks is not None:
-            sink = options.sinks.to(wide)[:, None]
-            entropy = entropy + _surprise((sink - own_lse).exp(), sink, own_lse)
-        entropies.append(entropy)
-        received += p.sum(-2)
-        # Ordered by score, since small weights round to 0; a stable sort keeps the lowest position.
-        order = x.sort(dim=-1, descending=True, stable=True).indices[..., :top]
-        seen = x.gather(-1, order) > float("-inf")
-        missing = (0, top - order.shape[-1])
-        found = torch.where(seen, p.gather(-1, order), 0.0)
-        largest.append(torch.nn.functional.pad(found, missing))
-        places = torch.where(seen, order, -1)
-        positions.append(torch.nn.functional.pad(places, missing, value=-1))
-    return torch.cat(entropies, 2), received, torch.cat(largest, 2), torch.cat(positions, 2)
+    return chunks(options, T_q, B * H_q * k.shape[2], _SCORES)
+
+
+def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options) -> Statistics:
+    """`attention_statistics` of a few rows, differentiable."""
+    x, p, lse = _scored(q, k, lse, options)
+    seen = x > float("-inf")
+    # Finite, where nothing is seen: what is multiplied by 0 has a gradient of 0 then.
+    finite = torch.where(seen, x, 0.0)
+    lse = torch.where(lse == float("-inf"), 0.0, lse)
+    entropy = _surprise(p, finite, lse[..., None]).sum(-1)
+    if options.sinks is not None:
+        sink = options.sinks.to(x.dtype)[:, None]
+        entropy = entropy + _surprise((sink - lse).exp(), sink, lse)
+    apart = formula.distances(options, q.shape[2], k.shape[2], q.device).abs()
+    # Ordered by score, since small weights round to 0; a stable sort keeps the lowest position.
+    order = x.sort(dim=-1, descending=True, stable=True).indices[..., :top]
+    listed = seen.gather(-1, order)
+    missing = (0, top - order.shape[-1])
+    largest = torch.nn.functional.pad(torch.where(listed, p.gather(-1, order), 0.0), missing)
+    places = torch.nn.functional.pad(torch.where(listed, order, -1), missing, value=-1)
+    return entropy, p.sum(-2), largest, places, (p * apart.to(p.dtype)).sum(-1)
+
+
+def differentiable(
+    compute: Compute, q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
+) -> Statistics:
+    """compute(q, k, lse, top, options) with gradients, by the formula in chunks of rows."""
+    found: Statistics = _Differentiable.apply(  # type: ignore[no-untyped-call]
+        compute, top, options, q, k, lse, *options.differentiable
+    )
+    return found
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Compute, top: int, options: Options, *tensors: Tensor | None
+    ) -> Statistics:
+        q, k, lse = tensors[:3]
+        assert q is not None and k is not None
+        found = compute(q, k, lse, top, options)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found[3])
+        ctx.save_for_backward(*tensors)
+        ctx.top, ctx.options = top, options
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        leaves = [
+            x if x is None else x.detach().requires_grad_(need)
+            for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
+        ]
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, _FP32)) for x in wanted]
+        with torch.enable_grad():
+            q, k, lse, *learned = leaves
+            options = ctx.options._replace(**dict(zip(LEARNED, learned, strict=True)))
+            for rows, own in _chunks(q, k, options):
+                of_rows = None if lse is None else lse[:, :, rows]
+                found = _of_rows(q[:, :, rows], k, of_rows, ctx.top, own)
+                # What a key receives has a gradient for every row.
+                pairs = [
+                    (y, dy if n == 1 else dy[:, :, rows])
+                    for n, (y, dy) in enumerate(zip(found, grads, strict=True))
+                    if dy is not None
+                ]
+                of = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs])
+                for total, x in zip(sums, of, strict=True):
+                    total += x
+        by_leaf = iter(total.to(x.dtype) for total, x in zip(sums, wanted, strict=True))
+        of_leaves = [next(by_leaf) if x is not None and x.requires_grad else None for x in leaves]
+        return None, None, None, *of_leaves
+
+
+def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
+    """The largest score of each query, fp32 or wider [B, H_q, T_q], or packed [H_q, total_q]."""
+    if options.cu_seqlens_q is not None:
+        rows = [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
+        for n, queries, keys, own in formula.sequences(options, q.shape[0], k.shape[0]):
+            one = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
+            rows.append(_largest(*one, own, n)[0])
+        return torch.cat(rows, 1)
+    return _largest(q, k, options)
+
+
+def _largest(q: Tensor, k: Tensor, options: Options, first_row: int = 0) -> Tensor:
+    parts = []
+    for rows, own in _chunks(q, k, options):
+        x = formula.scores(q[:, :, rows], k, own, first_row=first_row)
+        nothing = x.new_full((*x.shape[:-1], 1), float("-inf"))
+        parts.append(torch.cat((x, nothing), -1).amax(-1))
+    return torch.cat(parts, 2)
 
 
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
@@ -56,7 +149,7 @@ def _scored(
     if lse is None:
         p, lse = formula.normalised(x, options.sinks)
     else:
-        p = torch.exp(x - lse[..., None])
+        p = torch.exp(x - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     # Keys that are not seen have none, in rows of NaN too.
     return x, torch.where(x == float("-inf"), 0.0, p), lse
 

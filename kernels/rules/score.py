@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .integers import value
 from .mask import elements, head_of_whole
-from .softmax import LOG2E
+from .softmax import LOG2E, LOWEST
 from .tile import load_in_place
 
 
@@ -290,6 +290,22 @@ def first_state(h, m, l, score):
         m = l + tl.load(score.sinks_ptr + h).to(tl.float32) * LOG2E
         l = l + 1.0
     return m, l
+
+
+@triton.jit
+def with_sink(acc, m, l, h, score):
+    """Take the head's sink into the state of rows that have met all their keys; l [M] after it."""
+    if len(l.shape) == 2:
+        l = tl.sum(l, 1)
+    if score.sinks_ptr is not None:
+        sink = tl.load(score.sinks_ptr + h).to(tl.float32) * LOG2E
+        m_next = tl.maximum(m, sink)
+        m_finite = tl.maximum(m_next, LOWEST)
+        rescale = tl.exp2(m - m_finite)
+        acc = acc * rescale[:, None]
+        l = l * rescale + tl.exp2(sink - m_finite)
+        m = m_next
+    return acc, m, l
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.testing import make_qkv
+from fastattn.testing import make_qkv, worst_naive
+from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.inputs import draw, to_device
 from fastattn.testing.verify.scoring import assert_statistics, statistics_oracle
 from fastattn.torch_backend import statistics
@@ -38,6 +39,11 @@ def odd_or_first(b, h, q_pos, k_pos):
 @triton.jit
 def square(x, b, h, q_pos, k_pos):
     return tl.where(k_pos > q_pos - 3, x, x * x * 0.3)
+
+
+@triton.jit
+def square_grad(dx, x, b, h, q_pos, k_pos):
+    return tl.where(k_pos > q_pos - 3, dx, dx * x * 0.6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -81,7 +87,7 @@ def test_bf16(backend: str, device: str) -> None:
 def test_torch_keeps_fp64() -> None:
     q, k = (x.double() for x in make())
     found = fastattn.attention_statistics(q, k, top=1, causal=True)
-    entropy, received, _ = statistics_oracle(q, k, causal=True)
+    entropy, received, *_ = statistics_oracle(q, k, causal=True)
     torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=1e-13)
     torch.testing.assert_close(found.received, received, rtol=0, atol=1e-13)
 
@@ -177,18 +183,66 @@ def test_no_queries_or_no_keys(queries: int, keys: int, backend: str, device: st
     q, k, _ = make_qkv(1, 2, 1, queries, keys, 16, device=device, requires_grad=False)
     found = fastattn.attention_statistics(q, k, top=2, backend=backend)
     shapes = [tuple(x.shape) for x in found]
-    assert shapes == [(1, 2, queries), (1, 2, keys), *2 * [(1, 2, queries, 2)]]
+    assert shapes == [(1, 2, queries), (1, 2, keys), *2 * [(1, 2, queries, 2)], (1, 2, queries)]
     assert torch.all(found.entropy == 0)
     assert torch.all(found.received == 0)
     assert torch.all(found.top_positions == -1)
 
 
+LEARN: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "softcap": 2.0, "key_lengths": torch.tensor([T_k, 0])},
+    "bias-sinks": {"attn_bias": draw(H_q, T_q, T_k), "sinks": draw(H_q)},
+}
+
+
+@pytest.mark.parametrize("name", LEARN)
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_inputs_that_require_grad_are_read_as_if_detached(backend: str, device: str) -> None:
-    q, k, _ = make_qkv(1, 1, 1, 5, 5, 16, device=device)
-    found = fastattn.attention_statistics(q, k, score_mod=square, top=1, backend=backend)
-    weights = fastattn.attention_weights(q, k, score_mod=square, backend=backend)
-    assert not any(x.requires_grad for x in (*found, weights))
+def test_gradients_of_statistics(
+    backend: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the oracle's, through autograd of its weights; in chunks of 4 rows."""
+    monkeypatch.setattr(statistics, "_SCORES", 4 * B * H_q * T_k)
+    options = to_device(LEARN[name], device)
+    learned = [x for x in options.values() if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def of(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        q, k = (x.to(dtype) for x in make(device=device))
+        options = {n: x.to(dtype) if any(x is y for y in learned) else x for n, x in given.items()}
+        leaves = [q, k, *(x for n, x in options.items() if n in ("attn_bias", "sinks"))]
+        leaves = [x.requires_grad_() for x in leaves]
+        options |= {n: x for n, x in zip(("attn_bias", "sinks"), leaves[2:], strict=False)}
+        entropy, received, top, distance = function(q, k, **options)
+        loss = entropy.sin().sum() + (received.cos() + top.square().sum((-1, -2))[..., None]).sum()
+        return list(torch.autograd.grad(loss + distance.sin().sum(), leaves))
+
+    def ours(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        found = fastattn.attention_statistics(q, k, top=2, backend=backend, **options)
+        assert not found.top_positions.requires_grad
+        return found.entropy, found.received, found.top_weights, found.distance
+
+    def oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        entropy, received, weights, distance = statistics_oracle(q, k, **options)
+        return entropy, received, weights.topk(2).values, distance
+
+    given = options
+    exact = of(oracle, torch.float64)
+    naive = worst_naive(exact, lambda: of(oracle, torch.float32))
+    names = [f"gradient {i}" for i in range(len(exact))]
+    assert_all_within_budget(names, of(ours, torch.float32), exact, naive)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_what_has_no_gradient(backend: str, device: str) -> None:
+    """Weights, and what is computed from an lse without one."""
+    q, k, v = make_qkv(1, 1, 1, 5, 5, 16, device=device)
+    assert not fastattn.attention_weights(q, k, score_mod=square, backend=backend).requires_grad
+    lse = fastattn.attention(q, k, v, return_lse=True, backend=backend)[1]
+    found = fastattn.attention_statistics(q, k, lse=lse.detach(), backend=backend)
+    assert not any(x.requires_grad for x in found)
+    found = fastattn.attention_statistics(q, k, lse=lse, backend=backend)
+    ours = torch.autograd.grad(found.entropy.sin().sum(), q)[0]
+    found = fastattn.attention_statistics(q, k, backend=backend)
+    torch.testing.assert_close(ours, torch.autograd.grad(found.entropy.sin().sum(), q)[0])
 
 
 class Sizes(TorchDispatchMode):
@@ -261,3 +315,53 @@ def test_weights_of_large_shapes_are_refused() -> None:
     message = rf"shape \[2, 2, 21, 25\], {elements} numbers, more than max_elements={elements - 1}"
     with pytest.raises(ValueError, match=message):
         fastattn.attention_weights(q, k, max_elements=elements - 1)
+
+
+@pytest.mark.parametrize("names", [("causal",), ("softcap-sinks",), ("mods", "mask-bias")])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_the_largest_score_comes_with_the_output(
+    backend: str, names: tuple[str, ...], device: str
+) -> None:
+    """It is what the largest weight comes of; o, lse and gradients are those without it."""
+    options = to_device({n: x for name in names for n, x in OPTIONS[name].items()}, device)
+    options |= {"score_mod_grad": square_grad} if "score_mod" in options else {}
+    how = options | {"backend": backend, "return_lse": True}
+    q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, device=device)
+    o, lse, largest = fastattn.attention(q, k, v, return_max=True, **how)
+    plain, plain_lse = fastattn.attention(q, k, v, **how)
+    # The sink comes in last, and not first, which rounds otherwise.
+    torch.testing.assert_close((o, lse), (plain, plain_lse), rtol=0, atol=1e-6 * ("sinks" in how))
+    weights = fastattn.attention_weights(
+        q, k, backend="torch", **{n: x for n, x in options.items() if n != "score_mod_grad"}
+    )
+    expected = lse.detach() + weights.amax(-1).log()
+    torch.testing.assert_close(largest, expected)
+    assert not largest.requires_grad
+    of = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, plain))
+    torch.testing.assert_close(*of, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_the_largest_score_of_packed_sequences(backend: str, device: str) -> None:
+    """One of no keys among them; under torch.compile, and refused by the kernels for Hopper."""
+    offsets = [torch.tensor(x, device=device) for x in ([0, 5, 9, T_q], [0, 11, 11, T_k])]
+    dense = make_qkv(1, 2, 1, T_q, T_k, 16, device=device)
+    q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in dense)
+
+    def call(q: Tensor) -> tuple[Tensor, ...]:
+        return fastattn.attention_varlen(q, k, v, *offsets, return_max=True, backend=backend)
+
+    # torch reads the offsets on the host.
+    run = torch.compile(call, backend="aot_eager") if backend == "triton" else call
+    o, largest = run(q)
+    x = (16**-0.5 * torch.einsum("qhd,khd->hqk", q, k.expand(-1, 2, -1))).masked_fill(
+        (torch.bucketize(torch.arange(T_q), offsets[0].cpu()[1:], right=True)[:, None]
+         != torch.bucketize(torch.arange(T_k), offsets[1].cpu()[1:], right=True)).to(device),
+        -math.inf,
+    )  # fmt: skip
+    torch.testing.assert_close(largest, x.amax(-1))
+    assert o.requires_grad
+    with pytest.raises(ValueError, match='"hopper" cannot serve'):
+        fastattn.attention(*dense, return_max=True, backend="hopper")
+    with pytest.raises(TypeError, match="return_max must be"):
+        fastattn.attention(*dense, return_max=1)

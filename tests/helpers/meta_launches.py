@@ -15,7 +15,11 @@ from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
 from fastattn.kernels.combine import launch_merge
 from fastattn.kernels.decode import launch_decode, launch_packed
-from fastattn.kernels.forward import launch_few_queries, launch_forward
+from fastattn.kernels.forward import (
+    launch_few_queries,
+    launch_forward,
+    launch_forward_with_max,
+)
 from fastattn.kernels.forward_mode.tangent import InputTangents, launch_tangent
 from fastattn.kernels.fp8_quantize import launch_head_codes
 from fastattn.kernels.fp8_values import launch_pack_values
@@ -169,6 +173,7 @@ def attention(
     """Launch kernels of attention, joined by "+".
 
     "scores": the gradients of biases; "plain-forward": with the tile of a plain call.
+    "max-forward": with the largest score of each row.
     """
     given = options_of(options, B, T, 4, D, dtype)
     B = 1 if given.cu_seqlens_q is not None else B
@@ -178,6 +183,8 @@ def attention(
     for kernel in kernels.split("+"):
         if kernel == "forward":
             launch_forward(q, k, k, given)
+        elif kernel == "max-forward":
+            launch_forward_with_max(q, k, k, given)
         elif kernel == "plain-forward":
             with tiles.forced(forward=tiles.lookup("forward", 2, D)):
                 launch_forward(q, k, k, given)

@@ -45,7 +45,8 @@ FORWARD, DQ, DKV = KINDS
 PREPARED = ["head_maxima_kernel", "head_codes_kernel", "head_codes_kernel", "pack_values_kernel"]
 # Kernels of each launch, without tables of blocks, of tiles and of bits of padding.
 KERNELS = {
-    "forward": [FORWARD], "plain-forward": [FORWARD], "backward": [DQ, DKV],
+    "forward": [FORWARD], "plain-forward": [FORWARD], "max-forward": [FORWARD],
+    "backward": [DQ, DKV],
     "one-pass": ["start_dq_kernel", DKV, "finish_dq_kernel"],
     "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
     "beside": ["block_sparsity_kernel"] * 2, "tangent": ["attention_tangent_kernel"],

@@ -29,8 +29,8 @@ def _in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def statistics_oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy, weight received and weights, from the output of the oracle for unit vectors."""
+def statistics_oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Entropy, weight received, weights and distance, from the oracle's output for unit vectors."""
     T = k.shape[2]
     v = torch.eye(T, dtype=q.dtype, device=q.device).expand(*k.shape[:2], T, T)
     weights, lse = reference.attention(q, k, v, return_lse=True, **options)
@@ -38,7 +38,10 @@ def statistics_oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Ten
     if "sinks" in options:
         sink = torch.exp(options["sinks"][:, None] - lse)
         entropy = entropy - torch.special.xlogy(sink, sink)
-    return entropy, weights.sum(-2), weights
+    offset = torch.as_tensor(options.get("query_offset", T - q.shape[2]), device=q.device)
+    places = offset.view(-1, 1, 1, 1) + torch.arange(q.shape[2], device=q.device)[:, None]
+    apart = (places - torch.arange(T, device=q.device)).abs()
+    return entropy, weights.sum(-2), weights, (weights * apart).sum(-1)
 
 
 def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[str, Any]) -> float:
@@ -53,8 +56,8 @@ def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[s
     naive = worst_naive(exact, lambda: statistics_oracle(q, k, **options))
     found = attention_statistics(q, k, top=top, backend=backend, **options)
     weights = attention_weights(q, k, backend=backend, **options)
-    names = ("entropy", "received", "weights")
-    ours = (found.entropy, found.received, weights)
+    names = ("entropy", "received", "weights", "distance")
+    ours = (found.entropy, found.received, weights, found.distance)
     share = assert_all_within_budget(names, ours, exact, naive)
 
     positions, T_k = found.top_positions, k.shape[2]
