@@ -337,18 +337,33 @@ def check_score_mod_grad(mod: Any, call: Checking) -> Any:
 def check_score_mod(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod(x, b, h, q_pos, k_pos, *tensors).
 
-    Without its gradient nothing may ask for gradients, of q, k, v and what is checked so far.
+    Where gradients of q, k, v and what is checked so far are asked for, its own is derived.
     """
     check_function("score_mod", mod, "x, b, h, q_pos, k_pos", call.mods)
     if call.given.get("score_mod_grad") is not None or not torch.is_grad_enabled():
         return mod
     inputs = (call.q, call.k, call.v, *call.fields.values())
     if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        raise ValueError(
-            "score_mod needs score_mod_grad where an input requires grad; give it, or call under "
-            "torch.no_grad()"
-        )
+        grad = derived(mod, call.fields.get("mod_tensors", ()), "where an input requires grad")
+        call.fields["score_mod_grad"] = grad
     return mod
+
+
+def derived(mod: Any, tensors: tuple[Tensor, ...], where: str) -> Any:
+    """The score_mod_grad of a checked score_mod.
+
+    Raises:
+        ValueError: it cannot be derived; where: what it is needed for.
+    """
+    from .jit_functions import derivative
+
+    try:
+        return derivative.score_mod_grad(mod, tensors)
+    except derivative.NotDifferentiable as error:
+        raise ValueError(
+            f"score_mod needs score_mod_grad {where}; {getattr(mod, '__name__', mod)} cannot be "
+            f"differentiated: {error}. Give it, or call under torch.no_grad()"
+        ) from error
 
 
 def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks, dispatch, tracing
+from .. import checks, dispatch, score_checks, tracing
 from ..ops.call import contiguous
 from ..ops.gradients import Kernels, as_batch, as_packed, gradients_and_delta, laid
 from ..options import LEARNED, Options
@@ -112,7 +112,8 @@ def attention_block_backward(
     name = "attention_block_backward"
     checked = _checked(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
     if checked.score_mod is not None and checked.score_mod_grad is None:
-        raise ValueError(f"score_mod needs score_mod_grad in {name}")
+        grad = score_checks.derived(checked.score_mod, checked.mod_tensors, f"in {name}")
+        checked = checked._replace(score_mod_grad=grad)
     rows = tuple(q.shape[:3]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     _check_results(do, o, lse, dlse, q, v, rows)
     learned = _learned(options, checked)

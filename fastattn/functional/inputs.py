@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks, tracing
+from .. import checks, score_checks, tracing
 from ..options import LEARNED, LIKE_Q, Options
 
 
@@ -82,13 +82,12 @@ def restored(
     """The inverse of `detached`, after the checks: tensors in the dtypes and dims that they gave.
 
     Raises:
-        ValueError: a score_mod without score_mod_grad, by which its tangents would be computed.
+        ValueError: a score_mod that cannot be differentiated, and comes without score_mod_grad.
     """
     if options.score_mod is not None and options.score_mod_grad is None:
-        raise ValueError(
-            f"score_mod needs score_mod_grad where an input has a tangent, as {next(iter(duals))} "
-            "has; give it, or detach the input"
-        )
+        where = f"where an input has a tangent, as {next(iter(duals))} has"
+        grad = score_checks.derived(options.score_mod, options.mod_tensors, where)
+        options = options._replace(score_mod_grad=grad)
     checked: dict[str, Any] = {"q": q, "k": k, "v": v, **options._asdict()}
     found: dict[str, Any] = {}
     for name, x in duals.items():

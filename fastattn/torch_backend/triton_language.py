@@ -1,22 +1,22 @@
 """Users' @triton.jit functions on torch tensors: `mask_mod` and `score_mod` without a GPU.
 
-The Python function below the decorator runs as it is, over tensors of every place at once. Triton's
-language and other @triton.jit functions in its globals are replaced by stand-ins, and its arguments
-are `Value`s, which calculate as Triton does: integer // and % round towards zero, and fractions are
-at least fp32. Where the function branches on b or h it runs once for each of them.
+The Python function below the decorator runs as it is, over tensors of every place at once: see
+`jit_functions.stand_ins`. Its arguments are `Value`s, which calculate as Triton does: integer //
+and % round towards zero, and fractions are at least fp32. Where the function branches on b or h it
+runs once for each of them.
 """
 
-import builtins
 import operator
 from collections.abc import Callable
 from functools import partial
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import block_mask, tracing
+from ..jit_functions import stand_ins
 
 
 class Places(NamedTuple):
@@ -114,7 +114,7 @@ def _evaluated(
     mod: Any, x: Tensor | None, places: Places, tensors: tuple[Tensor, ...], real: torch.dtype
 ) -> Tensor:
     """`_everywhere` by torch, if need be head by head and row by row."""
-    function = as_torch(mod)
+    function = stand_ins.over(LANGUAGE, mod)
     pointers = [Pointer(tensor.detach(), 0, real) for tensor in tensors]
 
     def run(x: Tensor | None, places: Places) -> Tensor:
@@ -142,38 +142,6 @@ def _evaluated(
                 ) from error
         rows.append(torch.cat(heads, 1))
     return torch.cat(rows, 0)
-
-
-def as_torch(mod: Any) -> Callable[..., Any]:
-    """The function of @triton.jit, compiled or interpreted, made to take `Value`s."""
-    python: FunctionType = mod.fn
-    code = python.__code__
-    scope = {
-        name: _stand_in(python.__globals__[name])
-        for name in _names(code)
-        if name in python.__globals__
-    }
-    cells = tuple(CellType(_stand_in(cell.cell_contents)) for cell in python.__closure__ or ())
-    scope["__builtins__"] = builtins
-    return FunctionType(code, scope, python.__name__, python.__defaults__, cells)
-
-
-def _names(code: CodeType) -> set[str]:
-    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names, *(name for inner in nested for name in _names(inner))}
-
-
-def _stand_in(x: Any) -> Any:
-    """Replace x, a global of a user's function, by its counterpart in torch."""
-    if isinstance(x, ModuleType):
-        if x.__name__ == "triton":
-            return SimpleNamespace(language=LANGUAGE, cdiv=LANGUAGE.cdiv)
-        return LANGUAGE if x.__name__.startswith("triton.language") else x
-    kind = type(x)
-    if (getattr(x, "__module__", None) or "").startswith("triton.language"):
-        name = str(x) if kind.__name__ == "dtype" else getattr(x, "__name__", "")
-        return x.value if kind.__name__ == "constexpr" else getattr(LANGUAGE, name)
-    return as_torch(x) if kind.__module__.startswith("triton.") else x
 
 
 def _name(mod: Any) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from refusals import rows_of, served
 from torch import Tensor
 
@@ -68,6 +69,18 @@ def keep_two(b, h, i, j, one, other):
 
 @triton.jit
 def same(x, b, h, i, j):
+    return x
+
+
+@triton.jit
+def summed(x, b, h, i, j):
+    return tl.cumsum(x, 1)
+
+
+@triton.jit
+def branching(x, b, h, i, j):
+    if h > 1:
+        x = 2 * x
     return x
 
 

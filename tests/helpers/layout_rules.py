@@ -30,6 +30,7 @@ FLOORS: tuple[str, ...] = (
     "fastattn.ops",
     "fastattn.torch_backend fastattn.reference",
     "fastattn.*",
+    "fastattn.jit_functions",
     "fastattn.files",
     "fastattn.kernels",
     "fastattn.kernels.launch",

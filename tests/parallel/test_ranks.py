@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
+import triton.language as tl
 from gloo_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +27,6 @@ from fastattn.parallel import (
 )
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import draw
-from fastattn.testing.option_examples import squash
 
 T = 90
 METHODS = ("gather", "ring", "ulysses")
@@ -303,6 +303,11 @@ def hides_even(b, h, q_pos, k_pos):
     return k_pos % 2 == 1
 
 
+@triton.jit
+def summed(x, b, h, q_pos, k_pos):
+    return tl.cumsum(x, 1)
+
+
 def three_heads(mesh: Any) -> None:
     plan = plan_of()
     own = inputs(mesh, plan, H_q=3, H_k=1)
@@ -311,7 +316,6 @@ def three_heads(mesh: Any) -> None:
 
 ALIKE = "ValueError: plan, shapes and options must be the same on every rank: rank 0 has"
 MASK = torch.ones(T, T, dtype=torch.bool)
-TABLES = {"score_mod": squash, "mod_tensors": (torch.ones(4), torch.ones(T))}
 # What cannot be served, and the beginning of what every rank says.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plans": (other_plans, ALIKE),
@@ -352,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
              "TypeError: context_attention takes no windw: there is no such argument; the closest"),
     "value": (lambda mesh: attend(mesh, "ring", softcap=-1.0),
               "ValueError: softcap must be positive and finite, got -1.0"),
-    "score_mod": (lambda mesh: attend(mesh, "ring", **TABLES),
+    "score_mod": (lambda mesh: attend(mesh, "ring", score_mod=summed),
                   "ValueError: score_mod needs score_mod_grad where an input requires grad"),
 }  # fmt: skip
 
