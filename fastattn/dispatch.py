@@ -65,6 +65,8 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return reason
     if (reason := transforms.why_no_tangents(q, k, v, options)) is not None:
         return reason
+    if (reason := attend.why_no_mod_gradients(q, options)) is not None:
+        return reason
     widest = max(q.shape[-1], v.shape[-1])
     if options.key2 is not None:
         if options.relative_keys is not None:

@@ -231,7 +231,7 @@ MOST: dict[str, tuple[int, int]] = {
     "prefix_lengths": (23, 13),
     "softcap": (47, 32),
     "alibi_slopes": (37, 25),
-    "sinks": (58, 39),
+    "sinks": (59, 39),
 }
 
 

@@ -138,9 +138,11 @@ def attention(
             kernels, so does what is below -2.3e38, as torch.finfo(torch.float32).min is.
         score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
         score_mod_grad: @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *mod_tensors)
-            -> gradient of score_mod's x, from dx, the gradient of its result.
+            -> gradient of score_mod's x, from dx, the gradient of its result. Default: derived from
+            score_mod.
         mod_tensors: contiguous tensors that mask_mod, score_mod and score_mod_grad get as pointers
-            to read with tl.load. They have no gradient.
+            to read with tl.load. What score_mod reads is differentiable, once: by torch's formula,
+            in chunks of queries, in fp32.
         sinks: float [H_q], differentiable: the score of one more key for every query of a head,
             whose value is 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
@@ -175,8 +177,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, arguments that
-            contradict each other, a score_mod without score_mod_grad where gradients are wanted, or
-            a forced backend that cannot serve the call; the message names it.
+            contradict each other, a score_mod whose derivative is wanted and unknown, or a forced
+            backend that cannot serve the call; the message names it.
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
@@ -198,7 +200,10 @@ def attention(
         q, k, v, options = inputs.detached(q, k, v, options, duals)
     checks.check_tensors(q, k, v)
     q, k, v, options = inputs.autocast(q, k, v, options)
-    checked = call_options.dense_options(q, k, v, **options)
+    plain, mods = inputs.apart(options)
+    checked = call_options.dense_options(q, k, v, **plain)
+    if mods:
+        checked = checked._replace(mod_tensors=mods)
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     if largest:
@@ -284,7 +289,10 @@ def attention_varlen(
         q, k, v, options = inputs.detached(q, k, v, options, duals)
     checks.check_packed(q, k, v)
     q, k, v, changed = inputs.autocast(q, k, v, options)
-    checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **changed)
+    plain, mods = inputs.apart(changed)
+    checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **plain)
+    if mods:
+        checked = checked._replace(mod_tensors=mods)
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     if largest:
@@ -322,7 +330,10 @@ def explain(
         q, k, v, given = inputs.detached(q, k, v, given, duals)
     checks.check_tensors(q, k, v)
     q, k, v, given = inputs.autocast(q, k, v, given)
+    given, mods = inputs.apart(given)
     checked = call_options.dense_options(q, k, v, **given)
+    if mods:
+        checked = checked._replace(mod_tensors=mods)
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     among = dispatch.BACKENDS if not return_max else (dispatch.TRITON,)

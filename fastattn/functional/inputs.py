@@ -98,6 +98,20 @@ def restored(
     return q, k, v, options._replace(**found)
 
 
+def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """A call's options with mod_tensors detached, and those themselves if any requires grad.
+
+    Checks refuse one that does: of all calls two give it a gradient, where a score_mod reads it.
+    """
+    mods = options.get("mod_tensors")
+    if options.get("score_mod") is None or type(mods) is not tuple:
+        return options, ()
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in mods):
+        return options, ()
+    plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in mods)
+    return {**options, "mod_tensors": plain}, mods
+
+
 def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Tensor:
     """x [B, H, T, D] times w^T, w being [width, D] or [H, width, D]; x itself without w.
 

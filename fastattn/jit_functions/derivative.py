@@ -9,6 +9,7 @@ that it needs and no others.
 import hashlib
 import linecache
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -244,6 +245,8 @@ class _Language:
         return self.minimum(self.maximum(x, low), high)
 
     fdiv = div_rn = staticmethod(lambda x, y: x / y)
+    add, sub, mul = map(staticmethod, (operator.add, operator.sub, operator.mul))
+    zeros_like = staticmethod(lambda x: Symbol("tl.zeros_like({})", x, active=False))
     logical_and = staticmethod(lambda x, y: (x != 0) & (y != 0))
     logical_or = staticmethod(lambda x, y: (x != 0) | (y != 0))
     PropagateNan = SimpleNamespace(NONE=False, ALL=True)

@@ -25,6 +25,7 @@ from .gradients import (
     as_packed,
     gradients,
     laid,
+    mod_gradients,
     needed_of,
     placed,
     save,
@@ -309,14 +310,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        # A call without learned options has q, k and v alone.
-        needed = (*needs, *(False,) * (3 + len(LEARNED) - len(needs)))
+        # A call without learned options has q, k and v alone, one with mod_tensors that learn all.
+        count = 3 + len(LEARNED)
+        needed = (*needs[:count], *(False,) * (count - len(needs)))
+        of_mods = mod_gradients(ctx, needs[count:], do, dlse) if any(needs[count:]) else []
+        if of_mods and not any(needed):
+            return (None, None, *(None,) * count, *of_mods)
         by: Kernels = ctx.by
         # torch's older vmap, of is_grads_batched=True, makes one call of an op for each gradient;
         # a mode that was entered after the forward, as torch's counter of products, sees ops alone.
         if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
             by = by.seen()
-        return (None, None, *gradients(by, ctx, needed, do, dlse)[: len(needs)])
+        return (None, None, *gradients(by, ctx, needed, do, dlse)[: len(needs)], *of_mods)
 
 
 # The `apply` of torch's class asks for transforms of torch.func, argument by argument, before it
@@ -353,11 +358,21 @@ def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     """o and lse by these kernels, recorded by autograd if it will ask; nothing may trace it."""
     if torch.is_grad_enabled():
         learned = options.differentiable
-        given = [x for x in learned if x is not None]
+        given = [x for x in (*learned, *options.mod_tensors) if x is not None]
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
         if wanted or any(x.requires_grad for x in given):
-            return _apply(by, options, q, k, v, *(learned if given else ()))
+            mods = options.mod_tensors if any(x.requires_grad for x in options.mod_tensors) else ()
+            return _apply(by, options, q, k, v, *(learned if given else ()), *mods)
     return by.forward(q, k, v, options)
+
+
+def why_no_mod_gradients(q: Tensor, options: Options) -> str | None:
+    """Why kernels give mod_tensors no gradient that a call asks for, or None."""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in options.mod_tensors):
+        return None
+    if tracing.may_be_traced(q) or tracing.in_forward_mode():
+        return "mod_tensors require a gradient, which kernels give where nothing traces alone"
+    return None
 
 
 def forward_tile(q: Tensor, v: Tensor, options: Options) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..options import LAID_AS, LEARNED, TENSORS, Options
-from ..torch_backend import formula
+from ..torch_backend import block, formula
 from ..torch_backend.attend import one_product
 from ..torch_backend.double_backward import gradients_with_graph
 from .schema import PLACES
@@ -146,6 +146,32 @@ def gradients_and_delta(
             for x, given in zip(others, learned, strict=True)
         ]
     return [dq, dk, dv, *others], delta
+
+
+def mod_gradients(
+    ctx: Any, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of mod_tensors, by the formula in chunks of queries.
+
+    Raises:
+        NotImplementedError: they are to be differentiated again.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            'gradients of mod_tensors have none of their own by kernels; backend="torch" has them'
+        )
+    q, k, v, o, lse, options = saved(ctx)
+    do, dlse = as_read(do, dlse, o)
+    delta = (do.float() * o).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    if options.cu_seqlens_q is not None:
+        options = laid(options, as_packed)
+    found = iter(block.mod_gradients((do, q, lse, delta, k), v, options))
+    tensors = [next(found) if x.is_floating_point() else None for x in options.mod_tensors]
+    return [
+        x.to(of.dtype) if x is not None and wants else None
+        for x, of, wants in zip(tensors, options.mod_tensors, wanted, strict=True)
+    ]
 
 
 def as_read(do: Tensor | None, dlse: Tensor | None, o: Tensor) -> tuple[Tensor, Tensor | None]:

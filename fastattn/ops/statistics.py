@@ -14,7 +14,7 @@ from ..options import Options
 from . import flops
 from .attend import PORTABLE, setup_context
 from .call import Operator, contiguous, fake_output
-from .gradients import as_batch, as_packed, gradients, needed_of, placed
+from .gradients import as_batch, as_packed, gradients, laid, needed_of, placed
 from .schema import unflat
 
 
@@ -104,7 +104,6 @@ def attend_with_max(
     if options.cu_seqlens_q is None:
         found: tuple[Tensor, Tensor, Tensor] = attention_forward_with_max.by_op(q, k, v, options)
         return found
-    if options.relative_query is not None:
-        options = options._replace(relative_query=as_batch(options.relative_query))
-    o, lse, largest = attention_forward_with_max.by_op(*map(as_batch, (q, k, v)), options)
+    call = (*map(as_batch, (q, k, v)), laid(options, as_batch))
+    o, lse, largest = attention_forward_with_max.by_op(*call)
     return as_packed(o), lse[0], largest[0]

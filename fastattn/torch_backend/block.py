@@ -1,6 +1,6 @@
 """Gradients of a part of an attention in torch; see `fastattn.functional.block`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,10 @@ from torch import Tensor
 
 from ..options import LAID_AS, Options
 from . import formula
+from .query_chunks import chunks
+
+# Scores that are held at once: 256 MiB in fp32.
+_SCORES = 2**26
 
 # Gradients of q, k, v and of fields of Options; delta.
 Gradients = tuple[list[Tensor], Tensor]
@@ -43,18 +47,15 @@ def gradients(
         wide_q, wide_k = _leaf(q), _leaf(k)
         x = formula.scores(wide_q, wide_k, options._replace(**leaves), first_row=first_row)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        weights = torch.where(x > float("-inf"), torch.exp(x - lse.unsqueeze(-1)), 0.0)
+        weights = _weights(x, lse)
         do = do.to(x.dtype)
         delta = (do * o).sum(-1)
         delta = delta if dlse is None else delta - dlse
         grouped = do.reshape(*groups, D_v)
         used = formula.dropped(weights, options, first_row=first_row).reshape(*groups, T_k)
         dv = torch.einsum("bhgqk,bhgqd->bhkd", used, grouped)
-        v = formula.wide(v, formula.existing_keys(options, T_k, q.device))
-        dw = torch.einsum("bhgqd,bhkd->bhgqk", grouped, v).reshape(x.shape)
-        dw = formula.dropped(dw, options, first_row=first_row)
         inputs = (wide_q, wide_k, *leaves.values())
-        ds = weights * (dw - delta.unsqueeze(-1))
+        ds = _score_gradient(weights, do, v, delta, options, first_row)
         dq, dk, *rest = torch.autograd.grad(x, inputs, ds, allow_unused=True)
         by_name = dict(zip(learned, rest, strict=True))
         by_name |= formula.denominator_gradients(leaves, lse.to(x.dtype), delta)
@@ -95,3 +96,67 @@ def _each_sequence(
             else:
                 total += grad
     return totals, delta
+
+
+def mod_gradients(
+    results: tuple[Tensor, ...], v: Tensor, options: Options, *, first_row: int = 0
+) -> list[Tensor]:
+    """Gradients of mod_tensors of floats, in fp32 or wider, added up in the order of the queries.
+
+    Holds the scores of some queries at a time.
+
+    Args:
+        results: do, q, lse and delta, [B, H_q, T_q, ...], and k; packed ones have a batch of one.
+        v, options: those of the call.
+        first_row: b of the first batch row; not 0 for a packed sequence.
+    """
+    do, q, lse, delta, k = results
+    wide = [_leaf(x) if x.is_floating_point() else x for x in options.mod_tensors]
+    leaves = [x for x in wide if x.requires_grad]
+    sums = [torch.zeros_like(x) for x in leaves]
+    options = options._replace(mod_tensors=tuple(wide))
+    for n, first, rows, keys, own in _parts(q, k, options, first_row):
+        k_own, v_own = k[:, :, keys], v[:, :, keys]
+        with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+            x = formula.scores(q[:, :, rows].detach(), k_own.detach(), own, first_row=n)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            weights, of_rows = _weights(x, lse[:, :, rows]), (do[:, :, rows], v_own)
+            ds = _score_gradient(weights, *of_rows, delta[:, :, rows], own, n, first)
+            found = torch.autograd.grad(x, leaves, ds, allow_unused=True)
+        for summed, grad in zip(sums, found, strict=True):
+            if grad is not None:
+                summed += grad
+    return sums
+
+
+def _parts(
+    q: Tensor, k: Tensor, options: Options, first_row: int
+) -> Iterator[tuple[int, int, slice, slice, Options]]:
+    """Rows of a call whose scores are held at once: b, the first's number, rows, keys, options."""
+    B, H_q, T_q, _ = q.shape
+    whole = slice(0, k.shape[2])
+    sequences = iter([(first_row, slice(0, T_q), whole, options)])
+    if options.cu_seqlens_q is not None:
+        sequences = formula.sequences(options, T_q, k.shape[2])
+    for n, rows, keys, own in sequences:
+        size = B * H_q * (keys.stop - keys.start)
+        for part, of_part in chunks(own, rows.stop - rows.start, size, _SCORES):
+            of_whole = slice(rows.start + part.start, rows.start + part.stop)
+            yield n, part.start, of_whole, keys, of_part
+
+
+def _weights(x: Tensor, lse: Tensor) -> Tensor:
+    return torch.where(x > float("-inf"), torch.exp(x - lse.unsqueeze(-1)), 0.0)
+
+
+def _score_gradient(
+    weights: Tensor, do: Tensor, v: Tensor, delta: Tensor, options: Options, first_row: int,
+    first_query: int = 0,
+) -> Tensor:  # fmt: skip
+    """The gradient of scores [B, H_q, T_q, T_k] of these weights, 0 where a key is not seen."""
+    (B, H_q, T_q, D_v), (_, H_k, T_k, _) = do.shape, v.shape
+    v = formula.wide(v, formula.existing_keys(options, T_k, v.device))
+    grouped = do.to(v.dtype).reshape(B, H_k, H_q // H_k, T_q, D_v)
+    dw = torch.einsum("bhgqd,bhkd->bhgqk", grouped, v).reshape(weights.shape)
+    dw = formula.dropped(dw, options, first_row=first_row, first_query=first_query)
+    return weights * (dw - delta.unsqueeze(-1))

@@ -115,7 +115,7 @@ def _evaluated(
 ) -> Tensor:
     """`_everywhere` by torch, if need be head by head and row by row."""
     function = stand_ins.over(LANGUAGE, mod)
-    pointers = [Pointer(tensor.detach(), 0, real) for tensor in tensors]
+    pointers = [Pointer(tensor, 0, real) for tensor in tensors]
 
     def run(x: Tensor | None, places: Places) -> Tensor:
         scores = () if x is None else (Value(x.to(real), real),)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastattn.jit_functions import derivative
 from fastattn.kernels.additive import launch_additive_backward, launch_additive_forward
 from fastattn.kernels.append import launch_append
 from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
@@ -82,6 +83,11 @@ def by_distance_grad(dx, x, b, h, q_pos, k_pos):
     return dx
 
 
+@triton.jit
+def bent(x, b, h, q_pos, k_pos):
+    return tl.where(x > 1, x, x / (1 + tl.abs(x))) + tl.exp(-x * x)
+
+
 def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
                dtype: str = "bf16") -> Options:  # fmt: skip
     """Options by their names, joined by "+"; a causal mask beside those that have none."""
@@ -135,6 +141,9 @@ def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
         "attn_mask": {"attn_mask": bits},
         "functions": {
             "mask_mod": every_other, "score_mod": by_distance, "score_mod_grad": by_distance_grad,
+        },
+        "derived": {
+            "right": 0, "score_mod": bent, "score_mod_grad": derivative.score_mod_grad(bent, ()),
         },
         "stride": {"causal": True, "left": 127, "stride": 128},
         "positions": {
