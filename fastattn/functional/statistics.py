@@ -184,7 +184,7 @@ def attention_with_max(
     else:
         _, options = dispatch.launched(choice, q, v, options)
         options = inputs.kernel_options(options)
-        rows = (inputs.kernel_rows(x) for x in (q, k, v))
+        rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
         o, lse, largest = kernels.attend_with_max(*rows, options)
         o = o[..., : v.shape[-1]]
     return (o, lse, largest) if return_lse else (o, largest)

@@ -32,7 +32,14 @@ class Symbol:
     text: source, with {} for the operands. active: depends on what a gradient is wanted of.
     """
 
-    def __init__(self, text: str, *operands: Any, active: bool | None = None, rule: Any = None):
+    text: str
+    operands: tuple[Any, ...]
+    active: bool
+    rule: Any
+
+    def __init__(
+        self, text: str, *operands: Any, active: bool | None = None, rule: Any = None
+    ) -> None:
         self.text, self.operands, self.rule = text, operands, rule
         symbols = [x for x in operands if isinstance(x, Symbol)]
         self.active = any(x.active for x in symbols) if active is None else active
@@ -293,7 +300,7 @@ def differentiated(mod: Any, tensors: Sequence[Tensor]) -> Graph:
         found = stand_ins.over(_LANGUAGE, mod)(*leaves, *pointers)
     except (TypeError, AttributeError, RecursionError) as error:
         raise NotDifferentiable(f"it does what cannot be followed: {error}") from error
-    dy = Symbol("dx", active=False)
+    dy: Any = Symbol("dx", active=False)
     of: dict[Any, Any] = _accumulated(found, dy) if isinstance(found, Symbol) else {}
     zero = dy * 0.0
     return Graph(of.get(leaves[0], zero), loads, [of.get(load.symbol, zero) for load in loads])
@@ -330,7 +337,7 @@ def _accumulated(root: Symbol, dy: Any) -> dict[Symbol, Any]:
 def source(name: str, tensors: int, root: Any) -> str:
     """A function of @triton.jit (dx, x, b, h, q_pos, k_pos, *tensors) that returns the root."""
     names: dict[Symbol, str] = {}
-    lines = []
+    lines: list[str] = []
 
     def text(x: Any) -> str:
         if isinstance(x, Symbol):

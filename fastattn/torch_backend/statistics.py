@@ -85,7 +85,7 @@ class _Differentiable(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         leaves = [
             x if x is None else x.detach().requires_grad_(need)
@@ -95,6 +95,7 @@ class _Differentiable(torch.autograd.Function):
         sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, _FP32)) for x in wanted]
         with torch.enable_grad():
             q, k, lse, *learned = leaves
+            assert q is not None and k is not None
             options = ctx.options._replace(**dict(zip(LEARNED, learned, strict=True)))
             for rows, own in _chunks(q, k, options):
                 of_rows = None if lse is None else lse[:, :, rows]
@@ -118,8 +119,8 @@ def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
     if options.cu_seqlens_q is not None:
         rows = [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
         for n, queries, keys, own in formula.sequences(options, q.shape[0], k.shape[0]):
-            one = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
-            rows.append(_largest(*one, own, n)[0])
+            one_q, one_k = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
+            rows.append(_largest(one_q, one_k, own, n)[0])
         return torch.cat(rows, 1)
     return _largest(q, k, options)
 
