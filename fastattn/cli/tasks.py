@@ -80,7 +80,7 @@ def _tag(arguments: argparse.Namespace) -> int:
 
 def _translate(arguments: argparse.Namespace) -> int:
     from ..training.checkpoint import load_trained
-    from ..training.tasks.translation import encode_sources, translate_tokens
+    from ..training.tasks.translation import encode_texts, translate_tokens
     from ..training.train_config import resolve_device
 
     if arguments.beams < 1:
@@ -88,12 +88,8 @@ def _translate(arguments: argparse.Namespace) -> int:
     texts = list(_texts(arguments))
     device = resolve_device(arguments.device)
     found = load_trained(arguments.checkpoint, "seq2seq", device=device)
-    sources = encode_sources(
-        texts,
-        found.tokenizer,
-        source_length=found.config.source_length,
-        truncate=arguments.truncate,
-    )
+    limit = found.config.source_length
+    sources = encode_texts(texts, found.tokenizer, limit, truncate=arguments.truncate)
     for i in range(0, len(sources), _SOURCES_AT_ONCE):
         translations = translate_tokens(
             found.model,

@@ -20,7 +20,7 @@ from .data.tagged_text import split_words
 from .data.text import DataError
 from .extras import import_extra
 from .tasks.tagging import cut_rows
-from .tasks.translation import encode_sources, encode_targets, greedy_tokens
+from .tasks.translation import encode_texts, translate_ids
 from .tokenizers.base import Tokenizer
 
 _LABELLED = 48  # tokens up to which a picture names them
@@ -62,13 +62,13 @@ def attention_maps(found: Trained, text: str, *, target: str | None = None) -> l
     tokenizer = found.tokenizer
     if found.kind.name == "seq2seq":
         limit = found.config.source_length
-        read = encode_sources([(text, "--text")], tokenizer, source_length=limit)
+        read = encode_texts([(text, "--text")], tokenizer, limit)
         if target is None:
-            written = greedy_tokens(found.model, tokenizer, read)[0]
+            written = translate_ids(found.model, tokenizer, read)[0]
         else:
             limit = found.config.target_length
-            pairs = [(target, "--target")]
-            written = list(encode_targets(pairs, tokenizer, target_length=limit)[0])
+            (ids,) = encode_texts([(target, "--target")], tokenizer, limit, side="target")
+            written = list(ids)
         rows = [list(read[0]), [tokenizer.special_id("begin"), *written]]
         # The decoder reads so many tokens; the last one of a long translation is not read again.
         rows[1] = rows[1][: found.config.target_length]

@@ -288,8 +288,7 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
     for part in ("model", "training", "data"):
         saved = dict(checkpoint.config.get(part, {}))
         if part == "model":
-            # Fields that the run's version did not have yet.
-            saved = _defaults(kind.config) | saved
+            saved = config_of(checkpoint).to_dict()
         asked = getattr(options, part)
         for name, value in asked.items():
             value = list(value) if isinstance(value, tuple) else value
@@ -330,12 +329,4 @@ def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.items()
         if name in known
-    }
-
-
-def _defaults(config_class: Any) -> dict[str, Any]:
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(config_class)
-        if field.default is not dataclasses.MISSING
     }

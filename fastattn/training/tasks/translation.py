@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from ...generation.translate import beam_translate, greedy_translate
+from ...generation.translate import translate
 from ...models.seq2seq import Seq2Seq
 from ..data.rows import IGNORED, pad, pad_id
 from ..data.text import DataError
@@ -52,44 +52,25 @@ def encode_pairs(
     sources = [(pair.source, pair.place) for pair in pairs]
     targets = [(pair.target, pair.place) for pair in pairs]
     columns = (
-        encode_sources(sources, tokenizer, source_length=source_length, truncate=truncate),
-        encode_targets(targets, tokenizer, target_length=target_length, truncate=truncate),
+        encode_texts(sources, tokenizer, source_length, truncate=truncate),
+        encode_texts(targets, tokenizer, target_length, side="target", truncate=truncate),
     )
     return [EncodedPair(*both) for both in zip(*columns, strict=True)]
 
 
-def encode_sources(
-    texts: Sequence[tuple[str, str]],
-    tokenizer: Tokenizer,
-    *,
-    source_length: int,
-    truncate: bool = False,
-) -> list[tuple[int, ...]]:
-    """Encodes texts to translate, each given with its place, as `encode_pairs` does."""
-    return _encode("source", texts, tokenizer, source_length, begin=False, truncate=truncate)
-
-
-def encode_targets(
-    texts: Sequence[tuple[str, str]],
-    tokenizer: Tokenizer,
-    *,
-    target_length: int,
-    truncate: bool = False,
-) -> list[tuple[int, ...]]:
-    """Encodes what has been written, each text given with its place, as `encode_pairs` does."""
-    return _encode("target", texts, tokenizer, target_length, begin=True, truncate=truncate)
-
-
-def _encode(
-    side: str,
+def encode_texts(
     texts: Sequence[tuple[str, str]],
     tokenizer: Tokenizer,
     length: int,
     *,
-    begin: bool,
-    truncate: bool,
+    side: Literal["source", "target"] = "source",
+    truncate: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Ids of texts with places, which with a begin token have to fit into length."""
+    """Encodes one side of pairs, each text given with its place, as `encode_pairs` does.
+
+    length: tokens that the model reads at most, those of a target with the begin token.
+    """
+    begin = side == "target"
     extra = int(begin)
     room, found = length - extra, []
     encoded = tokenizer.encode_batch([text for text, _ in texts])
@@ -167,33 +148,22 @@ def translate_tokens(
         sources: ids, at least one row of at least one.
         beams: 1 = greedy.
     """
-    if beams == 1:
-        rows = greedy_tokens(model, tokenizer, sources)
-    else:
-        source, options = _request(model, tokenizer, sources)
-        found = beam_translate(model, source, beams=beams, **options)
-        rows = [beam[0].tokens for beam in found]
+    rows = translate_ids(model, tokenizer, sources, beams=beams)
     special = tokenizer.special_ids
     return [tokenizer.decode([x for x in row if x not in special]).strip() for row in rows]
 
 
-def greedy_tokens(
-    model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]]
+def translate_ids(
+    model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], *, beams: int = 1
 ) -> list[list[int]]:
-    """Ids that a model gives for sources, the likeliest at a time, without begin and end tokens."""
-    source, options = _request(model, tokenizer, sources)
-    return greedy_translate(model, source, **options)
-
-
-def _request(
-    model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]]
-) -> tuple[Tensor, dict[str, Any]]:
-    """A padded source, and what the functions of `fastattn.generation.translate` need besides."""
+    """Translate as `translate_tokens` does, to ids without begin and end tokens."""
     device = next(model.parameters()).device
     padded = pad(sources, pad_id(tokenizer))
-    options = {
-        "begin": tokenizer.special_id("begin"),
-        "end": tokenizer.special_id("end"),
-        "source_lengths": padded.lengths.to(device),
-    }
-    return padded.tokens.to(device), options
+    return translate(
+        model,
+        padded.tokens.to(device),
+        begin=tokenizer.special_id("begin"),
+        end=tokenizer.special_id("end"),
+        source_lengths=padded.lengths.to(device),
+        beams=beams,
+    )

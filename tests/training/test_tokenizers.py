@@ -1,0 +1,293 @@
+"""Tokenizers: text to ids and back, special tokens, files, padding, and messages."""
+
+import json
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastattn.generation.text import TextStream, encode_prompt
+from fastattn.training.data.rows import pad
+from fastattn.training.tokenizers import (
+    BPETokenizer,
+    CharacterTokenizer,
+    PieceTokenizer,
+    TokenizerError,
+    from_json,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+TEXT = "the cat sat on the mat; the cat ate the rat.\n" * 20 + "Größe: 3 €, 🎉\n"
+
+
+@pytest.fixture(scope="module")
+def bpe() -> BPETokenizer:
+    return BPETokenizer.train(TEXT, 280)
+
+
+def test_characters_are_numbered_by_code_point():
+    tokenizer = CharacterTokenizer("cab€a")
+    assert tokenizer.vocab_size == 4
+    assert tokenizer.encode("abc€") == [0, 1, 2, 3]
+    assert tokenizer.decode([3, 0]) == "€a"
+
+
+def test_bpe_has_merged_what_is_frequent(bpe):
+    assert bpe.vocab_size == 280
+    assert len(bpe.encode(" the")) == 1
+    assert len(bpe.encode("zzz")) == 3
+    assert 256 <= BPETokenizer.train("ab", 1000).vocab_size < 1000, "no more pairs"
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8")))
+def test_bpe_encodes_any_text(bpe, text):
+    assert bpe.decode(bpe.encode(text)) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=st.lists(st.integers(0, 279), max_size=20))
+def test_bpe_decodes_any_ids_piece_by_piece(bpe, tokens):
+    decoder = bpe.decoder()
+    pieces = [decoder.feed(token) for token in tokens] + [decoder.finish()]
+    whole = b"".join(bpe.token_bytes[token] for token in tokens).decode("utf-8", "replace")
+    assert "".join(pieces) == whole == bpe.decode(tokens)
+
+
+def test_long_texts_are_encoded_in_pieces_cut_at_line_breaks(bpe, monkeypatch):
+    whole = bpe.encode(TEXT)
+    monkeypatch.setattr("fastattn.training.tokenizers.backend._PIECE_CHARACTERS", 100)
+    assert bpe.encode(TEXT) == whole
+    unbroken = "x" * 250
+    assert bpe.decode(bpe.encode(unbroken)) == unbroken
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_a_saved_tokenizer_is_the_same(kind, tmp_path):
+    tokenizer = train_tokenizer(kind, TEXT, vocab_size=280)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert type(loaded) is type(tokenizer)
+    assert loaded.decode(tokenizer.encode(TEXT)) == TEXT
+    assert loaded.to_json() == train_tokenizer(kind, TEXT, vocab_size=280).to_json(), "repeatable"
+
+
+def test_bpe_file_is_hugging_faces_own(bpe, tmp_path):
+    bpe.save(tmp_path / "tokenizer.json")
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.encode(TEXT).ids == bpe.encode(TEXT)
+    theirs.add_special_tokens(["<|end|>", "é"])
+    loaded = BPETokenizer(theirs)
+    assert loaded.decode(loaded.encode("the<|end|>é")) == "the<|end|>é"
+
+
+def test_an_unknown_character_is_named():
+    with pytest.raises(TokenizerError, match=r"character 'é' \(U\+00E9\) does not occur"):
+        CharacterTokenizer("abc").encode("abé")
+    with pytest.raises(TokenizerError, match=r"character '\\udcff' \(U\+DCFF\) does not occur"):
+        CharacterTokenizer("abc").encode("a\udcff")
+
+
+@pytest.mark.parametrize("token", [-1, 280])
+def test_an_id_out_of_range_is_named(bpe, token):
+    with pytest.raises(TokenizerError, match=rf"0..279 for this tokenizer, got {token}"):
+        bpe.decode([token])
+    with pytest.raises(TokenizerError, match=rf"0..2 for this tokenizer, got {token}"):
+        CharacterTokenizer("abc").decode([token])
+
+
+def test_wrong_training_requests_are_named():
+    with pytest.raises(TokenizerError, match="at least one character, got none"):
+        train_tokenizer("char", "")
+    with pytest.raises(TokenizerError, match=r"vocab_size must be at least 256 .* got 255"):
+        train_tokenizer("bpe", TEXT, vocab_size=255)
+    with pytest.raises(TokenizerError, match=r"at least 260 .* with special tokens, got 259"):
+        train_tokenizer("bpe", TEXT, vocab_size=259, special=True)
+    with pytest.raises(TokenizerError, match=r"one of 'char', 'bpe', .*'unigram', got 'letters'"):
+        train_tokenizer("letters", TEXT)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{", "is not JSON"),
+        ("tokenizer.json", b"\xff", "is not UTF-8 text"),
+        ("tokenizer.json", b"[]", "neither a character tokenizer nor a Hugging Face one"),
+        ("tokenizer.json", b'{"format": "fastattn-characters"}', "has no text under 'characters'"),
+        ("tokenizer.json", b'{"model": {}}', "cannot be read by Hugging Face tokenizers"),
+        ("tokenizer.json", None, "No such file"),
+        ("vocab.txt", b"[UNK]\na\n\nb\n", "vocab.txt:3: the line is empty, a token is expected"),
+        ("vocab.txt", b"[UNK]\na\nb\na\n", "vocab.txt:4: token 'a' stands on line 2 already"),
+        ("vocab.txt", b"a\nb\n", r"vocab.txt has no unknown token, such as \[UNK\] or <unk>"),
+        ("vocab.txt", b"\xff", "vocab.txt is not UTF-8 text"),
+        ("vocab.txt", None, "cannot read vocabulary .*vocab.txt: No such file"),
+    ],
+)
+def test_an_unusable_file_is_named(name, content, message, tmp_path):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TokenizerError, match=message) as error:
+        load_tokenizer(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_none_of_bpe(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    with pytest.raises(TokenizerError, match=r"must have a ByteLevel decoder.*got NoneType"):
+        BPETokenizer(words)
+    path = tmp_path / "tokenizer.json"
+    words.save(str(path))
+    assert load_tokenizer(path).encode("a") == [0]
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "fastattn\[gpt\]"'):
+        BPETokenizer.train(TEXT, 280)
+
+
+WORDS = "the cat sat on the mat, the rat ate the cat\n" * 20
+SPECIAL = ["[PAD]", "[UNK]", "[BEGIN]", "[END]", "[MASK]"]
+KINDS = ["word", "word-space", "word-sign", "char", "char-bpe", "wordpiece", "unigram"]
+
+
+def make(kind: str, vocab_size: int = 60):
+    return train_tokenizer(kind, WORDS, vocab_size=vocab_size, special=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_come_first_and_text_comes_back(kind, tmp_path):
+    tokenizer = make(kind)
+    assert isinstance(tokenizer, PieceTokenizer)
+    names = ("pad", "unknown", "begin", "end", "mask")
+    assert [tokenizer.special_id(name) for name in names] == list(range(5))
+    assert tokenizer.special_ids == set(range(5))
+    ids = tokenizer.encode("the rat sat")
+    assert min(ids) > 4
+    assert max(ids) < tokenizer.vocab_size
+    assert tokenizer.special_id("unknown") in tokenizer.encode("the ß")
+    assert tokenizer.decode(ids) == "the rat sat"
+    decoder = tokenizer.decoder()
+    assert "".join(decoder.feed(token) for token in ids) + decoder.finish() == "the rat sat"
+    each = [tokenizer.encode("the"), tokenizer.encode("rat sat")]
+    assert tokenizer.encode_batch(["the", "rat sat"]) == each
+    if kind in ("char", "char-bpe", "unigram"):
+        assert tokenizer.decode(tokenizer.encode("the  cat\nsat ")) == "the  cat\nsat "
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert type(again) is PieceTokenizer
+    assert again.backend.get_vocab() == tokenizer.backend.get_vocab()
+    assert again.encode(WORDS) == tokenizer.encode(WORDS)
+
+
+def test_words_with_white_space_and_punctuation_come_back_exactly():
+    text = '\tHe said:  "don\'t, (really)"\r\n\n\u00a0\u3000x=f(a, b);   #\u00e9t\u00e9 \n'
+    tokenizer = train_tokenizer("word-space", text, vocab_size=100)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.find_id("\"don't,") in ids
+    decoder = tokenizer.decoder()
+    assert "".join(map(decoder.feed, ids)) + decoder.finish() == text
+    # Other words are unknown, but the space about them is kept.
+    unknown = tokenizer.special_id("unknown")
+    assert [token == unknown for token in tokenizer.encode("He  sang\n")] == [0, 0, 0, 1, 0]
+
+
+def test_signs_are_words_of_their_own_with_the_space_between_them():
+    text = "I like ice cream.  Do you?\n"
+    tokenizer = train_tokenizer("word-sign", text, vocab_size=100)
+    found = tokenizer.encode("ice cream.")
+    assert found == [tokenizer.find_id(token) for token in ("ice", " ", "cream", ".")]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_each_kind_cuts_as_its_name_says():
+    lengths = {kind: len(make(kind).encode("the cat sat")) for kind in KINDS}
+    assert lengths["word"] == 3
+    assert lengths["word-space"] == 5
+    assert lengths["char"] == 11
+    assert 3 <= lengths["char-bpe"] < 11
+    assert 3 <= lengths["wordpiece"] < 11
+    continued = make("wordpiece").backend.encode("that", add_special_tokens=False).tokens
+    assert continued[0].startswith("t")
+    assert all(token.startswith("##") for token in continued[1:])
+
+
+def test_byte_level_bpe_has_special_tokens_on_request():
+    plain = train_tokenizer("bpe", WORDS, vocab_size=280)
+    assert plain.special_ids == frozenset()
+    with pytest.raises(TokenizerError, match=r"no mask token, such as \[MASK\] or <mask>"):
+        plain.special_id("mask")
+    special = train_tokenizer("bpe", WORDS, vocab_size=280, special=True)
+    assert isinstance(special, BPETokenizer)
+    assert special.special_ids == set(range(4))
+    assert special.decode(special.encode("the ß 漢")) == "the ß 漢"
+    assert isinstance(from_json(special.to_json()), BPETokenizer)
+    with pytest.raises(TokenizerError, match="no begin token"):
+        CharacterTokenizer("ab").special_id("begin")
+
+
+@pytest.mark.parametrize("kind", ["word", "wordpiece"])
+def test_a_vocabulary_file_is_the_same_tokenizer(kind, tmp_path):
+    tokenizer = make(kind)
+    path = tmp_path / "vocab.txt"
+    tokens = sorted(tokenizer.backend.get_vocab().items(), key=lambda item: item[1])
+    path.write_text("".join(f"{token}\n" for token, _ in tokens))
+    assert [token for token, _ in tokens[:5]] == SPECIAL
+    again = load_tokenizer(path)
+    text = "the cat, mats and [MASK]"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert again.encode(text)[-1] == tokenizer.special_id("mask")
+
+
+def test_gpt2_s_two_files_are_read_from_their_folder(tmp_path):
+    plain = train_tokenizer("bpe", WORDS, vocab_size=280)
+    fields = json.loads(plain.to_json())["model"]
+    vocabulary = {**fields["vocab"], "<|endoftext|>": 280}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor vocab\.json with"):
+        load_tokenizer(tmp_path)
+    merges = [" ".join(pair) for pair in fields["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(WORDS) == plain.encode(WORDS)
+    assert tokenizer.special_id("begin") == tokenizer.special_id("end") == 280
+    assert tokenizer.encode("cat<|endoftext|>")[-1] == 280
+
+
+def test_unusable_requests_are_named():
+    for kind, text, size, message in (
+        ("word", WORDS, 5, r"vocab_size must be over 5, .* got 5"),
+        ("char", " \n", 60, "kind 'char' needs a text, got none"),
+        ("letters", WORDS, 60, r"must be one of word, word-space, .* got 'letters'"),
+        ("unigram", WORDS, 6, "cannot train a tokenizer of kind 'unigram'"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
+            PieceTokenizer.train(kind, text, size)
+    tokenizer = make("wordpiece")
+    with pytest.raises(TokenizerError, match=r"must be in 0\.\.\d+ for this tokenizer, got 999"):
+        tokenizer.decode([999])
+    with pytest.raises(TokenizerError, match="half of a character"):
+        tokenizer.encode("a\udcff")
+
+
+def test_padding_gives_lengths():
+    padded = pad([[5, 6, 7], [8], []], 0)
+    assert padded.tokens.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
+    assert padded.lengths.tolist() == [3, 1, 0]
+    assert padded.tokens.dtype == padded.lengths.dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_follows_another_joins_it(kind):
+    tokenizer = make(kind)
+    whole = tokenizer.encode("the rat sat on")
+    before = len(tokenizer.encode("the rat"))
+    stream = TextStream(tokenizer, after="the rat")
+    pieces = [stream.feed(token) for token in whole[before:]]
+    assert "".join(pieces) + stream.finish() == " sat on"
+    assert len(encode_prompt(tokenizer, "")) == 1
