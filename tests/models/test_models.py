@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from small_gpt import randomised
 
 from fastattn import KVCache
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
@@ -46,13 +46,6 @@ VARIANTS = {
     "additive": {"scoring": "additive"},
 }  # fmt: skip
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    """The model in evaluation mode, every parameter large enough to matter."""
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return model.eval()
 
 
 def make_seq2seq(**options) -> Seq2Seq:

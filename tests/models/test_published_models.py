@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers as tr
+from small_gpt import randomised
 from torch import Tensor, nn
 
 from fastattn.models.encoder import Encoder, EncoderConfig
@@ -17,19 +18,16 @@ V, C, H, L, HIDDEN = 37, 16, 4, 2, 24
 SHARED = {"num_layers": L, "num_heads": H, "embed_dim": C, "hidden_dim": HIDDEN}
 
 
-def randomised(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+def put(ours: nn.Module, theirs: nn.Module) -> None:
+    """Copy a module's weight, and bias if it has one."""
+    ours.load_state_dict({name: theirs.state_dict()[name] for name in ours.state_dict()})
 
 
-def put(ours: nn.Module, *theirs: nn.Module) -> None:
-    """The weights, and biases if there are any, of theirs one below the other."""
-    state = {
-        name: torch.cat([module.state_dict()[name] for module in theirs])
-        for name in ours.state_dict()
-    }
-    ours.load_state_dict(state)
+def put_parts(block: nn.Module, layer: nn.Module, **names: str) -> None:
+    """Copy the parts of a layer into those of ours, named by their last name here."""
+    found = {name.rpartition(".")[2]: part for name, part in block.named_modules()}
+    for ours, theirs in names.items():
+        put(found[ours], layer.get_submodule(theirs))
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, call, their_call, real=slice(None)) -> None:
@@ -59,15 +57,18 @@ def test_bert():
     ours.position_embedding.weight.data += theirs.embeddings.token_type_embeddings.weight.data[0]
     put(ours.embedding_norm, theirs.embeddings.LayerNorm)
     for block, layer in zip(ours.blocks, theirs.encoder.layer, strict=True):
-        heads, out = layer.attention.self, layer.attention.output
-        put(block.attention.q_proj, heads.query)
-        put(block.attention.k_proj, heads.key)
-        put(block.attention.v_proj, heads.value)
-        put(block.attention.out_proj, out.dense)
-        put(block.attention_norm, out.LayerNorm)
-        put(block.mlp.up_proj, layer.intermediate.dense)
-        put(block.mlp.down_proj, layer.output.dense)
-        put(block.mlp_norm, layer.output.LayerNorm)
+        put_parts(
+            block,
+            layer,
+            q_proj="attention.self.query",
+            k_proj="attention.self.key",
+            v_proj="attention.self.value",
+            out_proj="attention.output.dense",
+            attention_norm="attention.output.LayerNorm",
+            up_proj="intermediate.dense",
+            down_proj="output.dense",
+            mlp_norm="output.LayerNorm",
+        )
     tokens, lengths = torch.randint(V, (2, 9)), torch.tensor([9, 5])
     real = torch.arange(9) < lengths[:, None]
 
@@ -95,17 +96,11 @@ def test_llama():
     put(ours.token_embedding, theirs.model.embed_tokens)
     put(ours.head, theirs.lm_head)
     put(ours.norm, theirs.model.norm)
+    projections = {f"{name}_proj": f"self_attn.{name}_proj" for name in "qkv"}
+    mlp = {f"{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
-        heads = layer.self_attn
-        put(block.attention.q_proj, heads.q_proj)
-        put(block.attention.k_proj, heads.k_proj)
-        put(block.attention.v_proj, heads.v_proj)
-        put(block.attention.out_proj, heads.o_proj)
-        put(block.attention_norm, layer.input_layernorm)
-        put(block.mlp_norm, layer.post_attention_layernorm)
-        put(block.mlp.gate_proj, layer.mlp.gate_proj)
-        put(block.mlp.up_proj, layer.mlp.up_proj)
-        put(block.mlp.down_proj, layer.mlp.down_proj)
+        put_parts(block, layer, **projections, **mlp, **norms, out_proj="self_attn.o_proj")
     tokens = torch.randint(V, (2, 12))
     assert_same(ours, theirs, lambda model: model(tokens), lambda model: model(tokens).logits)
 

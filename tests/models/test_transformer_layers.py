@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from small_gpt import randomised
 from torch import Tensor, nn
 
 from fastattn import reference
@@ -18,12 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 C = 16
 SIZES = {"num_layers": 2, "num_heads": 4, "embed_dim": C}
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
 
 
 def phi(x: Tensor) -> Tensor:

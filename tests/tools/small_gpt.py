@@ -1,4 +1,4 @@
-"""A small GPT for tests."""
+"""Small models for tests."""
 
 from typing import Any
 
@@ -16,7 +16,11 @@ def make_gpt(vocab_size: int = 20, context: int = 12, std: float = 0.5, **change
         changes: further fields of `GPTConfig`.
     """
     sizes = {"context_length": context, "num_layers": 2, "num_heads": 2, "embed_dim": 16}
-    model = GPT(GPTConfig(vocab_size, **{**sizes, **changes}))
+    return randomised(GPT(GPTConfig(vocab_size, **{**sizes, **changes})), std)
+
+
+def randomised(model: Any, std: float = 0.3) -> Any:
+    """The model in evaluation mode, with every parameter large enough to matter."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model.eval()

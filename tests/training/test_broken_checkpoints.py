@@ -272,17 +272,14 @@ def test_contents_of_the_right_digest_and_no_sense_are_named(run):
 
 def test_json_that_is_no_object_is_named(run, tmp_path):
     save_gpt2(tmp_path / "hf")
-    whole = (tmp_path / "hf" / "config.json").read_bytes()
-    for content in (b"[" * 100_000, b"\xff", b"", b"3", b"[]", b"9" * 5000):
-        run.write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
-            load_checkpoint(run.parent)
-        for name in ("config.json", "model.safetensors.index.json"):
-            (tmp_path / "hf" / name).write_bytes(content)
-            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-                import_hf(tmp_path / "hf", tmp_path / "imported")
-            (tmp_path / "hf" / name).unlink()
-            (tmp_path / "hf" / "config.json").write_bytes(whole)
+    for content in (b"[" * 100_000, b"\xff", b"3", b"9" * 5000):
+        for path, use in (
+            (run, lambda: load_checkpoint(run.parent)),
+            (tmp_path / "hf" / "config.json", lambda: import_hf(tmp_path / "hf", tmp_path / "x")),
+        ):
+            path.write_bytes(content)
+            with pytest.raises(CheckpointError, match=path.name.replace(".", r"\.")):
+                use()
 
 
 @pytest.mark.parametrize("name", ["random.cpu", "random.batches", "loss_sum", "optimizer.norm"])

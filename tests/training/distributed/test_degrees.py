@@ -23,7 +23,6 @@ from fastattn.training.train_config import TrainConfig
         ({"data_parallel": 2, "fsdp": "auto"}, Split(dp=2, fsdp=4)),
         ({"context_parallel": 2, "tensor_parallel": 2}, Split(dp=2, cp=2, tp=2)),
         ({"fsdp": "auto", "context_parallel": 4}, Split(fsdp=2, cp=4)),
-        ({"data_parallel": 1, "fsdp": 1, "tensor_parallel": 8}, Split(tp=8)),
     ],
 )
 def test_eight_ranks_are_split(asked, expected):
@@ -34,7 +33,6 @@ def test_eight_ranks_are_split(asked, expected):
     ("asked", "ranks", "message"),
     [
         ({"data_parallel": 3}, 8, "multiply to the 8 ranks that there are, got data_parallel 3 x"),
-        ({"data_parallel": 2, "fsdp": 2}, 8, "got data_parallel 2 x fsdp 2 x context_parallel 1"),
         ({"context_parallel": 3}, 8, "got data_parallel auto x fsdp 1 x context_parallel 3"),
         ({"tensor_parallel": 16, "fsdp": "auto"}, 8, "multiply to the 8 ranks"),
         ({"fsdp": 2}, 1, "the 1 rank that there is, .*: torchrun --nproc-per-node N -m fastattn"),
