@@ -28,21 +28,12 @@ from torch import Tensor, nn
 
 from ..models.gpt import GPT
 from ..modules.fused_weights import separated
+from . import storage
 from .extras import import_extra
-from .storage import folder as folders
-from .storage.folder import find_checkpoint as find_checkpoint
-from .storage.folder import latest_checkpoint as latest_checkpoint
-from .storage.manifest import (
-    MANIFEST,
-    MODEL,
-    TOKENIZER,
-    TRAINING,
-    Manifest,
-    entry_of,
-    read_manifest,
-    write_manifest,
-)
-from .storage.manifest import CheckpointError as CheckpointError
+from .storage import MANIFEST, MODEL, TOKENIZER, TRAINING, Manifest, apart, entry_of
+from .storage import CheckpointError as CheckpointError
+from .storage import find_checkpoint as find_checkpoint
+from .storage import latest_checkpoint as latest_checkpoint
 from .tasks.kinds import KINDS, Kind
 from .tokenizers import Tokenizer, TokenizerError, from_json
 
@@ -96,7 +87,16 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
         CheckpointError: it cannot be written and flushed, such as on a full disk. Older ones are
             kept.
     """
-    return folders.write(Path(run_dir), checkpoint.step, lambda: _serialise(checkpoint))
+    final = storage.checkpoint_path(Path(run_dir), checkpoint.step)
+    if final.exists():
+        return final
+    try:
+        storage.begin(final)
+        storage.publish(final, _serialise(checkpoint))
+    except OSError as error:
+        storage.discard(final)
+        raise storage.write_error(final, error) from None
+    return final
 
 
 def load_checkpoint(
@@ -114,7 +114,7 @@ def load_checkpoint(
         CheckpointError: there is none, or it is truncated, changed, or of another format.
     """
     folder = find_checkpoint(path)
-    manifest = read_manifest(folder)
+    manifest = storage.read_manifest(folder)
     source = f"checkpoint {folder}"
     try:
         tokenizer = from_json(manifest.read(TOKENIZER).decode("utf-8"))
@@ -138,7 +138,7 @@ def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[st
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     if manifest.sharded or only_shapes:
         # It is slow to import, and most checkpoints are not sharded.
-        from .storage.shards import ShardReader, read_tensors
+        from .shards import ShardReader, read_tensors
 
         tensors = ShardReader(manifest, names).shapes()
         if not only_shapes:
@@ -326,9 +326,9 @@ def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
         TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
     }
     files = {name: entry_of(content) for name, content in contents.items()}
-    manifest = write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, files)
+    manifest = storage.write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, files)
     return {**contents, MANIFEST: manifest}
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return folders.apart({name: x.cpu().contiguous() for name, x in tensors.items()})
+    return apart({name: x.cpu().contiguous() for name, x in tensors.items()})

@@ -30,7 +30,7 @@ from .checkpoint import (
 )
 from .data.text import read_text_file
 from .extras import import_extra
-from .storage.manifest import file_in, read_json
+from .storage import file_in, read_json
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..files.lock import locked_folder
+from ..models.encoder import EncoderConfig, MaskedLM, Tagger
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -19,15 +21,15 @@ from .checkpoint import (
     kind_of,
     latest_checkpoint,
     load_checkpoint,
+    load_trained,
 )
 from .distributed.degrees import Degrees, check_split, ranks_started
 from .distributed.launcher import begun, restarted
 from .distributed.ranks import Ranks
 from .metrics import CURVE_FILE, METRICS_FILE, ProgressBar
-from .pretrained import Pretrained
 from .tasks.kinds import KINDS, Kind
 from .tasks.sources import DATA
-from .tokenizers import from_json
+from .tokenizers import Tokenizer, from_json
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
 
@@ -36,6 +38,9 @@ _CHANGEABLE = {
     *("device", "compile", "activation_checkpointing", "save_in_background"),
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
 }
+# What a tagger may have of its own that starts from a masked-token run: none of it changes the
+# encoder's parameters.
+_OWN_FIELDS = {"dropout", "attention_dropout", "label_smoothing"}
 
 
 @dataclass(frozen=True)
@@ -330,3 +335,42 @@ def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in saved.items()
         if name in known
     }
+
+
+class Pretrained:
+    """The encoder of a trained masked-token model.
+
+    Args:
+        path: its run's folder, or one checkpoint's.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it holds another kind of model.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        found = load_trained(path, "masked")
+        assert isinstance(found.model, MaskedLM)
+        self._path, self._encoder = path, found.model.encoder
+        self._config: EncoderConfig = found.config
+        self.tokenizer: Tokenizer = found.tokenizer
+
+    def fields(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The encoder's configuration, with what a run may have of its own, but the vocabulary.
+
+        Args:
+            asked: fields that the user has named.
+        """
+        fields = self._config.to_dict()
+        del fields["vocab_size"]
+        for name, value in asked.items():
+            if name not in _OWN_FIELDS and fields[name] != value:
+                raise CheckpointError(
+                    f"the encoder in {self._path} is of another configuration: its {name} is "
+                    f"{fields[name]!r}, not {value!r}"
+                )
+        return {**fields, **asked}
+
+    def give(self, model: nn.Module) -> None:
+        """Copies the encoder's parameters into a model of `fields`."""
+        assert isinstance(model, Tagger)
+        model.encoder.load_state_dict(self._encoder.state_dict())

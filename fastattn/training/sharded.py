@@ -22,7 +22,8 @@ Either kind of checkpoint is read by `load_checkpoint`, in one process, and by `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -39,7 +43,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
 
+from . import storage
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -47,10 +54,8 @@ from .checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
-from .storage import folder as folders
-from .storage.folder import apart
-from .storage.manifest import MANIFEST, TOKENIZER, entry_of, read_manifest, write_manifest
-from .storage.shards import ShardWriter, agree, read_tensors
+from .shards import agree, read_tensors
+from .storage import MANIFEST, TOKENIZER, apart, entry_of, entry_of_file, read_manifest
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _OPTIMIZER, _STATE = "optimizer.", "state."
@@ -74,6 +79,54 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     found = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     return [(name, cast(Tensor, x)) for name, x in found.items() if name.startswith(_STATE)]
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Writes a checkpoint's shards, and publishes it when all ranks have written theirs."""
+
+    def __init__(self, final: Path, checkpoint: Checkpoint) -> None:
+        # By name of a tensor the number of its file: 1 = the model's, 2 = the others.
+        files = dict.fromkeys(checkpoint.model, 1) | dict.fromkeys(checkpoint.training, 2)
+        super().__init__(str(storage.writing_path(final)), files, save_distributed=True)
+        self._final, self._checkpoint = final, checkpoint
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank, before any rank writes."""
+        storage.begin(self._final)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        for name, count in Counter(item.index.fqn for item in plan.items).items():
+            if count > 1:
+                # A file has one entry a name: the others would be lost.
+                raise CheckpointError(f"{name} has {count} parts on a rank, of which one is kept")
+        written = super().write_data(plan, planner).wait()
+        found = [
+            # torch's own flush comes before the end of its buffer is written.
+            WriteResult(MetadataIndex(name), 0, _flushed_entry(Path(self.path) / name))
+            for name in sorted({result.storage_data.relative_path for result in written})
+        ]
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result(found)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, after all ranks have written."""
+        entries = {result.index.fqn: result.storage_data for rank in results for result in rank}
+        own = self._checkpoint
+        tokenizer = own.tokenizer.to_json().encode("utf-8")
+        files = {**dict(sorted(entries.items())), TOKENIZER: entry_of(tokenizer)}
+        manifest = storage.write_manifest(own.step, own.config, own.state, files)
+        storage.publish(self._final, {TOKENIZER: tokenizer, MANIFEST: manifest})
+
+
+def _flushed_entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return entry_of_file(path)
 
 
 class ShardedWriter:
@@ -126,7 +179,7 @@ class ShardedWriter:
             ValueError: a tensor of the model and another one have the same name.
         """
         self.wait()
-        final = folders.checkpoint_path(self._run_dir, checkpoint.step)
+        final = storage.checkpoint_path(self._run_dir, checkpoint.step)
         # As the first rank sees it.
         there = [final.exists()]
         dist.broadcast_object_list(there, dist.get_global_rank(self._group, 0), self._group)
@@ -135,15 +188,7 @@ class ShardedWriter:
         if both := checkpoint.model.keys() & checkpoint.training.keys():
             raise ValueError(f"model and training must differ in names, both have {min(both)!r}")
         tensors = apart({**checkpoint.model, **checkpoint.training})
-        files = dict.fromkeys(checkpoint.model, 1) | dict.fromkeys(checkpoint.training, 2)
-
-        def last(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-            tokenizer = checkpoint.tokenizer.to_json().encode("utf-8")
-            entries = {**shards, TOKENIZER: entry_of(tokenizer)}
-            manifest = write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, entries)
-            return {TOKENIZER: tokenizer, MANIFEST: manifest}
-
-        writer = ShardWriter(final, files, last)
+        writer = ShardWriter(final, checkpoint)
         if self._background:
             found = state_dict_saver.async_save(
                 tensors, storage_writer=writer, process_group=self._group
@@ -172,12 +217,12 @@ class ShardedWriter:
 
     def _failed(self, final: Path, error: CheckpointException) -> CheckpointError:
         if dist.get_rank(self._group) == 0:
-            folders.discard(final)
+            storage.discard(final)
         dist.barrier(self._group)
         rank, (cause, _) = min(error.failures.items())
         if not isinstance(cause, OSError):
             raise cause
-        return folders.write_error(final, cause, by=f"rank {rank}: ")
+        return storage.write_error(final, cause, by=f"rank {rank}: ")
 
 
 def restore_sharded(

@@ -10,6 +10,7 @@ from file_faults import arm, fork, status_of
 from gloo_ranks import run_alone
 
 from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.training import checkpoint
 from fastattn.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -19,7 +20,7 @@ from fastattn.training.checkpoint import (
     load_model,
     save_checkpoint,
 )
-from fastattn.training.storage.folder import checkpoint_path
+from fastattn.training.storage import checkpoint_path
 from fastattn.training.tokenizers import CharacterTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -99,15 +100,29 @@ def test_a_damaged_file_is_named(name, tmp_path):
         assert str(path) in str(error.value)
 
 
+def test_a_checkpoint_that_another_run_has_written_is_named(tmp_path, monkeypatch):
+    """Meanwhile, where no lock keeps two runs apart; it is no fault of the disk."""
+    serialise = checkpoint._serialise
+
+    def late(given: Checkpoint) -> dict[str, bytes]:
+        (checkpoint_path(tmp_path, 1) / "theirs").mkdir(parents=True)
+        return serialise(given)
+
+    monkeypatch.setattr(checkpoint, "_serialise", late)
+    with pytest.raises(CheckpointError, match="another run has written checkpoint"):
+        save_checkpoint(tmp_path, make_checkpoint(1))
+    assert [path.name for path in tmp_path.rglob("*")] == ["step-00000001", "theirs"]
+
+
 WRITTEN, REFUSED, UNFLUSHED, WRONG = 0, 11, 12, 13
 
 
 def save_again(run: Path, mode: str, n: int) -> int:
     """Save step 2 over step 1, with a fault at the n-th file operation."""
-    checkpoint = make_checkpoint(2)
+    second = make_checkpoint(2)
     arm(n, mode)
     try:
-        save_checkpoint(run, checkpoint)
+        save_checkpoint(run, second)
     except CheckpointError as error:
         text = str(error)
         if "No space left on device; " in text and "step-00000001 is kept" in text:

@@ -36,11 +36,11 @@ from fastattn.training.checkpoint import (
 )
 from fastattn.training.sharded import (
     ShardedWriter,
+    ShardWriter,
     model_tensors,
     optimizer_tensors,
     restore_sharded,
 )
-from fastattn.training.storage import shards
 from fastattn.training.tokenizers import CharacterTokenizer
 
 # An odd vocabulary and width: some ranks have a smaller part than others, or none.
@@ -187,14 +187,14 @@ def background(folder: Path) -> dict[str, Any]:
     writer.save(split.checkpoint(1))
     split.step()
     wanted, stepped = split.whole(), threading.Event()
-    write = shards.ShardWriter.write_data
+    write = ShardWriter.write_data
 
     def late(*given: Any) -> Any:
         assert stepped.wait(60)
         return write(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards.ShardWriter, "write_data", late)
+        patch.setattr(ShardWriter, "write_data", late)
         path = writer.save(split.checkpoint(2))
         before = [x.name for x in folder.iterdir() if not x.name.startswith(".")]
         split.step()
@@ -205,7 +205,7 @@ def background(folder: Path) -> dict[str, Any]:
     restore_sharded(folder, read.model, read.optimizer)
     found["values"] = same(read.whole(), wanted)
     dist.barrier()
-    with full_disk(shards.ShardWriter, "write_data", 2):
+    with full_disk(ShardWriter, "write_data", 2):
         writer.save(split.checkpoint(3))
         found["later"] = message(writer.wait), message(writer.wait)
         writer.save(split.checkpoint(4))
@@ -277,7 +277,7 @@ def failures(folder: Path) -> dict[str, Any]:
     writer.save(split.checkpoint(1))
     found: dict[str, Any] = {}
     for name, rank in FULL.items():
-        with full_disk(shards.ShardWriter, name, rank):
+        with full_disk(ShardWriter, name, rank):
             told = message(lambda: writer.save(split.checkpoint(2)))
         found[name] = told, sorted(path.name for path in folder.iterdir())
         dist.barrier()

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ...files.lock import LOCK, locked_folder
 from ...files.replace import remove_partial, replacing
 from ...models.fields import check_type
-from ..storage.manifest import entry_of_file, read_json
+from ..storage import entry_of_file, read_json
 from ..tokenizers import (
     TOKENIZER_KINDS,
     CharacterTokenizer,

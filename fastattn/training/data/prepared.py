@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...models.fields import check_type
-from ..storage.manifest import CheckpointError, entry_of_file, file_in, read_json
+from ..storage import CheckpointError, entry_of_file, file_in, read_json
 from ..tokenizers import Tokenizer, from_json
 from .text import DataError
 

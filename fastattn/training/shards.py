@@ -1,4 +1,4 @@
-"""Shards: safetensors files that every rank writes its part of, by torch.distributed.checkpoint.
+"""Reading of shards: safetensors files that every rank has written its part of.
 
 Each rank writes two files, with its parts of the model's tensors and of the others; torch's format
 for them notes where each part belongs (`HuggingFaceStorageWriter`). There is no pickle. A plain
@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from . import folder as folders
-from .manifest import CheckpointError, Manifest, entry_of_file, file_in
-
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """Writes a checkpoint's shards, and publishes it when all ranks have written theirs.
-
-    Args:
-        final: the checkpoint's folder.
-        files: by name of a tensor the number of its file: 1 = the model's, 2 = the others.
-        last: given what the manifest says of all shards, the contents of the files that complete
-            the checkpoint, by name. The first rank calls it.
-    """
-
-    def __init__(
-        self,
-        final: Path,
-        files: dict[str, int],
-        last: Callable[[Mapping[str, Mapping[str, Any]]], Mapping[str, bytes]],
-    ) -> None:
-        super().__init__(str(folders.writing_path(final)), files, save_distributed=True)
-        self._final, self._last = final, last
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, before any rank writes."""
-        folders.begin(self._final)
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        for name, count in Counter(item.index.fqn for item in plan.items).items():
-            if count > 1:
-                # A file has one entry a name: the others would be lost.
-                raise CheckpointError(f"{name} has {count} parts on a rank, of which one is kept")
-        written = super().write_data(plan, planner).wait()
-        found = [
-            # torch's own flush comes before the end of its buffer is written.
-            WriteResult(MetadataIndex(name), 0, _flushed_entry(Path(self.path) / name))
-            for name in sorted({result.storage_data.relative_path for result in written})
-        ]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(found)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, after all ranks have written."""
-        entries = {result.index.fqn: result.storage_data for rank in results for result in rank}
-        folders.publish(self._final, self._last(dict(sorted(entries.items()))))
-
-
-def _flushed_entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return entry_of_file(path)
+from .storage import CheckpointError, Manifest, file_in
 
 
 class ShardReader(HuggingFaceStorageReader):

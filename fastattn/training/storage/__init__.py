@@ -1,1 +1,0 @@
-"""Checkpoints as files: their folder, the manifest, and the shards that several ranks write."""
