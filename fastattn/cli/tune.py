@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 from .train import say
 
@@ -38,6 +38,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     import torch
 
     from ..bench.tune.tune import tune
+    from ..testing.verify.report import Steps
     from ..tuned.environment import environment
     from ..tuned.store import Store
 
@@ -55,10 +56,12 @@ def _tune(arguments: argparse.Namespace) -> int:
     if arguments.export is not None:
         store.export(arguments.export)  # a file that cannot be written is told at once
     say(f"tuning on {store.environment.gpu}, {arguments.seconds:.0f} s")
-    with Status(sys.stderr) as status:
+    with Steps(sys.stderr) as status:
 
         def show(progress: Any) -> None:
-            status.show(progress)
+            said = f"{progress.step}: {progress.text}"
+            place = f"{max(0.0, progress.left):4.0f} s left  "
+            status.show(progress.number, progress.steps, said, place=place, done=progress.done)
             if arguments.export is not None and progress.done:
                 store.export(arguments.export)  # for whoever ends this process
 
@@ -91,38 +94,3 @@ def summary(found: Any) -> list[str]:
         steps = f"{left} of {len(found.steps)}"
         lines.append(f"steps not reached: {steps}; the same command goes on there")
     return lines
-
-
-class Status:
-    """A line for every step that ends. On a terminal, where tqdm is installed, a bar of the steps
-    too, with how far the step at hand is: its best so far, and what that saves.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._bar = stream, None
-
-    def __enter__(self) -> Status:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def show(self, progress: Any) -> None:
-        """Show a `bench.tune.tune.Progress`."""
-        from ..testing.verify.report import bar
-
-        if self._bar is None and self._stream.isatty():
-            self._bar = bar(progress.steps, self._stream)
-        said = f"{progress.step}: {progress.text}"
-        if self._bar is not None:
-            self._bar.set_postfix_str(said[:80], refresh=not progress.done)
-        if not progress.done:
-            return
-        if self._bar is not None:
-            self._bar.clear()
-        place = f"{progress.number:3}/{progress.steps} {max(0.0, progress.left):4.0f} s left"
-        self._stream.write(f"{place}  {said}\n")
-        self._stream.flush()
-        if self._bar is not None:
-            self._bar.update()

@@ -48,7 +48,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     asked = {"backends": arguments.backend, "families": arguments.family}
     scope = verification.scope_of(device, **asked, quick=arguments.quick)
     say(f"verifying the kernels on {report.name_of(device)}")
-    with report.Progress(sys.stderr) as progress:
+    with report.Steps(sys.stderr) as progress:
         found = list(verification.run(scope, device, store=store, progress=progress.advance))
     if arguments.json is not None:
         rows = [findings.dated(verification.KIND, x._asdict()) for x in found]

@@ -8,7 +8,7 @@ import torch
 from fastattn.bench.tune import tune
 from fastattn.bench.tune.tune import Progress, Record
 from fastattn.cli.main import main
-from fastattn.cli.tune import Status
+from fastattn.testing.verify.report import Steps
 from fastattn.tuned import environment
 from fastattn.tuned.store import Store
 
@@ -98,16 +98,17 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_how_far_a_step_is():
     stream = Terminal()
-    with Status(stream) as status:
-        status.show(Progress(1, 2, 12.3, "step", "1 of 9; best so far A", False))
+    with Steps(stream) as status:
+        status.show(1, 3, "step: 1 of 9; best so far A", done=False)
         under_way = stream.getvalue()
-        status.show(Progress(1, 2, 9.0, "step", "done", True))
-    assert "0/2" in under_way
+        status.show(1, 3, "step: done", place="   9 s left  ")
+        status.show(2, 3, "all right", kept=False)
+    assert "0/3" in under_way
     assert under_way.endswith("step: 1 of 9; best so far A]")
-    assert "\r  1/2    9 s left  step: done\n" in stream.getvalue()
-    assert "1/2 [" in stream.getvalue()
+    assert "\r  1/3    9 s left  step: done\n" in stream.getvalue()
+    assert "2/3 [" in stream.getvalue() and "all right\n" not in stream.getvalue()
     plain = io.StringIO()
-    with Status(plain) as status:
-        status.show(Progress(1, 2, 12.3, "step", "1 of 9", False))
-        status.show(Progress(1, 2, 9.0, "step", "done", True))
-    assert plain.getvalue() == "  1/2    9 s left  step: done\n"
+    with Steps(plain) as status:
+        status.show(1, 2, "step: 1 of 9", done=False)
+        status.show(1, 2, "done", kept=False)
+    assert plain.getvalue() == "  1/2 done\n"

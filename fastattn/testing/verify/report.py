@@ -14,36 +14,46 @@ from .verdicts import RIGHT, Finding, worst_of
 _HEAD = ("backend", "family", "dtypes", "head dims", "cases", "error / budget", "verdict")
 
 
-class Progress:
-    """A bar of subjects where tqdm is installed and the stream is a terminal, else lines."""
+class Steps:
+    """A line for each step that ends; on a terminal, where tqdm is installed, a bar of them too."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._bar = stream, None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Steps:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
+    def show(
+        self,
+        number: int,
+        of: int,
+        said: str,
+        *,
+        place: str = "",
+        done: bool = True,
+        kept: bool = True,
+    ) -> None:
+        """Show what is said of a step; kept: beside a bar it has a line, too, once it is done."""
+        if self._bar is None and self._stream.isatty():
+            self._bar = bar(of, self._stream)
+        if self._bar is not None:
+            self._bar.set_postfix_str(said[:80], refresh=not done)
+        if done and (kept or self._bar is None):
+            if self._bar is not None:
+                self._bar.clear()
+            self._stream.write(f"{number:3}/{of} {place}{said}\n")
+            self._stream.flush()
+        if done and self._bar is not None:
+            self._bar.update()
+
     def advance(self, count: int, total: int, found: Finding | None) -> None:
         """See `verification.Progress`."""
         said = "no kernel serves it, or memory is short" if found is None else str(found)
-        if count == 1 and self._stream.isatty():
-            self._bar = bar(total, self._stream)
-        if self._bar is None:
-            self._say(f"{count:3}/{total} {said}")
-            return
-        if found is not None and found.verdict != RIGHT:
-            self._bar.clear()
-            self._say(said)
-        self._bar.set_postfix_str(said[:60], refresh=False)
-        self._bar.update()
-
-    def _say(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        self.show(count, total, said, kept=found is not None and found.verdict != RIGHT)
 
 
 def bar(total: int, stream: TextIO) -> Any:
