@@ -281,8 +281,9 @@ def cache_of(kind: str, D: int, dtype: str, codes: str | None, B: int, H_k: int,
     stored = meta(9, H_k, slots, width, dtype=STORAGE[codes] if codes else DTYPES[dtype])
     keys, stored = stored, stored[..., :D]
     scale = floats(9, H_k, slots) if codes else None
-    table = integers(9, table_width) if page else None
-    index = integers(B) if page else None
+    paged = kind == "paged" or page != ""
+    table = integers(9, table_width) if paged else None
+    index = integers(B) if paged else None
     lengths = integers(9)
     turn = 3 if kind == "ring" else None
     k, shared = (keys, True) if kind == "latent" else (stored, False)
