@@ -56,6 +56,9 @@ if not _LATER:
     from .functional.scoring import multiplicative_attention as multiplicative_attention
     from .functional.selected import block_indices as block_indices
     from .functional.selected import explain_selected as explain_selected
+    from .functional.selected import moba_attention as moba_attention
+    from .functional.selected import native_sparse_attention as native_sparse_attention
+    from .functional.selected import select_blocks as select_blocks
     from .functional.selected import selected_attention as selected_attention
     from .functional.statistics import AttentionStatistics as AttentionStatistics
     from .functional.statistics import attention_statistics as attention_statistics
@@ -65,6 +68,8 @@ if not _LATER:
     from .modules.latent_attention import MultiheadLatentAttention as MultiheadLatentAttention
     from .modules.self_attention import CausalGQAttention as CausalGQAttention
     from .modules.self_attention import GQAttention as GQAttention
+    from .modules.sparse import MoBAttention as MoBAttention
+    from .modules.sparse import NativeSparseAttention as NativeSparseAttention
     from .position_tables import alibi_slopes as alibi_slopes
     from .position_tables import document_ids as document_ids
     from .position_tables import t5_relative_bias as t5_relative_bias
@@ -107,8 +112,10 @@ __all__ = [
     "GQAttention",
     "KVCache",
     "LatentCache",
+    "MoBAttention",
     "MultiheadAttention",
     "MultiheadLatentAttention",
+    "NativeSparseAttention",
     "OutOfPages",
     "PackedValues",
     "PagedKVCache",
@@ -138,10 +145,13 @@ __all__ = [
     "explain_paged",
     "explain_selected",
     "merge",
+    "moba_attention",
     "multiplicative_attention",
+    "native_sparse_attention",
     "pack_values",
     "patch_sdpa",
     "quantize_fp8",
+    "select_blocks",
     "selected_attention",
     "swap",
     "t5_relative_bias",

@@ -23,6 +23,7 @@ __all__ = [
     "hopper_forward",
     "pages",
     "selected_backward",
+    "selected_choose",
     "selected_forward",
     "statistics",
     "tangent",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .launch import decode_splits, tiles
     from .rules import pages
     from .selected import backward as selected_backward
+    from .selected import choose as selected_choose
     from .selected import forward as selected_forward
 else:
     _FOLDERS = {
@@ -57,6 +59,7 @@ else:
         "hopper_forward": "hopper.forward",
         "pages": "rules.pages",
         "selected_backward": "selected.backward",
+        "selected_choose": "selected.choose",
         "selected_forward": "selected.forward",
         "tangent": "forward_mode.tangent",
         "tiles": "launch.tiles",

@@ -4,9 +4,9 @@ and a terminal.
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
 
-A row of a table in docs/masks.md or docs/gallery.md that has a picture is drawn from its own call:
-the weights that these options give every key, for the last row of the batch and its first head. A
-last column of the gallery counts the blocks of 8 by 8 in which a pair is visible.
+A row of a table in docs/masks.md, docs/gallery.md or docs/selected.md that has a picture is drawn
+from its own call: the weights that it gives every key, for the last row of the batch and its first
+head. A last column of the gallery counts the blocks of 8 by 8 in which a pair is visible.
 """
 
 import argparse
@@ -104,6 +104,20 @@ def visited(weights: Tensor) -> int:
     return int((weights > 0).unfold(0, 8, 8).unfold(1, 8, 8).flatten(2).any(-1).sum())
 
 
+def lists() -> dict[str, str]:
+    """The pictures of docs/selected.md by their names: with one-hot values, o is the weights."""
+    text = (DOCS / "selected.md").read_text(encoding="utf-8")
+    first = SETUP.search(text)
+    assert first is not None
+    torch.manual_seed(0)
+    setup: dict[str, Any] = {}
+    exec(first[1], setup)
+    k = setup["k"]
+    setup["v"] = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
+    rows = ROW.findall(text)
+    return {name: draw_mask((eval(call, setup)[-1, 0] > 0).float()) for name, call, _ in rows}
+
+
 THEMES = {
     "light": {"ink": "#1f2430", "faint": "#6b7280", "line": "#9aa0aa", "box": "#f3f4f8"},
     "dark": {"ink": "#e6e8ee", "faint": "#a0a6b2", "line": "#6b7280", "box": "#20242e"},
@@ -190,7 +204,7 @@ def pictures() -> dict[str, str]:
     terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))
     record = terminal["RECORD"].read_text(encoding="utf-8")
     drawn["terminal.svg"] = terminal["draw"](record)
-    return drawn | {name: draw_mask(weights) for name, weights, _ in tables()}
+    return drawn | lists() | {name: draw_mask(weights) for name, weights, _ in tables()}
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:

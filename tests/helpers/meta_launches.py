@@ -33,6 +33,7 @@ from fastattn.kernels.launch.arguments import tile_for
 from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.kernels.selected.backward import launch_selected_backward
+from fastattn.kernels.selected.choose import launch_block_scores
 from fastattn.kernels.selected.forward import launch_selected_forward
 from fastattn.kernels.statistics import launch_received, launch_row_statistics, launch_weights
 from fastattn.options import Options
@@ -258,6 +259,17 @@ def selected(D: int, dtype: str, block_q: int = 1, block_k: int = 64, options: s
     launch_selected_backward(q, lse, q, k, k, q, lse, *lists, given)
 
 
+def block_scores(D: int, dtype: str, T: int = 1000, B: int = 2, H_k: int = 2, H_q: int = 32,
+                 first: int = 0) -> None:  # fmt: skip
+    """Score blocks of 64 tokens by weights of keys of 32, and by the largest scores of tokens."""
+    q, lse = meta(B, H_q, T, D, dtype=DTYPES[dtype]), floats(B, H_q, T)
+    rows, blocks = (first, T), -(-T // 64)
+    for pool, given in (((32, 16), lse), ((1, 1), None)):
+        keys = meta(B, H_k, max(1, (T - pool[0]) // pool[1] + 1), D, dtype=DTYPES[dtype])
+        how = (H_k, 64 // pool[1], pool, blocks, rows, first, 0.1, True)
+        launch_block_scores(q, keys, given, *how)
+
+
 def statistics(D: int, dtype: str, options: str = "masks", T: int = 1000, B: int = 2, H_k: int = 2,
                H_q: int = 4, top: int = 8) -> None:  # fmt: skip
     """Launch every kernel of statistics."""
@@ -450,6 +462,7 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (attention, tangent, biases, heads, beside, additive, selected, statistics, decode,
+    for f in (attention, tangent, biases, heads, beside, additive, selected, block_scores,
+              statistics, decode,
               packed, few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip

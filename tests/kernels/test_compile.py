@@ -50,6 +50,7 @@ KERNELS = {
     "one-pass": ["start_dq_kernel", DKV, "finish_dq_kernel"],
     "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
     "beside": ["block_sparsity_kernel"] * 2, "tangent": ["attention_tangent_kernel"],
+    "block_scores": ["block_scores_kernel"] * 2,
     "selected": ["selected_forward_kernel", "selected_backward_dq_kernel",
                  "selected_backward_dkv_kernel"],
     "additive": ["additive_forward_kernel", "additive_backward_da_kernel",
@@ -461,6 +462,7 @@ NEW_SIZES: list[tuple[list[str], list[dict[str, int]], list[int]]] = [
         [{"T": 1}, {"T": 4096}, {"B": 1}, {"B": 16}, {"n": 1}, {"n": 5}],
         [3, 0, 0, 0, 0, 0, 0],
     ),
+    (["block_scores 64 bf16"], [{"T": 1}, {"T": 4096}, {"B": 1}, {"first": 5}], [2, 0, 0, 0, 0]),
     # Of tops, only the power of two above compiles.
     (["statistics 64 bf16"], [{"top": 7}], [4, 0]),
     (["decode contiguous 128"], [*DECODE, *({"slots": n} for n in (1, 16, 4095))], [2] + 13 * [0]),

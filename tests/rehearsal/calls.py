@@ -66,6 +66,17 @@ def selected(B: int, T: int) -> None:
     o.float().sum().backward()
 
 
+def chosen(B: int, T: int) -> None:
+    q, k, v = (random(B, H, T, 64, grad=True) for H in (4, 2, 2))
+    fastattn.moba_attention(q, k, v, block_k=16, n=2).float().sum().backward()
+    k_pooled, v_pooled = (random(B, 2, (T - 8) // 4 + 1, 64, grad=True) for _ in range(2))
+    gates = random(B, 4, T, 3, grad=True)
+    o = fastattn.native_sparse_attention(
+        q, k, v, k_pooled, v_pooled, gates, block_k=16, n=2, window=8, pool=(8, 4)
+    )
+    o.float().sum().backward()
+
+
 def dense(B: int, room: int, cache: Any = KVCache, steps: int = 1, **kind: Any) -> Any:
     held = cache(B, 2, max_length=room, head_dim=64, device="cuda", dtype=torch.bfloat16, **kind)
     for T in (12, *[1] * steps):

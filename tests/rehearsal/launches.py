@@ -8,6 +8,7 @@ import torch
 from calls import (
     SMALL,
     additive,
+    chosen,
     dense,
     far_keys,
     far_keys_grad,
@@ -53,6 +54,7 @@ def attention_calls() -> None:
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
         shapes("additive", additive)
         shapes("selected", selected)
+        stage.play("chosen", lambda: chosen(2, 64), [lambda: chosen(3, 77), lambda: chosen(1, 130)])
 
 
 def scored(B: int, T: int) -> None:

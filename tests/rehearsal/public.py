@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import triton
 from calls import (
     additive,
+    chosen,
     dense,
     far_keys,
     far_keys_grad,
@@ -43,12 +44,13 @@ NO_CALLS = {
     "verify",
 }
 # Called by custom operators whether or not something traces, so here their fakes answer.
-BY_OPERATOR = {"additive_attention", "selected_attention"}
+BY_OPERATOR = {"additive_attention", "selected_attention", "moba_attention"}
 KERNELS_BY_OPERATOR = {
     "additive_forward_kernel",
     "additive_backward_da_kernel",
     "additive_backward_dbv_kernel",
     "attention_tangent_kernel",
+    "block_scores_kernel",
     "selected_forward_kernel",
     "selected_backward_dq_kernel",
     "selected_backward_dkv_kernel",
@@ -119,6 +121,11 @@ def attention_calls() -> Calls:
         "attention_varlen hopper, tiles in order": lambda: packed(50000, 54, backend="hopper"),
         "additive_attention": lambda: additive(B, T),
         "selected_attention": lambda: selected(B, T),
+        "native_sparse_attention": lambda: chosen(B, T),
+        "moba_attention": lambda: chosen(B, T),
+        "select_blocks": lambda: fastattn.select_blocks(
+            random(B, 4, T, D), random(B, 2, T, D), 2, block_k=16
+        ),
         "attention_block_forward": lambda: of_a_part(torch.float32),
         "attention_block_backward": lambda: of_a_part(torch.float32, sinks=zeros(H)),
         "dot_product_attention": lambda: scored(fastattn.dot_product_attention),
@@ -216,6 +223,10 @@ def module_calls() -> Calls:
         "CausalGQAttention rotary": partial(
             fastattn.CausalGQAttention, rotary="half", attention_dropout=0.1
         ),
+        "NativeSparseAttention": partial(
+            fastattn.NativeSparseAttention, num_kv_heads=1, block_k=16, n=2, window=8, pool=(8, 4)
+        ),
+        "MoBAttention": partial(fastattn.MoBAttention, block_k=16, n=2),
         "swap": swapped_layer,
     }
     calls: Calls = {name: partial(forward_backward, make) for name, make in layers.items()}
@@ -297,6 +308,7 @@ def without_launches() -> Calls:
         "explain_paged": lambda: str(
             fastattn.explain_paged(random(B, 8, D), filled(), gpu(B + 1, dtype=torch.int32))
         ),
+        "block_indices": lambda: fastattn.block_indices(gpu(B, H, 4, 4) > 0),
         "explain_selected": lambda: str(
             fastattn.explain_selected(
                 *[random(B, 2, T, D)] * 3, torch.zeros(B, 1, T, 1, dtype=torch.int32, device="cuda")

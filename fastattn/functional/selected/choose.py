@@ -1,0 +1,122 @@
+"""Which key blocks each query takes: the best by scores that are never held for all pairs."""
+
+import torch
+from torch import Tensor
+
+from ... import checks, dispatch
+from ...ops.selected import choose as ops
+from ...torch_backend.selected import choose as formula
+from .. import inputs
+
+# Scores that are held at once: 64 MiB in fp32.
+_AT_ONCE = 2**24
+
+
+@torch.no_grad()
+def select_blocks(
+    q: Tensor,
+    k: Tensor,
+    n: int,
+    *,
+    block_k: int,
+    lse: Tensor | None = None,
+    pool: tuple[int, int] = (1, 1),
+    lists: int | None = None,
+    causal: bool = True,
+    first: int = 0,
+    latest: int = 1,
+    query_offset: int = 0,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The n best key blocks of each query, as `indices` of `selected_attention`.
+
+    Scores are those of blocks, some queries at a time; nothing of [T_q, T_k] is held. There is no
+    gradient.
+
+    Args:
+        q: [B, H_q, T_q, D].
+        k: [B, H_k, T_k, D]: of each token or, pooled, of `pool[0]` tokens every `pool[1]`.
+        n: blocks of each list, those that are always taken among them.
+        block_k: tokens of a block; of `pool[1]` it has 1, 2, 4 up to 128.
+        lse: fp32 [B, H_q, T_q] of these queries over these keys: the score of a block is the sum of
+            its keys' weights, over the heads of a list too (NSA: arXiv 2502.11089, equations 9 and
+            10). None: the largest score of its keys and heads (MSA; MoBA with k the blocks' means).
+        pool: tokens of a key, a multiple of the tokens from one key to the next. A key counts in
+            each block that it reaches into, once for each step.
+        lists: H_s, neighbouring heads of q sharing a list: divides H_q. Default: H_k.
+        causal: a query sees keys whose last token is not behind it, and blocks that begin no later.
+        first, latest: blocks always taken: at the start, and up to the query's own.
+        query_offset: position of query 0 among the tokens, of which there are T_q + query_offset.
+        scale: default D ** -0.5.
+        backend: "triton", "torch" or "auto".
+
+    Returns:
+        int32 [B, H_s, T_q, n], the best first; -1 where there are fewer blocks.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+    """
+    checks.check_tensors(q, k, k)
+    q, k, _, _ = inputs.autocast(q, k, k, {})
+    checks.check_qkv(q, k, k)
+    per_block = _check_pool(pool, block_k)
+    numbers = {"n": n, "first": first, "latest": latest, "query_offset": query_offset}
+    n, first, latest, offset = (checks.check_count(x, y, 0) for x, y in numbers.items())
+    H_s = k.shape[1] if lists is None else checks.check_count("lists", lists, 1)
+    if q.shape[1] % H_s:
+        raise ValueError(f"lists must divide q's {q.shape[1]} heads, got {H_s}")
+    if lse is not None:
+        checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
+        lse = lse.contiguous()
+    scale = checks.check_scale(scale, q.shape[3])
+    causal = checks.check_flag("causal", causal)
+    by_kernel = dispatch.takes_kernel("score key blocks", backend, {"q": q, "k": k}, "selected")
+    rows = (inputs.kernel_rows(q), inputs.kernel_rows(k)) if by_kernel else (q, k)
+    B, _, T_q, _ = q.shape
+    count = -(-(T_q + offset) // block_k)
+    step = max(1, _AT_ONCE // max(1, B * q.shape[1] * (count if by_kernel else k.shape[2])))
+    found = [q.new_empty(B, H_s, 0, n, dtype=torch.int32)]
+    for start in range(0, T_q, step):
+        part = start, min(start + step, T_q)
+        if by_kernel:
+            given = (H_s, per_block, *pool, count, *part, offset, scale, causal)
+            scores = ops.block_scores(*rows, lse, *given)
+        else:
+            scores = formula.block_scores(
+                *rows, lse, H_s, per_block, pool, count, part, offset, scale, causal
+            )
+        found.append(_best(scores, n, block_k, part[0] + offset, causal, first, latest))
+    return torch.cat(found, 2)
+
+
+def _best(
+    scores: Tensor, n: int, block_k: int, position: int, causal: bool, first: int, latest: int
+) -> Tensor:
+    """Numbers of the best blocks, int32 [B, H_s, rows, n]; position: of the first row."""
+    rows, count = scores.shape[2:]
+    block = torch.arange(count, device=scores.device)
+    own = (torch.arange(rows, device=scores.device)[:, None] + position) // block_k
+    taken = (block < first) | ((block > own - latest) & (block <= own))
+    scores = scores.masked_fill(taken, torch.inf)
+    if causal:
+        scores = scores.masked_fill(block > own, -torch.inf)
+    best, numbers = scores.topk(min(n, count), dim=-1)
+    numbers = numbers.masked_fill(best == -torch.inf, -1).to(torch.int32)
+    return torch.nn.functional.pad(numbers, (0, n - numbers.shape[-1]), value=-1)
+
+
+def _check_pool(pool: tuple[int, int], block_k: int) -> int:
+    """Keys that begin in a block."""
+    if not isinstance(pool, tuple) or len(pool) != 2:
+        raise TypeError(f"pool must be a pair (tokens, step), got {pool!r}")
+    tokens, step = (checks.check_count(f"pool[{i}]", x, 1) for i, x in enumerate(pool))
+    block_k = checks.check_count("block_k", block_k, 1)
+    if tokens % step:
+        raise ValueError(f"pool[0] must be a multiple of pool[1], got {tokens} and {step}")
+    per_block = block_k // step
+    if block_k % step or per_block not in (1, 2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(
+            f"block_k must be 1, 2, 4 up to 128 times the step of pool, {step}, got {block_k}"
+        )
+    return per_block

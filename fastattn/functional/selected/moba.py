@@ -1,0 +1,48 @@
+"""Mixture of block attention (Lu et al. 2025, arXiv 2502.13189)."""
+
+from torch import Tensor
+
+from ... import checks
+from .attend import selected_attention
+from .choose import select_blocks
+
+
+def moba_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_k: int = 512,
+    n: int = 3,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal attention of each query and head to its own block and n - 1 of those before it.
+
+    They are those with the largest q . mean(k of the block).
+
+    Args:
+        q: [B, H_q, T, D].
+        k, v: [B, H_k, T, D] and [B, H_k, T, D_v].
+        block_k: tokens of a block.
+        n: blocks of a query, its own among them.
+        scale, backend: as for `attention`.
+
+    Returns:
+        [B, H_q, T, D_v], differentiable in q, k and v; the choice has no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+    """
+    checks.check_tensors(q, k, v)
+    block_k = checks.check_count("block_k", block_k, 1)
+    B, H_k, T, D = k.shape
+    whole = T // block_k
+    # The last block, if it is cut off, is nobody's but its own queries'.
+    means = k.detach()[:, :, : whole * block_k].reshape(B, H_k, whole, block_k, D).mean(3)
+    indices = select_blocks(
+        q, means, n, block_k=block_k, pool=(block_k, block_k), lists=q.shape[1], backend=backend
+    )
+    return selected_attention(
+        q, k, v, indices, block=(1, block_k), causal=True, scale=scale, backend=backend
+    )

@@ -1,0 +1,106 @@
+"""Native sparse attention (Yuan et al. 2025, arXiv 2502.11089): three branches, mixed by gates."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import checks
+from ..attend import attention
+from .attend import selected_attention
+from .choose import select_blocks
+
+
+def pooled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: tuple[int, int],
+    *,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to keys of several tokens each: key i, of tokens i * pool[1] up to i * pool[1] +
+    pool[0] - 1, is seen from its last token on.
+
+    Args:
+        q: [B, H_q, T, D], of all tokens.
+        k, v: [B, H_k, T_k, D] and [B, H_k, T_k, D_v].
+        pool: tokens of a key, and from one key to the next.
+        scale, backend: as for `attention`, which computes it: as queries pool[1] apart see one key
+            more, each of the pool[1] residues is a causal call. q and o are copied once.
+
+    Returns:
+        (o [B, H_q, T, D_v], lse fp32 [B, H_q, T]), both differentiable; 0 and -inf before the end
+        of the first key.
+    """
+    length, step = pool
+    B, H_q, T, D = q.shape
+    front = -(length - 1) % step
+    behind = (length - 1 + front) // step
+    rows = -(-(T + front) // step)
+    padded = F.pad(q, (0, 0, front, rows * step - T - front))
+    apart = padded.reshape(B, H_q, rows, step, D).transpose(2, 3).reshape(B, -1, rows, D)
+    o, lse = attention(
+        apart, k, v, causal=True, query_offset=-behind, scale=scale, backend=backend,
+        return_lse=True,
+    )  # fmt: skip
+    o = o.reshape(B, H_q, step, rows, -1).transpose(2, 3).flatten(2, 3)[:, :, front : front + T]
+    lse = lse.reshape(B, H_q, step, rows).transpose(2, 3).flatten(2)[:, :, front : front + T]
+    return o, lse
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pooled: Tensor,
+    v_pooled: Tensor,
+    gates: Tensor,
+    *,
+    block_k: int = 64,
+    n: int = 16,
+    window: int = 512,
+    pool: tuple[int, int] = (32, 16),
+    first: int = 1,
+    latest: int = 2,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """g_0 * compressed + g_1 * selected + g_2 * sliding attention, causal.
+
+    Compressed: to pooled keys (`pooled_attention`). Selected: to the tokens of n blocks, those that
+    the compressed weights, summed over the heads of a K/V head, value most, with the first and the
+    latest always among them (`select_blocks`). Sliding: to the last `window` tokens.
+
+    Args:
+        q: [B, H_q, T, D].
+        k, v: [B, H_k, T, D] and [B, H_k, T, D_v], of the selected and the sliding branch.
+        k_pooled, v_pooled: [B, H_k, T_p, D] and [B, H_k, T_p, D_v], one for each whole stretch of
+            pool[0] tokens that begins at a multiple of pool[1]: T_p = (T - pool[0]) // pool[1] + 1.
+        gates: [B, H_q, T, 3], such as sigmoids.
+        block_k, n, window, pool, first, latest: see above.
+        scale, backend: as for `attention`.
+
+    Returns:
+        [B, H_q, T, D_v], differentiable in all tensors; the choice has no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+    """
+    checks.check_tensors(q, k, v)
+    T = q.shape[2]
+    checks.check_placement("gates", gates, (*q.shape[:3], 3), q)
+    keys = max(0, (T - pool[0]) // pool[1] + 1)
+    for name, x, like in (("k_pooled", k_pooled, k), ("v_pooled", v_pooled, v)):
+        checks.check_placement(name, x, (*like.shape[:2], keys, like.shape[3]), q)
+    compressed, lse = pooled_attention(q, k_pooled, v_pooled, pool, scale=scale, backend=backend)
+    indices = select_blocks(
+        q, k_pooled, n, block_k=block_k, lse=lse, pool=pool, first=first, latest=latest,
+        scale=scale, backend=backend,
+    )  # fmt: skip
+    block = (1, block_k)
+    selected = selected_attention(
+        q, k, v, indices, block=block, causal=True, scale=scale, backend=backend
+    )
+    sliding = attention(q, k, v, causal=True, window=window, scale=scale, backend=backend)
+    branches = zip(gates.unbind(-1), (compressed, selected, sliding), strict=True)
+    return sum((gate[..., None] * o for gate, o in branches), start=sliding.new_zeros(()))

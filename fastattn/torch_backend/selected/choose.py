@@ -1,0 +1,42 @@
+"""Scores of key blocks in torch."""
+
+import torch
+from torch import Tensor
+
+
+def block_scores(
+    q: Tensor, k: Tensor, lse: Tensor | None, H_s: int, per_block: int, pool: tuple[int, int],
+    count: int, rows: tuple[int, int], offset: int, scale: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """[B, H_s, rows, count], as `kernels.selected.choose.launch_block_scores`, in fp32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    B, H_q, _, D = q.shape
+    H_k, T_k = k.shape[1:3]
+    own = slice(*rows)
+    q = q[:, :, own].to(wide).reshape(B, H_k, H_q // H_k, -1, D)
+    x = torch.einsum("bhgqd,bhkd->bhgqk", q, k.to(wide)).flatten(1, 2) * scale
+    key = torch.arange(T_k, device=q.device)
+    query = torch.arange(*rows, device=q.device)[:, None] + offset
+    seen = key * pool[1] + pool[0] - 1 <= query if causal else torch.ones_like(query + key).bool()
+    if lse is not None:
+        x = (x - lse[:, :, own, None]).exp()
+    x = torch.where(seen, x, float("-inf")).reshape(B, H_s, H_q // H_s, -1, T_k)
+    x = _over(x, 2, lse is not None)
+    found = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
+    for back in range(pool[0] // pool[1]):
+        # Key i counts where it begins and, `back` strides on, where it reaches into another block.
+        moved = torch.nn.functional.pad(x, (back, 0), value=float("-inf"))
+        moved = moved[..., : count * per_block]
+        missing = count * per_block - moved.shape[-1]
+        moved = torch.nn.functional.pad(moved, (0, missing), value=float("-inf"))
+        part = _over(moved.reshape(*x.shape[:3], count, per_block), -1, lse is not None)
+        found = _over(torch.stack((found, part)), 0, lse is not None)
+    return found
+
+
+def _over(x: Tensor, dim: int, weights: bool) -> Tensor:
+    """The sum, or the largest, along a dim of what is not -inf; -inf where all is."""
+    largest = x.amax(dim)
+    if not weights:
+        return largest
+    return torch.where(largest == float("-inf"), largest, x.clamp(min=0).sum(dim))

@@ -1,0 +1,50 @@
+"""Layers that choose key blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastattn import CausalGQAttention
+from fastattn.modules.sparse import MoBAttention, NativeSparseAttention
+
+LAYERS: dict[str, Any] = {
+    "moba": lambda **how: MoBAttention(32, 4, 2, block_k=8, n=2, **how),
+    "nsa": lambda **how: NativeSparseAttention(
+        32, 4, 1, block_k=8, n=2, window=6, pool=(4, 2), **how
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_learn_and_see_no_later_token(name: str) -> None:
+    layer = LAYERS[name](rotary="half", qk_norm=True)
+    x = torch.randn(2, 30, 32, requires_grad=True)
+    y = layer(x)
+    y[:, :17].square().sum().backward()
+    assert x.grad is not None and x.grad[:, 16].any() and not x.grad[:, 17:].any()
+    without = [n for n, p in layer.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+    changed = x.detach().clone()
+    changed[:, 17:] += 1
+    torch.testing.assert_close(layer(changed)[:, :17], y[:, :17])
+    assert layer(x[:, :2]).shape == (2, 2, 32)
+
+
+def test_with_every_block_a_layer_is_plain_attention() -> None:
+    layer = MoBAttention(32, 4, 2, block_k=8, n=9, rotary="half")
+    plain = CausalGQAttention(32, 4, 2, rotary="half")
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 30, 32)
+    torch.testing.assert_close(layer(x), plain(x))
+
+
+def test_messages() -> None:
+    with pytest.raises(TypeError, match=r"MoBAttention takes no window: it chooses keys"):
+        MoBAttention(32, 4, window=4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
+        MoBAttention(32, 4, windows=4)
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        NativeSparseAttention(32, 4, n=0)
+    with pytest.raises(ValueError, match="x must have shape"):
+        MoBAttention(32, 4)(torch.randn(2, 30, 31))
