@@ -20,7 +20,7 @@ def block_scores(
     seen = key * pool[1] + pool[0] - 1 <= query if causal else torch.ones_like(query + key).bool()
     if lse is not None:
         x = (x - lse[:, :, own, None]).exp()
-    x = torch.where(seen, x, float("-inf")).reshape(B, H_s, H_q // H_s, -1, T_k)
+    x = torch.where(seen, x, float("-inf")).reshape(B, H_s, H_q // H_s, *x.shape[2:])
     x = _over(x, 2, lse is not None)
     found = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
     for back in range(pool[0] // pool[1]):
