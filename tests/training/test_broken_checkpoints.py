@@ -149,6 +149,7 @@ def test_every_field_of_a_model(run):
     left = {name: changes - {"missing"} for name, changes in found.items()}
     assert {name: changes for name, changes in left.items() if changes} == sets(
         num_kv_heads="null",
+        kv_latent_dim="null",
         v_head_dim="null",
         window="null many",
         stride="null",
