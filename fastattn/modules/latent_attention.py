@@ -70,7 +70,7 @@ class MultiheadLatentAttention(nn.Module):
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range.
 
-    Example:
+    Examples:
         >>> layer = MultiheadLatentAttention(64, 4, kv_latent_dim=32, nope_dim=16, rope_dim=8)
         >>> x = torch.randn(2, 10, 64)
         >>> y = layer(x)  # [2, 10, 64]

@@ -45,7 +45,7 @@ def test_weights_of_overlapping_keys_choose(
 ) -> None:
     """NSA's sum: p[(l'/d) j + m - n] over m < l'/d and n < l/d, and over the heads of a group."""
     monkeypatch.setattr(choose, "_AT_ONCE", 2**10)
-    length, step, block, T, n = 8, 4, 16, 41, 3
+    length, step, block, T, n = 8, 4, 8, 45, 3
     keys = (T - length) // step + 1
     q, k, _ = make_qkv(2, 4, 2, T, keys, 16, device=device, requires_grad=False)
     t, i = torch.arange(T)[:, None], torch.arange(keys)
@@ -53,9 +53,10 @@ def test_weights_of_overlapping_keys_choose(
     lse = reference.attention(q, k, k, attn_mask=seen[None, None], return_lse=True)[1].float()
     x = torch.einsum("bhgtd,bhid->bhgti", q.unflatten(1, (2, 2)).double(), k.double()) / 4
     p = torch.where(seen, (x - lse.unflatten(1, (2, 2))[..., None]).exp(), 0.0).sum(2)
-    scores = torch.full((2, 2, T, 3), -torch.inf, dtype=torch.float64)
+    blocks = -(-T // block)
+    scores = torch.full((2, 2, T, blocks), -torch.inf, dtype=torch.float64)
     for query in range(T):
-        for j in range(3):
+        for j in range(blocks):
             places = [block // step * j + m - o for m in range(block // step) for o in range(2)]
             there = [x for x in places if 0 <= x < keys and seen[query, x]]
             if there:

@@ -21,7 +21,7 @@ class MoBAttention(SparseLayer):
         n: blocks of a token, its own among them.
         options: those of `GQAttention` that say how tokens are projected, scaled and rotated.
 
-    Example:
+    Examples:
         >>> layer = MoBAttention(64, num_heads=4, num_kv_heads=2, block_k=16, n=2, rotary="half")
         >>> layer(torch.randn(2, 100, 64)).shape
         torch.Size([2, 100, 64])

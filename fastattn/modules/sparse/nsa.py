@@ -30,7 +30,7 @@ class NativeSparseAttention(SparseLayer):
         k_pool, v_pool: pool[0] * D to D, and D_v: keys and values of a stretch, rotated, to one.
         k_places, v_places: [pool[0], D] and [pool[0], D_v], added to them before, from 0.
 
-    Example:
+    Examples:
         >>> layer = NativeSparseAttention(64, num_heads=4, num_kv_heads=1, block_k=16, n=3,
         ...     window=32, pool=(8, 4), rotary="half")
         >>> layer(torch.randn(2, 100, 64)).shape
