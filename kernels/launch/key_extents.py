@@ -18,7 +18,7 @@ _LARGEST = 128
 @triton.jit(do_not_specialize=["T_k", "stride", "words"])
 def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, words, BLOCK: tl.constexpr):
     """extents[b] = first visible key, one past the last, number of hidden keys in between, and
-    `words` words, of 32 keys each, with a bit for each visible key.
+    `words` words, of 32 keys each, with a bit for each visible key. Without any: 0, 0, 0.
     """
     b = tl.program_id(0)
     row_ptr = padding_ptr + b.to(tl.int64) * stride
@@ -35,7 +35,8 @@ def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, words, BLOCK: 
         bits = keep.to(tl.int32).reshape(BLOCK // 32, 32) << tl.arange(0, 32)[None, :]
         word = start // 32 + tl.arange(0, BLOCK // 32)
         tl.store(extents_ptr + EXTENTS + word, tl.sum(bits, 1), mask=word < words)
-    tl.store(extents_ptr, first)
+    # Some kernel meets a first block of no keys, too, and its words have to be there.
+    tl.store(extents_ptr, tl.minimum(first, end))
     tl.store(extents_ptr + 1, end)
     tl.store(extents_ptr + 2, tl.maximum(end - first, 0) - count)
 

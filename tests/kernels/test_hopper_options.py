@@ -45,6 +45,9 @@ BIAS = torch.nn.functional.pad(BIAS, (0, 7))[..., 1:201]
 TABLE = torch.randn(4, 121, generator=torch.Generator().manual_seed(1))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
+    "padding-none-shown": ("two", dict(
+        H_q=1, T_q=70, T_k=128, causal=False, key_padding_mask=torch.zeros(1, 128) > 0,
+    )),
     "padding-window": ("two", dict(
         B=3, H_q=1, T_k=290, D=128, causal=False, window=(100, 20), key_padding_mask=HOLES,
     )),
