@@ -267,7 +267,7 @@ def test_version_3_with_a_cache(draw, device):
     )
     assert len(found) == 4 and found[2:] == (None, None)
     assert all(map(torch.equal, found[:2], wanted)) and all(map(torch.equal, caches, own))
-    for name in ("qv", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"):
         with pytest.raises(NotImplementedError, match=f"{name} is not served"):
             version_3.flash_attn_with_kvcache(q, *caches, **{name: lengths})
 

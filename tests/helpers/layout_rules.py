@@ -63,6 +63,7 @@ ENTRIES = {
     "fastattn.bench.time.suite",
     "fastattn.bench.tune.tuner",
     "fastattn.compat.diffusers",
+    "fastattn.compat.flash_mla",
     "fastattn.compat.flex_attention",
     "fastattn.compat.hub",
     "fastattn.compat.llama",

@@ -107,6 +107,21 @@ def e4m3_scales(
     return found
 
 
+def second_product(
+    qv: Any, q: Tensor, v: Tensor, options: dict[str, Any], heads: int
+) -> dict[str, Any]:
+    """Options for version 3's qv, whose keys are the values: s = q k + qv v.
+
+    heads: the dim of the heads, which comes before the tokens' where it is 2.
+    """
+    if qv is None:
+        return {}
+    second = checked("qv", qv, q.dim()), v
+    scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
+    query, key = (x.transpose(1, 2) if heads == 2 else x for x in second)
+    return {"query2": query, "key2": key, "scale": options.get("scale", scale)}
+
+
 def one_of(name: str, x: Tensor | None, other: str, y: Tensor | None) -> Tensor | None:
     if x is not None and y is not None:
         raise RuntimeError(f"{name} and {other} are two names of one argument, got both")

@@ -42,8 +42,17 @@ def append_and_attend(
     options: dict[str, Any],
     num_splits: int | None,
     return_lse: bool,
+    qv: Tensor | None = None,
 ) -> Any:
     """o [B, H_q, T_q, D_v], or (o, lse), after writing k and v into the cache."""
+    if qv is not None:
+        options = {"scale": (q.shape[-1] + qv.shape[-1]) ** -0.5, **options}
+        if (whole := _in_one(cache.k, cache.v)) is not None:
+            if rotary[0] is not None:
+                raise RuntimeError("rotary_cos must be None where k_cache lies behind v_cache")
+            both = None if new[0] is None or new[1] is None else torch.cat((new[1], new[0]), -1)
+            q, new = torch.cat((qv, q), -1), (both, new[1])
+            cache, qv = cache._replace(k=whole, v=whole[..., : cache.v.shape[-1]]), None
     _check_together(cache, new, rotary)
     k, v = (None if x is None else x.transpose(1, 2) for x in new)
     q = q.transpose(1, 2)
@@ -66,7 +75,22 @@ def append_and_attend(
             q = _rotated(q, old, tables, style, moving=options["causal"] or "window" in options)
         if k is not None and v is not None:
             append(view, k, v, rotary=tables, rotary_style=style)
+        if qv is not None:  # keys in order, and the values behind them as keys: a copy
+            q, whole = torch.cat((qv.transpose(1, 2), q), -1), torch.cat((view.v, view.k), -1)
+            view = view._replace(k=whole, v=whole[..., : view.v.shape[-1]])
         return _decode(q, view, num_splits=num_splits, return_lse=return_lse, **options)
+
+
+def _in_one(k: Tensor, v: Tensor) -> Tensor | None:
+    """One buffer whose rows are those of v with those of k right behind; None: they lie apart.
+
+    So do latents and rotary keys in servers' caches.
+    """
+    width = v.shape[-1]
+    beside = k.data_ptr() == v.data_ptr() + width * v.element_size()
+    if not beside or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1]:
+        return None
+    return v.as_strided((*v.shape[:-1], width + k.shape[-1]), v.stride())
 
 
 def _check_together(
@@ -90,7 +114,8 @@ def _check_together(
         )
     if cache.block_table is not None and cache.leftpad is not None:
         raise RuntimeError("cache_leftpad must be None with a block_table")
-    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+    inside = cache.k.data_ptr() == cache.v.data_ptr() and cache.k.shape[-1] > cache.v.shape[-1]
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.k if inside else cache.v)):
         if not x.is_contiguous():
             raise RuntimeError(f"{name} must be contiguous, got strides {x.stride()}")
 

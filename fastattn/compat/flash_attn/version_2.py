@@ -31,6 +31,7 @@ from .conventions import (
     options_of,
     refuse,
     returned,
+    second_product,
 )
 from .kvcache import Cache, append_and_attend
 
@@ -84,8 +85,9 @@ def flash_attn_func(
             are for its own tests of dropout.
         learnable_sink: version 4: [H_q], the score of one more key with value 0.
         return_lse: version 4: return (o, lse).
-        newer: arguments of versions 3 and 4 that change nothing, at their defaults; and of version
-            3, beside q, k and v in float8_e4m3fn, q_descale, k_descale and v_descale, fp32
+        newer: arguments of versions 3 and 4 that change nothing, at their defaults; their qv
+            [B, T_q, H_q, D_v], with scores q k + qv v and a scale of (D + D_v) ** -0.5; and of
+            version 3, beside q, k and v in float8_e4m3fn, q_descale, k_descale and v_descale, fp32
             [B, H_k]: `fastattn.attention_fp8` serves them, o in bfloat16, without gradients.
 
     Returns:
@@ -97,12 +99,14 @@ def flash_attn_func(
     """
     heads_first = [checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
     scales = e4m3_scales(q, k, newer, q.shape[0])
+    qv = newer.pop("qv", None) if scales is None else None
     refuse(newer)
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     )
     with_lse = return_attn_probs or return_lse
     attend = _dense if scales is None else partial(_dense_fp8, **scales)
+    options |= second_product(qv, q, v, options, 2)
     with errors_of_flash_attn():
         found = attend(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
     return returned(found, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
@@ -174,6 +178,7 @@ def flash_attn_varlen_func(
     scales = None
     if block_table is None:
         scales = e4m3_scales(q, k, newer, cu_seqlens_q.shape[0] - 1)
+    qv = newer.pop("qv", None) if scales is None and block_table is None else None
     refuse({**newer, "seqused_q": seqused_q})
     options = options_of(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
@@ -198,6 +203,7 @@ def flash_attn_varlen_func(
             elif seqused_k is not None:
                 options["key_lengths"] = seqused_k
             attend = _packed if scales is None else partial(_packed_fp8, **scales)
+            options |= second_product(qv, q, v, options, 1)
             found = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
     return returned(found, with_lse, return_attn_probs, lambda o: o)
 
@@ -271,6 +277,7 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_func`.
     """
+    qv = newer.pop("qv", None)
     refuse(newer)
     options = options_of(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
@@ -294,6 +301,7 @@ def flash_attn_with_kvcache(
             options=options,
             num_splits=num_splits or None,
             return_lse=with_lse,
+            qv=_if_given("qv", qv, 4),
         )
     return returned(found, with_lse, False, lambda o: o.transpose(1, 2))
 

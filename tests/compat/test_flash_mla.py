@@ -1,0 +1,119 @@
+"""FlashMLA's call, and flash-attn 3's qv: against sums written out in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.compat.flash_attn import version_3
+from fastattn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from fastattn.testing import assert_within_budget
+from fastattn.testing.inputs import draw
+
+B, T, H, R, C, S = 2, 2, 3, 8, 16, 4
+LENGTHS = [7, 4]
+
+
+def expected(q: Tensor, rows: list[Tensor], width: int, scale: float, sink: Any = None) -> Any:
+    """o [B, T, H, width] and lse [B, H, T] without the sink, causal; rows: keys [n, D]."""
+    outputs, lses = [], []
+    for x, keys in zip(q, rows, strict=True):
+        n = len(keys)
+        s = scale * torch.einsum("thd,nd->htn", x, keys)
+        s = s.masked_fill(torch.arange(n) > torch.arange(T)[:, None] + n - T, -torch.inf)
+        total = s.exp().sum(-1)
+        lses.append(total.log())
+        share = total if sink is None else total + sink.exp()[:, None]
+        outputs.append(torch.einsum("htn,nd->thd", s.exp() / share[..., None], keys[:, :width]))
+    return torch.stack(outputs), torch.stack(lses)
+
+
+def pages(device: str) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Pages [P, S, 1, C + R], NaN where no token is; their table, lengths, and keys of each row."""
+    pool = draw(5, S, 1, C + R).to(device)
+    table = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32, device=device)
+    rows = [pool[table[b].long()].flatten(0, 2)[:n] for b, n in enumerate(LENGTHS)]
+    pool = torch.where(torch.isin(pool, torch.cat(rows)), pool, torch.nan)
+    return pool, table, torch.tensor(LENGTHS, dtype=torch.int32, device=device), rows
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_flash_mla(with_sink: bool, device: str) -> None:
+    pool, table, lengths, rows = pages(device)
+    q = draw(B, T, H, C + R, seed=1).to(device)
+    sink = draw(H).to(device) if with_sink else None
+    plan, splits = get_mla_metadata(lengths, H * T, 1)
+    found = flash_mla_with_kvcache(
+        q, pool, table, lengths, C, plan, splits, softmax_scale=0.2, causal=True, attn_sink=sink
+    )
+    wide = None if sink is None else sink.double()
+    ref = expected(q.double(), [x.double() for x in rows], C, 0.2, wide)
+    naive = expected(q, rows, C, 0.2, sink)
+    for name, x, exact, rough in zip(("o", "lse"), found, ref, naive, strict=True):
+        assert_within_budget(name, x, exact, rough)
+
+
+def test_flash_mla_names_what_it_does_not_serve(device: str) -> None:
+    pool, table, lengths, _ = pages(device)
+    q = draw(B, T, H, C + R).to(device)
+    for name in ("indices", "extra_k_cache"):
+        given: dict[str, Any] = {name: table}
+        with pytest.raises(NotImplementedError, match=f"{name} is not served"):
+            flash_mla_with_kvcache(q, pool, table, lengths, C, **given)
+    with pytest.raises(ValueError, match="k_cache must have q's 16 columns, of which"):
+        flash_mla_with_kvcache(q[..., :C], pool, table, lengths, C)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_qv_adds_products_with_the_values(packed: bool, device: str) -> None:
+    """s = q k + qv v over (R + C)^-0.5, with gradients; of v from both products."""
+    shapes = ((1, 6, H, R), (1, 6, 1, R), (1, 6, 1, C), (1, 6, H, C))
+    tensors = [draw(*shape, seed=n).to(device) for n, shape in enumerate(shapes)]
+
+    def ours(*xs: Tensor) -> Tensor:
+        q, k, v, qv = xs
+        if not packed:
+            return version_3.flash_attn_func(q, k, v, causal=True, qv=qv)
+        starts = torch.tensor([0, 6], dtype=torch.int32, device=device)
+        found = version_3.flash_attn_varlen_func(
+            q[0], k[0], v[0], starts, starts, 6, 6, causal=True, qv=qv[0]
+        )
+        return found[None]
+
+    def oracle(*xs: Tensor) -> Tensor:
+        q, k, v, qv = xs
+        s = torch.einsum("bthd,bnd->bhtn", q, k[:, :, 0])
+        s = (s + torch.einsum("bthd,bnd->bhtn", qv, v[:, :, 0])) * (R + C) ** -0.5
+        s = s.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        return torch.einsum("bhtn,bnd->bthd", s.softmax(-1), v[:, :, 0])
+
+    def results(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        o = function(*leaves)
+        return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+    ref, naive = results(oracle, torch.float64), results(oracle, torch.float32)
+    names = ("o", "dq", "dk", "dv", "dqv")
+    for name, x, exact, rough in zip(names, results(ours, torch.float32), ref, naive, strict=True):
+        assert_within_budget(name, x, exact, rough)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_qv_over_a_cache(beside: bool, device: str) -> None:
+    """Latents and rotary keys in one buffer, as servers keep them, or in two; new ones appended."""
+    pool, table, lengths, rows = pages(device)
+    v_cache, k_cache = pool[..., :C], pool[..., C:]
+    if not beside:
+        v_cache, k_cache = v_cache.contiguous(), k_cache.contiguous()
+    q, qv = draw(B, T, H, R, seed=1).to(device), draw(B, T, H, C, seed=2).to(device)
+    k, v = (x[:, :, None] for x in torch.stack([x[-T:] for x in rows]).split((C, R), -1)[::-1])
+    before = lengths - T
+    found = version_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, qv, cache_seqlens=before, page_table=table, causal=True
+    )
+    both = torch.cat((qv, q), -1)
+    scale = (R + C) ** -0.5
+    ref, _ = expected(both.double(), [x.double() for x in rows], C, scale)
+    naive, _ = expected(both, rows, C, scale)
+    assert_within_budget("o", found, ref, naive)
