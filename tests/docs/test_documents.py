@@ -261,6 +261,17 @@ def test_the_table_of_environment_variables_has_all_of_them() -> None:
     assert listed == read_by_us | {"TRITON_INTERPRET"}
 
 
+def test_the_line_of_each_family_works(monkeypatch) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    scope: dict[str, object] = {}
+    for _, block in find_blocks(read("docs/latent.md"), "python"):
+        exec(block, scope)
+    lines = re.findall(r"^\| .* \| `(.*)` \|$", read("docs/latent.md"), re.MULTILINE)
+    assert len(lines) == 10
+    for line in lines:
+        assert eval(line, scope).isfinite().all(), line
+
+
 def test_the_line_of_each_name_works(monkeypatch) -> None:
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     scope: dict[str, object] = {}
