@@ -135,10 +135,13 @@ class CacheView(NamedTuple):
         mask such a slot; its key and value are 0.
         """
         position = self.slot_positions()
-        token = (position >= 0)[:, None, :, None]
-        k = self._gather_rows(self.k, self.k_scale).masked_fill(~token, 0)
-        v = self._gather_rows(self.v, self.v_scale).masked_fill(~token, 0)
+        empty = (position < 0)[:, None, :, None]
+        k, v = (x.masked_fill(empty, 0) for x in self.gather_slots())
         return k, v, position
+
+    def gather_slots(self) -> tuple[Tensor, Tensor]:
+        """`gather` of what slots hold, undefined (it may be NaN) where there is no token."""
+        return self._gather_rows(self.k, self.k_scale), self._gather_rows(self.v, self.v_scale)
 
     def _listed(self, column: Tensor) -> Tensor:
         """int64: what the block table says in columns [B, T], in its last one for those past it."""

@@ -275,6 +275,50 @@ class PagedKVCache:
         self._follow(Changes(lengths={row: self._allocator.length(row) for row in rows}))
         return _on_device(slots, torch.int64, self.k.device)
 
+    def compact(self, row: int, first: int, kept: Sequence[int]) -> None:
+        """Keep of a row's tokens those before `first`, and behind them those at positions `kept`.
+
+        As a verified tree of drafts leaves it. Keys and values move in every layer as they are,
+        rotated for where their tokens stand in the text.
+
+        Args:
+            kept: positions from `first` on, no two alike, in the order that they are to have.
+        Raises:
+            ValueError: `row` is not in use, a position is not one of its tokens from `first` on, or
+                another row shares these. Nothing was changed then.
+        """
+        row, first = checks.check_int("row", row), checks.check_int("first", first)
+        kept, length = check_ints("kept", "a position of kept", kept), self.length(row)
+        if not 0 <= first <= length:
+            raise ValueError(f"first must be from 0 to the row's {length} tokens, got {first}")
+        if len(set(kept)) != len(kept) or any(not first <= t < length for t in kept):
+            raise ValueError(
+                f"kept must hold positions from {first} to {length - 1}, no two alike, got {kept}"
+            )
+        pages = self._allocator.pages(row)
+        shared = (self._allocator.holders(page) > 1 for page in pages[first // self.page_size :])
+        if first < length and any(shared):
+            raise ValueError(
+                f"row {row} must share no token from {first} on with another, as it does"
+            )
+        old = [pages[t // self.page_size] * self.page_size + t % self.page_size for t in kept]
+        stored = [
+            as_bytes(x) for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None
+        ]
+        # Read before anything is written: the tokens may change places.
+        moved = [x[:, page, :, slot] for x in stored for page, slot in [self._places(old)]]
+        self.truncate(row, first)
+        page, slot = self._places(self.extend([row], len(kept)))
+        with torch.no_grad():
+            for x, tokens in zip(stored, moved, strict=True):
+                x[:, page, :, slot] = tokens
+
+    def _places(self, slots: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+        """Page and slot in it, int64 on the device, of slots of the pool."""
+        if not isinstance(slots, Tensor):
+            slots = _on_device(slots, torch.int64, self.k.device)
+        return slots // self.page_size, slots % self.page_size
+
     def append(
         self,
         rows: Sequence[int],

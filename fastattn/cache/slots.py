@@ -131,23 +131,22 @@ def _check_values(
     if not tracing.host_knows(slots):
         return
     room = view.k.shape[0] * view.page_size
-    wrong = ((slots < -1) | (slots >= room)).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
-        raise ValueError(
-            f"slot_mapping must be -1 or from 0 to {room - 1}, the slots of the pool, "
-            f"got {int(slots[i])} for token {i}"
-        )
-    used = slots[slots >= 0].sort().values
-    twice = used[1:][used[1:] == used[:-1]]
-    if twice.numel():
-        raise ValueError(f"slot_mapping must name a slot once, got slot {int(twice[0])} twice")
+    numbers = slots.tolist()
+    for i, slot in enumerate(numbers):
+        if not -1 <= slot < room:
+            raise ValueError(
+                f"slot_mapping must be -1 or from 0 to {room - 1}, the slots of the pool, "
+                f"got {slot} for token {i}"
+            )
+    used = [slot for slot in numbers if slot >= 0]
+    if len(set(used)) < len(used):
+        twice = next(slot for slot in used if used.count(slot) > 1)
+        raise ValueError(f"slot_mapping must name a slot once, got slot {twice} twice")
     if positions is not None and rotary is not None:
         reach = rotary[0].shape[0]
-        wrong = ((positions < 0) | (positions >= reach)).nonzero()
-        if wrong.numel():
-            i = int(wrong[0])
-            raise ValueError(
-                f"positions must be from 0 to {reach - 1}, the rows of the rotary tables, "
-                f"got {int(positions[i])} for token {i}"
-            )
+        for i, position in enumerate(positions.tolist()):
+            if not 0 <= position < reach:
+                raise ValueError(
+                    f"positions must be from 0 to {reach - 1}, the rows of the rotary tables, "
+                    f"got {position} for token {i}"
+                )

@@ -21,7 +21,7 @@ class PackedStep(NamedTuple):
 
     slots: int64 [total]. positions: int32 or int64 [total]. of_row: int64 [total], numbers of rows.
     offsets: int32 or int64 [B + 1]. longest: what no row's new tokens exceed. bound: nor its length
-    then.
+    then. tree: bool [total, longest], which new tokens of its row each sees; None: those up to it.
     """
 
     slots: Tensor
@@ -30,6 +30,7 @@ class PackedStep(NamedTuple):
     offsets: Tensor
     longest: int
     bound: int
+    tree: Tensor | None = None
 
 
 class PackedRows:
@@ -70,6 +71,8 @@ class PackedRows:
     def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Attention of the new tokens [total, H_q, 1, D], each to its row up to itself."""
         step = self._step
+        if step.tree is not None:
+            options["tree_mask"] = step.tree
         found = attention_paged(
             q[:, :, 0], self.view(), step.offsets, max_seqlen_q=step.longest, **options
         )
@@ -95,16 +98,27 @@ class PackedRows:
         return self._gathered
 
 
-def layers_of(cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int]) -> list[PackedRows]:
+def layers_of(
+    cache: PagedKVCache,
+    rows: Sequence[int],
+    counts: Sequence[int],
+    places: Sequence[int] | None = None,
+    tree: Tensor | None = None,
+) -> list[PackedRows]:
     """Caches to give `GPT.forward` for the next tokens [total, 1] of these rows, `counts` of each.
 
     Room is made and the tokens are counted here; the model then writes them.
+
+    Args:
+        places: where each token stands in its text; default: behind the one before it.
+        tree: as in `PackedStep`.
     """
     rows, counts = list(rows), list(counts)
     device = cache.lengths.device
     before = [cache.length(row) for row in rows]
     slots = cache.extend(rows, counts)
-    places = [t for n, count in zip(before, counts, strict=True) for t in range(n, n + count)]
+    if places is None:
+        places = [t for n, count in zip(before, counts, strict=True) for t in range(n, n + count)]
     of_row = [i for i, count in enumerate(counts) for _ in range(count)]
     step = PackedStep(
         slots,
@@ -113,5 +127,6 @@ def layers_of(cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int]) -
         to_device(list(accumulate(counts, initial=0)), device, torch.int32),
         max(counts),
         max(cache.length(row) for row in rows),
+        tree,
     )
     return [PackedRows(cache.view(rows, layer), step) for layer in range(cache.num_layers)]

@@ -6,20 +6,28 @@ which gives its own distributions p_1 .. p_{n+1}, and x_i is accepted with proba
 min(1, p_i(x_i) / q_i(x_i)). The first token that is not is drawn anew from max(0, p_i - q_i),
 scaled to sum to 1; behind n accepted ones one more is drawn from p_{n+1}. So every token follows
 the model's own distribution, whatever the draft model proposes.
+
+Of a tree of drafts (Miao et al. 2023, arXiv 2305.09781) the children of a node are tried in turn,
+each from the distribution without those before it (Jeon et al. 2024, arXiv 2402.14160), against
+what the rejected ones have left of p. The model reads all nodes in one step, each seeing the text
+and its own ancestors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
 
+from ..checks import check_count
 from ..models.gpt import GPT
 from ..models.sampling import Sampling, draw, uniform
+from .drafts import Chain, Tree
 from .request import Request, Tally, make_request
 from .text import TextCodec, TextStream, encode_prompt
-from .window import Window
 
 
 class SpeculativeDecoder:
@@ -30,26 +38,35 @@ class SpeculativeDecoder:
         draft: a faster model with the same vocabulary, in evaluation mode. Its context may differ:
             it reads on by the rule of `Window`, as the model does.
         request: from `make_request`; its sampling applies to both models.
-        drafts: tokens that the draft model proposes at a time, at most. There are fewer at the end
-            of the text and where the model's context ends, so that the model's windows are those
-            of `generate_tokens`.
+        drafts: tokens that the draft model proposes at a time, at most; or of a tree how many it
+            proposes behind the text, behind each of these, and so on. There are fewer at the end of
+            the text and where a context ends, so that the model's windows are those of
+            `generate_tokens`.
         tally: counts drafted and accepted tokens.
 
     Raises:
-        ValueError: the vocabularies differ, or drafts is not positive.
+        ValueError: the vocabularies differ, drafts is not positive, or a model reads no tree, see
+            `drafts.Tree`.
     """
 
-    def __init__(self, model: GPT, draft: GPT, request: Request, drafts: int, tally: Tally) -> None:
+    def __init__(
+        self, model: GPT, draft: GPT, request: Request, drafts: int | Sequence[int], tally: Tally
+    ) -> None:
         if draft.config.vocab_size != model.config.vocab_size:
             raise ValueError(
                 f"draft must have the model's vocabulary of {model.config.vocab_size} tokens, "
                 f"got {draft.config.vocab_size}"
             )
-        if drafts < 1:
-            raise ValueError(f"drafts must be at least 1, got {drafts}")
-        self._request, self._drafts, self._tally = request, drafts, tally
+        self._widths = _widths(drafts)
+        self._request, self._tally = request, tally
         longest = len(request.prompt) + request.count
-        self._model, self._draft = Window(model, 1, longest), Window(draft, 1, longest)
+        self._model: Chain | Tree
+        self._draft: Chain | Tree
+        if max(self._widths) == 1:
+            self._model, self._draft = Chain(model, longest), Chain(draft, longest)
+        else:
+            nodes = sum(accumulate(self._widths, mul))
+            self._model, self._draft = Tree(model, longest, nodes), Tree(draft, longest, nodes)
         # What each of them has not read of the text.
         self._unread, self._draft_unread = list(request.prompt), list(request.prompt)
 
@@ -62,88 +79,117 @@ class SpeculativeDecoder:
         request = self._request
         left = request.count - len(request.tokens)
         # One that has a prompt to read, or starts a new window, scores only what follows it.
-        room = self._model.room(0) - 1 if len(self._unread) == 1 else 0
-        drafts, q = self._propose(max(0, min(self._drafts, left - 1, room)))
-        logits = self._model.read([self._unread + drafts], last_only=not drafts)
-        p = self._distributions(logits.reshape(-1, logits.shape[-1]), drafts)
+        room = max(0, self._model.room - 1) if len(self._unread) == 1 else 0
+        drafts, parents, q = self._propose(self._widths[: max(0, left - 1)], room)
+        p = self._distributions(self._model.read(self._unread, drafts, parents), drafts, parents)
         numbers = uniform(len(drafts) + 1, request.generator).tolist()
-        accepted, following = verify(p, q, drafts, numbers)
+        path, following = verify(p, q, drafts, numbers, parents)
         self._tally.drafted += len(drafts)
-        self._tally.accepted += accepted
-        self._take_back(drafts, accepted, following)
+        self._tally.accepted += len(path)
+        self._model.keep(path)
+        held = self._draft.keep(path)
+        tokens = [*(drafts[node] for node in path), following]
+        self._unread, self._draft_unread = [following], self._draft_unread + tokens[held:]
         added = []
-        for token in [*drafts[:accepted], following]:
+        for token in tokens:
             if request.done or not request.add(token):
                 break
             added.append(token)
         return added
 
-    def _propose(self, count: int) -> tuple[list[int], list[Tensor]]:
-        """Tokens of the draft model, and the distribution [V] that each was drawn from."""
+    def _propose(
+        self, widths: Sequence[int], room: int
+    ) -> tuple[list[int], list[int], list[Tensor]]:
+        """Tokens of the draft model, at most `room`, the number of each one's parent, -1 being the
+        text, and the distribution [V] that each was drawn from.
+        """
         drafts: list[int] = []
+        parents: list[int] = []
         distributions: list[Tensor] = []
-        unread = self._draft_unread
-        for _ in range(count):
-            logits = self._draft.read([unread])
-            q = self._distributions(logits, drafts)[-1]
-            number = uniform(1, self._request.generator).to(q.device)
-            unread = draw(q.unsqueeze(0), number).tolist()
-            drafts += unread
-            distributions.append(q)
-        return drafts, distributions
+        level = [-1]
+        for width in widths:
+            if len(drafts) == room or not self._draft.holds(len(drafts)):
+                break
+            unread, self._draft_unread = self._draft_unread, []
+            logits = self._draft.read(unread, drafts, parents)[-len(level) :]
+            first = len(drafts)
+            for n in range(min(width, logits.shape[-1])):
+                q = self._distributions(logits, drafts[:first], parents[:first])
+                numbers = uniform(len(level), self._request.generator).to(q.device)
+                tokens = draw(q, numbers)
+                drafts += tokens.tolist()
+                parents += level
+                distributions += q.unbind()
+                if n + 1 < width:  # the next ones are drawn from what is left
+                    logits = logits.scatter(1, tokens[:, None], float("-inf"))
+            level = list(range(first, len(drafts)))
+            # As many as there is room for, of each node the first ones.
+            del drafts[room:], parents[room:], distributions[room:], level[max(0, room - first) :]
+        return drafts, parents, distributions
 
-    def _distributions(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
-        """Probabilities [n, V] of the next token behind the text and 0, 1, 2, ... of the drafts.
-
-        The last row is for the text followed by all drafts.
+    def _distributions(
+        self, logits: Tensor, drafts: Sequence[int], parents: Sequence[int]
+    ) -> Tensor:
+        """Probabilities [n, V] of the next token behind the text and behind each of the drafts, or
+        the last n of these.
         """
         request = self._request
         if request.seen is None:
             return request.sampling.probabilities(logits)
         seen = request.seen.repeat(len(drafts) + 1, 1)
-        for i, token in enumerate(drafts):
-            seen[i + 1 :, token] = True
+        for i, (token, parent) in enumerate(zip(drafts, parents, strict=True), 1):
+            seen[i] = seen[parent + 1]
+            seen[i, token] = True
         return request.sampling.probabilities(logits, seen[-len(logits) :])
 
-    def _take_back(self, drafts: list[int], accepted: int, token: int) -> None:
-        """Leaves both models with the accepted tokens, and the next one to read."""
-        rejected = len(drafts) - accepted
-        if rejected:
-            self._model.take_back([rejected])
-        self._unread = [token]
-        if not drafts:
-            self._draft_unread = [*self._draft_unread, token]
-        elif rejected:
-            # It has not read its last proposal.
-            if rejected > 1:
-                self._draft.take_back([rejected - 1])
-            self._draft_unread = [token]
-        else:
-            self._draft_unread = [drafts[-1], token]
+
+def _widths(drafts: int | Sequence[int]) -> list[int]:
+    """How many tokens are proposed behind each one of the level before."""
+    if isinstance(drafts, Sequence):
+        widths = [check_count("a number of drafts", width, 1) for width in drafts]
+        if not widths:
+            raise ValueError("drafts must hold at least one number, got none")
+        return widths
+    return [1] * check_count("drafts", drafts, 1)
 
 
 def verify(
-    p: Tensor, q: Sequence[Tensor], drafts: Sequence[int], numbers: Sequence[float]
-) -> tuple[int, int]:
-    """How many of the drafts are accepted, and the token that follows those.
+    p: Tensor,
+    q: Sequence[Tensor],
+    drafts: Sequence[int],
+    numbers: Sequence[float],
+    parents: Sequence[int],
+) -> tuple[list[int], int]:
+    """The drafts that are accepted, one behind another, and the token that follows those.
 
     Args:
-        p: [n + 1, V], the model's distributions at and behind the n drafts.
+        p: [n + 1, V], the model's distributions behind the text and behind each of the n drafts.
         q: n distributions [V], which the drafts were drawn from.
         drafts: n tokens.
         numbers: n + 1 independent ones, uniform in [0, 1).
+        parents: of each draft the number of the one that it follows, -1: the text.
     """
+    path: list[int] = []
+    wanted = p[0]
     index = torch.tensor(drafts, dtype=torch.int64, device=p.device)
-    proposed = torch.stack(list(q))[range(len(drafts)), index].tolist() if drafts else []
-    wanted = p[range(len(drafts)), index].tolist()
-    for i in range(len(drafts)):
-        # As a product, since q may be so small that the quotient overflows.
-        if numbers[i] * proposed[i] < wanted[i]:
+    before = torch.tensor(parents, dtype=torch.int64, device=p.device) + 1
+    proposed = torch.stack(list(q)).gather(1, index[:, None])[:, 0].tolist() if drafts else []
+    shares = p[before, index].tolist()
+    rejected = False
+    for i, token in enumerate(drafts):
+        if parents[i] != (path[-1] if path else -1):
             continue
-        left = (p[i] - q[i]).clamp(min=0)
+        share = float(wanted[token]) if rejected else shares[i]
+        # As a product, since q may be so small that the quotient overflows.
+        rejected = numbers[i] * proposed[i] >= share
+        if not rejected:
+            path.append(i)
+            wanted = p[i + 1]
+            continue
+        left = (wanted - q[i]).clamp(min=0)
         # Rounding alone can leave nothing, where p and q are equal.
-        return i, _draw_one(left if bool(left.any()) else p[i], numbers[-1])
-    return len(drafts), _draw_one(p[-1], numbers[-1])
+        wanted = left / left.sum() if bool(left.any()) else wanted
+    return path, _draw_one(wanted, numbers[-1])
 
 
 def _draw_one(distribution: Tensor, number: float) -> int:
@@ -158,7 +204,7 @@ def speculative_tokens(
     prompt: Sequence[int],
     count: int,
     *,
-    drafts: int = 4,
+    drafts: int | Sequence[int] = 4,
     sampling: Sampling | None = None,
     seed: int | None = None,
     end_token: int | None = None,
@@ -171,7 +217,10 @@ def speculative_tokens(
 
     Args:
         draft: a faster model with the same vocabulary, in evaluation mode.
-        drafts: tokens that it proposes at a time, at most.
+        drafts: tokens that it proposes at a time, at most, one behind another; or of a tree how
+            many it proposes behind the text, behind each of these, and so on: with (3, 2) three
+            tokens and two behind each, nine in all, of which a step accepts two at most. The
+            model reads them in one step all the same.
         tally: counts tokens, drafted and accepted ones; see `Tally.acceptance_rate`.
         model, prompt, count, sampling, seed, end_token: as for `generate_tokens`.
 
@@ -179,7 +228,9 @@ def speculative_tokens(
         token ids.
 
     Raises:
-        ValueError: the vocabularies differ, drafts is not positive, or as `generate_tokens`.
+        ValueError: the vocabularies differ, drafts is not positive, a tree is for a model that sees
+            tokens by their distance (a window, a stride, ALiBi, relative positions) or scores them
+            additively, or as `generate_tokens`.
         FloatingPointError: a model's scores are not finite.
     """
     request = make_request(model, prompt, count, sampling=sampling, seed=seed, end_token=end_token)
@@ -198,7 +249,7 @@ def speculative_text(
     prompt: str,
     count: int,
     *,
-    drafts: int = 4,
+    drafts: int | Sequence[int] = 4,
     sampling: Sampling | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),

@@ -43,18 +43,17 @@ def _in_order(
         n = min(n, view.page_size)
     options = _over_keys(options, n)
     plain = view.block_table is None and view.k_scale is None and view.batch_index is None
-    if plain and uniform is not None and isinstance(counts, int):
-        return view.k[:, :, :n], view.v[:, :, :n], options._replace(query_offset=uniform - counts)
+    k, v = (view.k, view.v) if plain else view.gather_slots()
+    k, v = k[:, :, :n], v[:, :, :n]
+    if uniform is not None and isinstance(counts, int) and view.starts is None:
+        return k, v, options._replace(query_offset=uniform - counts)
     lengths = view.of_batch(view.lengths)
     options = options._replace(key_lengths=lengths, query_offsets=lengths - counts)
     if view.starts is not None:
         positions = torch.arange(n, device=lengths.device)
         exists = positions >= view.of_batch(view.starts).unsqueeze(1)
         options = options._replace(key_padding_mask=exists)
-    if plain:
-        return view.k[:, :, :n], view.v[:, :, :n], options
-    k, v, _ = view.gather()
-    return k[:, :, :n], v[:, :, :n], options
+    return k, v, options
 
 
 def _ring_in_order(

@@ -1,6 +1,7 @@
-"""Packed queries over a cache in plain torch: row by row, as `decode` does one."""
+"""Packed queries over a cache in plain torch: rows of as many new tokens together, as `decode`."""
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from ..cache_view import CacheView
 from ..options import Options, along
 from . import decode
+
+# Numbers of keys and values that rows are gathered for at a time; a single row may have more.
+_GATHERED = 2**23
 
 
 def attend(
@@ -23,46 +27,82 @@ def attend(
 
     Waits for the device.
     """
-    total, H_q, _ = q.shape
-    o = q.new_empty(total, H_q, view.v.shape[3]) if out is None else out
+    total, H_q, D = q.shape
+    D_v = view.v.shape[3]
+    o = q.new_empty(total, H_q, D_v) if out is None else out
     lse = q.new_empty(H_q, total, dtype=torch.float32)
     offsets = cu_seqlens.tolist()
     rows = view.batch_index
     if rows is None:
         rows = torch.arange(view.batch_size, device=q.device)
     lengths = view.of_batch(view.lengths).clamp(min=0).tolist()
-    for b, (first, last) in enumerate(pairwise(offsets)):
-        if first == last:
-            continue
-        tokens = slice(first, last)
-        own = view._replace(batch_index=rows[b : b + 1], length_bound=lengths[b])
+    width = view.k.shape[1] * (D + D_v)
+    for batch in _together(offsets, lengths, width, options):
+        first, n, R = offsets[batch[0]], offsets[batch[0] + 1] - offsets[batch[0]], len(batch)
+        tokens: slice | Tensor = slice(first, first + n * R)
+        index = torch.tensor(batch, device=q.device)
+        if batch != list(range(batch[0], batch[0] + R)):
+            tokens = cu_seqlens[index].long()[:, None] + torch.arange(n, device=q.device)
+            tokens = tokens.flatten()
+        of_batch = {lengths[b] for b in batch}
+        own = view._replace(batch_index=rows[index], length_bound=max(of_batch))
+        uniform = own.length_bound if len(of_batch) == 1 else None
         found = decode.attend(
-            q[tokens].transpose(0, 1)[None], own, None,
-            _of_row(options, b, first, last, lengths[b]), return_lse, None, first_row=b,
+            q[tokens].view(R, n, H_q, D).transpose(1, 2), own, None,
+            _of_rows(options, index, tokens, n, own), return_lse, uniform, first_row=batch[0],
         )  # fmt: skip
         if isinstance(found, tuple):
-            found, lse[:, tokens] = found[0], found[1][0]
-        o[tokens] = found[0].transpose(0, 1)
+            found, lse[:, tokens] = found[0], found[1].transpose(0, 1).reshape(H_q, R * n)
+        o[tokens] = found.transpose(1, 2).reshape(R * n, H_q, D_v)
     return o, lse
+
+
+def _together(
+    offsets: list[int], lengths: list[int], width: int, options: Options
+) -> Iterator[list[int]]:
+    """Batch rows that are computed at once: of as many new tokens, and of lengths up to twice the
+    shortest, so that less than half of what is gathered is padding.
+
+    width: numbers of a token. Users' functions are told the number of a row, and have each alone.
+    """
+    alone = options.launched_anew
+    counts = [last - first for first, last in pairwise(offsets)]
+    order = sorted(range(len(counts)), key=lambda b: (counts[b], lengths[b]))
+    for n, same in groupby(order, key=counts.__getitem__):
+        if not n:
+            continue
+        batch: list[int] = []
+        for b in same:
+            wide = (len(batch) + 1) * lengths[b] * width > _GATHERED
+            if batch and (alone or wide or lengths[b] > 2 * lengths[batch[0]] + 16):
+                yield sorted(batch)
+                batch = []
+            batch.append(b)
+        yield sorted(batch)
 
 
 _BY_ROW = along("B")
 
 
-def _of_row(options: Options, b: int, first: int, last: int, length: int) -> Options:
-    """The options of `decode_attention` of one row, the tree mask as one of every position."""
+def _of_rows(
+    options: Options, batch: Tensor, tokens: slice | Tensor, n: int, view: CacheView
+) -> Options:
+    """The options of `decode_attention` of some rows, the tree mask as one of every position."""
     tree, starts = options.tree_mask, options.tree_starts
     own: dict[str, Any] = {"tree_mask": None, "tree_starts": None}
     for name, behind in _BY_ROW.items():
         x = getattr(options, name)
         if x is not None and x.dim() > behind and name not in own:
-            own[name] = x[b : b + 1]
+            own[name] = x[batch]
     if tree is not None:
-        n = last - first
-        begin = first if starts is None else int(starts[b])
-        shown = tree[begin:last, :n] if starts is None else tree[begin:][: n * n].view(n, n)
-        mask = torch.ones(n, max(length, n), dtype=torch.bool, device=tree.device)
-        new = mask[:, mask.shape[1] - n :].fill_(False)
-        new[:, : shown.shape[1]] = shown
-        own["attn_mask"] = mask[None, None, :, mask.shape[1] - length :]
+        if starts is None:
+            shown = tree[tokens].view(len(batch), n, -1)
+        else:
+            flat = starts[batch].long()[:, None] + torch.arange(n * n, device=tree.device)
+            shown = tree[flat.clamp(0, tree.shape[0] - 1)].view(-1, n, n)
+        positions = torch.arange(view.length_bound, device=tree.device)
+        new = positions - (view.of_batch(view.lengths)[:, None] - n)  # [R, positions]
+        inside = new.clamp(0, shown.shape[2] - 1)[:, None].expand(-1, n, -1).long()
+        old = (new < 0)[:, None]
+        own["attn_mask"] = (old | shown.gather(2, inside))[:, None]
     return options._replace(**own)

@@ -101,7 +101,7 @@ class Driver:
     def run(self, steps: int) -> None:
         names = [
             "allocate", "free", "fork", "append", "append", "append", "append", "reserve",
-            "truncate", "reorder",
+            "truncate", "reorder", "compact",
         ]  # fmt: skip
         for _ in range(steps):
             name = self.random.choice(names)
@@ -144,6 +144,22 @@ class Driver:
         row, length = self.row(), self.random.randint(0, 12)
         self.cache.truncate(row, length)
         self.model.rows[row] = self.model.rows[row][:length]
+
+    def compact(self) -> str | None:
+        row = self.row()
+        ids = self.model.rows[row]
+        first = self.random.randint(0, len(ids))
+        behind = range(first, len(ids))
+        kept = self.random.sample(behind, self.random.randint(0, len(behind)))
+        before = snapshot(self.cache)
+        try:
+            self.cache.compact(row, first, kept)
+        except ValueError as error:
+            assert "must share no token" in str(error)
+            assert_unchanged(self.cache, before)
+            return "shared"
+        self.model.rows[row] = ids[:first] + [ids[t] for t in kept]
+        return None
 
     def reorder(self) -> None:
         rows = self.some_rows()
@@ -191,8 +207,8 @@ class Driver:
 
 
 OUTCOMES = {
-    "allocate", "free", "fork", "append", "reserve", "truncate", "reorder", "out of rows",
-    "no room",
+    "allocate", "free", "fork", "append", "reserve", "truncate", "reorder", "compact", "shared",
+    "out of rows", "no room",
 }  # fmt: skip
 
 
@@ -286,6 +302,25 @@ def test_sizes_bytes_and_view():
     assert view.k.data_ptr() == cache.k.data_ptr()
     assert (view.page_size, view.length_bound, view.batch_index.tolist()) == (16, 0, [row])
     assert cache.view([row]).batch_index is view.batch_index
+
+
+@pytest.mark.parametrize(
+    ("first", "kept", "match"),
+    [
+        (4, [], "first must be from 0 to the row's 3 tokens, got 4"),
+        (1, [0], r"kept must hold positions from 1 to 2, no two alike, got \[0\]"),
+        (1, [2, 2], "no two alike"),
+        (1, [3], "positions from 1 to 2"),
+    ],
+)
+def test_positions_that_are_none_are_not_kept(first, kept, match):
+    cache = make_cache()
+    row = cache.allocate()
+    cache.append([row], contents(torch.arange(3)[None], D), contents(torch.arange(3)[None], D_V))
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=match):
+        cache.compact(row, first, kept)
+    assert_unchanged(cache, before)
 
 
 @pytest.mark.parametrize("width", [3, 8, 20])

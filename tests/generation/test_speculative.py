@@ -1,10 +1,13 @@
 """Speculative decoding: the model's own tokens at temperature 0, its own distribution otherwise."""
 
+from itertools import permutations
+
 import pytest
 import torch
 from nightly import gate_cases
 from small_gpt import make_gpt
 
+from fastattn.generation.drafts import Tree
 from fastattn.generation.generate import generate_tokens
 from fastattn.generation.request import Tally, make_request
 from fastattn.generation.speculative import (
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 GREEDY = Sampling(greedy=True)
 
 
-@pytest.mark.parametrize("drafts", [1, 7])
+@pytest.mark.parametrize("drafts", [1, 7, (3, 2, 1)])
 @pytest.mark.parametrize(
     ("draft_context", "prompt"), gate_cases([(12, 30), (5, 4)], [(12, 1), (30, 12)]), ids=str
 )
@@ -63,11 +66,50 @@ def test_both_models_hold_the_text_as_it_is():
         decoder.step()
         text = [1, 2, 3, *request.tokens]
         both = (decoder._model, decoder._unread), (decoder._draft, decoder._draft_unread)
-        for window, unread in both:
+        for chain, unread in both:
+            window = chain._window
             assert text == window._readings[0].tokens + unread
             lengths = [cache.uniform_length for cache in window.caches]
             assert lengths == window.held * len(window.caches)
     assert 10 < tally.accepted < tally.drafted - 10
+
+
+@pytest.mark.parametrize("options", [{"positions": "rotary", "num_kv_heads": 1}, {"sinks": True}])
+def test_the_accepted_path_of_a_tree_is_what_the_caches_hold(options):
+    """Keys and values as of a text that was read at once, whichever branch each token came from."""
+    model, draft = make_gpt(context=64, **options), make_gpt(context=64, num_layers=1, **options)
+    request = make_request(model, [1, 2, 3], 45, sampling=Sampling(temperature=2.0), seed=0)
+    tally = Tally()
+    decoder = SpeculativeDecoder(model, draft, request, (3, 2, 1), tally)
+    steps = 0
+    while not request.done:
+        decoder.step()
+        steps += 1
+        text = [1, 2, 3, *request.tokens]
+        both = (decoder._model, decoder._unread), (decoder._draft, decoder._draft_unread)
+        for tree, unread in both:
+            held = text[: len(text) - len(unread)]
+            assert tree._reading.tokens == held and held + unread == text
+    for tree, _ in both:
+        fresh = Tree(tree._model, 64, 15)
+        with torch.inference_mode():
+            fresh.read(tree._reading.tokens)
+        n = fresh.cache.length(0)
+        assert n == tree.cache.length(0) > 40
+        for layer in range(tree.cache.num_layers):
+            pairs = (x.cache.view([0], layer).gather()[:2] for x in (tree, fresh))
+            for found, expected in zip(*pairs, strict=True):
+                torch.testing.assert_close(found[:, :, :n], expected[:, :, :n])
+    assert steps < 35 and 10 < tally.accepted < tally.drafted / 2
+
+
+def test_a_tree_is_accepted_sooner_than_a_chain():
+    """Each in as many steps; what a greedy draft model likes second is often right."""
+    model, draft = make_gpt(context=64), make_gpt(context=64, num_layers=1)
+    tallies = [Tally() for _ in range(2)]
+    for drafts, tally in zip((2, (4, 4)), tallies, strict=True):
+        list(speculative_tokens(model, draft, [1], 60, drafts=drafts, sampling=GREEDY, tally=tally))
+    assert tallies[0].accepted < tallies[1].accepted
 
 
 def test_settings_that_leave_one_token_give_the_models_own():
@@ -91,19 +133,45 @@ def test_verification_follows_the_distribution_exactly(drafted):
         for number in grid:
             for last in grid:
                 drafts, numbers = [token, 1][:drafted], [number, 0.0][:drafted]
-                accepted, following = verify(p[: drafted + 1], list(q), drafts, [*numbers, last])
-                share[token if accepted else following] += q[0, token] / len(grid) ** 2
+                q_of = list(q[:drafted])
+                given = p[: drafted + 1], q_of, drafts, [*numbers, last], [-1, 0][:drafted]
+                path, following = verify(*given)
+                share[token if path else following] += q[0, token] / len(grid) ** 2
     torch.testing.assert_close(share, p[0], atol=1e-12, rtol=0)
+
+
+def test_siblings_follow_the_distribution_exactly():
+    """As above, of two drafts of which the second is drawn without the first.
+
+    p / q is 1/6, and behind a rejection 3/5 at least: grids of 30 and 5 meet those.
+    """
+    p = torch.tensor([1, 5, 3, 3], dtype=torch.float64) / 12
+    q = torch.tensor([6, 2, 2, 2], dtype=torch.float64) / 12
+    share = torch.zeros(4, dtype=torch.float64)
+    for first, second in permutations(range(4), 2):
+        rest = q.clone()
+        rest[first] = 0
+        rest /= rest.sum()
+        weight = q[first] * rest[second] / 150
+        for one in range(30):
+            for two in range(5):
+                numbers = [(one + 0.5) / 30, (two + 0.5) / 5, 0.5]
+                path, token = verify(p.expand(3, 4), [q, rest], [first, second], numbers, [-1, -1])
+                share[(first, second)[path[0]] if path else token] += weight
+    torch.testing.assert_close(share, p, atol=1e-12, rtol=0)
 
 
 def test_verification_keeps_what_can_be_kept():
     p = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])
     q = [torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5])]
-    assert verify(p, q, [0, 0], [0.99, 0.99, 0.5]) == (2, 1)
-    assert verify(p, q, [1, 1], [0.99, 0.0, 0.5]) == (1, 0)
+    assert verify(p, q, [0, 0], [0.99, 0.99, 0.5], [-1, 0]) == ([0, 1], 1)
+    assert verify(p, q, [1, 1], [0.99, 0.0, 0.5], [-1, 0]) == ([0], 0)
+    # The second of two at once, and what follows it.
+    tree = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    assert verify(tree, [*q, q[0]], [0, 1, 1], [0.5] * 4, [-1, -1, 1]) == ([1, 2], 0)
     # Where nothing of p is left over q, p itself serves.
     certain = torch.tensor([0.0, 1.0])
-    assert verify(torch.stack([certain, certain]), [certain], [0], [0.0, 0.5]) == (0, 1)
+    assert verify(torch.stack([certain, certain]), [certain], [0], [0.0, 0.5], [-1]) == ([], 1)
 
 
 def test_end_tokens_and_stop_strings_end_the_text():
@@ -125,3 +193,25 @@ def test_wrong_pairs_are_named():
         next(speculative_tokens(make_gpt(), make_gpt(19), [1], 1))
     with pytest.raises(ValueError, match="drafts must be at least 1, got 0"):
         next(speculative_tokens(make_gpt(), make_gpt(), [1], 1, drafts=0))
+    with pytest.raises(ValueError, match="a number of drafts must be at least 1, got 0"):
+        next(speculative_tokens(make_gpt(), make_gpt(), [1], 1, drafts=(2, 0)))
+    with pytest.raises(ValueError, match="drafts must hold at least one number, got none"):
+        next(speculative_tokens(make_gpt(), make_gpt(), [1], 1, drafts=()))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"window": 5}, "window=5"),
+        ({"positions": "alibi"}, "positions='alibi'"),
+        ({"positions": "content"}, "positions='content'"),
+        ({"scoring": "additive"}, "scoring='additive'"),
+    ],
+)
+def test_a_tree_is_refused_where_slots_do_not_tell_distances(options, named):
+    for pair in ((make_gpt(**options), make_gpt()), (make_gpt(), make_gpt(**options))):
+        with pytest.raises(
+            ValueError, match=f"drafts must be one number, .* got a tree for {named}"
+        ):
+            next(speculative_tokens(*pair, [1], 1, drafts=(2, 1)))
+        assert len(list(speculative_tokens(*pair, [1], 3, drafts=2))) == 3

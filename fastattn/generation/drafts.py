@@ -1,0 +1,158 @@
+"""A text and drafts of how it goes on, a chain or a tree, which one pass of a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.gpt import GPT
+from ..models.model_config import RELATIVE
+from ..models.sampling import check_finite
+from ..models.transfer import to_device
+from .paged import layers_of
+from .window import Reading, Window
+
+_PAGE_SIZE = 16
+
+
+class Chain:
+    """Drafts one behind another: the next tokens of the text, taken back where it goes another way.
+
+    Args:
+        model: in evaluation mode.
+        longest: the most tokens that the text will have.
+    """
+
+    def __init__(self, model: GPT, longest: int) -> None:
+        self._window = Window(model, 1, longest)
+        self._ahead = 0  # drafts that are read
+
+    @property
+    def room(self) -> int:
+        """How many tokens can be read before a new window starts."""
+        return self._window.room(0)
+
+    def holds(self, drafts: int) -> bool:
+        """Whether so many drafts can be read: as many as there are, in a new window if need be."""
+        return True
+
+    def read(
+        self, tokens: Sequence[int], drafts: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> Tensor:
+        """Read the text's next tokens, and the drafts behind them that are not read yet.
+
+        Returns:
+            logits of what follows all tokens and each of the drafts that are read now, [n, V].
+        """
+        piece = [*tokens, *drafts[self._ahead :]]
+        self._ahead = len(drafts)
+        logits = self._window.read([piece], last_only=not drafts)
+        return logits.reshape(-1, logits.shape[-1])
+
+    def keep(self, path: Sequence[int]) -> int:
+        """Make the drafts of a path from the first one on a part of the text, and drop the others.
+
+        Returns:
+            how many of them were read: the others are to be read yet.
+        """
+        held = min(len(path), self._ahead)
+        if self._ahead > held:
+            self._window.take_back([self._ahead - held])
+        self._ahead = 0
+        return held
+
+
+class Tree:
+    """Drafts that branch: a row of a paged cache, in which each sees those that it goes on from.
+
+    Args, and methods: as of `Chain`, and
+        nodes: the most drafts at a time.
+
+    Raises:
+        ValueError: the model's scores go by the distance of tokens, which slots do not tell.
+    """
+
+    def __init__(self, model: GPT, longest: int, nodes: int) -> None:
+        config = model.config
+        distant = {"window": config.window, "stride": config.stride}
+        wrong = [f"{name}={x}" for name, x in distant.items() if x is not None]
+        if config.positions in (*RELATIVE, "alibi"):
+            wrong.append(f"positions={config.positions!r}")
+        if config.scoring == "additive":
+            wrong.append("scoring='additive'")
+        if wrong:
+            raise ValueError(
+                "drafts must be one number, a chain, for a model whose attention goes by distances "
+                f"or is additive, got a tree for {' and '.join(wrong)}"
+            )
+        self._model, self._context = model, config.context_length
+        slots = min(longest + nodes, self._context)
+        self.cache = model.new_paged_cache(-(-slots // _PAGE_SIZE), _PAGE_SIZE, max_rows=1)
+        self._row, self._reading = self.cache.allocate(), Reading(self._context)
+        self._drafts: list[int] = []
+        self._device = next(model.parameters()).device
+
+    @property
+    def room(self) -> int:
+        """How many tokens and drafts can be read before a new window starts."""
+        return self._context - self._reading.held
+
+    def holds(self, drafts: int) -> bool:
+        """Whether so many drafts can be read."""
+        return drafts <= self.room
+
+    def read(
+        self, tokens: Sequence[int], drafts: Sequence[int] = (), parents: Sequence[int] = ()
+    ) -> Tensor:
+        """Read the text's next tokens, and behind them drafts, in place of the ones before.
+
+        Args:
+            drafts: each behind its parent.
+            parents: for each draft the number of the one that it goes on from; -1: the text.
+
+        Returns:
+            logits of what follows all tokens, if there are any, and each draft, [n, V].
+        """
+        tokens, forgotten = self._reading.enter(tokens)
+        held = self._reading.held
+        self.cache.truncate(self._row, 0 if forgotten else held - len(tokens))
+        self._drafts = list(drafts)
+        n = len(tokens)
+        depth = _depths(parents)
+        places = [*range(held - n, held), *(held + d for d in depth)]
+        tree = to_device(_seen(n, parents), self._device, torch.bool) if drafts else None
+        layers = layers_of(self.cache, [self._row], [n + len(drafts)], places, tree)
+        packed = to_device([*tokens, *drafts], self._device)[:, None]
+        rows = to_device(list(range(max(0, n - 1), n + len(drafts))), self._device)
+        logits = self._model(packed, cache=layers, rows=rows)[:, -1]
+        check_finite(logits)
+        return logits
+
+    def keep(self, path: Sequence[int]) -> int:
+        """As `Chain.keep`; the keys and values of a path move together."""
+        held = [node for node in path if node < len(self._drafts)]
+        first = self._reading.held
+        self.cache.compact(self._row, first, [first + node for node in held])
+        self._reading.enter(self._drafts[node] for node in held)
+        self._drafts = []
+        return len(held)
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """How many drafts each goes on from."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+    return depth
+
+
+def _seen(n: int, parents: Sequence[int]) -> list[list[bool]]:
+    """The tree mask of n tokens and the drafts behind them."""
+    total = n + len(parents)
+    rows = [[j <= i for j in range(total)] for i in range(n)]
+    for i, parent in enumerate(parents):
+        before = rows[n + parent] if parent >= 0 else [j < n for j in range(total)]
+        rows.append([seen or j == n + i for j, seen in enumerate(before)])
+    return rows
