@@ -50,6 +50,7 @@ if not _LATER:
     from .functional.fp8 import quantize_fp8 as quantize_fp8
     from .functional.merge import cascade_attention as cascade_attention
     from .functional.merge import merge as merge
+    from .functional.merge import shared_pages as shared_pages
     from .functional.paged import attention_paged as attention_paged
     from .functional.paged import explain_paged as explain_paged
     from .functional.scoring import dot_product_attention as dot_product_attention
@@ -153,6 +154,7 @@ __all__ = [
     "quantize_fp8",
     "select_blocks",
     "selected_attention",
+    "shared_pages",
     "swap",
     "t5_relative_bias",
     "tune",

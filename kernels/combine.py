@@ -43,6 +43,11 @@ class Rows(NamedTuple):
     stride_t: int | None
 
 
+def rows_of(x: Tensor) -> Rows:
+    """[B, H, T, width] as kernels take it."""
+    return Rows(x, *map(runtime_int, x.stride()[:3]))
+
+
 @triton.jit
 def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
     """Pointers [M] to the rows of heads h at tokens t; ALIGN elements are a launcher's promise."""
@@ -217,3 +222,48 @@ def launch_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Te
             o1, lse1, o2, lse2, o, lse, width, block_dim(width), num_warps=1
         )
     return o, lse
+
+
+@triton.jit(do_not_specialize=["groups", "T"])
+def merge_prefix_kernel(
+    prefix, prefix_lse_ptr, o, lse_ptr, offsets_ptr, groups, T, width: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Merge what a shared prefix gives to a query [h, t] into its result, in place, if it is one of
+    the groups' tokens.
+    """
+    n = tl.program_id(0) + tl.arange(0, 1)
+    h, t = n // T, n % T
+    inside = t < tl.load(offsets_ptr + groups)
+    lse = tl.load(prefix_lse_ptr + n, mask=inside, other=float("-inf"))
+    # A query that sees nothing of a prefix keeps its result to the bit.
+    seen = lse > float("-inf")
+    cols = tl.arange(0, COLS)[None, :]
+    within = seen[:, None] & (cols < width)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, COLS], tl.float32)
+    x = tl.load(row_pointers(prefix, 0, h, t, 1)[:, None] + cols, mask=within, other=0.0)
+    acc, m, l = merge_states(acc, m, l, x.to(tl.float32), lse)
+    lse = tl.load(lse_ptr + n, mask=seen, other=float("-inf"))
+    pointers = row_pointers(o, 0, h, t, 1)[:, None] + cols
+    x = tl.load(pointers, mask=within & (lse > float("-inf"))[:, None], other=0.0)
+    acc, m, l = merge_states(acc, m, l, x.to(tl.float32), lse)
+    x, lse = finish(acc, m, l)
+    tl.store(pointers, x.to(o.ptr.dtype.element_ty), mask=within)
+    tl.store(lse_ptr + n, lse, mask=seen)
+
+
+def launch_merge_prefix(
+    prefix: Tensor, prefix_lse: Tensor, o: Tensor, lse: Tensor, offsets: Tensor
+) -> None:
+    """Merge prefix and o [total, H, D_v], any strides but the last, and fp32 lse [H, total], into
+    o and lse, for the tokens before offsets[-1].
+    """
+    T, H, width = o.shape
+    if T * H:
+        prefix_rows, rows = (rows_of(x.transpose(0, 1)[None]) for x in (prefix, o))
+        merge_prefix_kernel[(H * T,)](
+            prefix_rows, prefix_lse, rows, lse, offsets, offsets.shape[0] - 1, T, width,
+            block_dim(width), num_warps=1,
+        )  # fmt: skip

@@ -29,12 +29,12 @@ from .combine import (
     EARLY_UNTIL,
     PART_FACTS,
     PARTS_ALIGN,
-    Rows,
     clear_places,
     combine_launch,
     part_facts,
     place_packed,
     row_pointers,
+    rows_of,
 )
 from .launch.arguments import (
     block_dim,
@@ -463,7 +463,7 @@ def _plan(
     columns = [max(fewest, block_dim(width)) for width in widths(cache)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        _rows(q), _rows(o), lse, _rows(parts),
+        rows_of(q), o if o is None else rows_of(o), lse, parts if parts is None else rows_of(parts),
         *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
         pages_of(cache), lengths, mask, kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
@@ -472,10 +472,6 @@ def _plan(
         load_bytes(cache),
         shown_by_ranges(options), tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
     )  # fmt: skip
-
-
-def _rows(x: Tensor | None) -> Rows | None:
-    return None if x is None else Rows(x, *map(runtime_int, x.stride()[:3]))
 
 
 class _Step(NamedTuple):

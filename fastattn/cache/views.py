@@ -168,3 +168,18 @@ def without_window(view: CacheView, instead: str) -> CacheView:
     if view.window is not None:
         raise ValueError(f"cache must keep all tokens of its rows, got a ring: {instead}")
     return view
+
+
+def view_of_step(cache: Any) -> CacheView:
+    """The view of what `attention_paged` takes for a cache: no ring."""
+    if isinstance(cache, tuple) and not isinstance(cache, CacheView):
+        if len(cache) != 4:
+            raise TypeError(
+                "cache must be (k_pages, v_pages, block_table, lengths) where it is a tuple, "
+                f"got one of {len(cache)}"
+            )
+        k, v, table, lengths = cache
+        view = view_of_tensors(k, v, lengths, block_table=table)
+    else:
+        view, _ = view_of_cache(cache)
+    return without_window(view, "decode_attention reads one")

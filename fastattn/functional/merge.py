@@ -1,14 +1,16 @@
 """Attention over parts of the keys, put together: `merge`, and prefixes that a batch shares."""
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import checks, dispatch
-from ..cache.views import view_of_cache
+from .. import checks, dispatch, tracing
+from ..cache.views import view_of_cache, view_of_step
 from ..cache_view import CacheView
-from ..ops.merge import merge_forward
+from ..ops.merge import merge_forward, merge_prefix
+from . import call_options
 from .decode import attend_to_part
 
 
@@ -42,6 +44,24 @@ def merge(
     if dispatch.takes_kernel("merge", backend, inputs, "merge") and not wants_grad:
         return merge_forward(o1, lse1, o2, lse2)
     return _formula(o1, lse1, o2, lse2)
+
+
+def merge_into(
+    o1: Tensor, lse1: Tensor, o: Tensor, lse: Tensor, offsets: Tensor, backend: str | None
+) -> None:
+    """`merge` of packed results [total, H_q, D_v] and lse [H_q, total], into o and lse.
+
+    offsets: int [G + 1]; tokens from the last one on keep what stands there.
+    """
+    takes = dispatch.takes_kernel("merge", backend, {"o1": o1, "lse1": lse1}, "merge")
+    if takes and not tracing.may_be_traced(o):
+        merge_prefix(o1, lse1, o, lse, offsets)
+        return
+    inside = (torch.arange(o.shape[0], device=o.device) < offsets[-1])[:, None]
+    lse1, lse2 = lse1.T.masked_fill(~inside, float("-inf")), lse.T
+    found, found_lse = _formula(o1, lse1, o, lse2)
+    o.copy_(torch.where(inside[..., None], found, o))
+    lse.copy_(torch.where(inside, found_lse, lse2).T)
 
 
 def _formula(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,3 +160,122 @@ def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:
         raise ValueError("forked: the cache's rows begin with padding")
     start = prefix.of_batch(prefix.lengths).to(torch.int32)
     return view._replace(starts=start.expand(view.lengths.shape[0]).contiguous())
+
+
+class SharedPages(NamedTuple):
+    """First pages that rows of a step share, as `shared_pages` makes them for `attention_paged`.
+
+    Attributes:
+        offsets: int [G + 1]: the tokens of each group of rows.
+        table: int32 [G, N]: the pages of each group.
+        lengths: int32 [G]: tokens that its rows share.
+        starts: int32 [rows of the cache]: tokens that a row shares with others.
+    """
+
+    offsets: Tensor
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor
+
+
+def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor) -> SharedPages:
+    """First pages that groups of rows share, for `attention_paged(..., shared=)`.
+
+    For rows that were forked from one, or whose prompts begin alike. Rows of a group lie beside
+    each other, and the groups come first: with rows = [0, 3, 5] and lengths = [64, 32] rows 0, 1
+    and 2 share their first 64 tokens, rows 3 and 4 their first 32, others nothing. Made once a
+    step it serves all layers that share a table, and lengths may be 0.
+
+    Args:
+        cache, cu_seqlens_q: as for `attention_paged`.
+        rows: int32 or int64 [G + 1], from 0 up to at most B.
+        lengths: int32 or int64 [G]: tokens, older than the step's, in pages that all rows of the
+            group list in the same places.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a cache
+            without pages, or with padding; on a CPU also rows that fall or pass B, a length past
+            what one of the rows held before the step, and a page that rows do not share.
+    """
+    view = view_of_step(cache)
+    if view.block_table is None or view.starts is not None:
+        what = "without pages" if view.block_table is None else "whose rows begin with padding"
+        raise ValueError(f"cache must have pages that rows may share, got one {what}")
+    B = view.batch_size
+    checks.check_integers("cu_seqlens_q", cu_seqlens_q)
+    checks.check_placement("cu_seqlens_q", cu_seqlens_q, (B + 1,), view.k)
+    checks.check_integers("rows", rows)
+    checks.check_placement("rows", rows, (max(1, rows.numel()),), view.k)
+    checks.check_integers("lengths", lengths)
+    checks.check_placement("lengths", lengths, (rows.numel() - 1,), view.k)
+    if tracing.host_knows(view.k):
+        checks.check_offset_values("rows", rows, B, whole=False)
+        _check_groups(view, cu_seqlens_q, rows.tolist(), lengths.tolist())
+    rows = rows.clamp(0, B)
+    listed = view.of_batch(view.block_table)
+    of_row = torch.arange(B, device=rows.device)
+    # As many as begin at or before the row, less one: its group, or past the last one.
+    group = torch.searchsorted(rows, of_row.to(rows.dtype), right=True) - 1
+    shares = torch.cat((lengths, lengths.new_zeros(1))).int()[group]
+    starts = torch.zeros_like(view.lengths, dtype=torch.int32)
+    index = of_row if view.batch_index is None else view.batch_index.long()
+    return SharedPages(
+        cu_seqlens_q[rows.long()],
+        listed[rows[:-1].long().clamp(max=max(0, B - 1))],
+        lengths.int(),
+        starts.index_copy(0, index, shares),
+    )
+
+
+def _check_groups(view: CacheView, cu_seqlens: Tensor, rows: list[int], lengths: list[int]) -> None:
+    """The rows of each group share the pages that hold so many of their older tokens."""
+    assert view.block_table is not None
+    table, counts = view.of_batch(view.block_table), cu_seqlens.diff().tolist()
+    held = view.of_batch(view.lengths).tolist()
+    for g, (first, last) in enumerate(pairwise(rows)):
+        length, pages = lengths[g], -(-lengths[g] // view.page_size)
+        for b in range(first, last):
+            if counts[b] and not 0 <= length <= held[b] - counts[b]:
+                raise ValueError(
+                    f"lengths must be from 0 to the older tokens of each row of a group, "
+                    f"{held[b] - counts[b]} of row {b}, got {length}"
+                )
+            if not torch.equal(table[b, :pages], table[first, :pages]):
+                raise ValueError(
+                    f"rows must share their first {pages} pages with those of their group, "
+                    f"row {b} does not with row {first}"
+                )
+
+
+# Options that a query has wherever it stands.
+_ANYWHERE = ("causal", "scale", "softcap", "sinks")
+
+
+def by_position(options: dict[str, Any]) -> list[str]:
+    """The options among these that go by the positions of queries and keys."""
+    given = ((x, options[x]) for x in options if x not in _ANYWHERE)
+    return [name for name, x in given if isinstance(x, Tensor) or x not in (None, 0, ())]
+
+
+def check_shared(
+    shared: SharedPages, view: CacheView, options: dict[str, Any], batch_invariant: bool
+) -> None:
+    """Raise where `attention_paged` cannot take these pages, or other options beside them."""
+    call_options.PAGED.refuse_others(options)
+    if not isinstance(shared, SharedPages):
+        raise TypeError(f"shared must come from shared_pages, got {checks.type_name(shared)}")
+    if shared.starts.shape != view.lengths.shape or view.block_table is None:
+        raise ValueError(
+            f"shared must be of this cache, of {view.lengths.shape[0]} rows in pages, got one of "
+            f"{shared.starts.shape[0]}"
+        )
+    checks.check_device("shared", shared.starts, view.k)
+    if batch_invariant:
+        raise ValueError(
+            "shared goes without batch_invariant: which keys are merged depends on the batch"
+        )
+    if wrong := by_position(options):
+        raise ValueError(
+            f"shared goes without {', '.join(wrong)}: a tile over shared pages has queries of many "
+            "positions"
+        )

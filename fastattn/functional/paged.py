@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch, tracing
-from ..cache.views import view_of_cache, view_of_tensors, without_window
+from ..cache.views import view_of_step
 from ..cache_view import CacheView
 from ..dispatch import Explanation
 from ..ops import decode as decode_ops
@@ -15,6 +15,7 @@ from ..options import Options
 from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
 from .decode import check_latent_scale, in_tiles, refuse_gradients, with_cache
+from .merge import SharedPages, check_shared, merge_into
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,21 +29,24 @@ TreeMask = Tensor | tuple[Tensor, Tensor] | None
 @overload
 def attention_paged(
     q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
-    tree_mask: TreeMask = ..., out: Tensor | None = ..., batch_invariant: bool = ...,
+    tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
+    batch_invariant: bool = ...,
     return_lse: Literal[False] = ..., backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_paged(
     q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
-    tree_mask: TreeMask = ..., out: Tensor | None = ..., batch_invariant: bool = ...,
+    tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
+    batch_invariant: bool = ...,
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_paged(
     q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
-    tree_mask: TreeMask = ..., out: Tensor | None = ..., batch_invariant: bool = ...,
+    tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
+    batch_invariant: bool = ...,
     return_lse: bool, backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -54,6 +58,7 @@ def attention_paged(
     *,
     max_seqlen_q: int | None = None,
     tree_mask: TreeMask = None,
+    shared: SharedPages | None = None,
     out: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -92,6 +97,10 @@ def attention_paged(
             as many as any row has; or (flat, starts), bool [M] with an n x n matrix for each row
             from starts int32 or int64 [B] on. A draft's tokens see their ancestors, themselves
             included; with causal, those that come before them in the row.
+        shared: first pages that rows share, from `shared_pages`, which then are read once for all
+            queries of these rows, and merged with the rest by lse. The values are those without it
+            but for rounding. Of options it takes causal, scale, softcap and sinks; others go by
+            positions, of which a tile over shared pages holds many.
         out: [total, H_q, D_v] in q's dtype, any strides but the last, to be written in place and
             returned. What stands at tokens of no row stays.
         batch_invariant: the result of a row depends on no other row, nor on its place in pages or
@@ -119,7 +128,12 @@ def attention_paged(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
-    view = _view(cache)
+    view = view_of_step(cache)
+    if shared is not None:
+        how = {"max_seqlen_q": max_seqlen_q, "tree_mask": tree_mask, "out": out, "backend": backend}
+        check_shared(shared, view, options, batch_invariant)
+        found = _over_shared(q, view, cu_seqlens_q, shared, options, how)
+        return found if return_lse else found[0]
     given = {
         "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": max_seqlen_q,
@@ -162,6 +176,7 @@ def explain_paged(
     *,
     max_seqlen_q: int | None = None,
     tree_mask: TreeMask = None,
+    shared: SharedPages | None = None,
     out: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -172,7 +187,9 @@ def explain_paged(
 
     Checks the arguments as `attention_paged` does, and computes nothing.
     """
-    view = _view(cache)
+    view = view_of_step(cache)
+    if shared is not None:
+        check_shared(shared, view, dict(options), batch_invariant)
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
     choice = dispatch.choose(
         in_tiles(q, view)[None], view.k, view.v, checked, backend, family="decode"
@@ -180,18 +197,22 @@ def explain_paged(
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
 
-def _view(cache: Any) -> CacheView:
-    if isinstance(cache, tuple) and not isinstance(cache, CacheView):
-        if len(cache) != 4:
-            raise TypeError(
-                "cache must be (k_pages, v_pages, block_table, lengths) where it is a tuple, "
-                f"got one of {len(cache)}"
-            )
-        k, v, table, lengths = cache
-        view = view_of_tensors(k, v, lengths, block_table=table)
-    else:
-        view, _ = view_of_cache(cache)
-    return without_window(view, "decode_attention reads one")
+def _over_shared(
+    q: Tensor, view: CacheView, cu_seqlens: Tensor, shared: SharedPages, options: dict[str, Any],
+    how: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse of a step whose rows share pages: those behind them, and these for each group as
+    one row of queries.
+    """
+    own = view._replace(starts=shared.starts)
+    o, lse = attention_paged(q, own, cu_seqlens, return_lse=True, **how, **options)
+    prefix = view._replace(block_table=shared.table, lengths=shared.lengths, batch_index=None)
+    scores = {name: options[name] for name in ("scale", "softcap") if name in options}
+    o1, lse1 = attention_paged(
+        q, prefix, shared.offsets, causal=False, return_lse=True, backend=how["backend"], **scores
+    )
+    merge_into(o1, lse1, o, lse, shared.offsets, how["backend"])
+    return o, lse
 
 
 def _checked(

@@ -1,4 +1,4 @@
-"""Merging two results of attention by the kernel, as an operator of torch.library."""
+"""Merging two results of attention by the kernels, one of them an operator of torch.library."""
 
 from functools import partial
 
@@ -18,3 +18,10 @@ def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[T
 @merge_forward.op.register_fake
 def _(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     return o1.new_empty(o1.shape), lse1.new_empty(lse1.shape)
+
+
+def merge_prefix(
+    prefix: Tensor, prefix_lse: Tensor, o: Tensor, lse: Tensor, offsets: Tensor
+) -> None:
+    """Merge the results of a prefix into others in place; see `combine.launch_merge_prefix`."""
+    kernels.combine.launch_merge_prefix(prefix, prefix_lse, o, lse, offsets)

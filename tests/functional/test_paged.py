@@ -11,7 +11,7 @@ import triton.language as tl
 from nightly import gate_cases
 from torch import Tensor
 
-from fastattn import PagedKVCache, attention_paged, reference, view_of_tensors
+from fastattn import PagedKVCache, attention_paged, reference, shared_pages, view_of_tensors
 from fastattn.cache_view import CacheView
 from fastattn.functional import call_memo
 from fastattn.kernels import decode
@@ -309,6 +309,54 @@ def test_out_is_written_in_place(layout: str, backend: str, device: str) -> None
     assert (out[-3:] == 7).all()
     out.fill_(7.0)
     assert torch.equal(memory, before)
+
+
+# Groups of three rows and of two, one of which has no token, and two rows of no group.
+SHARING = Step((1, 9, 1, 0, 3, 2, 5), (41, 60, 27, 20, 19, 30, 5))
+GROUPS, SHARED = (0, 3, 5), (25, 15)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", gate_cases(["5 int8 a token", "5"], ["vllm", "sglang", "1"]))
+def test_pages_that_rows_share_are_read_for_all_of_them(
+    kind: str, backend: str, device: str
+) -> None:
+    """As attention of each row to all that it holds; rows of no group keep their bits."""
+    dtype = torch.float16
+    filled, q = fill(kind, SHARING, dtype, device), query(SHARING, device, dtype)
+    table, size = filled.view.block_table.clone(), filled.view.page_size
+    k, v = filled.k.clone(), filled.v.clone()
+    for (first, last), length in zip(pairwise(GROUPS), SHARED, strict=True):
+        table[first:last, : length // size] = table[first, : length // size]
+        for x in (k, v):
+            x[first:last, :, :length] = x[first, :, :length]
+    view, offsets = filled.view._replace(block_table=table), SHARING.offsets.to(device)
+    groups, lengths = (torch.tensor(x, device=device) for x in (GROUPS, SHARED))
+    shared = shared_pages(view, offsets, groups, lengths)
+    tree = torch.ones(q.shape[0], 9, dtype=torch.bool, device=device).tril()
+    how: Any = {"sinks": torch.ones(H_Q, device=device), "softcap": 2.0, "tree_mask": tree}
+    q, out = torch.cat((q, q[:2])), torch.full((q.shape[0] + 2, H_Q, 2 * D_V), 7.0, dtype=dtype)
+    out = out.to(device)[..., :D_V]
+    how["tree_mask"] = torch.cat((tree, tree[:2]))
+    found = attention_paged(
+        q, view, offsets, shared=shared, return_lse=True, backend=backend, out=out, **how
+    )
+    assert found[0] is out and (out[-2:] == 7).all()
+    plain = attention_paged(q, view, offsets, return_lse=True, backend=backend, **how)
+    n = q.shape[0] - 2
+    alone = offsets[GROUPS[-1]]
+    assert torch.equal(out[alone:n], plain[0][alone:n])
+    assert torch.equal(found[1][:, alone:n], plain[1][:, alone:n])
+    how["tree_mask"] = tree
+
+    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows = (x.to(dtype) for x in (q[:n], k, v))
+        held = torch.tensor(SHARING.held)
+        return reference.attention_paged(*rows, held, offsets, return_lse=True, **how)
+
+    exact = oracle(torch.float64)
+    naive = worst_naive(exact, lambda: oracle(q.dtype))
+    assert_all_within_budget(("o", "lse"), (out[:n], found[1][:, :n]), exact, naive)
 
 
 def test_caches_themselves_and_tensors_are_taken(device: str) -> None:

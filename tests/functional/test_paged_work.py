@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from fastattn import attention_paged, view_of_tensors
+from fastattn import attention_paged, shared_pages, view_of_tensors
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.interpreter import mend
 from fastattn.kernels.launch.tiles import TileConfig
@@ -70,3 +70,34 @@ def test_a_mixed_step_is_within_5_percent_of_the_least(monkeypatch: pytest.Monke
     least = 4 * (2 * q.numel() + q.shape[0] * H_Q + 2 * used * H_K * D)
     moved = sum(size * np.unique(np.concatenate(x)).size for size, x in touched.items())
     assert least <= moved <= 1.05 * least, moved / least
+
+
+def test_a_shared_page_is_read_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that programs load from the pool: 16 rows that share 64 tokens and have 32 of their
+    own, whose 64 queries fill one tile of a chunk.
+    """
+    mend()
+    loaded: list[int] = []
+    builder = type(interpreter.interpreter_builder)
+    load = builder.create_masked_load
+    k, v = torch.randn(2, 4 + 16 * 2, H_K, SIZE, D)
+
+    def counted(self, pointers, mask, *others):
+        places = pointers.data if mask is None else pointers.data[mask.data]
+        for x in (k, v):
+            first = x.data_ptr()
+            loaded.append(int(((places >= first) & (places < first + x.nbytes)).sum()))
+        return load(self, pointers, mask, *others)
+
+    table = torch.cat((torch.arange(4).expand(16, 4), 4 + torch.arange(32).view(16, 2)), 1).int()
+    view = view_of_tensors(k, v, torch.full((16,), 96).int(), block_table=table)
+    offsets, q = torch.arange(17), torch.randn(16, 4, D)
+    shared = shared_pages(view, offsets, torch.tensor([0, 16]), torch.tensor([64]))
+    monkeypatch.setattr(builder, "create_masked_load", counted)
+    with tiles.forced(decode=TileConfig(16, 16), decode_chunk=TileConfig(64, 16)):
+        attention_paged(q, view, offsets, max_seqlen_q=1, shared=shared, backend="triton")
+        once = sum(loaded)
+        attention_paged(q, view, offsets, max_seqlen_q=1, backend="triton")
+    of_token = 2 * H_K * D
+    assert once == (64 + 16 * 32) * of_token
+    assert sum(loaded) - once == 16 * 96 * of_token
