@@ -207,7 +207,8 @@ def _over_shared(
     own = view._replace(starts=shared.starts)
     o, lse = attention_paged(q, own, cu_seqlens, return_lse=True, **how, **options)
     prefix = view._replace(block_table=shared.table, lengths=shared.lengths, batch_index=None)
-    scores = {name: options[name] for name in ("scale", "softcap") if name in options}
+    # Queries see all of it, and their sinks are of the rest.
+    scores = {name: x for name, x in options.items() if name not in ("causal", "sinks")}
     o1, lse1 = attention_paged(
         q, prefix, shared.offsets, causal=False, return_lse=True, backend=how["backend"], **scores
     )
@@ -259,13 +260,13 @@ def _check_values(
             f"max_seqlen_q must be at least {int(counts[b])}, the new tokens of row {b}, "
             f"got {longest}"
         )
-    _check_rows(view)
+    _check_rows(view, counts)
     if tree is not None:
         _check_tree_reaches(tree, counts.tolist())
 
 
-def _check_rows(view: CacheView) -> None:
-    """Lengths within the pages, and pages of the pool where a token is."""
+def _check_rows(view: CacheView, counts: Tensor) -> None:
+    """Lengths and new tokens within the slots of a row, and pages of the pool where a token is."""
     lengths = view.of_batch(view.lengths)
     columns = 1 if view.block_table is None else view.block_table.shape[1]
     room = columns * view.page_size
@@ -275,6 +276,12 @@ def _check_rows(view: CacheView) -> None:
         raise ValueError(
             f"lengths must be from 0 to {room}, the slots of a row's {columns} pages, "
             f"got {int(lengths[b])} for row {b}"
+        )
+    if counts.numel() and int(counts.max()) > room:
+        b = int(counts.argmax())
+        raise ValueError(
+            f"cu_seqlens_q must give a row at most {room} new tokens, the slots of its {columns} "
+            f"pages, got {int(counts[b])} for row {b}"
         )
     if view.block_table is None or not lengths.numel():
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -18,6 +18,7 @@ from ..models.transfer import to_device
 from ..quantization import Quantize
 from .graph import PagedGraphs
 from .paged import layers_of
+from .prefixes import sharing
 from .request import EngineMetrics, Request, choose_next, make_request
 from .schedule import Entry, Schedule
 from .window import PastContext, Reading, check_past_context
@@ -37,8 +38,9 @@ class Engine:
         third: 4 tokens                                4          +1
 
     What a sequence has computed is kept when it is done: a prompt that begins as the text of a
-    running or a finished sequence shares that part of its pages. Pages of finished ones, those not
-    used for longest first, make way for new tokens. Where that is not enough, the sequence that
+    running or a finished sequence shares that part of its pages, and a step reads pages that many
+    sequences share once for all of them where that is fewer bytes. Pages of finished ones, those
+    not used for longest first, make way for new tokens. Where that is not enough, the sequence that
     goes last gives its pages back and waits; once there is room it reads its text again and goes
     on. A request of a higher priority sends a running one of a lower away likewise.
 
@@ -58,7 +60,8 @@ class Engine:
         quantize: store keys and values as "int8" or "fp8" codes; None: as they are. With codes the
             results differ from those without by more than rounding.
         past_context: what follows a full context, "restart" or "crop"; see `Reading`.
-        cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`.
+        cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`. Such a
+            step reads shared pages for each sequence.
 
     Raises:
         TypeError, ValueError: a number that is none, or too small; cuda_graph is True, and the
@@ -134,7 +137,7 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         seed: int | None = None,
-        end_token: int | None = None,
+        end_token: int | Collection[int] | None = None,
         priority: int = 0,
     ) -> Request:
         """Adds a prompt to those that are to be continued.
@@ -298,16 +301,32 @@ class Engine:
 
     def _scores(self, plan: dict[Entry, int], whole: list[Entry]) -> torch.Tensor:
         """Scores [N, V] behind what is read of these N sequences, of one packed pass."""
+        graph = self._graphs if len(whole) == len(plan) and max(plan.values()) == 1 else None
+        shared = None
+        if graph is None:
+            plan, shared = self._by_prefix(plan)
         rows = [sequence.row for sequence in plan if sequence.row is not None]
         counts = list(plan.values())
-        ends = dict(zip(plan, accumulate(counts), strict=True))
         tokens = [token for s, count in plan.items() for token in s.unread[:count]]
-        if self._graphs is not None and max(counts) == 1 and len(whole) == len(plan):
-            return self._graphs.scores(tokens, rows)
-        layers = layers_of(self.cache, rows, counts)
+        if graph is not None:
+            return graph.scores(tokens, rows)
+        ends = dict(zip(plan, accumulate(counts), strict=True))
+        layers = layers_of(self.cache, rows, counts, shared=shared)
         last = to_device([ends[sequence] - 1 for sequence in whole], self._device)
         packed = to_device(tokens, self._device)[:, None]
         return self.model(packed, cache=layers, rows=last)[:, -1]
+
+    def _by_prefix(
+        self, plan: dict[Entry, int]
+    ) -> tuple[dict[Entry, int], tuple[list[int], list[int]] | None]:
+        """The plan in an order in which rows that share pages are neighbours, and their groups."""
+        rows = [sequence.row for sequence in plan if sequence.row is not None]
+        heads = self.model.config.num_heads
+        order, bounds, lengths = sharing(self.cache, rows, list(plan.values()), heads)
+        if not lengths:
+            return plan, None
+        items = list(plan.items())
+        return dict(items[i] for i in order), (bounds, lengths)
 
     def _add(self, sequences: list[Entry], tokens: list[int]) -> list[tuple[Request, int]]:
         """Adds each sequence's next token, and lets those leave that are done."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -93,7 +93,7 @@ def generate_tokens(
     *,
     sampling: Sampling | None = None,
     seed: int | None = None,
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
 ) -> Iterator[int]:
@@ -106,7 +106,7 @@ def generate_tokens(
         count: the most tokens to generate.
         sampling: how to choose; default: from the model's own distribution.
         seed: of the choices, the same on every device; None = torch's own generator.
-        end_token: ends the text and is not yielded.
+        end_token: ends the text and is not yielded; several tokens: each of them does.
         cuda_graph, past_context: as for `Batch`.
 
     Yields:
@@ -130,7 +130,7 @@ def generate_batch(
     *,
     sampling: Sampling | Sequence[Sampling] | None = None,
     seed: int | None = None,
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
 ) -> list[list[int]]:
@@ -168,7 +168,7 @@ def generate_text(
     sampling: Sampling | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
     tally: Tally | None = None,
@@ -218,7 +218,7 @@ def generate_texts(
     sampling: Sampling | Sequence[Sampling] | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
     tally: Tally | None = None,
@@ -275,7 +275,7 @@ def _make_requests(
     counts: int | Sequence[int],
     sampling: Sampling | Sequence[Sampling] | None,
     seed: int | None,
-    end_token: int | None,
+    end_token: int | Collection[int] | None,
 ) -> list[Request]:
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..cache.paged import PagedKVCache
 from ..cache.slots import append_paged
 from ..cache_view import CacheView
+from ..functional.merge import SharedPages, by_position, shared_pages
 from ..functional.paged import attention_paged
 from ..models.transfer import to_device
 
@@ -22,6 +23,7 @@ class PackedStep(NamedTuple):
     slots: int64 [total]. positions: int32 or int64 [total]. of_row: int64 [total], numbers of rows.
     offsets: int32 or int64 [B + 1]. longest: what no row's new tokens exceed. bound: nor its length
     then. tree: bool [total, longest], which new tokens of its row each sees; None: those up to it.
+    shared: first pages that rows share.
     """
 
     slots: Tensor
@@ -31,6 +33,7 @@ class PackedStep(NamedTuple):
     longest: int
     bound: int
     tree: Tensor | None = None
+    shared: SharedPages | None = None
 
 
 class PackedRows:
@@ -71,10 +74,11 @@ class PackedRows:
     def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Attention of the new tokens [total, H_q, 1, D], each to its row up to itself."""
         step = self._step
-        if step.tree is not None:
-            options["tree_mask"] = step.tree
+        how: dict[str, Any] = {"tree_mask": step.tree}
+        if not by_position(options):
+            how["shared"] = step.shared
         found = attention_paged(
-            q[:, :, 0], self.view(), step.offsets, max_seqlen_q=step.longest, **options
+            q[:, :, 0], self.view(), step.offsets, max_seqlen_q=step.longest, **how, **options
         )
         return found[:, :, None]
 
@@ -104,6 +108,7 @@ def layers_of(
     counts: Sequence[int],
     places: Sequence[int] | None = None,
     tree: Tensor | None = None,
+    shared: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> list[PackedRows]:
     """Caches to give `GPT.forward` for the next tokens [total, 1] of these rows, `counts` of each.
 
@@ -112,6 +117,8 @@ def layers_of(
     Args:
         places: where each token stands in its text; default: behind the one before it.
         tree: as in `PackedStep`.
+        shared: groups of neighbouring rows, the first ones, and the tokens that each shares; see
+            `prefixes.sharing`.
     """
     rows, counts = list(rows), list(counts)
     device = cache.lengths.device
@@ -120,13 +127,18 @@ def layers_of(
     if places is None:
         places = [t for n, count in zip(before, counts, strict=True) for t in range(n, n + count)]
     of_row = [i for i, count in enumerate(counts) for _ in range(count)]
+    offsets = to_device(list(accumulate(counts, initial=0)), device, torch.int32)
+    views = [cache.view(rows, layer) for layer in range(cache.num_layers)]
     step = PackedStep(
         slots,
         to_device(places, device, torch.int32),
         to_device(of_row, device),
-        to_device(list(accumulate(counts, initial=0)), device, torch.int32),
+        offsets,
         max(counts),
-        max(cache.length(row) for row in rows),
+        views[0].length_bound,
         tree,
+        None
+        if shared is None
+        else shared_pages(views[0], offsets, *(to_device(x, device) for x in shared)),
     )
-    return [PackedRows(cache.view(rows, layer), step) for layer in range(cache.num_layers)]
+    return [PackedRows(view, step) for view in views]

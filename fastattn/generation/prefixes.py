@@ -1,4 +1,6 @@
-"""Prefixes: rows that finished requests leave in a paged cache, for prompts that begin alike."""
+"""Prefixes: rows that finished requests leave in a paged cache, for prompts that begin alike, and
+rows of a step that begin with the same pages.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +90,45 @@ class Prefixes:
         if not self._by_first_page[first_page]:
             del self._by_first_page[first_page]
         self._cache.free(row)
+
+
+def sharing(
+    cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int], num_heads: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Groups of rows whose common first pages are better read once for all of them in a step.
+
+    Each row that does not read them itself saves their bytes; what the queries of the group find in
+    them is written, read again and merged.
+
+    Args:
+        counts: new tokens of each row, before they are counted.
+        num_heads: query heads H_q.
+
+    Returns:
+        numbers of rows in an order in which those of a group are neighbours, and the groups come
+        first; where each group begins, and the last one ends; and the tokens that each shares.
+    """
+    size, (H_k, _, D), D_v = cache.page_size, cache.k.shape[2:], cache.v.shape[4]
+    scales = 0 if cache.k_scale is None else 8
+    of_token = H_k * (cache.k.element_size() * (D + D_v) + scales)
+    of_query = num_heads * cache.dtype.itemsize * (D + 4 * D_v)
+    alike: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if cache.length(row) >= size:
+            alike.setdefault(cache.pages(row)[0], []).append(i)
+    order: list[int] = []
+    bounds, lengths = [0], []
+    for group in alike.values():
+        pages = [cache.pages(rows[i])[: cache.length(rows[i]) // size] for i in group]
+        tokens = size * min(common_prefix(pages[0], others) for others in pages)
+        saved = (len(group) - 1) * tokens * of_token
+        if saved > sum(counts[i] for i in group) * of_query:
+            order += group
+            bounds.append(len(order))
+            lengths.append(tokens)
+    grouped = set(order)
+    order += [i for i in range(len(rows)) if i not in grouped]
+    return order, bounds, lengths
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

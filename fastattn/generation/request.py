@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..checks import as_python, check_int
 from ..models.gpt import GPT
 from ..models.sampling import Sampling, choose_rows, make_generator
 
@@ -21,7 +22,7 @@ class Request:
         count: the most tokens to add.
         sampling: how to choose them.
         generator: of the choices; None = torch's own.
-        end_token: ends the continuation and is not part of it.
+        end_tokens: each ends the continuation and is not part of it.
         tokens: what has been added.
         done: whether nothing more will be.
         seen: bool [V], which tokens the text holds, where the choice depends on it.
@@ -33,7 +34,7 @@ class Request:
     count: int
     sampling: Sampling
     generator: torch.Generator | None
-    end_token: int | None
+    end_tokens: frozenset[int]
     seen: Tensor | None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
@@ -41,8 +42,8 @@ class Request:
     submitted: float = 0.0
 
     def add(self, token: int) -> bool:
-        """Adds a token, unless it is the end token; returns whether it was added."""
-        if token == self.end_token:
+        """Adds a token, unless it is an end token; returns whether it was added."""
+        if token in self.end_tokens:
             self.done = True
             return False
         self.tokens.append(token)
@@ -115,7 +116,7 @@ def make_request(
     *,
     sampling: Sampling | None = None,
     seed: int | None = None,
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
 ) -> Request:
     """Checks a prompt and the wishes for its continuation.
 
@@ -125,9 +126,10 @@ def make_request(
         count: tokens to generate.
         sampling: how to choose; default: from the model's own distribution.
         seed: of the choices; None = torch's own generator.
-        end_token: ends the continuation early and is not part of it.
+        end_token: ends the continuation early and is not part of it; several, the first that comes.
 
     Raises:
+        TypeError: an end token is no int.
         ValueError: the prompt is empty, a token is not in the model's vocabulary, or count is
             negative.
     """
@@ -136,7 +138,10 @@ def make_request(
         raise ValueError("prompt must hold at least one token, got none")
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
-    ends = [] if end_token is None else [end_token]
+    several = as_python(end_token)
+    if not isinstance(several, Collection):
+        several = [] if several is None else [several]
+    ends = [check_int("end_token", token) for token in several]
     for name, tokens in (("prompt", prompt), ("end_token", ends)):
         wrong = [token for token in tokens if not 0 <= token < vocab_size]
         if wrong:
@@ -148,7 +153,7 @@ def make_request(
         seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         seen[list(prompt)] = True
     generator = make_generator(seed)
-    request = Request(list(prompt), count, sampling, generator, end_token, seen)
+    request = Request(list(prompt), count, sampling, generator, frozenset(ends), seen)
     request.done = count == 0
     return request
 

@@ -15,7 +15,7 @@ and its own ancestors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -207,7 +207,7 @@ def speculative_tokens(
     drafts: int | Sequence[int] = 4,
     sampling: Sampling | None = None,
     seed: int | None = None,
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
     tally: Tally | None = None,
 ) -> Iterator[int]:
     """Continues a prompt as `generate_tokens` does, with a draft model's help.
@@ -253,7 +253,7 @@ def speculative_text(
     sampling: Sampling | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
-    end_token: int | None = None,
+    end_token: int | Collection[int] | None = None,
     tally: Tally | None = None,
 ) -> Iterator[str]:
     """Continues a text as `generate_text` does, with a draft model's help.

@@ -127,6 +127,7 @@ def calls_of_paged() -> Iterator[tuple[str, dict[str, Any], Any]]:
     yield "advance", {"rows": [0, 1], "counts": [0, -1]}, ValueError
     yield "reorder", {"rows": [0, 1], "index": [0, 2]}, (ValueError, "2 numbers from 0 to 1")
     yield "truncate", {"row": 0, "length": -1}, (ValueError, "length must be >= 0, got -1")
+    yield "compact", {"row": 3, "first": 0, "kept": []}, ValueError
     for name in ("free", "fork", "length", "pages", "truncate"):
         length = {"length": 1} if name == "truncate" else {}
         yield name, {"row": 3, **length}, ValueError
@@ -134,6 +135,8 @@ def calls_of_paged() -> Iterator[tuple[str, dict[str, Any], Any]]:
             yield name, {"row": x, **length}, TypeError
     for x in NO_INTEGERS:
         yield "truncate", {"row": 0, "length": x}, TypeError
+        yield "compact", {"row": 0, "first": x, "kept": []}, TypeError
+        yield "compact", {"row": 0, "first": 0, "kept": [x]}, TypeError
         yield "append", {**given, "rows": [0, x]}, TypeError
         yield "append", {**given, "new_lengths": [1, x]}, TypeError
         yield "append", {**given, "layer": x}, TypeError

@@ -8,7 +8,8 @@ import pytest
 import torch
 from small_gpt import make_gpt
 
-from fastattn.generation import Engine, Sampling, generate_tokens
+from fastattn import attention_paged
+from fastattn.generation import Engine, Sampling, generate_tokens, paged
 from fastattn.models.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -17,7 +18,7 @@ GREEDY = Sampling(greedy=True)
 KINDS = [
     {"sampling": GREEDY},
     {"sampling": Sampling(temperature=0.7, top_k=6)},
-    {"sampling": Sampling(top_p=0.9), "end_token": 3},
+    {"sampling": Sampling(top_p=0.9), "end_token": [3, 11]},
 ]
 
 
@@ -243,3 +244,34 @@ def test_numbers_of_an_engine_are_checked(options, error, match):
         Engine(make_gpt(), num_pages=4, **options)
     with pytest.raises(TypeError, match="priority must be an int"):
         Engine(make_gpt(), num_pages=4).submit([1], 1, priority="high")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_pages_that_requests_share_are_read_once_where_that_is_fewer_bytes(quantize, monkeypatch):
+    """Keys that attention reads, by the arguments it gets; the tokens stay what they are alone."""
+    model = make_gpt(context=64, num_kv_heads=1)
+    prefix = [i % 20 for i in range(32)]
+    read: list[tuple[int, int]] = []
+
+    def counted(q, view, offsets, shared=None, **options):
+        lengths = view.of_batch(view.lengths)
+        apart = int(lengths.sum())
+        together = apart
+        if shared is not None:
+            together += int(shared.lengths.sum()) - int(view.of_batch(shared.starts).sum())
+        read.append((together, apart))
+        return attention_paged(q, view, offsets, shared=shared, **options)
+
+    monkeypatch.setattr(paged, "attention_paged", counted)
+    engine = Engine(model, num_pages=64, page_size=4, quantize=quantize)
+    wishes = [{"prompt": [*prefix, i], "count": 4, "sampling": GREEDY} for i in range(5)]
+    other = {"prompt": [5, *prefix], "count": 4, "sampling": GREEDY}
+    for _ in range(2):  # of a running request, then of one that is kept
+        requests = [engine.submit(**wish) for wish in (wishes[0], other, *wishes[1:])]
+        list(engine.run())
+        if quantize is None:
+            expected = [alone(model, wish) for wish in (wishes[0], other, *wishes[1:])]
+            assert [request.tokens for request in requests] == expected
+    # 32 tokens of five requests; of four, once the first one is done.
+    assert {apart - together for together, apart in read} == {0, 3 * 32, 4 * 32}
+    assert sum(a < b for a, b in read) >= 8 * model.config.num_layers

@@ -117,6 +117,7 @@ def tokens(model: GPT, *given, **options) -> list[int]:
         (tokens, ([1], -1), {}, "count must be at least 0, got -1"),
         (tokens, ([1, 20], 1), {}, r"prompt must hold tokens in 0\.\.19, got 20"),
         (tokens, ([1], 1), {"end_token": -1}, r"end_token must hold tokens in 0\.\.19, got -1"),
+        (tokens, ([1], 1), {"end_token": (3, 20)}, r"end_token must hold tokens in 0.*, got 20"),
         (generate_batch, ([], 1), {}, "prompts must hold at least one prompt, got none"),
         (
             generate_batch,
@@ -178,6 +179,13 @@ def test_an_end_token_ends_the_text_and_is_not_part_of_it():
     end = tokens[7]
     got = list(generate_tokens(model, [1], 60, sampling=GREEDY, end_token=end))
     assert got == tokens[: tokens.index(end)]
+    # Of several the first that comes.
+    for ends in ([tokens[11], end], (end,), {end, tokens[30]}):
+        got = list(generate_tokens(model, [1], 60, sampling=GREEDY, end_token=ends))
+        assert got == tokens[: min(map(tokens.index, ends))]
+    assert len(list(generate_tokens(model, [1], 60, sampling=GREEDY, end_token=[]))) == 60
+    with pytest.raises(TypeError, match=r"end_token must be an int, got float"):
+        next(generate_tokens(model, [1], 60, end_token=[1.0]))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fastattn.kernels.append import launch_append
 from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
-from fastattn.kernels.combine import launch_merge
+from fastattn.kernels.combine import launch_merge, launch_merge_prefix
 from fastattn.kernels.decode import launch_decode, launch_packed
 from fastattn.kernels.forward import (
     launch_few_queries,
@@ -369,6 +369,8 @@ def few_queries(by_token: int = 0, T: int = 4096, H_k: int = 2) -> None:
 
 def merge(D: int) -> None:
     launch_merge(meta(7, D), floats(7), meta(7, D), floats(7))
+    o, lse = meta(7, 8, D), floats(8, 7)
+    launch_merge_prefix(o, lse, o, lse, integers(3))
 
 
 def append(

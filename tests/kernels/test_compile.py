@@ -59,7 +59,8 @@ KERNELS = {
                    "attention_weights_kernel"],
     "decode": ["decode_kernel", "combine_kernel"],
     # Tiles of 16 rows, their merge, and chunks.
-    "packed": ["decode_kernel", "combine_kernel", "decode_kernel"], "merge": ["merge_kernel"],
+    "packed": ["decode_kernel", "combine_kernel", "decode_kernel"],
+    "merge": ["merge_kernel", "merge_prefix_kernel"],
     "append": ["append_kernel"], "hopper_fp8": ["hopper_forward_kernel"],
     "hopper forward": ["hopper_forward_kernel"],
     "hopper backward": ["hopper_backward_dq_kernel", "hopper_backward_dkv_kernel"],

@@ -177,6 +177,7 @@ def cache_calls() -> Calls:
         "attention_paged tree": lambda: paged_step(
             tree_mask=gpu(70, 66, dtype=torch.bool), window=8, alibi_slopes=gpu(8)
         ),
+        "shared_pages": lambda: paged_step(share=True, softcap=2.0),
         "append_paged": lambda: fastattn.append_paged(
             (random(9, 2, 16, D), random(9, 2, 16, D)), random(70, 2, D), random(70, 2, D), ones(70)
         ),
@@ -190,10 +191,12 @@ def cache_calls() -> Calls:
     }
 
 
-def paged_step(**options: Any) -> None:
+def paged_step(share: bool = False, **options: Any) -> None:
     k, v = random(9, 2, 16, D), random(9, 2, 16, D)
     view = fastattn.view_of_tensors(k, v, ones(4), block_table=gpu(4, 8, dtype=torch.int32))
     q, offsets = random(70, 8, D), ones(5)
+    if share:
+        options["shared"] = fastattn.shared_pages(view, offsets, ones(3), ones(2))
     for out in (None, random(70, 8, D)):
         fastattn.attention_paged(q, view, offsets, out=out, return_lse=True, **options)
     fastattn.attention_paged(q, view, offsets, max_seqlen_q=1, **options)
