@@ -120,7 +120,11 @@ def sharing(
     bounds, lengths = [0], []
     for group in alike.values():
         pages = [cache.pages(rows[i])[: cache.length(rows[i]) // size] for i in group]
-        tokens = size * min(common_prefix(pages[0], others) for others in pages)
+        common = [common_prefix(max(pages, key=len), others) for others in pages]
+        # So many pages that those who have them in common save most.
+        most = max(common, key=lambda n: n * (sum(m >= n for m in common) - 1))
+        group = [i for i, n in zip(group, common, strict=True) if n >= most]
+        tokens = size * most
         saved = (len(group) - 1) * tokens * of_token
         if saved > sum(counts[i] for i in group) * of_query:
             order += group

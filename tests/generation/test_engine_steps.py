@@ -265,13 +265,13 @@ def test_pages_that_requests_share_are_read_once_where_that_is_fewer_bytes(quant
     monkeypatch.setattr(paged, "attention_paged", counted)
     engine = Engine(model, num_pages=64, page_size=4, quantize=quantize)
     wishes = [{"prompt": [*prefix, i], "count": 4, "sampling": GREEDY} for i in range(5)]
-    other = {"prompt": [5, *prefix], "count": 4, "sampling": GREEDY}
+    others = [{"prompt": x, "count": 4, "sampling": GREEDY} for x in ([5, *prefix], prefix[:17])]
     for _ in range(2):  # of a running request, then of one that is kept
-        requests = [engine.submit(**wish) for wish in (wishes[0], other, *wishes[1:])]
+        requests = [engine.submit(**wish) for wish in (wishes[0], *others, *wishes[1:])]
         list(engine.run())
         if quantize is None:
-            expected = [alone(model, wish) for wish in (wishes[0], other, *wishes[1:])]
+            expected = [alone(model, wish) for wish in (wishes[0], *others, *wishes[1:])]
             assert [request.tokens for request in requests] == expected
-    # 32 tokens of five requests; of four, once the first one is done.
+    # 32 tokens of five requests, not 16 of six; of four, once the first one is done.
     assert {apart - together for together, apart in read} == {0, 3 * 32, 4 * 32}
     assert sum(a < b for a, b in read) >= 8 * model.config.num_layers
