@@ -229,7 +229,7 @@ def test_places_are_found() -> None:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (66, 30),
     "prefix_lengths": (23, 13),
-    "softcap": (47, 32),
+    "softcap": (48, 32),
     "alibi_slopes": (37, 25),
     "sinks": (59, 39),
 }

@@ -29,6 +29,7 @@ from fastattn import (
     explain_fp8,
     rotary,
     rotary_scaling,
+    shared_pages,
     view_of_tensors,
 )
 from fastattn.functional.fp8 import PackedValues
@@ -159,6 +160,21 @@ def paged(**change: Any) -> Any:
     return attention_paged(**{**given, "backend": "torch", **change})
 
 
+# Rows that share their first page, which the older tokens of one of them fill.
+SHARED: Any = {"cache": cache_with(table=torch.tensor([[0, 1, 2], [0, 4, 5]]))}
+SHARED["cu_seqlens_q"] = torch.tensor([0, 3, 4])
+
+
+def shared(**change: Any) -> Any:
+    groups = {"rows": torch.tensor([0, 2]), "lengths": torch.tensor([4])}
+    return shared_pages(**{**SHARED, **groups, **change})
+
+
+def over_shared(**change: Any) -> Any:
+    given = {"q": P, **SHARED, "shared": shared(), "softcap": 1.0, "window": None} | change
+    return explained(attention_paged, fastattn.explain_paged, {**given, "backend": "torch"})
+
+
 def paged_scale(scale: Any = None) -> Any:
     codes, scale = PAGES.to(torch.int8), torch.ones(()) if scale is None else scale
     return view_of_tensors(codes, codes, INTS, k_scale=scale, v_scale=torch.ones(()))
@@ -211,6 +227,7 @@ def append(
     cache: Any = None,
     positions: Any = None,
     rotary: bool = False,
+    device: str = "cpu",
     **q: Tensor,
 ) -> None:
     """Seven tokens to pages of three slots, of which none is written where the call is refused."""
@@ -219,7 +236,7 @@ def append(
     how |= {} if positions is None else {"positions": torch.tensor(positions)}
     try:
         k = ones(7, 2, 16, dtype=dtype)
-        append_paged(cache or tuple(pages), k, k, torch.tensor(slots), **how, **q)
+        append_paged(cache or tuple(pages), k, k, torch.tensor(slots, device=device), **how, **q)
     except (TypeError, ValueError):
         assert all((x == 7).all() for x in pages), "something was written"
         raise
