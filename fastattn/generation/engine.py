@@ -302,7 +302,7 @@ class Engine:
     def _scores(self, plan: dict[Entry, int], whole: list[Entry]) -> torch.Tensor:
         """Scores [N, V] behind what is read of these N sequences, of one packed pass."""
         graph = self._graphs if len(whole) == len(plan) and max(plan.values()) == 1 else None
-        shared = None
+        shared: tuple[list[int], list[int]] | None = None
         if graph is None:
             plan, shared = self._by_prefix(plan)
         rows = [sequence.row for sequence in plan if sequence.row is not None]

@@ -119,6 +119,8 @@ def sharing(
     order: list[int] = []
     bounds, lengths = [0], []
     for group in alike.values():
+        if len(group) == 1:
+            continue
         pages = [cache.pages(rows[i])[: cache.length(rows[i]) // size] for i in group]
         common = [common_prefix(max(pages, key=len), others) for others in pages]
         # So many pages that those who have them in common save most.
