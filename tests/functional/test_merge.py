@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastattn import KVCache, PagedKVCache, cascade_attention, decode_attention, merge
+from fastattn.functional.merge import merge_into
 from fastattn.ops.merge import merge_forward
 from fastattn.testing.inputs import draws
 
@@ -78,3 +79,18 @@ def test_a_cascade_in_fp64_is_not_merged_by_an_lse_of_fp32(device: str) -> None:
     prefix, own, whole = caches
     found, expected = cascade_attention(q, prefix, own), decode_attention(q, whole)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_prefix_is_merged_into_the_tokens_of_its_groups_alone(backend: str, device: str) -> None:
+    """Whatever stands behind them, here finite numbers."""
+    o1, o = torch.randn(2, 5, 2, 12, device=device)
+    lse1, lse = torch.randn(2, 2, 5, device=device)
+    lse1[0, 1], lse[1, 2] = float("-inf"), float("-inf")
+    found, found_lse = o.clone(), lse.clone()
+    merge_into(o1, lse1, found, found_lse, torch.tensor([0, 2, 3], device=device), backend)
+    merged, merged_lse = merge(o1, lse1.T, o, lse.T, backend="torch")
+    torch.testing.assert_close(found[:3], merged[:3])
+    torch.testing.assert_close(found_lse[:, :3], merged_lse.T[:, :3])
+    assert torch.equal(found[3:], o[3:]) and torch.equal(found_lse[:, 3:], lse[:, 3:])
+    assert torch.equal(found[1, 0], o[1, 0])
