@@ -231,7 +231,7 @@ MOST: dict[str, tuple[int, int]] = {
     "prefix_lengths": (23, 13),
     "softcap": (48, 32),
     "alibi_slopes": (37, 25),
-    "sinks": (59, 39),
+    "sinks": (61, 40),
 }
 
 
