@@ -32,7 +32,7 @@ def add_bench(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """0 if any backend was timed; 1 if none could be."""
+    """Exit status: 0 if a backend was timed, else 1."""
     import torch
 
     from ..models.gpt import GPTConfig

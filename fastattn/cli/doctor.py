@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 class Finding(NamedTuple):
-    """One line of the report. remedy: what to do, "" where all is well."""
+    """One line of the report. remedy: what to do; empty if nothing is wrong."""
 
     about: str
     found: str

@@ -102,7 +102,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.beams is not None:
         excluded = given(*drawn, "draft", "past_context") + ["--cuda-graph"] * arguments.cuda_graph
         if excluded:
-            raise ValueError(f"--beams searches for the likeliest text: leave out {excluded[0]}")
+            raise ValueError(f"--beams searches for the most likely text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
         raise ValueError("--length-penalty needs --beams")
     if arguments.draft is None and arguments.draft_tokens is not None:
@@ -225,7 +225,7 @@ def _pieces(
 
 
 def _write_stream(prompt: str, pieces: Iterator[tuple[int, str]]) -> None:
-    """Writes one text as it comes; nothing before the first piece, which may raise."""
+    """Stream one text; write nothing before the first piece, which may raise."""
     _, first = next(pieces, (0, ""))
     sys.stdout.write(prompt + first)
     for _, piece in pieces:
@@ -235,7 +235,7 @@ def _write_stream(prompt: str, pieces: Iterator[tuple[int, str]]) -> None:
 
 
 def _write_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
-    """Writes several texts, in the order of their prompts, once all are there."""
+    """Write several finished texts in the order of their prompts."""
     texts = list(prompts)
     for row, piece in pieces:
         texts[row] += piece
@@ -244,7 +244,7 @@ def _write_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
 
 
 def _report(tally: Tally, seconds: float) -> None:
-    """Says on stderr how fast it went, so that the text can be piped on."""
+    """Report the speed on stderr, so that stdout holds the text alone."""
     line = f"{tally.tokens} tokens in {seconds:.2f} s: {tally.tokens / seconds:,.0f} tokens/s"
     if tally.drafted:
         line += f"; {tally.acceptance_rate:.0%} of {tally.drafted} drafted tokens accepted"

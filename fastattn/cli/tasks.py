@@ -34,7 +34,12 @@ def add_translate(commands: Any) -> None:
     parser.set_defaults(command=_translate)
     _add_input(parser, repeatable=True)
     add = parser.add_argument
-    add("--beams", type=int, default=1, help="search for the likeliest text with so many beams (1)")
+    add(
+        "--beams",
+        type=int,
+        default=1,
+        help="search for the most likely text with so many beams (1)",
+    )
     add("--truncate", action="store_true", help="cut texts that are too long for the model")
 
 

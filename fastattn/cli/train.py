@@ -273,7 +273,7 @@ def _train_here(arguments: argparse.Namespace) -> int:
 
 
 def _score_lines(scores: Mapping[str, Any]) -> Iterator[str]:
-    """A line a figure; those by tag come in order, below their name."""
+    """One line for each figure; figures by tag are listed in order below their name."""
     for name, value in scores.items():
         title = _SCORE_TITLES.get(name, name)
         if isinstance(value, Mapping):
@@ -296,7 +296,7 @@ _SCORE_TITLES = {
 
 
 class _Stop:
-    """Stops training between two steps after a first signal, at once after a second."""
+    """Stop training between two steps after a first signal, at once after a second."""
 
     def __init__(self) -> None:
         self._asked = self._heard = False
@@ -321,7 +321,7 @@ class _Stop:
 
 @contextmanager
 def _stop_signals() -> Iterator[_Stop]:
-    """Turns Ctrl-C and SIGTERM into a stop between two steps, while the block runs."""
+    """Turn Ctrl-C and SIGTERM into a stop between two steps, while the block runs."""
     stop = _Stop()
     before = {
         number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)
@@ -334,6 +334,6 @@ def _stop_signals() -> Iterator[_Stop]:
 
 
 def say(text: str) -> None:
-    """Write a line for the user, beside what a command gives out."""
+    """Write a line to the user on stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

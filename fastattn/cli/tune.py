@@ -34,7 +34,7 @@ def add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """0; 1 if a step was broken off."""
+    """Exit status: 0, or 1 if a step was aborted."""
     import torch
 
     from ..bench.tune.tune import tune

@@ -31,7 +31,7 @@ def add_verify(commands: Any) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """0 if all that ran is right; 1 if not, or if nothing ran."""
+    """Exit status: 0 if kernels ran and all are right, else 1."""
     from ..testing.verify import report, verification
     from ..training.train_config import resolve_device
     from ..tuned import findings

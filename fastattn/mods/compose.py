@@ -1,4 +1,4 @@
-"""Functions made of others: constants bound into a rule, masks joined by and, or, lambdas."""
+"""Masks made of others: constants bound into a rule, masks joined by and / or, lambdas."""
 
 import hashlib
 import inspect
@@ -21,7 +21,7 @@ _PLACES = ("b", "h", "q_pos", "k_pos")
 
 
 def bind(rule: Any, *constants: int) -> Any:
-    """A `mask_mod` that calls a rule with constants behind the position of the key.
+    """A `mask_mod` that passes constants to a rule, after the position of the key.
 
     The same rule and constants give the same function, so tables and compiled kernels are reused.
 
@@ -42,12 +42,12 @@ def bind(rule: Any, *constants: int) -> Any:
 
 
 def and_masks(*masks: Any) -> Any:
-    """The `mask_mod` that sees what every one of some masks sees; see `or_masks`."""
+    """A `mask_mod`: the intersection of masks. Arguments and errors as in `or_masks`."""
     return _joined("and", "&", masks)
 
 
 def or_masks(*masks: Any) -> Any:
-    """The `mask_mod` that sees what one of some masks sees.
+    """A `mask_mod`: the union of masks.
 
     Args:
         masks: @triton.jit functions (b, h, q_pos, k_pos, *tensors), one or more, in which those of
@@ -63,7 +63,7 @@ def or_masks(*masks: Any) -> Any:
 
 
 def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int = 64) -> float:
-    """Share of the blocks of scores that kernels visit, at most 1; the others hold no visible key.
+    """Fraction of the blocks of scores that kernels visit: those with a visible pair.
 
     Args:
         mask: a `mask_mod` or `BlockMask`, asked about batch row 0 and head 0.
@@ -82,7 +82,7 @@ def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int =
 
 
 def _parameters(mod: Any) -> list[str]:
-    """Names of what a mask takes behind the position of the key."""
+    """Names of a mask's parameters after the position of the key."""
     return list(inspect.signature(mod.fn).parameters)[4:]
 
 

@@ -1,4 +1,4 @@
-"""Biases by distance and by forget gates, learned: they go where gradients reach them.
+"""Learned biases by distance and by forget gates, as options that have gradients.
 
     alibi_bias, slope 1     forgetting_bias, gates of 1/2, causal; in log2, up to a row's constant
      0 .  .  .              0 .  .  .

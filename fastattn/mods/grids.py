@@ -1,4 +1,4 @@
-"""Masks and scores of pixels: tokens lie row by row in a grid.
+"""Masks and scores of a grid of pixels, whose tokens are in row-major order.
 
 A neighbourhood keeps its size at the border, as NATTEN's does: there it moves inwards.
 
@@ -25,7 +25,7 @@ from .compose import bind
 
 @triton.jit
 def near(x, y, length, kernel):
-    """Whether y is one of the kernel places about x, in a row of some length."""
+    """Whether y is one of the kernel places nearest to x, in a row of some length."""
     first = tl.minimum(tl.maximum(x - kernel // 2, 0), length - kernel)
     return (y >= first) & (y < first + kernel)
 
@@ -85,7 +85,7 @@ def natten_3d(depth: int, height: int, width: int, kernel: int) -> Any:
 def sliding_tiles_2d(height: int, width: int, *, tile: int, kernel: int) -> Any:
     """A `mask_mod`: a tile of tile x tile pixels sees the kernel x kernel tiles nearest to it.
 
-    Where the tokens of a tile lie behind one another, blocks are full or empty (STA): permute them.
+    Permute tokens so that those of a tile are contiguous: then blocks are full or empty (STA).
 
     Raises:
         ValueError: tile does not divide a side, or kernel is larger than the tiles of one.
@@ -101,7 +101,7 @@ def swin_windows(mask: Tensor, batch: int) -> Tensor:
 
     Args:
         mask: [nW, N, N]: bool, True = attend; or Swin's own, 0 where it attends, else negative.
-        batch: images; the windows of an image lie behind one another.
+        batch: number of images; the windows of one image are contiguous.
 
     Returns:
         bool [batch * nW, 1, N, N].

@@ -1,4 +1,4 @@
-"""Source of a lambda, and its numbers as constants, for Triton to compile."""
+"""Source of a lambda with its numbers as constants, for Triton to compile."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parts_of(function: FunctionType) -> tuple[list[str], str, dict[str, Any]]:
-    """Parameters of a lambda, its expression, and what that names beside them and numbers.
+    """Parameters of a lambda, its expression, and the other objects that the expression names.
 
     Numbers of the lambda's scope are written into the expression, as they are now.
 
@@ -37,7 +37,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _tree(function: FunctionType) -> ast.Lambda | None:
-    """The lambda in its file; None if it is not there, or cannot be told from others."""
+    """The lambda in the syntax tree of its file; None if it is missing or ambiguous."""
     code = function.__code__
     try:
         lines, _ = inspect.findsource(function)

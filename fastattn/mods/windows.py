@@ -1,4 +1,4 @@
-"""Windows: dilated ones, and ones whose width depends on the head.
+"""Dilated windows, and windows whose width depends on the head.
 
     dilated(3, 2)           window_by_head, widths [1, 3]
     1 0 0 0 0 0             head 0      head 1

@@ -43,7 +43,7 @@ class Choices(NamedTuple):
     def quarantined(
         self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
     ) -> str | None:
-        """Why a backend is not for calls of these families of `fastattn verify`, or None.
+        """Reason that a backend is skipped in calls of these families, or None.
 
         head_dim: one of HEAD_DIMS.
         """
@@ -77,7 +77,7 @@ class Choices(NamedTuple):
 
 
 def verdict(row: Row) -> str:
-    """A finding of `fastattn verify` in words."""
+    """The verdict of `fastattn verify` as a sentence."""
     said = f"fastattn verify found {row['family']} {row.get('verdict')} on this device"
     if row.get("verdict") != "right":
         return f"{said} ({row['date']}): {row.get('reason') or row.get('case')}"
@@ -87,13 +87,13 @@ def verdict(row: Row) -> str:
 
 
 def tuned(row: Row) -> str:
-    """A tile that `fastattn tune` found, in words."""
+    """The tile that `fastattn tune` chose, as a sentence."""
     times = f"{row.get('ms')} ms, shipped {row.get('ms_shipped')} ms"
     return f"fastattn tune found the tile of {row['kernel']} ({row['date']}): {times}"
 
 
 def faster(name: str, row: Row) -> str:
-    """A finding of `fastattn tune` about what is fastest, in words."""
+    """The fastest choice of `fastattn tune`, as a sentence."""
     times = row.get("ms")
     said = [f"{x} {ms} ms" for x, ms in times.items()] if isinstance(times, dict) else []
     on = f"on this device ({', '.join(said)})" if said else "on this device"
@@ -115,7 +115,7 @@ def choices(device: torch.device) -> Choices:
 
 
 def adopt(device: torch.device, rows: Rows) -> Choices:
-    """Take these findings for those of the device, and its tiles for those of its kernels."""
+    """Use these findings on the device: its verdicts and timings, and its kernels' tiles."""
     global by_direction
     verification, tiles, backends, passes, splits = (
         {tuple(row[field] for field in findings.KEYS[kind]): row for row in rows.get(kind, ())}
@@ -141,7 +141,7 @@ def forget() -> None:
 
 
 def _install(device: torch.device, tiles: Iterable[Row], splits: Iterable[Row]) -> None:
-    """Give kernels these in place of earlier ones; no known call holds any more."""
+    """Replace the tuned tiles of the kernels, and clear the memo of calls."""
     index = -1 if call.interpreting() else device.index
     try:
         call.kernels.tiles.install(tiles, index, splits)
@@ -150,7 +150,7 @@ def _install(device: torch.device, tiles: Iterable[Row], splits: Iterable[Row]) 
 
 
 def applies(device: torch.device) -> bool:
-    """Whether findings change calls on a device: on a GPU; nobody waits for the interpreter."""
+    """Whether findings apply on a device: they do on a GPU, not in the interpreter."""
     return device.type == "cuda" and call.TRITON_INSTALLED and not call.interpreting()
 
 
@@ -189,7 +189,7 @@ def _read_file(path: Path, here: Environment) -> Rows:
 
 
 def _tell_of_others(store: Store) -> None:
-    """Say that what was found on this GPU was found with other software, if that is so."""
+    """Warn if the findings about this GPU were stored under other versions of software."""
     for path in sorted(store.folder.parent.glob("*/*.json")):
         try:
             other = findings.read(path).environment
@@ -216,7 +216,7 @@ def families(options: Options, training: bool) -> tuple[str, ...]:
 
 
 def head_dim_class(D: int) -> int:
-    """The least of HEAD_DIMS that holds it."""
+    """The smallest of HEAD_DIMS that is at least head_dim."""
     for width in HEAD_DIMS:
         if width >= D:
             return width
@@ -227,7 +227,7 @@ def judge(
     why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
     family: str | None, training: bool | None,
 ) -> str | None:  # fmt: skip
-    """Add what was found on this device against each backend; the fastest one, if known.
+    """Add the device's reasons against each backend; return the fastest backend, if timed.
 
     Args:
         why: the reason against each backend, the slowest first, the fastest last.
@@ -304,7 +304,7 @@ def _bucket(
 # What follows torch.compile runs while it traces, and takes what comes of it for constants. Marked
 # so by hand: torch.compiler.assume_constant_result would import torch._dynamo.
 def any_about(device: torch.device) -> bool:
-    """Whether anything is known about calls on a device."""
+    """Whether a device has findings."""
     found = choices(device)
     return bool(found.verification or found.backends or found.passes)
 
@@ -317,7 +317,7 @@ def quarantined(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has, of which findings about backends are known."""
+    """The number of multiprocessors of a device that has timings of backends."""
     return choices(device).multiprocessors
 
 
@@ -341,7 +341,7 @@ def why_fastest(
 def why_two_passes(
     device: torch.device, backend: str, dtype: torch.dtype, width: int
 ) -> str | None:
-    """Why gradients do not come in one pass although they may: two are faster; or None."""
+    """Reason that two backward passes are taken where one is permitted, or None."""
     row = choices(device).passes.get((backend, _name(dtype), width))
     if row is None or row.get("passes") != "two":
         return None

@@ -1,4 +1,4 @@
-"""Environment that a finding about the kernels holds for: GPU, driver, compilers, our sources."""
+"""Environment of a finding about the kernels: GPU, driver, compilers, kernel sources."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/versio
 
 
 class Environment(NamedTuple):
-    """Equal where findings hold for both.
+    """An environment; findings hold for every equal one.
 
     gpu: its name, or "interpreter", which has no multiprocessors and no driver. kernels: hash of
     their sources.
@@ -50,14 +50,14 @@ def environment(device: torch.device | str) -> Environment:
 
 
 def difference(found: Environment, here: Environment) -> str:
-    """In which fields two differ, in words."""
+    """The fields in which two environments differ, as a sentence."""
     pairs = zip(Environment._fields, found, here, strict=True)
     return ", ".join(f"{name} {x} instead of {y}" for name, x, y in pairs if x != y)
 
 
 @cache
 def _driver() -> str:
-    """Its version, read from files: nvidia-smi would take longer than a first call should."""
+    """The driver's version, read from files: nvidia-smi is too slow for a first call."""
     for path in _DRIVERS:
         try:
             found = re.search(r"\d+(\.\d+)+", path.read_text("utf-8"))
@@ -82,7 +82,7 @@ def _sources() -> str:
 
 
 def _files(folder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Code and tables of a package, installed in whatever way, by their paths in it."""
+    """Code and tables of a package by their paths in it, however it is installed."""
     for entry in folder.iterdir():
         name = f"{prefix}{entry.name}"
         if entry.is_dir():

@@ -1,4 +1,4 @@
-"""A file of findings: the environment that they are true for, and rows by kind, as JSON.
+"""A file of findings, as JSON: the environment that they hold for, and rows by kind.
 
 People read it, and send it: each row is a line, with its date.
 """
@@ -42,18 +42,18 @@ class Findings(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """A file that is none of findings, is damaged, or of another format; the message says why."""
+    """A file that holds no findings, is damaged or has another format, as its message says."""
 
 
 def check_kind(kind: str) -> str:
-    """The kind, if there is such a one."""
+    """Return the kind if it exists."""
     if kind not in KEYS:
         raise ValueError(f"kind must be one of {', '.join(KEYS)}, got {kind!r}")
     return kind
 
 
 def dated(kind: str, row: Mapping[str, Any]) -> Row:
-    """A row as it is stored: with the day of today, unless it has a date."""
+    """The row to store: dated today, unless it has a date."""
     row = {**row, "date": row.get("date") or str(datetime.now(timezone.utc).date())}
     _check_row(kind, row)
     return row
@@ -65,7 +65,7 @@ def merged(kind: str, *rows: Row) -> list[Row]:
 
 
 def write(path: Path, findings: Findings) -> None:
-    """Write a file whole: a process that is killed leaves the one that was there."""
+    """Write a file atomically: a killed process leaves the earlier file."""
     kinds = []
     for kind, rows in findings.rows.items():
         lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
@@ -116,7 +116,7 @@ def _check_row(kind: str, row: Any) -> None:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects lie more levels deep in one another."""
+    """Whether lists and objects are nested deeper than some levels."""
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value

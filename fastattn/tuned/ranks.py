@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def share(group: "ProcessGroup | None" = None, device: torch.device | str | None = None) -> None:
-    """Let every rank go by the findings of the group's first one, for as long as it runs.
+    """Make every rank use the findings of the group's first rank, until the process ends.
 
     All ranks call it, before their first attention. Nothing is written.
 

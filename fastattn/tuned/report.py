@@ -29,7 +29,7 @@ def describe(device: torch.device) -> list[str]:
 
 
 def _tiles() -> Iterator[str]:
-    """Where the tile of each kernel comes from, for plain calls, by head dim."""
+    """The source of each kernel's tile, for plain calls, by head dim."""
     tiles = call.kernels.tiles
     arch, device = tiles.current_arch(), tiles.current_device()
     yield "tiles by head dim; modelled and measured ones are those that are shipped"
@@ -51,7 +51,7 @@ def _origin(row: Any) -> str:
 
 
 def _splits(rows: choices.Rows) -> Iterator[str]:
-    """Programs of decoding that share a multiprocessor, where that was tuned."""
+    """The tuned number of decoding programs a multiprocessor."""
     for row in rows.get("splits", ()):
         which = f"{row['element_size']} bytes, {row['BLOCK_D']}"
         programs = f"{row['programs']} programs a multiprocessor"

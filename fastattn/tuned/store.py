@@ -1,4 +1,4 @@
-"""Findings on disk: a folder an environment, a file a kind.
+"""Findings on disk: one folder for each environment, one file for each kind.
 
 A process that is killed leaves the old file or the new one, and two that write lose nothing. What
 cannot be read or written is ignored with one warning: no call depends on a finding.
@@ -47,7 +47,7 @@ class Store:
             return []
 
     def put(self, kind: str, *rows: Mapping[str, Any]) -> bool:
-        """Store rows, each in the place of one with the same key if there is one.
+        """Store rows; each replaces the row with the same key.
 
         Returns:
             Whether they are on disk. Where they could not be written, a warning says so.
@@ -71,12 +71,12 @@ class Store:
         return self._locked(put)
 
     def clear(self, kind: str) -> bool:
-        """Forget the rows of a kind; whether that was possible, as for `put`."""
+        """Delete the rows of a kind; return whether that succeeded, as `put` does."""
         path = self.path(kind)
         return not path.exists() or self._locked(lambda: path.unlink(missing_ok=True))
 
     def export(self, path: str | Path) -> None:
-        """Write all findings into one file, for `import_` elsewhere or FASTATTN_TUNED.
+        """Write all findings to one file, for `import_` or FASTATTN_TUNED on another machine.
 
         Raises:
             OSError: it cannot be written.
@@ -110,7 +110,7 @@ class Store:
         return found.rows.get(kind, [])
 
     def _locked(self, change: Callable[[], None]) -> bool:
-        """Whether a change of the folder was made, while no other process makes one."""
+        """Change the folder under its lock; return whether that succeeded."""
         try:
             with locked(self.folder / "lock", wait=True):
                 change()
@@ -137,7 +137,7 @@ def warn_once(message: str) -> None:
 
 
 def _move_aside(path: Path, error: Unreadable) -> None:
-    """Keep a file that cannot be read for people, under a name that none has."""
+    """Rename a file that cannot be read to an unused name, so that it can be examined."""
     count = len(list(path.parent.glob(f"{path.stem}.damaged-*")))
     aside = path.with_name(f"{path.stem}.damaged-{count}.json")
     path.rename(aside)
