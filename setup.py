@@ -20,9 +20,11 @@ LINK = re.compile(r'(\]\(|(?:src|srcset|href)=")(?![a-z]+:|#)([^)"\s]+)')
 
 
 def with_absolute_links(text: str, home: str) -> str:
-    """Pictures lead to the file itself, all else to the page about it."""
+    """Pictures lead to the file itself, all else to the page about it; badges to the project's."""
 
     def lead(match: re.Match[str]) -> str:
+        if match[2].startswith("../../"):
+            return f"{match[1]}{home}/{match[2].removeprefix('../../')}"
         kind = "raw" if match[2].endswith((".svg", ".png")) else "blob"
         return f"{match[1]}{home}/{kind}/main/{match[2]}"
 

@@ -101,6 +101,9 @@ def test_the_readme_of_a_distribution_leads_to_the_repository(
         assert link.startswith(("https://", "#")), link
         name = link.removeprefix(home[1])
         if name != link:
+            name = re.sub(
+                r"^/actions/(workflows/\w+\.yml)(/badge\.svg)?$", r"/raw/main/.github/\1", name
+            )
             place = re.fullmatch(r"/(?:blob|raw)/main/([^#]*)(#.*)?", name)
             assert place is not None and (CHECKOUT / place[1]).exists(), link
 

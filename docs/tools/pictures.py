@@ -1,5 +1,5 @@
-"""Draws docs/pictures: masks as the library applies them, what of the scores it computes, charts,
-and a terminal.
+"""Draws docs/pictures: masks as the library applies them, what of the scores it computes, caches,
+charts, and terminals.
 
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
@@ -202,9 +202,11 @@ def pictures() -> dict[str, str]:
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
     terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))
-    record = terminal["RECORD"].read_text(encoding="utf-8")
-    drawn["terminal.svg"] = terminal["draw"](record)
-    return drawn | lists() | {name: draw_mask(weights) for name, weights, _ in tables()}
+    for name in terminal["COMMANDS"]:
+        record = (terminal["RECORDED"] / f"{name}.txt").read_text(encoding="utf-8")
+        drawn[f"terminal-{name}.svg"] = terminal["draw"](record)
+    drawn |= runpy.run_path(str(Path(__file__).with_name("caches.py")))["caches"]() | lists()
+    return drawn | {name: draw_mask(weights) for name, weights, _ in tables()}
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:

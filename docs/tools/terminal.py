@@ -1,29 +1,43 @@
-"""A terminal's picture: commands and what they answered, recorded once, drawn by rich.
+"""Pictures of terminals: commands and what they answered, recorded once, drawn by rich.
 
-python docs/tools/terminal.py    # type the commands again: docs/recorded/terminal.txt
+python docs/tools/terminal.py training        # type the commands again: docs/recorded/training.txt
+make dist && python docs/tools/terminal.py first    # an install, from the wheel in dist/
 
-`python docs/tools/pictures.py` draws the record. Its figures are those of the machine that it was
-recorded on.
+`python docs/tools/pictures.py` draws the records. Their figures are those of the machine that they
+were recorded on.
 """
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-RECORD = Path(__file__).resolve().parents[1] / "recorded" / "terminal.txt"
+CHECKOUT = Path(__file__).resolve().parents[2]
+RECORDED = CHECKOUT / "docs" / "recorded"
 COLUMNS = 96
-COMMANDS = [
-    "fastattn train --out runs/small --tokenizer bpe --layers 2 --embed-dim 96 --steps 200",
-    "fastattn generate --checkpoint runs/small --prompt 'def __init__(self' --tokens 80 --seed 0",
-    "fastattn info | sed 1,2d    # what runs here, and why",
-]
+SWAP = "import torch, fastattn; print(fastattn.swap(torch.nn.TransformerEncoderLayer(64, 4)))"
+COMMANDS = {
+    "training": [
+        "fastattn train --out runs/small --tokenizer bpe --layers 2 --embed-dim 96 --steps 200",
+        "fastattn generate --checkpoint runs/small --prompt 'def __init__(self' --tokens 80 "
+        "--seed 0",
+        "fastattn info | sed 1,2d    # what runs here, and why",
+    ],
+    "first": [
+        "python3 -m venv try",
+        "try/bin/pip install -qq fastattn-*.whl",
+        f"try/bin/python -c '{SWAP}'",
+        "try/bin/fastattn bench",
+    ],
+}
 THEME = TerminalTheme(
     (32, 36, 46),
     (230, 232, 238),
@@ -71,8 +85,8 @@ def draw(record: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in drawn.splitlines())
 
 
-def record() -> str:
-    """Answers of the commands in an empty folder."""
+def record(name: str) -> str:
+    """Answers of a session's commands in a folder that has the wheel, and the time of all."""
     programs = str(Path(sys.executable).parent)
     environment = os.environ | {
         "PATH": programs + os.pathsep + os.environ["PATH"],
@@ -80,7 +94,10 @@ def record() -> str:
     }
     parts = []
     with tempfile.TemporaryDirectory() as folder:
-        for command in COMMANDS:
+        for wheel in (CHECKOUT / "dist").glob("*.whl"):
+            shutil.copy(wheel, folder)
+        start = time.monotonic()
+        for command in COMMANDS[name]:
             done = subprocess.run(
                 ["bash", "-o", "pipefail", "-c", command],
                 cwd=folder,
@@ -90,11 +107,12 @@ def record() -> str:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            parts.append(f"$ {command}\n{done.stdout.rstrip()}\n")
+            parts.append(f"$ {command}\n{done.stdout.rstrip()}".rstrip() + "\n")
         text = "\n".join(parts)
         assert folder not in text and programs not in text
-    return text
+    return f"{text}\n[{time.monotonic() - start:.0f} s in all]\n"
 
 
 if __name__ == "__main__":
-    RECORD.write_text(record(), encoding="utf-8")
+    for name in sys.argv[1:]:
+        (RECORDED / f"{name}.txt").write_text(record(name), encoding="utf-8")

@@ -249,6 +249,8 @@ def test_links_and_named_paths_exist(document):
     paths = LINK.findall(text) + re.findall(r"`((?:fastattn|kernels|tests|bench)/[\w./]*)`", text)
     paths += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
     assert paths != []
+    badge = re.compile(r"\.\./\.\./actions/(workflows/\w+\.yml)(/badge\.svg)?")
+    paths = [badge.sub(r".github/\1", path) for path in paths]
     assert [path for path in paths if not (CHECKOUT / path).exists()] == []
 
 
