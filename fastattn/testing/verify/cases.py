@@ -25,6 +25,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "merge": caches.merge,
     "statistics": others.statistics,
     "additive": others.additive,
+    "selected": others.selected,
     "fp8": others.fp8,
 }
 BACKENDS = ("triton", "hopper")

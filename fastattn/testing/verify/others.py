@@ -1,4 +1,4 @@
-"""Cases of statistics of weights, additive attention, and attention in 8 bits."""
+"""Cases of statistics of weights, additive attention, lists of key blocks, and 8 bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ... import reference
 from ...functional.fp8 import attention_fp8, attention_varlen_fp8, pack_values, quantize_fp8
+from ...functional.selected import selected_attention
 from ...ops import fp8 as fp8_ops
 from ...ops.gradients import as_packed
 from ..budget import assert_all_within_budget
+from ..compare import assert_matches_reference
 from ..fp8 import assert_packed_within_fp8_bounds, assert_within_fp8_bounds, dequantized
 from ..inputs import draw, draws, to_device
 from ..orders import worst_naive
@@ -48,6 +50,13 @@ def additive() -> Iterator[Case]:
         yield Case(name, case, quick=name != "full", interpreted=name == "causal")
 
 
+def selected() -> Iterator[Case]:
+    """o, lse and gradients over lists of key blocks, of heads together and of each head."""
+    for name, given in {"tokens": (1, (1, 16)), "blocks": (_H_Q, (16, 8))}.items():
+        case = partial(_selected, H_s=given[0], block=given[1])
+        yield Case(name, case, quick=True, interpreted=name == "tokens")
+
+
 def fp8() -> Iterator[Case]:
     """Codes and packed values by their bits, and attention within the bound of 8 bits."""
     yield Case("codes", _codes, interpreted=True)
@@ -76,6 +85,20 @@ def _additive(setting: Setting, *, masks: dict[str, Any]) -> float:
     number = draws(1, setting.device, setting.dtype)
     weights = [number(hidden), *(number(hidden, D) / D**0.5 for _ in range(2))]
     return assert_additive([q, k, v, *weights], setting.subject.backend, masks)
+
+
+def _selected(setting: Setting, *, H_s: int, block: tuple[int, int]) -> float:
+    q, k, v = (x.requires_grad_() for x in _numbers(setting))
+    shape = (_B, H_s, -(-q.shape[2] // block[0]), 3)
+    numbers = torch.Generator().manual_seed(3)
+    indices = torch.randint(-1, -(-k.shape[2] // block[1]), shape, generator=numbers)
+    indices = indices.to(setting.device, torch.int32)
+    keep = reference.selected_mask(indices, block, _H_Q, q.shape[2], k.shape[2], None)
+    how: dict[str, Any] = {"block": block, "backend": setting.subject.backend}
+    return assert_matches_reference(
+        partial(selected_attention, indices=indices, **how), q, k, v,
+        oracle=partial(reference.attention, attn_mask=keep), causal=True,
+    )  # fmt: skip
 
 
 def _codes(setting: Setting) -> float:

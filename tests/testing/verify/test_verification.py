@@ -179,7 +179,7 @@ def test_a_hopper_kernel_that_was_left_did_not_compile(
 def test_the_scopes() -> None:
     """A full verification has every kind, a quick one part of it; names of cases are unique."""
     whole, quick = Scope(), Scope(quick=True)
-    assert len(whole.subjects()) == len(set(whole.subjects())) == 15 * 9 + 6 * 6 + 3 * 2
+    assert len(whole.subjects()) == len(set(whole.subjects())) == 16 * 9 + 6 * 6 + 3 * 2
     assert set(quick.subjects()) < set(whole.subjects())
     assert {x.family for x in quick.subjects()} == set(FAMILIES)
     assert {x.family for x in Scope(interpreted=True).subjects()} == set(FAMILIES)
