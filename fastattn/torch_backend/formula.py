@@ -88,7 +88,7 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
             wide(options.query2, None),
             wide(options.key2, existing_keys(options, T_k, q.device)),
         )
-        q2 = q2.reshape(B, k2.shape[1], -1, T_q, q2.shape[-1])
+        q2 = q2.reshape(B, k2.shape[1], H_q // k2.shape[1], T_q, q2.shape[-1])
         products = products + torch.einsum("bhgqd,bhkd->bhgqk", q2, k2).reshape(products.shape)
     keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
     x = _scores(products, q, H_k, keep, options, first_row)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ... import reference
+from ...checks import FARTHEST
 from ...functional.additive import additive_attention
 from ...functional.statistics import attention_statistics, attention_weights
 from ..budget import assert_all_within_budget, assert_within_budget
@@ -38,10 +39,21 @@ def statistics_oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...
     if "sinks" in options:
         sink = torch.exp(options["sinks"][:, None] - lse)
         entropy = entropy - torch.special.xlogy(sink, sink)
-    offset = torch.as_tensor(options.get("query_offset", T - q.shape[2]), device=q.device)
-    places = offset.view(-1, 1, 1, 1) + torch.arange(q.shape[2], device=q.device)[:, None]
-    apart = (places - torch.arange(T, device=q.device)).abs()
-    return entropy, weights.sum(-2), weights, (weights * apart).sum(-1)
+    # fp16 has no room for far ones.
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    distance = (wide * _apart(q, k, **options)).sum(-1)
+    return entropy, weights.sum(-2), weights, distance
+
+
+def _apart(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """|p - j| of every query and key."""
+    if "positions" in options:
+        of_q, of_k = options["positions"]
+        return (of_q[:, None, :, None].long() - of_k[:, None, None, :].long()).abs()
+    offset = torch.as_tensor(options.get("query_offset", k.shape[2] - q.shape[2]), device=q.device)
+    offset = offset.view(-1, 1, 1, 1).long().clamp(-FARTHEST, FARTHEST)
+    rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    return (offset + rows[:, None] - keys).abs()
 
 
 def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[str, Any]) -> float:
