@@ -89,7 +89,8 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     options = drawn_options(case, case.B)
     q, k, v = inputs(case)
     some = (0, 1, 1, min(2, case.T_q), draw.integer(0, case.T_q), case.T_q)
-    counts = [min(draw.choice(*some), case.T_q) for _ in range(case.B)]
+    # The slots of a row hold all its new tokens.
+    counts = [min(draw.choice(*some), case.T_q, case.T_k) for _ in range(case.B)]
     offsets = torch.tensor([0, *counts], dtype=draw.choice(torch.int32, torch.int64)).cumsum(0)
     rows = [x[:, :n].transpose(0, 1) for x, n in zip(q, counts, strict=True)]
     packed = torch.cat((*rows, q[0, :, : draw.choice(0, 0, 2)].transpose(0, 1)))
