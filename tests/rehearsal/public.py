@@ -95,6 +95,7 @@ def attention_calls() -> Calls:
         "alibi": {"alibi_slopes": gpu(H)},
         "relative_bias": {"relative_bias": zeros(H, 33)},
         "relative_keys": {"relative_keys": random(H, 33, D, grad=True)},
+        "key2": {"query2": random(B, H, T, D, grad=True), "key2": random(B, 1, T, D, grad=True)},
         "attn_bias": {"attn_bias": zeros(1, H, 1, T)},
         "sinks": {"sinks": zeros(H)},
         "score_mod": {
@@ -235,6 +236,9 @@ def module_calls() -> Calls:
     calls: Calls = {name: partial(forward_backward, make) for name, make in layers.items()}
     return calls | {
         "CausalGQAttention cached": cached_layer,
+        "MultiheadLatentAttention": lambda: forward_backward(latent_layer),
+        "LatentCache": latents,
+        "PagedLatentCache": latent_pages,
         "CrossGQAttention": cross_layer,
         "MultiheadAttention": multihead,
         "patch_sdpa": patched,
@@ -247,6 +251,27 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 
 def forward_backward(make: Callable[..., nn.Module]) -> None:
     make(128, 2, **ON_GPU)(random(B, T, 128, grad=True)).float().sum().backward()
+
+
+def latent_layer(*sizes: int, **place: Any) -> nn.Module:
+    return fastattn.MultiheadLatentAttention(
+        *sizes, kv_latent_dim=32, nope_dim=32, rope_dim=16, **place
+    )
+
+
+def latents() -> None:
+    layer = latent_layer(128, 2, **ON_GPU)
+    cache = layer.new_cache(B, T + 1)
+    with torch.no_grad():
+        layer(random(B, T, 128), cache=cache)
+        layer(random(B, 1, 128), cache=cache)
+
+
+def latent_pages() -> None:
+    cache = fastattn.PagedLatentCache(9, 16, 32, 16, **ON_GPU)
+    rows = [cache.allocate() for _ in range(B)]
+    cache.append(rows, random(B, 1, 3, 48))
+    fastattn.decode_attention(random(B, 2, 1, 48), cache, scale=0.1)
 
 
 def swapped_layer(*sizes: int, **place: Any) -> nn.Module:
