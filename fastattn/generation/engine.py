@@ -38,11 +38,11 @@ class Engine:
         third: 4 tokens                                4          +1
 
     What a sequence has computed is kept when it is done: a prompt that begins as the text of a
-    running or a finished sequence shares that part of its pages, and a step reads pages that many
-    sequences share once for all of them where that is fewer bytes. Pages of finished ones, those
-    not used for longest first, make way for new tokens. Where that is not enough, the sequence that
-    goes last gives its pages back and waits; once there is room it reads its text again and goes
-    on. A request of a higher priority sends a running one of a lower away likewise.
+    running or a finished sequence shares that part of its pages, and on a GPU a step reads pages
+    that many sequences share once for all of them where that is fewer bytes. Pages of finished
+    ones, those not used for longest first, make way for new tokens. Where that is not enough, the
+    sequence that goes last gives its pages back and waits; once there is room it reads its text
+    again and goes on. A request of a higher priority sends a running one of a lower away likewise.
 
     One thread at a time steps an engine; a second one is refused. Any thread may `submit`, `cancel`
     and ask whether the engine is `busy` at any time, also during a step, which takes note of it at
@@ -114,6 +114,8 @@ class Engine:
         self._turn = threading.Lock()  # held for moments: to begin a step, to end it, to settle
         self._stepping: str | None = None  # name of the thread that is in a step
         self._device = next(model.parameters()).device
+        # On a CPU torch's fused attention has no lse to merge by, and its formula takes longer.
+        self._shares = self._device.type != "cpu"
 
     @property
     def preemptions(self) -> int:
@@ -303,7 +305,7 @@ class Engine:
         """Scores [N, V] behind what is read of these N sequences, of one packed pass."""
         graph = self._graphs if len(whole) == len(plan) and max(plan.values()) == 1 else None
         shared: tuple[list[int], list[int]] | None = None
-        if graph is None:
+        if graph is None and self._shares:
             plan, shared = self._by_prefix(plan)
         rows = [sequence.row for sequence in plan if sequence.row is not None]
         counts = list(plan.values())
