@@ -108,7 +108,13 @@ def assert_tangents_within_budget(
     assert_all_within_budget(("o", "lse", "to", "tlse"), found, exact, naive)
 
 
-@pytest.mark.parametrize("names", sets_that_cover_pairs(EXAMPLES, 8), ids="+".join)
+# Beside holes a user's function may meet -inf, and squash(-inf) is NaN.
+WHOLE = {name: x for name, x in EXAMPLES.items() if name != "bias-with-holes"}
+
+
+@pytest.mark.parametrize(
+    "names", [("bias-with-holes", "causal"), *sets_that_cover_pairs(WHOLE, 8)], ids="+".join
+)
 def test_every_option(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of 16 queries, so that the last is a remainder."""
     monkeypatch.setattr(tangents, "_SCORES", 16 * B * H_q * T_k)
