@@ -274,6 +274,7 @@ def test_the_line_of_each_family_works(monkeypatch) -> None:
         assert eval(line, scope).isfinite().all(), line
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 def test_the_line_of_each_name_works(monkeypatch) -> None:
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     scope: dict[str, object] = {}

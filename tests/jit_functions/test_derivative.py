@@ -68,6 +68,11 @@ def library(x, b, h, q_pos, k_pos, table, ends):
 
 
 @triton.jit
+def unchosen(x, b, h, q_pos, k_pos):
+    return tl.where(q_pos > k_pos, tl.rsqrt((q_pos - k_pos) * (1 + x * x)), x)
+
+
+@triton.jit
 def untouched(x, b, h, q_pos, k_pos, table, ends):
     return tl.load(table + h)
 
@@ -95,6 +100,14 @@ def test_derivatives(mod: Any) -> None:
     wanted = torch.autograd.grad(out, (x, table, ends), dx, allow_unused=True)
     found = run(derivative.score_mod_grad(mod, (table, ends)), dx, x).expand(x.shape)
     torch.testing.assert_close(found, wanted[0] if wanted[0] is not None else torch.zeros_like(x))
+
+
+def test_what_overflows_where_it_is_not_chosen(device: str) -> None:
+    """The derivative is infinite where a query meets itself, and tl.where takes another there."""
+    q, k, v = make_qkv(1, 1, 1, 16, 16, D, device=device)
+    o = fastattn.attention(q, k, v, causal=True, score_mod=unchosen, backend="triton")
+    gradients = torch.autograd.grad(o.sin().sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in gradients)
 
 
 @pytest.mark.parametrize("mod", [arithmetic, functions], ids=lambda f: f.fn.__name__)
