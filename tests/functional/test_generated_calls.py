@@ -10,12 +10,12 @@ from dataclasses import replace
 from types import FunctionType
 
 import pytest
-from fuzz.cases import TAKES, Case, drawn, pair_cases
+from fuzz.cases import OFTEN, TAKES, Case, drawn, pair_cases
 from fuzz.judges import check
 from fuzz.values import VALUES
 
 import fastattn
-from fastattn.options import ROWS
+from fastattn.options import CALLS, ROWS
 
 FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
 # Backends by how many tests there are, and calls in each.
@@ -42,6 +42,7 @@ def test_every_option_and_every_function_is_generated() -> None:
     functions = {name for name, x in exported.items() if isinstance(x, FunctionType)}
     generated = {name for name in functions if CALLED_WITHIN.get(name, name) in TAKES}
     assert functions - generated == ELSEWHERE & functions
+    assert functions.intersection(CALLS) <= OFTEN.keys()
 
 
 @pytest.mark.parametrize(

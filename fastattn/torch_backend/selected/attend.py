@@ -48,6 +48,9 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, lists, block, options)
     dtype, T_q = q.dtype, q.shape[2]
+    if 0 in (q.shape[0], T_q, k.shape[2]):
+        o, lse = formula.attention(q, k, v, options, return_lse=True)
+        return o, lse
     exists = formula.existing_keys(options, k.shape[2], q.device)
     q, (k, v) = formula.wide(q, None), (formula.wide(x, exists) for x in (k, v))
     B, _, R, n = lists.shape

@@ -27,9 +27,9 @@ TAKES |= {
     "append": frozenset(),
 }
 # How often each is called.
-_OFTEN = {
+OFTEN = {
     "attention": 10, "attention_varlen": 4, "decode_attention": 4, "attention_paged": 3,
-    "attention_statistics": 2,
+    "attention_statistics": 2, "selected_attention": 2,
     "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
     "multiplicative_attention": 1,
@@ -37,7 +37,7 @@ _OFTEN = {
 # Gradients are asked of these.
 LEARNING = frozenset(
     ("attention", "attention_varlen", "attention_block", "dot_product_attention",
-     "multiplicative_attention")
+     "multiplicative_attention", "selected_attention")
 )  # fmt: skip
 # An option that means nothing without one of others, the likeliest first.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -168,7 +168,7 @@ class Draw:
 def drawn(seed: int, backend: str) -> Case:
     """The case of a seed, by one backend."""
     draw = Draw(f"{seed}/case")
-    call = draw.weighted(_OFTEN)
+    call = draw.weighted(OFTEN)
     tile = draw.choice((16, 16), (32, 16), (16, 32))
     T_q, T_k = (_length(draw, block) for block in tile)
     if draw.chance(0.15):

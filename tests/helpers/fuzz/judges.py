@@ -226,12 +226,30 @@ def _multiplicative(case: Case) -> None:
     _compare(case, ours, oracle)
 
 
+def _selected(case: Case) -> None:
+    draw = case.random("lists")
+    of_q, of_k = block = draw.choice(1, 1, 3, 16), draw.choice(16, 32, 5, 1, 64)
+    H_q, H_k, n = case.H_q, case.H_k, draw.integer(1, 5)
+    lists = [x for x in range(1, H_q + 1) if not H_k % x or not (x % H_k or H_q % x)]
+    shape = case.B, draw.choice(*lists), -(-case.T_q // of_q)
+    indices = draw.integers(-1, -(-case.T_k // of_k) - 1, *shape, n)
+    counts = draw.integers(0, n, *shape) if draw.chance(0.3) else None
+    keep = reference.selected_mask(indices, block, H_q, case.T_q, case.T_k, counts)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        given = {"block": block, "counts": counts, **options}
+        return fastattn.selected_attention(q, k, v, indices, **given)
+
+    _compare(case, ours, partial(reference.attention, attn_mask=keep))
+
+
 _JUDGES: dict[str, Callable[[Case], None]] = {
     "attention": _attention,
     "attention_varlen": _varlen,
     "attention_block": _block,
     "dot_product_attention": _dot_product,
     "multiplicative_attention": _multiplicative,
+    "selected_attention": _selected,
     "attention_statistics": lambda case: others.statistics(case, _how(case)),
     "additive_attention": lambda case: others.additive(case, _how(case)),
     "attention_fp8": lambda case: others.fp8(case, _how(case)),
