@@ -142,6 +142,7 @@ def test_the_changelog_of_a_release_is_a_page() -> None:
     text = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
     first, *released = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert first.startswith("[Unreleased]") and released
+    assert first.count("### Attention") == 0 and first.count("\n") < 150
     assert max(part.count("\n") for part in released) < 80
 
 
