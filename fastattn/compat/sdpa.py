@@ -28,7 +28,7 @@ LOWEST_BIAS = -1e38
 
 
 class Arguments(NamedTuple):
-    """What `scaled_dot_product_attention` is given."""
+    """Arguments of `scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor

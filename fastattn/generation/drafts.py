@@ -131,7 +131,7 @@ class Tree:
         return logits
 
     def keep(self, path: Sequence[int]) -> int:
-        """As `Chain.keep`; the keys and values of a path move together."""
+        """Keep a path, as `Chain.keep` does; the keys and values of a path move together."""
         held = [node for node in path if node < len(self._drafts)]
         first = self._reading.held
         self.cache.compact(self._row, first, [first + node for node in held])

@@ -104,7 +104,7 @@ def test_the_reference_is_in_groups_and_begins_with_attention(hooks: ModuleType)
 
 
 def test_examples_of_docstrings_are_sections() -> None:
-    """By any other heading than "Examples:" the reference nests them in quotes."""
+    """Under another heading than "Examples:" the reference nests them in quotes."""
     sources = (CHECKOUT / "fastattn").rglob("*.py")
     odd = [x for x in sources if re.search(r"^ +Example:$", x.read_text("utf-8"), re.MULTILINE)]
     assert odd == []

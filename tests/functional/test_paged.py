@@ -321,7 +321,7 @@ GROUPS, SHARED = (0, 3, 5), (25, 15)
 def test_pages_that_rows_share_are_read_for_all_of_them(
     kind: str, backend: str, device: str
 ) -> None:
-    """As attention of each row to all that it holds; rows of no group keep their bits."""
+    """Attention of each row to all that it holds; rows of no group keep their bits."""
     dtype = torch.float16
     filled, q = fill(kind, SHARING, dtype, device), query(SHARING, device, dtype)
     table, size = filled.view.block_table.clone(), filled.view.page_size

@@ -141,7 +141,7 @@ def test_verification_follows_the_distribution_exactly(drafted):
 
 
 def test_siblings_follow_the_distribution_exactly():
-    """As above, of two drafts of which the second is drawn without the first.
+    """Two drafts, the second of which is drawn without the first.
 
     p / q is 1/6, and behind a rejection 3/5 at least: grids of 30 and 5 meet those.
     """

@@ -81,7 +81,7 @@ def untouched(x, b, h, q_pos, k_pos, table, ends):
     "mod", [arithmetic, functions, library, untouched], ids=lambda f: f.fn.__name__
 )
 def test_derivatives(mod: Any) -> None:
-    """Of the score and of what is loaded, against autograd of the function over torch, in fp64."""
+    """Derivatives of the score and of loads, against autograd of the function on torch, in fp64."""
     real = torch.float64
     x = (3 * draw(1, H, T_q, T_k)).double().requires_grad_()
     table, ends = draw(3 * H).double().requires_grad_(), draw(B).double().requires_grad_()
@@ -195,7 +195,7 @@ def test_tensors_that_learn(
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_tensors_that_learn_from_packed_sequences(backend: str, device: str) -> None:
-    """As each sequence by itself."""
+    """Each sequence has its gradients by itself."""
     offsets = torch.tensor([0, 5, 5, T_k], device=device)
     q, k, v = (x[0].transpose(0, 1).detach() for x in make_qkv(1, 4, 2, T_k, T_k, D, device=device))
     table = draw(4, 8).to(device).requires_grad_()

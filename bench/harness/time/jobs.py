@@ -82,7 +82,7 @@ def kinds(case: Case) -> tuple[str, ...]:
 
 
 def _environment(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-    """What the other records were measured with: see `environment.collect` and `ceilings`."""
+    """Record of the environment of the other records: see `environment.collect` and `ceilings`."""
     return [{"environment": environment.collect(), "ceilings": ceilings(bench)}]
 
 
