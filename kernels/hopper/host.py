@@ -60,6 +60,7 @@ _SERVED = _SERVED_IN_8_BITS | {
     "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes", "attn_bias",
     "relative_bias",
 }  # fmt: skip
+_SECOND = ("query2", "key2")
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -109,7 +110,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
     defaults = options._field_defaults.values()
     for name, value, default in zip(options._fields, options, defaults, strict=True):
         if value is not default and value != default and name not in served:
-            return f"they do not know {name}"
+            hint = "; concatenated behind q and k they take its columns" if name in _SECOND else ""
+            return f"they do not know {name}{hint}"
     if options.attn_mask is not None and options.attn_mask.shape[1] > 1 and _grouped(q, k):
         return "each head has an attn_mask of its own, and heads share keys"
     if options.attn_bias is not None and (reason := _why_not_bias(options.attn_bias, T_q, D)):

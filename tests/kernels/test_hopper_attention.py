@@ -419,6 +419,14 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
             "no room for tiles",
         ),
         (dict(), {"dropout": 0.1}, "they do not know dropout"),
+        (
+            dict(T_q=8, T_k=8),
+            {
+                "query2": torch.ones(1, 4, 8, 8).bfloat16(),
+                "key2": torch.ones(1, 1, 8, 8).bfloat16(),
+            },
+            "concatenated behind q and k they take its columns",
+        ),
     ],
 )
 def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:
