@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from .. import checks
-from ..modules.options import Scoring, SharedOptions, excluded, passed_as, table
+from ..modules.options import OutputGate, Scoring, SharedOptions, excluded, passed_as, table
 from ..rotary import RotaryStyle
 from .fields import from_fields
 
@@ -65,6 +65,8 @@ class TransformerConfig:
         softcap: bound of the attention scores; None = none.
         sinks: give every head a learned share of attention that goes to no key.
         qk_norm: normalise queries and keys, with learned weights.
+        output_gate: multiply attention's output by sigmoids of the tokens, one for each "head" or each
+            "element" of each head's output; None = none.
         block: where layers normalise: "pre", x + f(norm(x)); "post", norm(x + f(x)); "parallel",
             x + mlp(norm(x)) + attention(norm(x)).
         norm: "layernorm" or "rmsnorm".
@@ -108,6 +110,7 @@ class TransformerConfig:
     softcap: float | None = None
     sinks: bool = False
     qk_norm: bool = False
+    output_gate: OutputGate | None = None
     block: Order = "pre"
     norm: Norm = "layernorm"
     norm_eps: float = 1e-5
@@ -151,7 +154,7 @@ class TransformerConfig:
         """Check the options that a latent for all heads cannot be combined with."""
         if self.kv_latent_dim is None:
             return
-        for name in ("num_kv_heads", "stride", "keep_first", "qk_norm"):
+        for name in ("num_kv_heads", "stride", "keep_first", "qk_norm", "output_gate"):
             if value := getattr(self, name):
                 raise ValueError(f"{name} cannot go with kv_latent_dim, got {value}")
         if self.scoring != "scaled_dot":
@@ -280,6 +283,7 @@ _CHOICES: Mapping[str, Any] = {
     "relative_table": Table,
     "sparse": Sparse,
     "scoring": Scoring,
+    "output_gate": OutputGate,
     "block": Order,
     "norm": Norm,
     "activation": Activation,
@@ -293,7 +297,7 @@ def check_positive_int(name: str, value: object) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if name == "sparse" and value is None:
+    if name in ("sparse", "output_gate") and value is None:
         return
     if value not in choices:
         *most, last = map(repr, choices)

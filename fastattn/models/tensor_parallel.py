@@ -190,6 +190,8 @@ class HeadParallel(_Style):
                 self.column(proj, mesh)
             else:
                 self.shared(proj, mesh, rank * H_k // ranks, H_k)
+        if layer.output_gate is not None:
+            self.column(layer.output_gate_proj, mesh)
         self.row(layer.out_proj, mesh)
         for name, dim in _OF_HEADS.items():
             if hasattr(layer, name):

@@ -67,7 +67,8 @@ class CrossGQAttention(AttentionLayer):
         k_proj.weight, v_proj.weight: [H_k D, M] and [H_k D_v, M], rows head by head. A state dict
             that has them as the rows of one kv_proj is read too.
         out_proj.weight: [C, H_q D_v].
-        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as in `GQAttention`.
+        output_gate_proj.weight, q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as
+            in `GQAttention`.
 
     Raises:
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
@@ -173,7 +174,7 @@ class CrossGQAttention(AttentionLayer):
         if self.scoring == "additive":
             u = local_part(self.score_vector)
             out = additive_attention(q, k, v, u, backend=backend, **masks)
-            return self.project_output(out)
+            return self.project_output(out, x)
         drop = self.dropout_options()
         scores = self.score_options()
         if drop["dropout"] == 0 and padding_mask is None and _decodes(q, k, v):
@@ -184,7 +185,7 @@ class CrossGQAttention(AttentionLayer):
             out = decode_attention(q, view, causal=False, backend=backend, **scores)
         else:
             out = attention(q, k, v, backend=backend, **drop, **masks, **scores)
-        return self.project_output(out)
+        return self.project_output(out, x)
 
     def project_queries(self, x: Tensor) -> Tensor:
         """Queries [B, H_q, T, D] of tokens [B, T, C], normalised."""

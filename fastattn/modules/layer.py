@@ -1,6 +1,6 @@
 """Base of attention layers: sizes of heads, scoring functions, norms, the output projection."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from .. import checks
 from ..cache.dense import KVCache
 from . import checks as module_checks
 from .fused_weights import SeparateProjections
+from .options import OutputGate, SharedOptions, passed_as
 from .options import Scoring as Scoring
-from .options import SharedOptions, passed_as
 from .sharded import local_part
 
 _SCORE_OPTIONS = passed_as(SharedOptions, "score")
@@ -39,6 +39,9 @@ class AttentionLayer(SeparateProjections):
         options: all of `SharedOptions`, from `fastattn.modules.options.complete`.
 
     Parameters:
+        output_gate_proj.weight: [H_q, C] or [H_q D_v, C], rows head by head; with output_gate. A
+            state dict whose q_proj has for each head the rows of its query and then those of its
+            gate, as Qwen3-Next's, is read too.
         q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
         sinks: [H_q], from 0.
         score_weight: [H_q, D, D], from the identity; with scoring="multiplicative".
@@ -47,6 +50,7 @@ class AttentionLayer(SeparateProjections):
 
     out_proj: nn.Linear
     qk_norm: bool
+    output_gate: OutputGate | None
     scoring: Scoring
     softcap: float | None
     dropout: float
@@ -77,8 +81,8 @@ class AttentionLayer(SeparateProjections):
         self.first_row = 0  # of the batch's, where another rank has those before
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        own = ("qk_norm", "scoring", "dropout", "attention_dropout", "scale", "backend")
-        for name in (*own, *_SCORE_OPTIONS):
+        own = ("qk_norm", "output_gate", "scoring", "dropout", "attention_dropout", "scale")
+        for name in (*own, "backend", *_SCORE_OPTIONS):
             setattr(self, name, options[name])
 
     def add_output_parameters(self, options: Mapping[str, Any]) -> None:
@@ -96,6 +100,11 @@ class AttentionLayer(SeparateProjections):
         elif self.scoring == "additive":
             drawn = torch.randn(H_q, D, **factory)
             self.score_vector = nn.Parameter(drawn * D**-0.5)
+        if self.output_gate is not None:
+            rows = H_q * (self.v_head_dim if self.output_gate == "element" else 1)
+            bias = options["qkv_bias"]
+            self.output_gate_proj = nn.Linear(self.embed_dim, rows, bias=bias, **factory)
+            self.register_load_state_dict_pre_hook(_separate_gates)  # type: ignore[no-untyped-call]
 
     @property
     def score_scale(self) -> float | None:
@@ -128,10 +137,13 @@ class AttentionLayer(SeparateProjections):
         # Not einops, which takes twice as long on the host: every decoded token comes through here.
         return x.view(*x.shape[:2], x.shape[2] // D, D).transpose(1, 2)
 
-    def project_output(self, out: Tensor) -> Tensor:
-        """[B, H_q, T, D_v] to [B, T, C]."""
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        return F.dropout(out, self.dropout, self.training)
+    def project_output(self, out: Tensor, x: Tensor) -> Tensor:
+        """[B, H_q, T, D_v] to [B, T, C], gated by tokens x [B, T, C] if the layer has gates."""
+        out = out.transpose(1, 2)
+        if self.output_gate is not None:
+            gates = self.output_gate_proj(x).sigmoid()
+            out = out * gates.unflatten(2, (self.num_heads, -1))
+        return F.dropout(self.out_proj(out.flatten(2)), self.dropout, self.training)
 
     def new_cache(
         self,
@@ -173,6 +185,7 @@ class AttentionLayer(SeparateProjections):
             "scoring": None if self.scoring == "scaled_dot" else repr(self.scoring),
             **{name: getattr(self, name) for name in _SCORE_OPTIONS},
             "sinks": self.sinks is not None,
+            "output_gate": None if self.output_gate is None else repr(self.output_gate),
             "dropout": self.dropout,
             "attention_dropout": self.attention_dropout,
             "scale": self.scale,
@@ -186,3 +199,14 @@ class AttentionLayer(SeparateProjections):
     def repr_values(self) -> dict[str, Any]:
         """Further constructor arguments, shown where they are not None, 0 or False."""
         return {}
+
+
+def _separate_gates(layer: Any, tensors: MutableMapping[str, Any], prefix: str, *_: object) -> None:
+    """Replace rows of queries and gates, which one q_proj has by turns, by those of each."""
+    q, gate, D = layer.q_proj.out_features, layer.output_gate_proj.out_features, layer.head_dim
+    for kind in ("weight", "bias"):
+        rows = tensors.get(f"{prefix}q_proj.{kind}")
+        if rows is not None and rows.shape[0] == q + gate:
+            heads = rows.unflatten(0, (layer.total_heads, -1))
+            tensors[f"{prefix}q_proj.{kind}"] = heads[:, :D].flatten(0, 1)
+            tensors[f"{prefix}output_gate_proj.{kind}"] = heads[:, D:].flatten(0, 1)

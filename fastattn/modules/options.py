@@ -7,7 +7,7 @@ constructors of layers, their signatures and the layers of models follow from th
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -17,6 +17,7 @@ from ..rotary import RotaryStyle
 from .relative import RelativeScheme
 
 Scoring = Literal["scaled_dot", "dot", "multiplicative", "additive"]
+OutputGate = Literal["head", "element"]
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -38,6 +39,13 @@ class Row(NamedTuple):
 _SCORES = ("additive", "values")
 
 
+def check_output_gate(name: str, value: Any) -> Any:
+    """One of `OutputGate`."""
+    if value not in get_args(OutputGate):
+        raise ValueError(f"{name} must be 'head', 'element' or None, got {value!r}")
+    return value
+
+
 class SharedOptions(TypedDict, total=False):
     """Options of self- and cross-attention; `fastattn.GQAttention` explains them."""
 
@@ -46,6 +54,7 @@ class SharedOptions(TypedDict, total=False):
     qkv_bias: Annotated[bool, Row(False, checks.check_flag)]
     out_bias: Annotated[bool, Row(False, checks.check_flag)]
     qk_norm: Annotated[bool, Row(False, checks.check_flag)]
+    output_gate: Annotated[OutputGate | None, Row(None, check_output_gate)]
     scoring: Annotated[Scoring, Row("scaled_dot")]
     softcap: Annotated[float | None, Row(None, checks.check_positive, "score", _SCORES)]
     sinks: Annotated[bool, Row(False, checks.check_flag, excluded_by=_SCORES)]

@@ -67,6 +67,9 @@ class GQAttention(SelfProjection):
         qk_norm: normalise q and k over their D channels before the rotation, with a learned weight
             for each, as Qwen3 and Gemma 3 do (`F.rms_norm`, Zhang & Sennrich 2019, arXiv
             1910.07467; QK-norm: Dehghani et al. 2023, arXiv 2302.05442).
+        output_gate: multiply what attention gives by the sigmoid of a linear map of x, before
+            out_proj: by one number for each "head", or for each "element" of each head's output, as
+            Qwen3-Next does (Qiu et al. 2025, arXiv 2505.06708). By torch behind the kernel.
         alibi: lower scores in proportion to the distance, by the slopes of `fastattn.alibi_slopes`
             (Press et al. 2022, arXiv 2108.12409).
         relative_bias: number of buckets of T5's learned bias by distance (Raffel et al. 2020, arXiv
@@ -91,8 +94,8 @@ class GQAttention(SelfProjection):
             head by head. A state dict that has them as the rows of one qkv_proj is read too.
         out_proj.weight: [C, H_q D_v].
         relative_bias: [buckets, H_q], from 0.
-        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: with the options that need
-            them; see `fastattn.modules.layer.AttentionLayer`.
+        output_gate_proj.weight, q_norm.weight, k_norm.weight, sinks, score_weight, score_vector:
+            with the options that need them; see `fastattn.modules.layer.AttentionLayer`.
 
     Raises:
         ValueError: sizes do not divide, an argument is out of its range, or arguments exclude each
@@ -233,12 +236,12 @@ class GQAttention(SelfProjection):
         if self.scoring == "additive":
             u = local_part(self.score_vector)
             out = additive_attention(q, k, v, u, backend=self.backend, **masks)
-            return self.project_output(out)
+            return self.project_output(out, x)
         if terms.keys is not None:
             scores |= {"relative_keys": terms.keys, "relative_query": terms.key_query}
         if terms.values is None:
             out = attention(terms.query, k, v, backend=self.backend, **drop, **masks, **scores)
-            return self.project_output(out)
+            return self.project_output(out, x)
         out, lse = attention(
             terms.query, k, v, return_lse=True, backend=self.backend, **masks, **scores
         )
@@ -253,7 +256,7 @@ class GQAttention(SelfProjection):
             key_padding_mask=key_padding_mask,
             backend=self.backend,
         )
-        return self.project_output(out)
+        return self.project_output(out, x)
 
     def _decode(
         self,
@@ -276,7 +279,8 @@ class GQAttention(SelfProjection):
         attend: Any = getattr(cache, "attend", None)
         if attend is None:
             attend = partial(decode_attention, cache=cache, new_lengths=key_lengths)
-        return self.project_output(attend(terms.query, backend=self.backend, **options))
+        out = attend(terms.query, backend=self.backend, **options)
+        return self.project_output(out, x)
 
     def repr_values(self) -> dict[str, Any]:
         table = self.relative_bias

@@ -108,6 +108,32 @@ def test_layers_that_rely_on_the_mask_to_be_causal(device):
     compare(model, inputs, lambda out: out.last_hidden_state, grads=False)
 
 
+def test_qwen3_next_and_its_gated_layer_as_ours(device):
+    """The model through the door, and the weights of its layer in `CausalGQAttention`."""
+    config = tr.Qwen3NextConfig(
+        **{**GQA, "num_hidden_layers": 1}, head_dim=8, partial_rotary_factor=0.5,
+        layer_types=["full_attention"], mlp_only_layers=[0], attention_bias=True,
+    )  # fmt: skip
+    model = build(tr.AutoModelForCausalLM, config, device)
+    theirs = model.model.layers[0].self_attn
+    for part in (theirs.q_norm.weight, theirs.k_norm.weight, theirs.q_proj.bias):
+        torch.nn.init.normal_(part)
+    mask = padded([(0, 9), (3, 9)], 9, device)
+    inputs = {"input_ids": tokens(2, 9, device), "attention_mask": mask}
+    compare(model, inputs, lambda out: out.logits[mask.bool()])
+    names = ("head_dim", "qkv_bias", "out_bias", "rotary", "rotary_dim", "qk_norm", "output_gate")
+    chosen = dict(zip(names, (8, True, True, "half", 4, True, "element"), strict=True))
+    ours = fastattn.CausalGQAttention(32, 4, 2, **chosen, device=device)
+    weights = theirs.state_dict()
+    weights |= {n: 1 + x for n, x in weights.items() if "norm" in n}  # they add 1 in the layer
+    ours.load_state_dict({n.replace("o_proj", "out_proj"): x for n, x in weights.items()})
+    x = torch.randn(2, 9, 32, device=device)
+    tables = model.model.rotary_emb(x, torch.arange(9, device=device)[None])
+    model.set_attn_implementation("sdpa")
+    wanted, _ = theirs(x, position_embeddings=tables, attention_mask=None)
+    torch.testing.assert_close(ours(x), wanted)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_config_that_turns_layers_and_not_the_mask(compiled, device):
     text = {**GQA, "num_hidden_layers": 1}

@@ -118,7 +118,8 @@ CASES = {
         lambda: seeded(lambda: Layered(window=30, sinks=True, softcap=5.0)), "ring"
     ),
     "style": Case(
-        lambda: seeded(lambda: Layered(keep_first=2, window=9, qk_norm=True)), "ring", style=True
+        lambda: seeded(lambda: Layered(keep_first=2, window=9, qk_norm=True, output_gate="head")),
+        "ring", style=True,
     ),
     "torch": Case(lambda: seeded(Unpatched), "ring"),
     "patched torch": Case(lambda: seeded(Patched), "ulysses"),

@@ -28,6 +28,7 @@ VARIANTS = {
         "keep_first": 2,
         "softcap": 3.0,
         "qk_norm": True,
+        "output_gate": "element",
     },
 }
 
@@ -83,7 +84,10 @@ def naive_logits(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor) 
             alibi_slopes=alibi_slopes(H_q) if config.positions == "alibi" else None,
             sinks=weights.get(f"{block}.attention.sinks"),
         )
-        x = x + linear(o.transpose(1, 2).reshape(B, T, -1), f"{block}.attention.out_proj")
+        o = o.transpose(1, 2).reshape(B, T, -1)
+        if config.output_gate == "element":
+            o = o / (1 + torch.exp(-linear(h, f"{block}.attention.output_gate_proj")))
+        x = x + linear(o, f"{block}.attention.out_proj")
         hidden = F.gelu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up_proj"))
         x = x + linear(hidden, f"{block}.mlp.down_proj")
     head = "token_embedding" if config.tie_weights else "head"

@@ -50,6 +50,7 @@ def test_it_learns_and_its_layers_start_small() -> None:
         ({"num_kv_heads": 2}, "num_kv_heads cannot go with kv_latent_dim, got 2"),
         ({"positions": "alibi"}, "positions='alibi' cannot go with kv_latent_dim"),
         ({"scoring": "additive"}, "scoring cannot go with kv_latent_dim, got 'additive'"),
+        ({"output_gate": "head"}, "output_gate cannot go with kv_latent_dim, got head"),
         ({"num_heads": 16, "positions": "rotary"}, "must be a multiple of 4 for kv_latent_dim"),
         ({"kv_latent_dim": 0}, "kv_latent_dim must be a positive integer, got 0"),
     ],

@@ -39,6 +39,8 @@ SELF = {
     "additive": {"scoring": "additive"},
     "narrow-values": {"v_head_dim": 5, "qkv_bias": True},
     "wide-values-additive": {"v_head_dim": 12, "scoring": "additive"},
+    "gate-of-a-head": {"output_gate": "head", "qkv_bias": True, "v_head_dim": 5},
+    "gate-of-an-element-additive": {"output_gate": "element", "scoring": "additive"},
     "additive-window": {"scoring": "additive", "causal": False, "window": 3, "qk_norm": True},
 }
 
@@ -73,7 +75,7 @@ CROSS = {
     "multiplicative": {"scoring": "multiplicative"},
     "additive": {"scoring": "additive"},
     "narrow-values": {"v_head_dim": 4, "qkv_bias": True},
-    "wide-values-norm": {"v_head_dim": 12, "qk_norm": True},
+    "wide-values-norm-gate": {"v_head_dim": 12, "qk_norm": True, "output_gate": "element"},
 }
 
 

@@ -33,6 +33,7 @@ ALL_SCORES = {
     "relative_max_distance": 10,
     "softcap": 2.0,
     "sinks": True,
+    "output_gate": "element",
 }
 GROUPS = {
     "window-first-rotary": {"num_heads": 2, "window": 3, "keep_first": 1, "rotary": "half"},
@@ -280,7 +281,7 @@ def test_parameters_start_as_those_of_linear_layers_and_plain_scores():
     torch.manual_seed(0)
     layer = CausalGQAttention(WIDTH, qkv_bias=True, out_bias=True, **ALL_SCORES)
     torch.manual_seed(0)
-    rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "out_proj": WIDTH}
+    rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "out_proj": WIDTH, "output_gate_proj": 32}
     twins = {name: nn.Linear(WIDTH, count) for name, count in rows.items()}
     expected = {
         f"{name}.{part}": value
@@ -315,8 +316,8 @@ def test_repr_names_what_was_chosen():
     assert layer.extra_repr() == (
         "embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, rotary='half', rotary_base=10000, "
         "rotary_dim=8, window=4, keep_first=1, qk_norm=True, alibi=True, relative_bias=6, "
-        "relative_max_distance=10, softcap=2.0, sinks=True, dropout=0.2, attention_dropout=0.1, "
-        "scale=2"
+        "relative_max_distance=10, softcap=2.0, sinks=True, output_gate='element', dropout=0.2, "
+        "attention_dropout=0.1, scale=2"
     )
     layer = CausalGQAttention(WIDTH, 4, backend="torch")
     assert layer.extra_repr() == (

@@ -18,7 +18,7 @@ LAYERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_learn_and_see_no_later_token(name: str) -> None:
-    layer = LAYERS[name](rotary="half", qk_norm=True)
+    layer = LAYERS[name](rotary="half", qk_norm=True, output_gate="head")
     x = torch.randn(2, 30, 32, requires_grad=True)
     y = layer(x)
     y[:, :17].square().sum().backward()

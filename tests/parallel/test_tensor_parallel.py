@@ -36,7 +36,7 @@ LAYER: dict[str, Any] = {"embed_dim": C, "num_heads": H}
 LLAMA: dict[str, Any] = {
     "num_kv_heads": 2, "positions": "rotary", "qk_norm": True, "sinks": True, "hidden_dim": 48,
     "activation": "swiglu", "norm": "rmsnorm", "tie_weights": False, "window": 5,
-    "attention_dropout": 0.3,
+    "attention_dropout": 0.3, "output_gate": "element",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer-additive": lambda: GQAttention(**LAYER, scoring="additive"),
     "layer-multiplicative": lambda: GQAttention(**LAYER, scoring="multiplicative", softcap=1.5),
     "layer-cross": lambda: CrossGQAttention(
-        **LAYER, num_kv_heads=2, memory_dim=20, qk_norm=True, sinks=True
+        **LAYER, num_kv_heads=2, memory_dim=20, qk_norm=True, sinks=True, output_gate="head"
     ),
     "layer-cross-additive": lambda: CrossGQAttention(
         **LAYER, num_kv_heads=1, scoring="additive", memory_dim=20, qkv_bias=True

@@ -104,13 +104,13 @@ def naive_layer(
         visible = visible & key_padding_mask[:, None, None, :]
     if key_lengths is not None:
         visible = visible & (j < key_lengths[:, None, None, None])
-    return _attended(layer, q, k, v, visible)
+    return _attended(layer, x, q, k, v, visible)
 
 
 def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
     """A cross-attention in the way of `naive_layer`; seen: bool [B, S]."""
     q, k, v = _heads(layer, x, memory)
-    return _attended(layer, q, k, v, seen[:, None, None])
+    return _attended(layer, x, q, k, v, seen[:, None, None])
 
 
 def _heads(layer: AttentionLayer, x: Tensor, memory: Tensor) -> list[Tensor]:
@@ -142,8 +142,10 @@ def _near(layer: GQAttention, i: Tensor, j: Tensor) -> Tensor:
     return near | (j < layer.keep_first)
 
 
-def _attended(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """softmax(scores) v over the visible keys, through the output projection."""
+def _attended(
+    layer: AttentionLayer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
+) -> Tensor:
+    """softmax(scores) v over the visible keys, through gates and the output projection."""
     scores, relative = _scores(layer, q, k), getattr(layer, "relative", None)
     # min, not -inf: a row without visible keys gets uniform weights, then zeros, and no NaN.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
@@ -155,6 +157,13 @@ def _attended(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, visible: T
     if relative is not None and relative.has_values:
         vectors = _by_pair(relative, relative.values(), q.shape[1])
         out = out + torch.einsum("bhij,hijd->bihd", weights, vectors.expand(q.shape[2], -1, -1, -1))
+    if layer.output_gate is not None:
+        proj, H_q = layer.output_gate_proj, layer.num_heads
+        weight = rearrange(proj.weight, "(h gate) c -> h gate c", h=H_q)
+        gates = torch.einsum("btc,hgc->bthg", x, weight)
+        if proj.bias is not None:
+            gates = gates + rearrange(proj.bias, "(h gate) -> h gate", h=H_q)
+        out = out / (1 + (-gates).exp())
     return layer.out_proj(rearrange(out, "b t h d -> b t (h d)"))
 
 

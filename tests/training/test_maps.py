@@ -49,10 +49,10 @@ def assert_rows_sum_to_one(weights: torch.Tensor) -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
 
-def values_by_weights(layer, weights, v):
+def values_by_weights(layer, x, weights, v):
     """out_proj(weights @ v), with key/value heads shared."""
     groups = layer.num_heads // layer.num_kv_heads
-    return layer.project_output(weights.to(v.dtype) @ v.repeat_interleave(groups, dim=1))
+    return layer.project_output(weights.to(v.dtype) @ v.repeat_interleave(groups, dim=1), x)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_self_attention_multiplies_values_by_these_weights(options):
     assert weights.shape == (2, 2, 6, 6)
     v = layer.split_heads(layer.v_proj(x))
     expected = layer(x, key_lengths=lengths)
-    found = values_by_weights(layer, weights, v)
+    found = values_by_weights(layer, x, weights, v)
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(found[1, :4], expected[1, :4])
     if "sinks" in options:
@@ -102,7 +102,8 @@ def test_a_cross_attention_multiplies_values_by_these_weights(options):
     weights = cross_attention_weights(layer, x, memory, memory_lengths=lengths)
     projected = layer.project_memory(memory, lengths)
     assert torch.equal(cross_attention_weights(layer, x, projected), weights)
-    torch.testing.assert_close(values_by_weights(layer, weights, projected.v), layer(x, projected))
+    found = values_by_weights(layer, x, weights, projected.v)
+    torch.testing.assert_close(found, layer(x, projected))
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 3).double())
     assert (weights[1, :, :, 2:] == 0).all()
 

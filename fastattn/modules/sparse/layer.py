@@ -11,8 +11,8 @@ from ..projection import SelfProjection
 
 # Options of `GQAttention` that these layers take too.
 TAKEN = (
-    "head_dim", "v_head_dim", "qkv_bias", "out_bias", "qk_norm", "dropout", "scale", "backend",
-    "device", "dtype", "rotary", "rotary_base", "rotary_dim",
+    "head_dim", "v_head_dim", "qkv_bias", "out_bias", "qk_norm", "output_gate", "dropout", "scale",
+    "backend", "device", "dtype", "rotary", "rotary_base", "rotary_dim",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class SparseLayer(SelfProjection):
         dim = None if self.rotary is None else self.rotary_dim
         tables = self.rotation(x, positions, checked_tables(x, positions, rotary_tables, dim))
         q, k, v = self.queries_keys_values(x, tables, None)
-        return self.project_output(self.attend(x, q, k, v))
+        return self.project_output(self.attend(x, q, k, v), x)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H_q, T, D_v] from projected tokens."""
