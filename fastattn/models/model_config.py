@@ -65,8 +65,8 @@ class TransformerConfig:
         softcap: bound of the attention scores; None = none.
         sinks: give every head a learned share of attention that goes to no key.
         qk_norm: normalise queries and keys, with learned weights.
-        output_gate: multiply attention's output by sigmoids of the tokens, one for each "head" or each
-            "element" of each head's output; None = none.
+        output_gate: multiply attention's output by sigmoids of the tokens, one for each "head" or
+            each "element" of a head's output; None = none.
         block: where layers normalise: "pre", x + f(norm(x)); "post", norm(x + f(x)); "parallel",
             x + mlp(norm(x)) + attention(norm(x)).
         norm: "layernorm" or "rmsnorm".

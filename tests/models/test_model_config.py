@@ -43,6 +43,7 @@ MERGE = {"sparse": "merge", "window": 3}
         ({"sparse": "all"}, "sparse must be 'alternate' or 'merge', got 'all'"),
         ({"stride": 2}, "stride needs sparse='alternate' or 'merge', got 2 without it"),
         (MERGE, "sparse='merge' needs window and stride, got window=3 and stride=None"),
+        ({"output_gate": "row"}, "output_gate must be 'head' or 'element', got 'row'"),
         ({"scoring": "cosine"}, "scoring must be 'scaled_dot', .* or 'additive', got 'cosine'"),
         ({"block": "both"}, "block must be 'pre', 'post' or 'parallel', got 'both'"),
         ({"norm": "batch"}, "norm must be 'layernorm' or 'rmsnorm', got 'batch'"),
