@@ -33,8 +33,9 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "qkv_bias": True, "window": 5,
         "rotary": "interleaved", "rotary_dim": 6, "scale": 0.5,
     },
-    "first-softcap-gqa": {
+    "first-softcap-gqa-gate": {
         "num_heads": 4, "num_kv_heads": 2, "window": 3, "keep_first": 2, "softcap": 1.5,
+        "output_gate": "head",
     },
     "alibi-sinks": {"num_heads": 3, "head_dim": 16, "alibi": True, "sinks": True},
     "norm-rotary-buckets": {
