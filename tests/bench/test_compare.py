@@ -71,7 +71,7 @@ def test_the_record_of_splits_is_of_the_script_s_own_commands(script):
     found = {name: max(losses) for name, losses in script.differences(record["runs"]).items()}
     largest = {name: float(f"{x:.2g}") for name, x in found.items()}
     assert largest == record["largest_difference"] and max(largest.values()) < 1e-4
-    page = (FOLDER / "index.md").read_text(encoding="utf-8")
+    page = (FOLDER / "runs.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"no loss of any split differs by more than (\S+) nats", page)
     assert float(said) == max(largest.values())
 

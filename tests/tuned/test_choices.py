@@ -248,7 +248,7 @@ def test_hopper_or_triton_by_time(
     assert backend(*qkv) == "torch"
     # Nor does hopper serve what it cannot.
     plant("backends", {"backend": "hopper", "dtype": "float16", "head_dim": 128})
-    assert backend(*inputs(device, T=64, D=96, dtype=torch.float16), causal=True) == "triton"
+    assert backend(*inputs(device, T=64, D=100, dtype=torch.float16), causal=True) == "triton"
 
 
 def test_the_interpreter_and_the_cpu_go_by_no_findings(

@@ -208,7 +208,7 @@ def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
     assert "compute capability 9.0" in hopper.serves(replace(case, device="cpu"))
     monkeypatch.setattr(ops, "on_hopper", lambda device: True)
     assert hopper.serves(case) is None
-    assert "head dim 80" in hopper.serves(replace(case, D=80))
+    assert "head dim 84" in hopper.serves(replace(case, D=84))
     assert "decoding" in hopper.serves(replace(case, family="decode"))
     padded = replace(case, lengths=(16, 5), padding_side="left")
     assert hopper.serves(padded) is None
