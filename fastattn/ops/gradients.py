@@ -12,9 +12,11 @@ from torch import Tensor
 from ..options import LAID_AS, LEARNED, TENSORS, Options
 from ..torch_backend import block, formula
 from ..torch_backend.attend import one_product
-from ..torch_backend.double_backward import gradients_with_graph
+from ..torch_backend.double_backward import gradients_in_parts
+from ..torch_backend.query_chunks import Part
 from .schema import PLACES
 
+NAMES = ("q", "k", "v", *LEARNED)
 # Where q, k, v and these fields stand among an op's arguments.
 _PLACES = [0, 1, 2, *(3 + PLACES[name] for name in LEARNED)]
 # Where tensors stand in `Options`.
@@ -192,18 +194,20 @@ def differentiable_gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Compute `kernel_gradients` by the formula, for create_graph=True; holds all scores."""
+    """Compute `kernel_gradients` by the formula, for create_graph=True, some queries at a time."""
     inputs = (q, k, v, *options.differentiable)
-    return gradients_with_graph(formula_of(options), inputs, needed, (do, dlse))
+    return gradients_in_parts(formula_of, options, NAMES, inputs, needed, (do, dlse))
 
 
-def formula_of(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
+def formula_of(part: Part) -> Callable[..., tuple[Tensor, Tensor]]:
     """o and lse as a function of q, k, v and the fields in LEARNED, packed sequences by a batch."""
+    options = part.options
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
         given = replaced(options, fields)
         if options.cu_seqlens_q is None:
-            o, lse = formula.attention(q, k, v, given, return_lse=True)
+            first = {"first_row": part.first_row, "first_query": part.first_query}
+            o, lse = formula.attention(q, k, v, given, return_lse=True, **first)
             return o, lse
         rows = (as_packed(q), as_packed(k), as_packed(v))
         o, lse = formula.attention(*rows, laid(given, as_packed), return_lse=True)

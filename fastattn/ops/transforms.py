@@ -18,11 +18,13 @@ from .. import kernels as launchers
 from .. import tracing
 from ..options import LEARNED, Options
 from ..torch_backend import tangents
-from ..torch_backend.double_backward import gradients_with_graph
+from ..torch_backend.double_backward import gradients_in_parts, gradients_with_graph
+from ..torch_backend.query_chunks import Part
 from ..tracing import transforming as transforming
 from .call import Operator
 from .flops import attended
 from .gradients import (
+    NAMES,
     Kernels,
     differentiable_gradients,
     formula_of,
@@ -218,9 +220,10 @@ class _Dual(torch.autograd.Function):
             of_inputs = [next(found) if need else None for need in needed]
         else:
             inputs = [q, k, v, *options.differentiable, *moves]
+            names = (*NAMES, "q", "k", "v", *_MOVED)
             needed += needs[3 : 3 + count]
             with torch.enable_grad():  # views of inputs that are made without it have no graph
-                of = gradients_with_graph(_pushed(options), inputs, needed, grads)
+                of = gradients_in_parts(_pushed, options, names, inputs, needed, grads)
             if not torch.is_grad_enabled():
                 of = [None if x is None else x.detach() for x in of]
             of_inputs, of_moves = of[:-count], of[-count:]
@@ -232,14 +235,13 @@ class _Dual(torch.autograd.Function):
         return _mapped(_Dual.apply, 1, info.batch_size, in_dims, arguments)
 
 
-def _pushed(options: Options) -> Callable[..., tuple[Tensor, ...]]:
+def _pushed(part: Part) -> Callable[..., tuple[Tensor, ...]]:
     """The formula of what `_Dual` computes, of q, k, v, the fields in LEARNED, and tangents."""
-    names = ("q", "k", "v", *LEARNED)
-    function = formula_of(options)
+    function = formula_of(part)
 
     def pushed(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-        given = dict(zip(names, inputs, strict=False))
-        moves = dict(zip(("q", "k", "v", *_MOVED), inputs[len(names) :], strict=True))
+        given = dict(zip(NAMES, inputs, strict=False))
+        moves = dict(zip(("q", "k", "v", *_MOVED), inputs[len(NAMES) :], strict=True))
         moves = {name: x for name, x in moves.items() if x is not None}
 
         def of_moved(*moved: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,11 @@ torch lets a NaN in them through; rows that see nothing are 0, and rows that see
 torch's kernels have it otherwise; and a mask is built only where torch has no flag for it.
 """
 
+from collections.abc import Callable
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # By name: it stays torch's own where the attribute of torch's module is patched.
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import tracing
 from ..options import Options
 from . import formula, tangents
-from .double_backward import gradients_with_graph
+from .double_backward import gradients_in_parts
+from .query_chunks import Part
 
 
 def attention(
@@ -130,10 +131,6 @@ def _allow_second_derivatives(
     if node is None or not node.name().startswith("ScaledDotProduct"):
         return
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None) -> tuple[Tensor]:
-        with sdpa_kernel(SDPBackend.MATH):
-            return (_fused(q, k, v, shown, is_causal, scale),)
-
     def replaced(
         grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
@@ -143,10 +140,23 @@ def _allow_second_derivatives(
             x is not None and grad is not None
             for x, grad in zip_longest(inputs, grad_inputs[: len(inputs)])
         ]
-        found = gradients_with_graph(plain, inputs, needed, grad_outputs[:1])
+        q, k, v, shown = inputs
+        is_mask = shown is not None and shown.dtype == torch.bool
+        options = Options(causal=is_causal, scale=scale, attn_mask=shown if is_mask else None)
+        names, given = ("q", "k", "v", "attn_bias"), (q, k, v, None if is_mask else shown)
+        found = gradients_in_parts(_plain, options, names, given, needed, grad_outputs[:1])
         return (*found[: len(grad_inputs)], *grad_inputs[len(inputs) :])
 
     node.register_hook(replaced)
+
+
+def _plain(part: Part) -> Callable[..., tuple[Tensor, ...]]:
+    """The formula of what torch's fused kernel computes."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return (formula.attention(q, k, v, part.options._replace(attn_bias=bias)),)  # type: ignore[return-value]
+
+    return function
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:

@@ -1,6 +1,6 @@
 """Gradients of a part of an attention in torch; see `fastattn.functional.block`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..options import LAID_AS, Options
 from . import formula
-from .query_chunks import chunks
+from .query_chunks import parts
 
 # Scores that are held at once: 256 MiB in fp32.
 _SCORES = 2**26
@@ -115,7 +115,7 @@ def mod_gradients(
     leaves = [x for x in wide if x.requires_grad]
     sums = [torch.zeros_like(x) for x in leaves]
     options = options._replace(mod_tensors=tuple(wide))
-    for n, first, rows, keys, own in _parts(q, k, options, first_row):
+    for n, first, rows, keys, own in parts(q, k, options, _SCORES, first_row):
         k_own, v_own = k[:, :, keys], v[:, :, keys]
         with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
             x = formula.scores(q[:, :, rows].detach(), k_own.detach(), own, first_row=n)
@@ -127,22 +127,6 @@ def mod_gradients(
             if grad is not None:
                 summed += grad
     return sums
-
-
-def _parts(
-    q: Tensor, k: Tensor, options: Options, first_row: int
-) -> Iterator[tuple[int, int, slice, slice, Options]]:
-    """Rows of a call whose scores are held at once: b, the first's number, rows, keys, options."""
-    B, H_q, T_q, _ = q.shape
-    whole = slice(0, k.shape[2])
-    sequences = iter([(first_row, slice(0, T_q), whole, options)])
-    if options.cu_seqlens_q is not None:
-        sequences = formula.sequences(options, T_q, k.shape[2])
-    for n, rows, keys, own in sequences:
-        size = B * H_q * (keys.stop - keys.start)
-        for part, of_part in chunks(own, rows.stop - rows.start, size, _SCORES):
-            of_whole = slice(rows.start + part.start, rows.start + part.stop)
-            yield n, part.start, of_whole, keys, of_part
 
 
 def _weights(x: Tensor, lse: Tensor) -> Tensor:

@@ -1,9 +1,21 @@
 """Gradients that can be differentiated again, from a formula that torch differentiates."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+from .. import tracing
+from ..options import LAID_AS, LEARNED, Options
+from . import formula
+from .query_chunks import Part, parts
+
+# Scores that are held at once: 64 MiB in fp32. Derivatives of gradients hold some twenty such.
+_SCORES = 2**24
 
 
 def gradients_with_graph(
@@ -73,3 +85,137 @@ def _by_transform(
     found = pullback(tuple(dy.to(y.dtype) for y, dy in zip(outputs, given, strict=True)))
     by_place = dict(zip(places, found, strict=True))
     return [by_place.get(i) for i in range(len(inputs))]
+
+
+def gradients_in_parts(
+    of_part: Callable[[Part], Callable[..., tuple[Tensor, ...]]],
+    options: Options,
+    names: Sequence[str],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """`gradients_with_graph` of a call, some queries at a time, as are the gradients of these.
+
+    Only the inputs are kept for further derivatives. Sums over queries are added up in their order,
+    in fp32 or wider. Where torch traces or transforms, all scores are held.
+
+    Args:
+        of_part: the function of the inputs, for a part of the call.
+        options: of the call; those in LEARNED are not read.
+        names: what each input is, or is a tangent of: "q", "k", "v" or one of LEARNED.
+        inputs: q and k first; packed ones have a batch of one.
+        needed: which of them need a gradient.
+        gradients: with respect to what the function returns, [B, H_q, T_q, ...]; None = zero.
+    """
+    options = options._replace(**dict.fromkeys(LEARNED))
+
+    def compute(part: Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return of_part(part)(*tensors)
+
+    lies = tuple(map(_lies, names, inputs))
+    function = _Function(compute, options, lies, ("q",) * len(gradients))
+    return function.gradients(inputs, needed, gradients)
+
+
+def _lies(name: str, x: Tensor | None) -> str:
+    if name == "attn_bias":
+        return "q" if x is not None and x.shape[2] != 1 else ""
+    return {"q": "q", "k": "k", "v": "k", **LAID_AS}.get(name, "")
+
+
+class _Function(NamedTuple):
+    """A function of tensors that is computed from parts of a call, over which it is a sum.
+
+    compute: its results, of a part and of what lies in the part of each tensor.
+    options: of the call.
+    inputs: for each tensor "q" or "k", if its dim 2 is that of the queries or keys, else "".
+    results: the same, for each result.
+    """
+
+    compute: Callable[..., Sequence[Tensor]]
+    options: Options
+    inputs: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def gradients(
+        self,
+        inputs: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        gradients: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """The gradients of inputs where needed, with a graph of their own."""
+        if not _in_parts((*inputs, *gradients)):
+            whole = Part(0, 0, slice(None), slice(None), self.options)
+            return gradients_with_graph(partial(self.compute, whole), inputs, needed, gradients)
+        of = self._gradient(needed)
+        like = [i for i, need in enumerate(needed) if need]
+        found = iter(_Parts.apply(of, like, *inputs, *gradients))  # type: ignore[no-untyped-call]
+        return [next(found) if need else None for need in needed]
+
+    def _gradient(self, needed: Sequence[bool]) -> "_Function":
+        """The function of inputs and of results' gradients that gives those of needed inputs."""
+        count = len(self.inputs)
+
+        def compute(part: Part, *tensors: Tensor | None) -> list[Tensor]:
+            inputs, of_results = tensors[:count], tensors[count:]
+            function = partial(self.compute, part)
+            found = gradients_with_graph(function, inputs, needed, of_results)
+            return [
+                torch.zeros_like(x) if dx is None else dx
+                for x, dx, need in zip(inputs, found, needed, strict=True)
+                if need and x is not None
+            ]
+
+        results = tuple(lie for lie, need in zip(self.inputs, needed, strict=True) if need)
+        return self._replace(compute=compute, inputs=self.inputs + self.results, results=results)
+
+
+def _in_parts(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether `_Parts` may take them: it knows no transform, trace, tangent or older vmap."""
+    if torch.compiler.is_compiling() or tracing.transforming():
+        return False
+    given = [x for x in tensors if x is not None]
+    dual = tracing.in_forward_mode() and any(map(tracing.has_tangent, given))
+    return not dual and not any(map(is_legacy_batchedtensor, given))
+
+
+class _Parts(torch.autograd.Function):
+    """A `_Function`, with gradients that are one again; `like`: whose shape each result has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: _Function, like: Sequence[int], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        q, k, *_ = tensors
+        assert q is not None and k is not None
+        results: list[Any] = [tensors[place] for place in like]
+        sums = [torch.zeros_like(formula.wide(x, None)) for x in results]
+        casts = tracing.autocasting(q.device)
+        wide = torch.autocast(q.device.type, enabled=False) if casts else nullcontext()
+        for part in parts(q, k, function.options, _SCORES):
+            given = [_leaf(x, lie, part) for x, lie in zip(tensors, function.inputs, strict=True)]
+            with torch.enable_grad(), wide:
+                found = function.compute(part, *given)
+            for total, lie, x in zip(sums, function.results, found, strict=True):
+                _of_part(total, lie, part).add_(x.detach())
+        return tuple(total.to(x.dtype) for total, x in zip(sums, results, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *ctx.function.gradients(ctx.saved_tensors, needed, gradients)
+
+
+def _of_part(x: Tensor, lie: str, part: Part) -> Tensor:
+    return x[:, :, part.rows if lie == "q" else part.keys] if lie else x
+
+
+def _leaf(x: Tensor | None, lie: str, part: Part) -> Tensor | None:
+    """A part of x in fp32 or wider, in which sums over parts are exact enough."""
+    if x is None:
+        return None
+    return formula.wide(_of_part(x, lie, part), None).detach().requires_grad_()

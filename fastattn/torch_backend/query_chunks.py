@@ -1,12 +1,14 @@
 """A call's options for some of its queries, so that torch need not hold every score at once."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checks import FARTHEST
 from ..options import BROADCAST, Options, along
+from . import formula
 
 
 def chunks(
@@ -41,3 +43,30 @@ def _of_rows(options: Options, rows: slice) -> Options:
         places = torch.arange(rows.start, rows.stop, device=offsets.device)
         own["q_positions"] = (first + places).to(torch.int32)
     return options._replace(query_offset=offset + rows.start, query_offsets=None, **own)
+
+
+class Part(NamedTuple):
+    """Rows of a call whose scores are held at once."""
+
+    first_row: int  # b of the first batch row; of a packed call the sequence
+    first_query: int  # of the row or sequence
+    rows: slice
+    keys: slice
+    options: Options
+
+
+def parts(q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0) -> Iterator[Part]:
+    """Parts of a call in the order of their rows; packed q and k have a batch of one.
+
+    limit: about how many scores are held at once.
+    """
+    B, H_q, T_q, _ = q.shape
+    whole = slice(0, k.shape[2])
+    sequences = iter([(first_row, slice(0, T_q), whole, options)])
+    if options.cu_seqlens_q is not None:
+        sequences = formula.sequences(options, T_q, k.shape[2])
+    for n, rows, keys, own in sequences:
+        size = B * H_q * (keys.stop - keys.start)
+        for part, of_part in chunks(own, rows.stop - rows.start, size, limit):
+            of_whole = slice(rows.start + part.start, rows.start + part.stop)
+            yield Part(n, part.start, of_whole, keys, of_part)

@@ -1,0 +1,134 @@
+"""Gradients of gradients, a few queries at a time: values at each order, and memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn.ops import gradients
+from fastattn.options import LEARNED, Options
+from fastattn.testing.inputs import draws
+from fastattn.torch_backend import double_backward
+from fastattn.torch_backend.query_chunks import Part
+
+H_q, H_k, T_q, T_k, D = 2, 1, 5, 6, 3
+draw = draws(dtype=torch.float64)
+CASES = {
+    "plain": Options(),
+    "causal": Options(causal=True, query_offsets=torch.tensor([1])),
+    "bias, sinks": Options(attn_bias=draw(1, 1, T_q, T_k), sinks=draw(H_q)),
+    "bias of keys": Options(attn_bias=draw(1, H_q, 1, T_k)),
+    "dropout": Options(dropout=0.3, dropout_seed=torch.tensor([5, 6])),
+    "packed": Options(
+        cu_seqlens_q=torch.tensor([0, 0, 4, T_q]),
+        cu_seqlens_k=torch.tensor([0, 1, 3, T_k]),
+        query_offset=None,
+        causal=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two queries a part and a remainder: gradients beside those of all queries; differences."""
+    monkeypatch.setattr(double_backward, "_SCORES", 2 * H_q * T_k)
+    options = CASES[case]
+    learned = [name for name in LEARNED if getattr(options, name) is not None]
+    shapes = (H_q, T_q, D), (H_k, T_k, D), (H_k, T_k, D)
+    inputs = [*(draw(1, *shape) for shape in shapes), *map(options.__getattribute__, learned)]
+    inputs += draw(1, H_q, T_q, D), draw(1, H_q, T_q)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+
+    def laid_out(*tensors: Tensor) -> tuple[Any, ...]:
+        q, k, v, *fields = tensors
+        return q, k, v, options._replace(**dict(zip(learned, fields, strict=True)))
+
+    def found(*tensors: Tensor) -> tuple[Tensor, ...]:
+        *given, do, dlse = tensors
+        q, k, v, options = laid_out(*given)
+        needed = [x is not None for x in (q, k, v, *options.differentiable)]
+        grads = gradients.differentiable_gradients(q, k, v, options, needed, do, dlse)
+        return tuple(x for x in grads if x is not None)
+
+    *given, do, dlse = leaves
+    q, k, v, whole = laid_out(*given)
+    part = Part(0, 0, slice(None), slice(None), whole)
+    results = gradients.formula_of(part)(q, k, v, *whole.differentiable)
+    expected = torch.autograd.grad(results, given, (do, dlse.to(results[1])))
+    torch.testing.assert_close(found(*leaves), expected)
+    assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
+    if case == "bias, sinks":
+        assert torch.autograd.gradgradcheck(found, leaves, fast_mode=True)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor that an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+class Kept:
+    """A tensor that a graph holds, counted while it does."""
+
+    now = most = 0
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        Kept.now += x.numel()
+        Kept.most = max(Kept.most, Kept.now)
+
+    def __del__(self) -> None:
+        Kept.now -= self.x.numel()
+
+
+@contextmanager
+def measured() -> Iterator[Largest]:
+    Kept.now = Kept.most = 0
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.x), Largest() as largest:
+        yield largest
+
+
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the queries and keys take twice as much at most, in tensors and in graphs."""
+    monkeypatch.setattr(double_backward, "_SCORES", 2**16)
+    found = []
+    for T in (1024, 2048):
+        x = draws()(1, 1, T, 8).requires_grad_()
+        with measured() as largest:
+            o = fastattn.attention(x, x, x, causal=True, backend="torch")
+            (first,) = torch.autograd.grad(o.sin().sum(), x, create_graph=True)
+            between = Kept.now
+            torch.autograd.grad(first.sin().sum(), x)
+        found.append((largest.numbers, between, Kept.most))
+        print(found)
+    (_, between, most), (numbers, twice_between, twice_most) = found
+    assert numbers <= 2**16
+    assert twice_between <= 2 * between and twice_most <= 2 * most
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_memory_behind_tangents_is_linear(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The backward of tangents that a kernel pushed."""
+    T = 96
+    monkeypatch.setattr(double_backward, "_SCORES", 8 * T)
+    x = draws()(1, 1, T, 16).to(device).requires_grad_()
+
+    def attend(y: Tensor) -> Tensor:
+        return fastattn.attention(y * x, x, x, backend="triton")
+
+    _, tangent = torch.func.jvp(attend, (x.detach(),), (x.detach().cos(),))
+    with measured() as largest:
+        torch.autograd.grad(tangent.sum(), x)
+    assert largest.numbers <= 2 * T * 16
