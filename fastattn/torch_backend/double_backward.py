@@ -108,7 +108,8 @@ def gradients_in_parts(
         needed: which of them need a gradient.
         gradients: with respect to what the function returns, [B, H_q, T_q, ...]; None = zero.
     """
-    options = options._replace(**dict.fromkeys(LEARNED))
+    unread: dict[str, Any] = dict.fromkeys(LEARNED)
+    options = options._replace(**unread)
 
     def compute(part: Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return of_part(part)(*tensors)
@@ -133,7 +134,7 @@ class _Function(NamedTuple):
     results: the same, for each result.
     """
 
-    compute: Callable[..., Sequence[Tensor]]
+    compute: Callable[..., tuple[Tensor, ...]]
     options: Options
     inputs: tuple[str, ...]
     results: tuple[str, ...]
@@ -157,15 +158,15 @@ class _Function(NamedTuple):
         """The function of inputs and of results' gradients that gives those of needed inputs."""
         count = len(self.inputs)
 
-        def compute(part: Part, *tensors: Tensor | None) -> list[Tensor]:
+        def compute(part: Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
             inputs, of_results = tensors[:count], tensors[count:]
             function = partial(self.compute, part)
             found = gradients_with_graph(function, inputs, needed, of_results)
-            return [
+            return tuple(
                 torch.zeros_like(x) if dx is None else dx
                 for x, dx, need in zip(inputs, found, needed, strict=True)
                 if need and x is not None
-            ]
+            )
 
         results = tuple(lie for lie, need in zip(self.inputs, needed, strict=True) if need)
         return self._replace(compute=compute, inputs=self.inputs + self.results, results=results)

@@ -1,7 +1,8 @@
 """Attention as a formula over checked `Options`: every option, any number of derivatives.
 
-It holds all scores in memory. It serves what torch's own attention has no argument for, and second
-derivatives, of the kernels too. The oracle that judges it and them is `reference`.
+It holds all scores of the queries that it is given. It serves what torch's own attention has no
+argument for, and, a few queries at a time, second derivatives, of the kernels too. The oracle that
+judges it and them is `reference`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

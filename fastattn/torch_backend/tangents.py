@@ -2,7 +2,7 @@
 
 torch has no forward-mode derivative of its fused kernels. It has those of the formula's operations,
 at every level of torch.func's transforms. Chunks keep memory linear in the queries where no graph
-for a backward is recorded.
+for a backward is recorded; the graph holds all scores.
 """
 
 import torch

@@ -28,7 +28,8 @@ CASES = {
         cu_seqlens_q=torch.tensor([0, 0, 4, T_q]),
         cu_seqlens_k=torch.tensor([0, 1, 3, T_k]),
         query_offset=None,
-        causal=True,
+        dropout=0.3,
+        dropout_seed=torch.tensor([5, 6]),
     ),
 }
 
