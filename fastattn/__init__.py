@@ -57,9 +57,11 @@ if not _LATER:
     from .functional.scoring import multiplicative_attention as multiplicative_attention
     from .functional.selected import block_indices as block_indices
     from .functional.selected import explain_selected as explain_selected
+    from .functional.selected import indexer_loss as indexer_loss
     from .functional.selected import moba_attention as moba_attention
     from .functional.selected import native_sparse_attention as native_sparse_attention
     from .functional.selected import select_blocks as select_blocks
+    from .functional.selected import select_tokens as select_tokens
     from .functional.selected import selected_attention as selected_attention
     from .functional.statistics import AttentionStatistics as AttentionStatistics
     from .functional.statistics import attention_statistics as attention_statistics
@@ -145,6 +147,7 @@ __all__ = [
     "explain_fp8",
     "explain_paged",
     "explain_selected",
+    "indexer_loss",
     "merge",
     "moba_attention",
     "multiplicative_attention",
@@ -153,6 +156,7 @@ __all__ = [
     "patch_sdpa",
     "quantize_fp8",
     "select_blocks",
+    "select_tokens",
     "selected_attention",
     "shared_pages",
     "swap",

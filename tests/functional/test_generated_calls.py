@@ -25,9 +25,9 @@ PAIRS = {backend: pair_cases(backend, 6) for backend in ("torch", "triton")}
 ELSEWHERE = {
     "alibi_slopes", "append_paged", "block_indices", "document_ids", "dropout_keep_mask",
     "explain", "explain_decode", "explain_fp8", "explain_paged", "explain_selected",
-    "moba_attention", "native_sparse_attention", "pack_values", "patch_sdpa", "select_blocks",
-    "shared_pages", "swap", "t5_relative_bias", "unpatch_sdpa", "view_of_tensors", "warmup", "tune",
-    "verify",
+    "indexer_loss", "moba_attention", "native_sparse_attention", "pack_values", "patch_sdpa",
+    "select_blocks", "select_tokens", "shared_pages", "swap", "t5_relative_bias",
+    "unpatch_sdpa", "view_of_tensors", "warmup", "tune", "verify",
 }  # fmt: skip
 # By the name of the case that calls them.
 CALLED_WITHIN = {

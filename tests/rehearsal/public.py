@@ -336,6 +336,8 @@ def without_launches() -> Calls:
         "explain_paged": lambda: str(
             fastattn.explain_paged(random(B, 8, D), filled(), gpu(B + 1, dtype=torch.int32))
         ),
+        "indexer_loss": lambda: fastattn.indexer_loss(q, k[:, :1], q[..., 0], q, k),
+        "select_tokens": lambda: fastattn.select_tokens(q, k[:, :1], q[..., 0], 4),
         "block_indices": lambda: fastattn.block_indices(gpu(B, H, 4, 4) > 0),
         "explain_selected": lambda: str(
             fastattn.explain_selected(

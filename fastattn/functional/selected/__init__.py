@@ -3,6 +3,8 @@
 from .attend import explain_selected as explain_selected
 from .attend import selected_attention as selected_attention
 from .choose import select_blocks as select_blocks
+from .indexer import indexer_loss as indexer_loss
+from .indexer import select_tokens as select_tokens
 from .indices import block_indices as block_indices
 from .moba import moba_attention as moba_attention
 from .nsa import native_sparse_attention as native_sparse_attention

@@ -145,6 +145,13 @@ def _checked(
     q, k, v, _ = inputs.autocast(q, k, v, {})
     options = call_options.dense_options(q, k, v, **given)
     block = check_block(block)
+    return _Call(q, k, v, *checked_lists(indices, counts, q, k, block), block, options)
+
+
+def checked_lists(
+    indices: Tensor, counts: Any, q: Tensor, k: Tensor, block: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The lists in order and their lengths, as `ordered_lists` has them."""
     key_blocks = -(-k.shape[2] // block[1])
     _check_lists(indices, counts, q, k, block[0])
     if tracing.host_knows(indices) and indices.numel():
@@ -154,7 +161,7 @@ def _checked(
                 f"indices must number the {key_blocks} blocks of {block[1]} keys from 0 on, or be "
                 f"-1, got {least if least < -1 else most}"
             )
-    return _Call(q, k, v, *formula.ordered_lists(indices, counts, key_blocks), block, options)
+    return formula.ordered_lists(indices, counts, key_blocks)
 
 
 def check_block(block: Any) -> tuple[int, int]:

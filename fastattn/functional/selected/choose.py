@@ -101,9 +101,7 @@ def _best(
     scores = scores.masked_fill(taken, torch.inf)
     if causal:
         scores = scores.masked_fill(block > own, -torch.inf)
-    best, numbers = scores.topk(min(n, count), dim=-1)
-    numbers = numbers.masked_fill(best == -torch.inf, -1).to(torch.int32)
-    return torch.nn.functional.pad(numbers, (0, n - numbers.shape[-1]), value=-1)
+    return formula.best(scores, n)
 
 
 def _check_pool(pool: tuple[int, int], block_k: int) -> int:

@@ -34,6 +34,13 @@ def block_scores(
     return found
 
 
+def best(scores: Tensor, n: int) -> Tensor:
+    """Places of the n largest along the last dim, int32; -1 behind those above -inf."""
+    largest, places = scores.topk(min(n, scores.shape[-1]), dim=-1)
+    places = places.masked_fill(largest == float("-inf"), -1).to(torch.int32)
+    return torch.nn.functional.pad(places, (0, n - places.shape[-1]), value=-1)
+
+
 def _over(x: Tensor, dim: int, weights: bool) -> Tensor:
     """The sum, or the largest, along a dim of what is not -inf; -inf where all is."""
     largest = x.amax(dim)

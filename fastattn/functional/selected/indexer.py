@@ -1,0 +1,138 @@
+"""DeepSeek's sparse attention (V3.2 report, arXiv 2512.02556): the indexer's choice and its loss.
+
+An indexer of few, small heads scores every key, I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s]). All
+heads of the attention take a query's n best keys.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ... import checks
+from ...torch_backend.selected import indexer as formula
+from .. import call_options, inputs
+from .attend import checked_lists
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...arguments import SelectedAttentionArguments
+
+_LOSS = call_options.SELECTED._replace(name="indexer_loss")
+_MASKS = call_options.ADDITIVE.taken.keys()
+_TOKENS = call_options.ADDITIVE._replace(
+    name="select_tokens", taken={x: row for x, row in _LOSS.taken.items() if x in _MASKS}
+)
+
+
+@_TOKENS.sign
+def select_tokens(
+    q_index: Tensor,
+    k_index: Tensor,
+    w: Tensor,
+    n: int,
+    **options: "Unpack[SelectedAttentionArguments]",
+) -> Tensor:
+    """The n keys that the indexer scores best for each query, as `indices` of `selected_attention`.
+
+    They go with block=(1, 1) and the same masks. Scores are computed on torch in fp32 or wider,
+    some queries at a time: nothing of [T_q, T_k] is held. There is no gradient.
+
+    Args:
+        q_index: [B, H_I, T_q, D_I], fp16, bf16, fp32 or fp64.
+        k_index: [B, 1, T_k, D_I], likewise: one key a token.
+        w: [B, H_I, T_q], of any of these dtypes: the heads' weights, with every scale in them
+            (V3.2: H_I ** -0.5 * D_I ** -0.5).
+        n: keys of each list.
+        options: masks by position, of padding and of documents, as for `selected_attention`.
+
+    Returns:
+        int32 [B, 1, T_q, n], the best first; -1 where a query sees fewer keys. Of equal scores any
+        may come first.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+
+    Examples:
+        >>> k = torch.tensor([1.0, 3.0, 2.0]).reshape(1, 1, 3, 1)
+        >>> select_tokens(torch.ones(1, 1, 1, 1), k, torch.ones(1, 1, 1), 2).tolist()
+        [[[[1, 2]]]]
+    """
+    given: dict[str, Any] = {**options}
+    _TOKENS.refuse_others(given)
+    q, k = _checked_index(q_index, k_index, w)
+    n = checks.check_count("n", n, 0)
+    return formula.select(q, k, w, n, call_options.dense_options(q, k, k, **given))
+
+
+@_LOSS.sign
+def indexer_loss(
+    q_index: Tensor,
+    k_index: Tensor,
+    w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor | None = None,
+    **options: "Unpack[SelectedAttentionArguments]",
+) -> Tensor:
+    """KL(p || softmax(I)) of each query: what trains the indexer of `select_tokens`.
+
+    p: the attention's weights, summed over its heads and normalised to a sum of 1. Without
+    `indices` both are over all keys that a query sees (the warm-up stage), with them over those
+    that it names.
+    Computed on torch in fp32 or wider, some queries at a time and again for gradients: memory
+    grows with T, not with T_q * T_k. Time grows with T_q * T_k, as that of the choice does.
+
+    Args:
+        q_index, k_index, w: [B, H_I, T_q, D_I], [B, 1, T_k, D_I] and [B, H_I, T_q], as for
+            `select_tokens`.
+        q: [B, H_q, T_q, D] of the attention, fp16, bf16, fp32 or fp64.
+        k: [B, H_k, T_k, D], likewise; H_k divides H_q.
+        indices: int32 or int64 [B, 1, T_q, n], numbers of keys in any order; -1 names none, and one
+            named twice counts once.
+        options: those of the attention: masks, scale, softcap and sinks as for
+            `selected_attention`.
+
+    Returns:
+        fp32 or fp64 [B, T_q], 0 where a query sees no key: sum it for the report's loss. It is
+        differentiable in q_index, k_index and w alone, deterministically; q, k and sinks get no
+        gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a number
+            that is no key where indices lie on the CPU (elsewhere it names none).
+
+    Examples:
+        >>> q, k, w = torch.randn(1, 4, 8, 16), torch.randn(1, 1, 8, 16), torch.rand(1, 4, 8)
+        >>> indexer_loss(q, k, w, q, k, causal=True).shape
+        torch.Size([1, 8])
+    """
+    given: dict[str, Any] = {**options}
+    _LOSS.refuse_others(given)
+    q_index, k_index = _checked_index(q_index, k_index, w)
+    checks.check_tensors(q, k, k)
+    for name, x, like in (("q", q, q_index), ("k", k, k_index)):
+        B, _, T, _ = like.shape
+        checks.check_placement(name, x, (B, x.shape[1], T, x.shape[3]), q_index)
+    q, k, _, _ = inputs.autocast(q, k, k, {})
+    checked = call_options.dense_options(q, k, k, **given)
+    lists = None
+    if indices is not None:
+        lists, _ = checked_lists(indices, None, q, k, (1, 1))
+        if indices.shape[1] != 1:
+            raise ValueError(f"indices must have one list for all heads, got {indices.shape[1]}")
+    return formula.loss((q_index, k_index, w), q, k, lists, checked)
+
+
+def _checked_index(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k of the indexer, checked, in autocast's dtype."""
+    for name, x in (("q_index", q), ("k_index", k), ("w", w)):
+        checks.check_floats(name, x)
+        if name != "w" and x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
+    checks.check_placement("k_index", k, (q.shape[0], 1, k.shape[2], q.shape[3]), q)
+    checks.check_placement("w", w, tuple(q.shape[:3]), q)
+    q, k, _, _ = inputs.autocast(q, k, k, {})
+    if k.dtype != q.dtype:
+        raise TypeError(f"k_index must have the dtype of q_index ({q.dtype}), got {k.dtype}")
+    return q, k
