@@ -104,7 +104,6 @@ def _attended(q: Tensor, k: Tensor, options: Options) -> Tensor:
     return formula.normalised(formula.scores(q, k, options), options.sinks)[0].sum(1)
 
 
-@torch.no_grad()
 def _attended_of_lists(
     q: Tensor, k: Tensor, named: Tensor, seen: Tensor, options: Options
 ) -> Tensor:
