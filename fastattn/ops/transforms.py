@@ -222,10 +222,7 @@ class _Dual(torch.autograd.Function):
             inputs = [q, k, v, *options.differentiable, *moves]
             names = (*NAMES, "q", "k", "v", *_MOVED)
             needed += needs[3 : 3 + count]
-            with torch.enable_grad():  # views of inputs that are made without it have no graph
-                of = gradients_in_parts(_pushed, options, names, inputs, needed, grads)
-            if not torch.is_grad_enabled():
-                of = [None if x is None else x.detach() for x in of]
+            of = gradients_in_parts(_pushed, options, names, inputs, needed, grads)
             of_inputs, of_moves = of[:-count], of[-count:]
         of_call = placed(of_inputs, len(needs) - count)
         return (None, *of_call[:3], *of_moves, *of_call[3:])

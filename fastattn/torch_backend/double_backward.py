@@ -23,6 +23,7 @@ def gradients_with_graph(
     inputs: Sequence[Tensor | None],
     needed: Sequence[bool],
     gradients: Sequence[Tensor | None],
+    create_graph: bool = True,
 ) -> list[Tensor | None]:
     """The gradients of function(*inputs), with a graph of their own.
 
@@ -31,6 +32,7 @@ def gradients_with_graph(
         inputs: its arguments. Some may be one tensor, or computed from one another.
         needed: which of them need a gradient.
         gradients: with respect to what the function returns; None = zero.
+        create_graph: whether they have that graph, if the inputs have one.
 
     Returns:
         One for each input, None where none is needed or the result does not depend on it.
@@ -53,7 +55,7 @@ def gradients_with_graph(
                 [y for y, _ in pairs],
                 wanted,
                 [dy for _, dy in pairs],
-                create_graph=True,
+                create_graph=create_graph,
                 allow_unused=True,
             )
         )
@@ -145,14 +147,17 @@ class _Function(NamedTuple):
         needed: Sequence[bool],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """The gradients of inputs where needed, with a graph of their own."""
+        """The gradients of inputs where needed, with a graph of their own where one is recorded."""
         if not _in_parts((*inputs, *gradients)):
             whole = Part(0, 0, slice(None), slice(None), self.options)
-            return gradients_with_graph(partial(self.compute, whole), inputs, needed, gradients)
+            recorded = torch.is_grad_enabled()
+            with torch.enable_grad():  # views of inputs that are made without it have no graph
+                function = partial(self.compute, whole)
+                return gradients_with_graph(function, inputs, needed, gradients, recorded)
         of = self._gradient(needed)
         like = [i for i, need in enumerate(needed) if need]
-        found = iter(_Parts.apply(of, like, *inputs, *gradients))  # type: ignore[no-untyped-call]
-        return [next(found) if need else None for need in needed]
+        results = iter(_Parts.apply(of, like, *inputs, *gradients))  # type: ignore[no-untyped-call]
+        return [next(results) if need else None for need in needed]
 
     def _gradient(self, needed: Sequence[bool]) -> "_Function":
         """The function of inputs and of results' gradients that gives those of needed inputs."""

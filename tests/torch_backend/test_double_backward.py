@@ -67,6 +67,23 @@ def test_each_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.autograd.gradgradcheck(found, leaves, fast_mode=True)
 
 
+# vmap calls torch's kernel for each entry, and says so.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_many_second_gradients_at_once() -> None:
+    """By both of torch's maps over calls, each of which has to see through the parts."""
+    q = draw(1, 1, T_q, D).requires_grad_()
+    o = fastattn.attention(q, q, q, causal=True, backend="torch")
+    (first,) = torch.autograd.grad(o.sin().sum(), q, create_graph=True)
+
+    def second(dy: Tensor, **how: Any) -> Tensor:
+        return torch.autograd.grad(first, q, dy, retain_graph=True, **how)[0]
+
+    dys = draw(2, *q.shape)
+    expected = torch.stack([second(dy) for dy in dys])
+    torch.testing.assert_close(second(dys, is_grads_batched=True), expected)
+    torch.testing.assert_close(torch.vmap(second)(dys), expected)
+
+
 class Held(TorchDispatchMode):
     """Numbers of the largest tensor that an operation returned, and bytes held at once, at most."""
 
