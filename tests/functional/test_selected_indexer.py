@@ -166,7 +166,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("of", ["choice", "warm-up", "sparse"])
 def test_memory_grows_with_the_tokens(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer, "_AT_ONCE", 2**10)
+    monkeypatch.setattr(indexer, "_AT_ONCE", 2**12)
 
     def peak(T: int) -> int:
         q_index, k_index, q = (torch.randn(1, heads, T, 2) for heads in (2, 1, 2))
