@@ -205,15 +205,32 @@ def _over_shared(
     one row of queries.
     """
     own = view._replace(starts=shared.starts)
-    o, lse = attention_paged(q, own, cu_seqlens, return_lse=True, **how, **options)
+    o, lse = _part(q, own, cu_seqlens, how, options)
     prefix = view._replace(block_table=shared.table, lengths=shared.lengths, batch_index=None)
     # Queries see all of it, and their sinks are of the rest.
-    scores = {name: x for name, x in options.items() if name not in ("causal", "sinks")}
-    o1, lse1 = attention_paged(
-        q, prefix, shared.offsets, causal=False, return_lse=True, backend=how["backend"], **scores
+    scores = {**options, "causal": False, "sinks": None}
+    alone = {**how, "max_seqlen_q": None, "tree_mask": None, "out": None}
+    merge_into(
+        *_part(q, prefix, shared.offsets, alone, scores), o, lse, shared.offsets, how["backend"]
     )
-    merge_into(o1, lse1, o, lse, shared.offsets, how["backend"])
-    return o, lse
+    return o, lse.float()
+
+
+def _part(
+    q: Tensor, view: CacheView, cu_seqlens: Tensor, how: dict[str, Any], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`attention_paged` for `merge_into`: of q in fp64 the lse is fp64 too, as `attend_to_part`."""
+    if getattr(q, "dtype", None) != torch.float64:
+        return attention_paged(q, view, cu_seqlens, return_lse=True, **how, **options)
+    longest, tree, out, backend = (how[x] for x in ("max_seqlen_q", "tree_mask", "out", "backend"))
+    checked = _checked(q, view, cu_seqlens, longest, tree, out, options)
+    tiles = in_tiles(q, view)[None]
+    choice = dispatch.choose(tiles, view.k, view.v, checked, backend, family="decode")
+    if not q.is_cpu:
+        dispatch.warn_if_slow(choice, q.device)
+    with torch.no_grad():
+        wide = checked._replace(fp32_results=True)
+        return paged_torch.attend(q, view, cu_seqlens, out, wide, True)
 
 
 def _checked(

@@ -30,7 +30,8 @@ def attend(
     total, H_q, D = q.shape
     D_v = view.v.shape[3]
     o = q.new_empty(total, H_q, D_v) if out is None else out
-    lse = q.new_empty(H_q, total, dtype=torch.float32)
+    wide = options.fp32_results and q.dtype == torch.float64
+    lse = q.new_empty(H_q, total, dtype=torch.float64 if wide else torch.float32)
     offsets = cu_seqlens.tolist()
     rows = view.batch_index
     if rows is None:

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from fastattn import KVCache, PagedKVCache, cascade_attention, decode_attention, merge
+from fastattn import (
+    KVCache,
+    PagedKVCache,
+    attention_paged,
+    cascade_attention,
+    decode_attention,
+    merge,
+    shared_pages,
+    view_of_tensors,
+)
 from fastattn.functional.merge import merge_into
 from fastattn.ops.merge import merge_forward
 from fastattn.testing.inputs import draws
@@ -69,7 +78,7 @@ def test_a_prefix_that_rows_were_forked_from(backend: str, device: str) -> None:
     assert cascade_attention(q[:, :, :0], *views, backend=backend).shape == q[:, :, :0].shape
 
 
-def test_a_cascade_in_fp64_is_not_merged_by_an_lse_of_fp32(device: str) -> None:
+def test_prefixes_in_fp64_are_not_merged_by_an_lse_of_fp32(device: str) -> None:
     draw = draws(3, device, torch.float64)
     q, k, v = draw(1, 1, 1, 4), draw(1, 1, 6, 4), draw(1, 1, 6, 4)
     q[..., 0] = k[..., 0] = 100.0  # all scores are about 5000, and an lse of fp32 is off by 2e-4
@@ -79,6 +88,13 @@ def test_a_cascade_in_fp64_is_not_merged_by_an_lse_of_fp32(device: str) -> None:
     prefix, own, whole = caches
     found, expected = cascade_attention(q, prefix, own), decode_attention(q, whole)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    of_three = (x.view(2, 1, 3, 4) for x in (k, v))
+    lengths, table, one = (torch.tensor(x, device=device) for x in ([6], [[0, 1]], [0, 1]))
+    view = view_of_tensors(*of_three, lengths.int(), block_table=table.int())
+    shared = shared_pages(view, one, one, lengths // 2)
+    found, lse = attention_paged(q[0], view, one, shared=shared, return_lse=True)
+    torch.testing.assert_close(found, expected[0], rtol=1e-12, atol=1e-12)
+    assert lse.dtype == torch.float32
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

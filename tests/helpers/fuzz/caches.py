@@ -1,6 +1,7 @@
 """Judges of calls on caches: decoding from every kind, packed queries, shared prefixes."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from .values import drawn_options
 
 # What a ring has of its own.
 _OF_RINGS = ("window", "keep_first", "stride")
+# What a step over shared pages takes.
+_OF_SHARED = ("causal", "scale", "softcap", "sinks")
 
 
 def decode(case: Case, how: dict[str, Any]) -> None:
@@ -82,19 +85,30 @@ def _judge(
 
 
 def paged(case: Case, how: dict[str, Any]) -> None:
-    """o and lse of packed tokens, as many as a row may have, with a tree mask or without."""
+    """o and lse of packed tokens, as many as a row may have, with a tree mask or without, over
+    pages that rows share or over their own.
+    """
     case = replace(case, B=max(1, case.B))
-    draw = case.random("paged")
+    draw, sharing = case.random("paged"), case.random("sharing")
     kinds = [kind for kind, made in KINDS.items() if "window" not in made and "starts" not in made]
+    shares = sharing.chance(0.4)
+    if shares:
+        kinds = [kind for kind in kinds if "page_size" in KINDS[kind]]
+        known = tuple(name for name in case.options if name in _OF_SHARED)
+        T_k = case.T_k + sharing.integer(0, 20)
+        case = replace(case, B=sharing.integer(2, 5), T_k=T_k, options=known)
     options = drawn_options(case, case.B)
     q, k, v = inputs(case)
     some = (0, 1, 1, min(2, case.T_q), draw.integer(0, case.T_q), case.T_q)
     # The slots of a row hold all its new tokens.
-    counts = [min(draw.choice(*some), case.T_q, case.T_k) for _ in range(case.B)]
+    most = min(case.T_q, case.T_k // 2 if shares else case.T_k)
+    counts = [min(draw.choice(*some), most) for _ in range(case.B)]
     offsets = torch.tensor([0, *counts], dtype=draw.choice(torch.int32, torch.int64)).cumsum(0)
     rows = [x[:, :n].transpose(0, 1) for x, n in zip(q, counts, strict=True)]
     packed = torch.cat((*rows, q[0, :, : draw.choice(0, 0, 2)].transpose(0, 1)))
-    filled = fill(draw.choice(*kinds), k, v, _lengths(case, draw))
+    filled = fill(draw.choice(*kinds), k, v, _lengths(case, draw, max(counts) if shares else 0))
+    if shares:
+        filled, how = _with_shared_pages(sharing, filled, counts, offsets, how)
     if draw.chance(0.4):
         options["tree_mask"] = _tree(draw, packed.shape[0], counts)
     if draw.chance(0.3):
@@ -102,7 +116,7 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     if draw.chance(0.3):
         shape = (*packed.shape[:2], case.D_v)
         how = {**how, "out": laid(packed.new_zeros(1, *shape), draw.choice("bthd", "wide"))[0]}
-    how = {**how, "batch_invariant": draw.chance(0.2)}
+    how = {**how, "batch_invariant": draw.chance(0.2) and not shares}
     found = fastattn.attention_paged(
         packed, filled.view, offsets, return_lse=True, **how, **options
     )
@@ -117,6 +131,37 @@ def paged(case: Case, how: dict[str, Any]) -> None:
 
     exact = oracle(torch.float64)
     assert_all_near(("o", "lse"), found, exact, lambda: oracle(case.dtype), ORDERS)
+
+
+def _with_shared_pages(
+    draw: Draw, filled: Filled, counts: list[int], offsets: Tensor, how: dict[str, Any]
+) -> tuple[Filled, dict[str, Any]]:
+    """The rows in another order, in up to three groups, some of them empty, and rows of no group.
+
+    A group shares the first pages of its longest row: they hold older tokens of all its rows.
+    """
+    B, size = len(counts), filled.view.page_size
+    order = draw.normal(B).argsort()
+    k, v, lengths = (x[order] for x in (filled.k, filled.v, filled.lengths))
+    assert filled.view.block_table is not None
+    table, held = filled.view.block_table.clone(), lengths.tolist()
+    rows = [0, *sorted(draw.integer(0, B) for _ in range(draw.choice(0, 1, 1, 2, 2, 3)))]
+    shared = []
+    for first, last in pairwise(rows):
+        group = range(first, last)
+        longest = max(group, key=held.__getitem__, default=0)
+        older = [held[b] - counts[b] for b in group if counts[b]]
+        most = min([held[longest], *older]) if group else 0
+        shared.append(draw.choice(most, most, draw.integer(0, most)))
+        pages = -(-shared[-1] // size)
+        table[order[first:last], :pages] = table[order[longest], :pages]
+        for x in (k, v):
+            x[first:last, :, : pages * size] = x[longest, :, : pages * size].clone()
+    view = filled.view._replace(block_table=table, batch_index=order.int())
+    dtype = draw.choice(torch.int32, torch.int64)
+    groups = (torch.tensor(x, dtype=dtype) for x in (rows, shared))
+    how = {**how, "shared": fastattn.shared_pages(view, offsets, *groups)}
+    return Filled(view, k, v, lengths, {}), how
 
 
 def _tree(draw: Draw, total: int, counts: list[int]) -> Any:
