@@ -1,6 +1,7 @@
 """Compile kernels before they are needed."""
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..ops import attend as ops
 from ..rotary import rotary_tables
 from .attend import attention, attention_varlen
 from .decode import decode_attention
+from .merge import shared_pages
 from .paged import attention_paged
 
 # Any length, number of heads and batch size does: kernels are compiled for none of them. But few
@@ -52,7 +54,9 @@ _FLAGS: dict[str, Any] = {
     "varlen": lambda device, T_q, T_k: {},
 }
 # What caches of generation are like; the flags that change scores go with them too.
-_CACHES = ("decode", "paged", "packed", "int8", "fp8", "rotary")
+_CACHES = ("decode", "paged", "packed", "shared", "int8", "fp8", "rotary")
+# What each goes beside.
+_BESIDE = {"packed": "paged", "shared": "packed"}
 
 
 def warmup(
@@ -82,7 +86,8 @@ def warmup(
             append, prompts and steps, split and whole: of a `KVCache`, with "paged" of a
             `PagedKVCache` (any page size), with "int8" or "fp8" of codes, with "rotary" of keys
             that are rotated as they are appended (all of head_dim, in halves). "packed" beside
-            "decode" and "paged" for `attention_paged` too.
+            "decode" and "paged" for `attention_paged` too, "shared" beside these for its calls over
+            `shared_pages` as well.
         backward: also the kernels of gradients.
         device: of the tensors.
 
@@ -120,8 +125,8 @@ def _flags(call: str) -> list[str]:
             raise ValueError(f"calls must name some of {known}, got {flag!r}")
         if flag in _CACHES and "decode" not in flags:
             raise ValueError(f'calls must have "decode" beside {flag!r}, got {call!r}')
-        if flag == "packed" and "paged" not in flags:
-            raise ValueError(f'calls must have "paged" beside "packed", got {call!r}')
+        if (other := _BESIDE.get(flag, flag)) not in flags:
+            raise ValueError(f'calls must have "{other}" beside "{flag}", got {call!r}')
     return flags
 
 
@@ -193,19 +198,25 @@ def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device
                         q, view, new_lengths=lengths_of_q, num_splits=splits, **options
                     )
         if "packed" in flags:
-            _steps(view, options)
+            _steps(view, options, "shared" in flags)
 
 
-def _steps(view: CacheView, options: dict[str, Any]) -> None:
+def _steps(view: CacheView, options: dict[str, Any], sharing: bool) -> None:
     """Make calls of packed queries in tiles of either kind, in rows too short to split and in long
-    ones.
+    ones, of a cache and of a server's tensors; sharing: also with all rows as one group.
     """
-    D, device = view.k.shape[3], view.k.device
+    B, D, device = view.batch_size, view.k.shape[3], view.k.device
     q = torch.zeros(4 * _T, _H, D, dtype=view.dtype, device=device)
-    offsets = torch.zeros(view.batch_size + 1, dtype=torch.int32, device=device)
-    for pages in (1, _MANY_PAGES):
-        table = torch.zeros(view.lengths.shape[0], pages, dtype=torch.int32, device=device)
-        attention_paged(q, view._replace(block_table=table), offsets, **options)
+    offsets = torch.zeros(B + 1, dtype=torch.int32, device=device)
+    rows = torch.tensor([0, B], device=device)
+    of_server = view._replace(lengths=view.lengths[:B], batch_index=None)
+    for cache, pages in product((view, of_server), (1, _MANY_PAGES)):
+        table = torch.zeros(cache.lengths.shape[0], pages, dtype=torch.int32, device=device)
+        step = cache._replace(block_table=table)
+        attention_paged(q, step, offsets, **options)
+        if sharing:
+            shared = shared_pages(step, offsets, rows, rows[:1])
+            attention_paged(q, step, offsets, shared=shared, **options)
 
 
 def _appended(

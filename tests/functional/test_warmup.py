@@ -82,17 +82,24 @@ def generations() -> list[int]:
 def steps() -> list[int]:
     """Compilations by `warmup`, and by a server's steps of other sizes than it has."""
     with overhead.stand_in_gpu(), torch.no_grad():
-        flags = "decode+paged+packed"
+        flags = "decode+paged+packed+shared"
         counts = [count_compilations(lambda: fastattn.warmup(32, calls=flags, device="cpu"))]
         for H, total, columns in ((8, 300, 2000), (4, 5, 1), (4, 70, 64)):
             pages = torch.zeros(9, 2, 16, 32, dtype=torch.bfloat16)
             view = fastattn.view_of_tensors(
-                pages, pages, torch.zeros(3).int(), block_table=torch.zeros(3, columns).int()
+                pages,
+                pages.clone(),
+                torch.zeros(3).int(),
+                block_table=torch.zeros(3, columns).int(),
             )
             q = torch.zeros(total, H, 32, dtype=torch.bfloat16)
             offsets = torch.zeros(4, dtype=torch.int32)
-            call = partial(fastattn.attention_paged, q, view, offsets, backend="triton")
-            counts.append(count_compilations(call))
+            groups = torch.tensor([0, 1, 3], dtype=torch.int32)
+            shared = fastattn.shared_pages(view, offsets, groups, groups[1:] * 0)
+            how = {"backend": "triton"}
+            for sharing in (None, shared):
+                call = partial(fastattn.attention_paged, q, view, offsets, shared=sharing, **how)
+                counts.append(count_compilations(call))
     return counts
 
 
@@ -135,7 +142,7 @@ def test_what_is_warm_compiles_nothing() -> None:
 def test_steps_of_a_server_compile_nothing() -> None:
     with CompilePool(1) as pool:
         first, *others = pool.call(f"{__file__}:steps", "sm_90")
-    assert first > 0 and others == [0, 0, 0]
+    assert first > 0 and others == [0] * 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
