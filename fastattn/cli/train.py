@@ -25,6 +25,7 @@ CHOICES = {
     "rotary_style": ("half", "interleaved"),
     "relative_table": ("trained", "sinusoidal"),
     "sparse": ("alternate", "merge"),
+    "output_gate": ("head", "element"),
     "scoring": ("scaled_dot", "dot", "multiplicative", "additive"),
     "block": ("pre", "post", "parallel"),
     "norm": ("layernorm", "rmsnorm"),

@@ -150,6 +150,7 @@ def test_every_field_of_a_model(run):
     assert {name: changes for name, changes in left.items() if changes} == sets(
         num_kv_heads="null",
         kv_latent_dim="null",
+        output_gate="null",
         v_head_dim="null",
         window="null many",
         stride="null",
