@@ -70,7 +70,7 @@ def test_each_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # vmap calls torch's kernel for each entry, and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_many_second_gradients_at_once() -> None:
-    """By both of torch's maps over calls, each of which has to see through the parts."""
+    """Both of torch's maps over calls have to see through the parts."""
     q = draw(1, 1, T_q, D).requires_grad_()
     o = fastattn.attention(q, q, q, causal=True, backend="torch")
     (first,) = torch.autograd.grad(o.sin().sum(), q, create_graph=True)
@@ -112,7 +112,7 @@ class Held(TorchDispatchMode):
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of twice the queries and keys, twice at most, between the gradients and in each."""
+    """Twice the queries and keys take twice at most, between the gradients and in each."""
     monkeypatch.setattr(double_backward, "_SCORES", 2**15)
     found = []
     for T in (512, 1024):

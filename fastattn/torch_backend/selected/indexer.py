@@ -107,7 +107,7 @@ def _attended(q: Tensor, k: Tensor, options: Options) -> Tensor:
 def _attended_of_lists(
     q: Tensor, k: Tensor, named: Tensor, seen: Tensor, options: Options
 ) -> Tensor:
-    """Of the keys that each query names and sees alone: [B, T_q, n]. Each query is a batch row."""
+    """Weights [B, T_q, n] of the keys that each query names and sees alone, a batch row a query."""
     B, T_q, n = named.shape
     batch = torch.arange(B, device=k.device)[:, None, None]
     own = k.transpose(1, 2)[batch, named].flatten(0, 1).transpose(1, 2)
