@@ -138,9 +138,9 @@ def test_few_queries_are_left_to_the_portable_kernels(
 ) -> None:
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     inputs = make_qkv(D=64, T_q=T_q, T_k=8, dtype=torch.bfloat16, device=device)
-    found = fastattn.explain(*inputs)
+    actual = fastattn.explain(*inputs)
     reason = {"hopper": "63 queries leave more than half of a tile of 128 empty"}
-    assert found == fastattn.Explanation(*(("triton", reason) if T_q == 63 else ("hopper", {})))
+    assert actual == fastattn.Explanation(*(("triton", reason) if T_q == 63 else ("hopper", {})))
     assert fastattn.explain(*inputs, backend="hopper").backend == "hopper"
 
 

@@ -105,6 +105,6 @@ def test_planted_violation_is_found(tmp_path, path, text, message):
         "fastattn/cli/run.py": PRIVATE,
     }
     assert find_violations(plant(tmp_path / "right", files)) == []
-    found = find_violations(plant(tmp_path / "wrong", files | {path: text}))
-    assert len(found) >= 1
-    assert any(message in line for line in found), found
+    actual = find_violations(plant(tmp_path / "wrong", files | {path: text}))
+    assert len(actual) >= 1
+    assert any(message in line for line in actual), actual

@@ -121,8 +121,8 @@ def test_a_mask_is_what_plain_torch_has(name: str, backend: str, device: str) ->
     torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-5)
     if backend == "torch":
         return
-    found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, expected))
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    actual, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, expected))
+    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_the_same_parts_give_the_same_function() -> None:
@@ -190,8 +190,8 @@ def test_alibi_with_learned_slopes() -> None:
     expected = plain(q, k, v, bias=bias)
     leaves = (q, slopes, ahead)
     torch.testing.assert_close(o, expected)
-    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (o, expected))
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    actual, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (o, expected))
+    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-4)
     same = fastattn.alibi_slopes(2)
     o = attention(q, k, v, relative_bias=mods.alibi_bias(same, 5))
     torch.testing.assert_close(o, attention(q, k, v, alibi_slopes=same))
@@ -209,10 +209,10 @@ def test_forget_gates_weigh_keys_by_their_product() -> None:
     )
     expected = plain(q, k, v, torch.ones(6, 6).tril() > 0, product.log())
     torch.testing.assert_close(o, expected)
-    found, wanted = (
+    actual, wanted = (
         torch.autograd.grad(x.square().sum(), raw, retain_graph=True)[0] for x in (o, expected)
     )
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_decomposed_positions_are_a_bias_by_row_and_column() -> None:
@@ -227,8 +227,8 @@ def test_decomposed_positions_are_a_bias_by_row_and_column() -> None:
     expected = plain(q, k, v, bias=bias)
     torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-4)
     leaves = (q, k, rows, columns)
-    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (o, expected))
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    actual, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (o, expected))
+    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match=r"q and k must have 3 \* 4 tokens, got 6 and 6"):
         mods.decomposed_positions(*qkv(6)[:2], rows, columns)
 

@@ -157,8 +157,8 @@ def test_only_numbers_are_plain(field: str) -> None:
 def test_the_registers_that_a_field_takes(field: str) -> None:
     assert Options()._replace(**{field: 4}).registers == TAGS[field].registers
     beside = {"relative": "relative", "bias": "heavy"}
-    found = Options(score_mod=4)._replace(**{field: 4}).registers
-    assert found == beside.get(TAGS[field].registers, "scores")
+    actual = Options(score_mod=4)._replace(**{field: 4}).registers
+    assert actual == beside.get(TAGS[field].registers, "scores")
 
 
 # What the torch backend hands to torch's own attention, which has no argument for the rest.

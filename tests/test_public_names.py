@@ -37,9 +37,9 @@ def test_public_names_and_parameters_are_those_listed():
     listed = LISTED.read_text().splitlines()
     if importlib.util.find_spec("transformers") is None:
         listed = [line for line in listed if not line.startswith("fastattn.compat.transformers.")]
-    found = promised()
-    assert sorted(set(listed) - set(found)) == [], "lost"
-    assert sorted(set(found) - set(listed)) == [], "not listed"
+    actual = promised()
+    assert sorted(set(listed) - set(actual)) == [], "lost"
+    assert sorted(set(actual) - set(listed)) == [], "not listed"
 
 
 def promised() -> list[str]:

@@ -38,8 +38,8 @@ DRAWN: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("arguments", "drawn"), DRAWN)
 def test_drawn_masks(arguments, drawn) -> None:
     rows = [[c == "1" for c in row] for row in drawn.split()]
-    found = reference.visible_mask(len(rows), len(rows[0]), **arguments)[0, 0]
-    assert found.tolist() == rows
+    actual = reference.visible_mask(len(rows), len(rows[0]), **arguments)[0, 0]
+    assert actual.tolist() == rows
 
 
 def test_offsets_and_lengths_of_each_row_of_the_batch() -> None:

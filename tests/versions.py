@@ -92,10 +92,10 @@ def interpreter(version: str) -> str:
     name = f"python{version}"
     folders = [os.environ.get("PYTHON_DIRS", ""), os.environ.get("PATH", os.defpath)]
     for folder in filter(None, os.pathsep.join(folders).split(os.pathsep)):
-        found = shutil.which(name, path=folder)
+        actual = shutil.which(name, path=folder)
         # Version managers put names on PATH that stand for no interpreter.
-        if found and not subprocess.run([found, "-c", ""], capture_output=True).returncode:
-            return found
+        if actual and not subprocess.run([actual, "-c", ""], capture_output=True).returncode:
+            return actual
     raise RowError(f"no {name} in PYTHON_DIRS or PATH")
 
 

@@ -68,8 +68,8 @@ def test_the_record_of_splits_is_of_the_script_s_own_commands(script):
         words = shlex.split(line)
         build_parser().parse_args(words[words.index("train") :])
     assert all(len(run["loss"]) == 300 for run in record["runs"].values())
-    found = {name: max(losses) for name, losses in script.differences(record["runs"]).items()}
-    largest = {name: float(f"{x:.2g}") for name, x in found.items()}
+    actual = {name: max(losses) for name, losses in script.differences(record["runs"]).items()}
+    largest = {name: float(f"{x:.2g}") for name, x in actual.items()}
     assert largest == record["largest_difference"] and max(largest.values()) < 1e-4
     page = (FOLDER / "runs.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"no loss of any split differs by more than (\S+) nats", page)

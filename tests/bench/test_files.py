@@ -39,9 +39,9 @@ def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tm
     assert done.returncode == 0, done.stdout
     assert "needs a GPU: torch sees no CUDA device" in done.stdout
     assert "fastattn-triton cannot serve" not in done.stdout  # it is not asked on a CPU
-    found = {b["name"]: b for b in json.loads(out.read_text())["benchmarks"]}
+    results = {b["name"]: b for b in json.loads(out.read_text())["benchmarks"]}
     for family in ("forward", "backward", "padded", "masks"):
-        compared = [b for name, b in found.items() if name.startswith(f"test_attention[{family}")]
+        compared = [b for name, b in results.items() if name.startswith(f"test_attention[{family}")]
         assert len(compared) == 3 and len({b["group"] for b in compared}) == 1
         for benchmark in compared:
             # The samples of the harness are those that pytest-benchmark shows.
@@ -49,6 +49,6 @@ def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tm
             assert ms["samples"] == stats["rounds"]
             assert 1e3 * stats["median"] == pytest.approx(ms["median"], abs=1e-4)
             assert benchmark["extra_info"]["tflops"] > 0
-    cost = found["test_host_cost_of_a_call[decode, paged]"]["extra_info"]
+    cost = results["test_host_cost_of_a_call[decode, paged]"]["extra_info"]
     assert set(cost["us"]) == {"bare launch", "fastattn"} and "us_over_bare_launch" in cost
-    assert found["test_import_over_torch_and_triton"]["extra_info"]["import_ms"] > 0
+    assert results["test_import_over_torch_and_triton"]["extra_info"]["import_ms"] > 0

@@ -71,12 +71,12 @@ def test_decoding_is_the_sum_over_keys(case: Any, backend: str, device: str) -> 
     q = draw(len(lengths), H, T, C + R, seed=1).to(device, dtype)
     tile = tiles.TileConfig(16, 16)
     with tiles.forced(decode=tile, decode_chunk=tile):
-        found = decode_attention(q, cache, scale=SCALE, return_lse=True, backend=backend)
+        actual = decode_attention(q, cache, scale=SCALE, return_lse=True, backend=backend)
         several = decode_attention(q, cache, scale=SCALE, num_splits=3, backend=backend)
     ref = expected(q.double().cpu(), [x.double().cpu() for x in keys], C)
     wide = torch.float32 if dtype == torch.float32 else dtype
     naive = expected(q.to(wide).cpu(), [x.to(wide).cpu() for x in keys], C)
-    for name, x, exact, rough in zip(("o", "lse"), found, ref, naive, strict=True):
+    for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
         assert_within_budget(name, x.cpu(), exact, rough)
     assert_within_budget("split", several.cpu(), ref[0], naive[0])
 
@@ -94,12 +94,12 @@ def test_new_tokens_of_any_number_over_pages(device: str) -> None:
     counts = [1, 4, 2]
     packed = torch.cat([x[:, 4 - n :].transpose(0, 1) for x, n in zip(q, counts, strict=True)])
     starts = torch.tensor([0, 1, 5, 7], dtype=torch.int32, device=device)
-    found = attention_paged(packed, cache, starts, scale=SCALE, backend="triton")
+    actual = attention_paged(packed, cache, starts, scale=SCALE, backend="triton")
     exact, naive = (
         torch.cat([x[:, 4 - n :].transpose(0, 1) for x, n in zip(o, counts, strict=True)])
         for o in in_both(q, keys)
     )
-    assert_within_budget("o", found.cpu(), exact, naive)
+    assert_within_budget("o", actual.cpu(), exact, naive)
 
 
 def test_keys_are_loaded_once_where_they_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_one_buffer_holds_both(device: str) -> None:
     assert pages.free_pages == 4
     q = draw(2, 2, 1, 40, seed=1).to(device)
     keys = [kv[0, 0], torch.cat((kv[0, 0], kv[1, 0, :1]))]
-    found = decode_attention(q, pages, scale=SCALE)
-    assert_within_budget("o", found.cpu(), *in_both(q, keys))
+    actual = decode_attention(q, pages, scale=SCALE)
+    assert_within_budget("o", actual.cpu(), *in_both(q, keys))
 
 
 @pytest.mark.parametrize(

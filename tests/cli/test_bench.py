@@ -51,9 +51,9 @@ def test_steps_are_timed_with_the_backend_given(monkeypatch):
     choose = dispatch.choose
 
     def remember(*args, **kwargs):
-        found = choose(*args, **kwargs)
-        seen.add(found.backend)
-        return found
+        actual = choose(*args, **kwargs)
+        seen.add(actual.backend)
+        return actual
 
     monkeypatch.setattr(dispatch, "choose", remember)
     issued: list[int] = []

@@ -30,9 +30,9 @@ def test_each_thing_that_is_missing_has_its_remedy(
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr(doctor.metadata, "version", lambda package: "1.0")
-    found = remedies()
-    found.pop("GPU", None)
-    assert not any(found.values()), found
+    actual = remedies()
+    actual.pop("GPU", None)
+    assert not any(actual.values()), actual
 
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert "apt install gcc" in remedies()["C compiler"]

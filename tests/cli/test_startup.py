@@ -38,8 +38,8 @@ with open("found.json", "w") as file:
 def test_arguments_are_checked_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROCESS]
     subprocess.run(command, input=json.dumps(list(COMMANDS)), text=True, cwd=tmp_path, check=True)
-    found, torch_later, names = json.loads((tmp_path / "found.json").read_text())
-    assert found == {command: [status, False] for command, status in COMMANDS.items()}
+    actual, torch_later, names = json.loads((tmp_path / "found.json").read_text())
+    assert actual == {command: [status, False] for command, status in COMMANDS.items()}
     assert torch_later and all(names), "a name that is used brings them all"
 
 

@@ -168,10 +168,10 @@ def test_a_preset_is_the_base_of_a_configuration(tmp_path, error_line):
     text = write(tmp_path / "a.conll", CONLL)
     options = ["--tokenizer", "word", "--steps", 1, "--preset", "bert-base", *TINY]
     assert train(tmp_path / "run", "encoder", text, *options, "--context", 8) == 0
-    found = load_trained(tmp_path / "run")
-    assert found.config.vocab_size == found.tokenizer.vocab_size
-    assert (found.config.block, found.config.norm_eps) == ("post", 1e-12)
-    assert (found.config.num_layers, found.config.context_length) == (1, 8)
+    actual = load_trained(tmp_path / "run")
+    assert actual.config.vocab_size == actual.tokenizer.vocab_size
+    assert (actual.config.block, actual.config.norm_eps) == ("post", 1e-12)
+    assert (actual.config.num_layers, actual.config.context_length) == (1, 8)
     command = ["train", "--text", text, "--out", tmp_path / "new", "--preset", "none"]
     assert "GPTConfig has the presets gpt2-small" in error_line(*command)
 

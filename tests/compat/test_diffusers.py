@@ -139,10 +139,10 @@ def test_the_registry_has_one_member_for_context_parallelism(dispatcher):
 
 def test_the_program_of_the_page(dispatcher):
     program = PAGE.read_text().split("```python\n")[1].split("```")[0]
-    found = {}
-    exec(program, found)
-    q = found["q"]
-    torch.testing.assert_close(found["o"], _torchs(q, q, q, None))
+    results = {}
+    exec(program, results)
+    q = results["q"]
+    torch.testing.assert_close(results["o"], _torchs(q, q, q, None))
 
 
 def test_parts_of_a_ring():
@@ -151,11 +151,11 @@ def test_parts_of_a_ring():
     ctx = SimpleNamespace()
     ctx.save_for_backward = lambda *given: setattr(ctx, "saved_tensors", given)
     parts = list(zip(k.split([3, 4], 1), v.split([3, 4], 1), strict=True))
-    found = [
+    actual = [
         door.forward_op(ctx, q, *part, None, 0.0, False, None, False, True, _save_ctx=i == 0)
         for i, part in enumerate(parts)
     ]
-    (o, lse), (other, other_lse) = ((o, lse.unsqueeze(-1)) for o, lse in found)
+    (o, lse), (other, other_lse) = ((o, lse.unsqueeze(-1)) for o, lse in actual)
     o = o - torch.sigmoid(other_lse - lse) * (o - other)
     lse = lse - F.logsigmoid(lse - other_lse)
     wanted = _torchs(q, k, v, None)

@@ -38,8 +38,8 @@ def test_what_is_returned(draw):
 def test_arguments_by_position_in_numbers_of_any_kind(size, draw):
     q = draw(1, 6, 2, 8)
     given = (np.float64(0.0), np.float32(0.5), np.bool_(True), size, np.float32(3.0))
-    found = flash_attn.flash_attn_func(q, q, q, *given)
-    check(found, q, q, q, scale=0.5, causal=True, window=(2, None), softcap=3.0)
+    actual = flash_attn.flash_attn_func(q, q, q, *given)
+    check(actual, q, q, q, scale=0.5, causal=True, window=(2, None), softcap=3.0)
 
 
 def test_compiled_without_graph_breaks(draw):

@@ -31,8 +31,8 @@ def test_lengths_as_a_number_and_by_default(draw):
         "window_size": torch.tensor([3, -1]),
         "num_splits": np.int32(0),
     }
-    found = flash_attn_with_kvcache(q, k_cache, v_cache, **numbers)
-    check(found, q, k_cache[:, :6], v_cache[:, :6], scale=0.3, window=(3, None))
+    actual = flash_attn_with_kvcache(q, k_cache, v_cache, **numbers)
+    check(actual, q, k_cache[:, :6], v_cache[:, :6], scale=0.3, window=(3, None))
 
 
 def test_varlen_over_pages(draw, device):
@@ -171,7 +171,7 @@ def test_grid(names, backend, device, monkeypatch):
         written = (places >= case.lengths[:, None]) & (places < ends[:, None])
         k_rows[written] = rotated(case, case.k, moving=True).flatten(0, 1)
         v_rows[written] = case.v.flatten(0, 1)
-    found = flash_attn_with_kvcache(
+    actual = flash_attn_with_kvcache(
         case.q,
         case.k_cache,
         case.v_cache,
@@ -191,4 +191,4 @@ def test_grid(names, backend, device, monkeypatch):
     if case.alibi:
         options["alibi_slopes"] = case.options["alibi_slopes"]
     q = rotated(case, case.q, moving=case.causal_mask or case.local)
-    check(found, q, k_rows, v_rows, **options)
+    check(actual, q, k_rows, v_rows, **options)

@@ -99,11 +99,11 @@ def test_install_where_there_was_nothing():
 def test_version_3(draw, device):
     q, k, v = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8)
     options = {"scale": 0.4, "causal": True, "window": (2, None)}
-    found = version_3.flash_attn_func(
+    actual = version_3.flash_attn_func(
         q, k, v, 0.4, True, None, None, None, None, (2, -1), return_attn_probs=True
     )
-    assert len(found) == 2
-    check(found, q, k, v, **options)
+    assert len(actual) == 2
+    check(actual, q, k, v, **options)
     packed = version_3.flash_attn_qkvpacked_func(
         torch.cat((q[:, :5], k[:, :5], v[:, :5]), 2), 0.4, True, window_size=(2, -1), num_heads_q=4
     )
@@ -133,9 +133,9 @@ def test_combine(draw, device):
     torch.testing.assert_close(o, whole[0])
     torch.testing.assert_close(lse, whole[1].transpose(1, 2))
     packed = [x.flatten(1, 2) for x in parts]
-    found = version_3.flash_attn_combine(*packed, out_dtype=torch.bfloat16)[0]
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.view(q.shape).float(), o, rtol=1e-2, atol=1e-2)
+    actual = version_3.flash_attn_combine(*packed, out_dtype=torch.bfloat16)[0]
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.view(q.shape).float(), o, rtol=1e-2, atol=1e-2)
     o, lse = version_3.flash_attn_combine(parts[0][2:], parts[1][2:])
     assert not o.any() and bool(lse.isneginf().all())
     with pytest.raises(RuntimeError, match=r"lse_partial must have shape \[3, 2, 5, 4\]"):
@@ -166,10 +166,10 @@ def test_e4m3(packed, draw, device):
         codes, plain = ([x.flatten(0, 1) for x in xs] for xs in (codes, plain))
         options["seqused_k"] = torch.tensor([4, 5], dtype=torch.int32, device=device)
     options["return_attn_probs"] = True
-    found = call(*codes, *lengths, **dict(zip(names, scales, strict=True)), **options)
+    actual = call(*codes, *lengths, **dict(zip(names, scales, strict=True)), **options)
     expected = call(*plain, *lengths, **options)
-    assert found[0].dtype == torch.bfloat16
-    assert all(map(torch.equal, found, expected))
+    assert actual[0].dtype == torch.bfloat16
+    assert all(map(torch.equal, actual, expected))
     ones = call(*codes, *lengths, **options)[0]
     assert torch.equal(ones, call(*(x.bfloat16() for x in codes), *lengths, **options)[0])
     with pytest.raises(RuntimeError, match=r"q_descale must have shape \[2, 2\], got \[2, 4\]"):
@@ -201,10 +201,10 @@ assert not USE_TRITON_ROCM and not is_rdna() and get_scheduler_metadata(1, num_s
 
 
 def test_what_their_tests_import(installed):
-    found: dict = {}
-    exec(UPSTREAM, found)
+    results: dict = {}
+    exec(UPSTREAM, results)
     with pytest.raises(NotImplementedError, match=r"fastattn\.attention_weights computes them"):
-        found["_get_block_size_n"]("cuda", 64, True, False)
+        results["_get_block_size_n"]("cuda", 64, True, False)
 
 
 def test_modules_that_are_not_here_say_what_is(installed):
@@ -259,14 +259,14 @@ def test_version_3_with_a_cache(draw, device):
     caches, lengths = (draw(2, 9, 2, 8), draw(2, 9, 2, 8)), offsets((3,), device) + 2
     own = tuple(x.clone() for x in caches)
     tables = rotary_tables(9, 8, device=device)
-    found = version_3.flash_attn_with_kvcache(
+    actual = version_3.flash_attn_with_kvcache(
         q, *caches, k, v, None, *tables, lengths, causal=True, return_softmax_lse=True
     )
     wanted = flash_attn.flash_attn_with_kvcache(
         q, *own, k, v, *tables, lengths, causal=True, return_softmax_lse=True
     )
-    assert len(found) == 4 and found[2:] == (None, None)
-    assert all(map(torch.equal, found[:2], wanted)) and all(map(torch.equal, caches, own))
+    assert len(actual) == 4 and actual[2:] == (None, None)
+    assert all(map(torch.equal, actual[:2], wanted)) and all(map(torch.equal, caches, own))
     for name in ("cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"):
         with pytest.raises(NotImplementedError, match=f"{name} is not served"):
             version_3.flash_attn_with_kvcache(q, *caches, **{name: lengths})
@@ -276,10 +276,10 @@ def test_version_4(draw, device):
     q, k, v, sinks = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8), draw(4)
     options = {"scale": 0.4, "causal": True, "window": (2, None), "sinks": sinks}
     positional = (None, None, 0.4, True, (2, None), sinks)
-    found = version_4.flash_attn_func(q, k, v, *positional, return_lse=True)
-    check(found, q, k, v, **options)
+    actual = version_4.flash_attn_func(q, k, v, *positional, return_lse=True)
+    check(actual, q, k, v, **options)
     o, lse = version_4.flash_attn_func(q, k, v, *positional)
-    assert torch.equal(o, found[0]) and lse is None
+    assert torch.equal(o, actual[0]) and lse is None
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     given = {"softmax_scale": 0.4, "causal": True, "window_size": (2, None)}
     cu = (offsets((5, 5), device), offsets((7, 7), device))

@@ -29,9 +29,9 @@ def by_oracle(x, tables, positions, dtype, *, interleaved, conjugate=False):
     return x
 
 
-def check(name, found, x, *oracle, **how):
+def check(name, actual, x, *oracle, **how):
     exact, naive = (by_oracle(x, *oracle, t, **how) for t in (torch.float64, torch.float32))
-    assert_within_budget(name, found, exact, naive.to(x.dtype))
+    assert_within_budget(name, actual, exact, naive.to(x.dtype))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -42,36 +42,36 @@ def test_dense(first, interleaved, tables, draw, device):
         first = torch.tensor([7, 0], device=device)
     steps = torch.arange(6, device=device)
     positions = (first[:, None] if torch.is_tensor(first) else first) + steps.expand(2, -1)
-    found = rotary.apply_rotary(x, *tables, first, interleaved=interleaved)
-    check("x", found, x, tables, positions, interleaved=interleaved)
+    actual = rotary.apply_rotary(x, *tables, first, interleaved=interleaved)
+    check("x", actual, x, tables, positions, interleaved=interleaved)
     rows = (table[positions] for table in tables)
-    assert torch.equal(rotary.apply_rotary_emb_torch(x, *rows, interleaved), found)
+    assert torch.equal(rotary.apply_rotary_emb_torch(x, *rows, interleaved), actual)
     back = rotary.apply_rotary(x, *tables, first, interleaved=interleaved, conjugate=True)
     check("x turned back", back, x, tables, positions, interleaved=interleaved, conjugate=True)
-    assert torch.equal(rotary.apply_rotary_emb(x, *tables, interleaved, False, first), found)
+    assert torch.equal(rotary.apply_rotary_emb(x, *tables, interleaved, False, first), actual)
     written = x.clone()
     assert rotary.apply_rotary(written, *tables, first, interleaved=interleaved, inplace=True) is (
         written
     )
-    assert torch.equal(written, found)
+    assert torch.equal(written, actual)
 
 
 @pytest.mark.parametrize("first", [0, "rows"])
 def test_packed(first, tables, draw, device):
     x, cu = draw(9, 3, D), torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
     first = torch.tensor([2, 9, 5], device=device) if first == "rows" else first
-    found = rotary.apply_rotary_emb(x, *tables, seqlen_offsets=first, cu_seqlens=cu, max_seqlen=5)
+    actual = rotary.apply_rotary_emb(x, *tables, seqlen_offsets=first, cu_seqlens=cu, max_seqlen=5)
     for n in (0, 2):
         rows = slice(cu[n], cu[n + 1])
         start = first[n] if torch.is_tensor(first) else first
         positions = start + torch.arange(cu[n + 1] - cu[n], device=device)[None]
-        check("x", found[rows][None], x[rows][None], tables, positions, interleaved=False)
+        check("x", actual[rows][None], x[rows][None], tables, positions, interleaved=False)
 
 
 def test_past_the_tables(tables, draw, device):
     x = draw(1, 3, 2, D)
-    found = rotary.apply_rotary(x, *tables, torch.tensor([N - 1], device=device))
-    assert torch.equal(found[:, 1:], x[:, 1:]) and not torch.equal(found[:, 0], x[:, 0])
+    actual = rotary.apply_rotary(x, *tables, torch.tensor([N - 1], device=device))
+    assert torch.equal(actual[:, 1:], x[:, 1:]) and not torch.equal(actual[:, 0], x[:, 0])
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -98,14 +98,14 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
     qkv, dy = draw(*shape).requires_grad_(), draw(*shape)
     q, k, v = (x.clone() for x in parts(qkv.detach(), heads_q))
     of_keys = tuple(2 * t for t in tables) if own_tables else tables
-    found = rotary.apply_rotary_emb_qkv_(
+    actual = rotary.apply_rotary_emb_qkv_(
         qkv, *tables, *(of_keys if own_tables else ()), seqlen_offsets=2, num_heads_q=heads_q
     )
-    assert found.data_ptr() == qkv.data_ptr()
+    assert actual.data_ptr() == qkv.data_ptr()
     positions = 2 + torch.arange(5, device=device).expand(2, -1)
-    found.backward(dy)
+    actual.backward(dy)
     for result, dresult, q_k_v in (
-        (found, None, (q, k, v)),
+        (actual, None, (q, k, v)),
         (qkv.grad, "conjugate", parts(dy, heads_q)),
     ):
         how = {"interleaved": False, "conjugate": dresult is not None}

@@ -44,13 +44,13 @@ def test_flash_mla(with_sink: bool, device: str) -> None:
     q = draw(B, T, H, C + R, seed=1).to(device)
     sink = draw(H).to(device) if with_sink else None
     plan, splits = get_mla_metadata(lengths, H * T, 1)
-    found = flash_mla_with_kvcache(
+    actual = flash_mla_with_kvcache(
         q, pool, table, lengths, C, plan, splits, softmax_scale=0.2, causal=True, attn_sink=sink
     )
     wide = None if sink is None else sink.double()
     ref = expected(q.double(), [x.double() for x in rows], C, 0.2, wide)
     naive = expected(q, rows, C, 0.2, sink)
-    for name, x, exact, rough in zip(("o", "lse"), found, ref, naive, strict=True):
+    for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
         assert_within_budget(name, x, exact, rough)
 
 
@@ -76,10 +76,10 @@ def test_qv_adds_products_with_the_values(packed: bool, device: str) -> None:
         if not packed:
             return version_3.flash_attn_func(q, k, v, causal=True, qv=qv)
         starts = torch.tensor([0, 6], dtype=torch.int32, device=device)
-        found = version_3.flash_attn_varlen_func(
+        actual = version_3.flash_attn_varlen_func(
             q[0], k[0], v[0], starts, starts, 6, 6, causal=True, qv=qv[0]
         )
-        return found[None]
+        return actual[None]
 
     def oracle(*xs: Tensor) -> Tensor:
         q, k, v, qv = xs
@@ -109,11 +109,11 @@ def test_qv_over_a_cache(beside: bool, device: str) -> None:
     q, qv = draw(B, T, H, R, seed=1).to(device), draw(B, T, H, C, seed=2).to(device)
     k, v = (x[:, :, None] for x in torch.stack([x[-T:] for x in rows]).split((C, R), -1)[::-1])
     before = lengths - T
-    found = version_3.flash_attn_with_kvcache(
+    actual = version_3.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, qv, cache_seqlens=before, page_table=table, causal=True
     )
     both = torch.cat((qv, q), -1)
     scale = (R + C) ** -0.5
     ref, _ = expected(both.double(), [x.double() for x in rows], C, scale)
     naive, _ = expected(both, rows, C, scale)
-    assert_within_budget("o", found, ref, naive)
+    assert_within_budget("o", actual, ref, naive)

@@ -78,11 +78,11 @@ def test_as_torch_computes(name: str, masked: bool) -> None:
     plain = formula(score_mod, document if masked else None, q, k, v)
     torch.testing.assert_close(o, plain)
     leaves = [q, k, v, SLOPES, TABLE]
-    found, wanted = (
+    actual, wanted = (
         torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True, materialize_grads=True)
         for y in (o, plain)
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_lists_of_blocks_hold() -> None:
@@ -99,16 +99,16 @@ def test_lists_of_blocks_hold() -> None:
     seen = seen.view(T, T) & (torch.arange(T) != 3)
     for row, column in ((1, 1), (2, 0)):
         seen[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] = True
-    found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    actual = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     expected = formula(None, lambda b, h, i, j: seen[i, j], q, k, v)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_what_is_returned() -> None:
     q, k, v = inputs()
     o, lse = flex_attention(q, k[:, :1], v[:, :1], None, None, None, True, True, {"BLOCK_M": 32})
-    found, aux = flex_attention(
+    actual, aux = flex_attention(
         q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=torchs.AuxRequest(lse=True)
     )
-    assert torch.equal(found, o) and torch.equal(aux.lse, lse) and aux.max_scores is None
+    assert torch.equal(actual, o) and torch.equal(aux.lse, lse) and aux.max_scores is None
     assert flex_attention(q, q, q, return_aux=torchs.AuxRequest())[1].lse is None

@@ -64,6 +64,6 @@ def test_a_cache_gives_the_tokens_of_eager(name: str, device: str) -> None:
            "return_dict_in_generate": True, "eos_token_id": None}  # fmt: skip
     expected = model.generate(ids, **how)
     model.set_attn_implementation("fastattn")
-    found = model.generate(ids, **how)
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+    actual = model.generate(ids, **how)
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits))

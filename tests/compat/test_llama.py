@@ -71,7 +71,7 @@ def test_gradients_flow_through_the_caches():
     layer = make()
     x = torch.randn(B, T, C)
     in_steps(layer, x, FREQS_CIS).square().sum().backward()
-    found = layer.attention.k_proj.weight.grad
+    actual = layer.attention.k_proj.weight.grad
     exact = make().double()
 
     def gradient(layer: LlamaAttention, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_gradients_flow_through_the_caches():
         return torch.autograd.grad(out.square().sum(), weight)[0]
 
     ref = gradient(exact, x.double())
-    assert_within_budget("gradient", found, ref, worst_naive(ref, lambda: gradient(layer, x)))
+    assert_within_budget("gradient", actual, ref, worst_naive(ref, lambda: gradient(layer, x)))
 
 
 @torch.no_grad()

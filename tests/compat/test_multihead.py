@@ -85,10 +85,10 @@ def doubled(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def assert_equals_torch(theirs, ours, tensors, kwargs) -> None:
     exact = copy.deepcopy(theirs).double()
-    found = results(ours, tensors, kwargs)
+    actual = results(ours, tensors, kwargs)
     ref = results(exact, [x.double() for x in tensors], doubled(kwargs))
     naive = worst_naive(ref, lambda: results(theirs, tensors, kwargs))
-    for i, triple in enumerate(zip(found, ref, naive, strict=True)):
+    for i, triple in enumerate(zip(actual, ref, naive, strict=True)):
         assert_within_budget(f"result {i}", *triple)
 
 
@@ -117,10 +117,10 @@ def test_kernels_equal_torch(device, name, need_weights):
     tensors = [x.to(device) for x in inputs(theirs)]
     assert_equals_torch(theirs, ours, tensors, kwargs)
     with torch.no_grad():
-        found = ours(*tensors, **kwargs)
+        actual = ours(*tensors, **kwargs)
     ref = copy.deepcopy(theirs).double()(*(x.double() for x in tensors), **doubled(kwargs))
     naive = worst_naive(ref, lambda: theirs(*tensors, **kwargs))
-    for triple in zip(found[: 1 + need_weights], ref, naive, strict=False):
+    for triple in zip(actual[: 1 + need_weights], ref, naive, strict=False):
         assert_within_budget("without gradients", *triple)
 
 
@@ -130,8 +130,8 @@ def test_a_row_of_lowest_numbers_is_the_mean_of_its_values(device):
     mask = torch.zeros(L, S, device=device)
     mask[2] = torch.finfo(torch.float32).min
     tensors = [x.to(device) for x in inputs(theirs)]
-    expected, found = (x(*tensors, need_weights=False, attn_mask=mask)[0] for x in (theirs, ours))
-    torch.testing.assert_close(found, expected)
+    expected, actual = (x(*tensors, need_weights=False, attn_mask=mask)[0] for x in (theirs, ours))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_weights_without_gradients_in_fp64(on_torch):
@@ -220,9 +220,9 @@ def test_weights_show_what_dropout_dropped(on_torch):
 def test_dropout_of_every_weight_and_of_some(on_torch, need_weights):
     theirs, ours = pair(dropout=1.0)
     expected, weights = theirs(*inputs(theirs), need_weights=need_weights)
-    found = ours(*inputs(ours), need_weights=need_weights)
-    assert torch.equal(found[0], expected)
-    assert found[1] is weights is None or torch.equal(found[1], weights)
+    actual = ours(*inputs(ours), need_weights=need_weights)
+    assert torch.equal(actual[0], expected)
+    assert actual[1] is weights is None or torch.equal(actual[1], weights)
     ours.dropout = 0.5
     for training in (True, False):
         ours.train(training)

@@ -36,11 +36,11 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     else:
         server_stubs.install(monkeypatch, server_stubs.SGLANG_STUBS)
     door.register()
-    found = SimpleNamespace()
+    actual = SimpleNamespace()
     for module, names in server_stubs.SGLANG_STUBS.items():
         for name in names:
-            setattr(found, name, getattr(importlib.import_module(module), name))
-    yield found
+            setattr(actual, name, getattr(importlib.import_module(module), name))
+    yield actual
 
 
 class Server:
@@ -147,9 +147,9 @@ def assert_pass(
     kept = k.clone()
     prepare(server, fb, graph)
     lse_too = "return_lse" in kwargs
-    found = server.backend.forward(q, k, v, attention, fb, True, **kwargs)
+    actual = server.backend.forward(q, k, v, attention, fb, True, **kwargs)
     assert torch.equal(k, kept)
-    o, lse = found if lse_too else (found, None)
+    o, lse = actual if lse_too else (actual, None)
     offsets = torch.tensor((0, *new)).cumsum(0)
     held = torch.tensor(older) + torch.tensor(new)
 
@@ -352,8 +352,8 @@ def test_layers_read_the_table_until_a_replay_is_over(sglang: Any) -> None:
         ("TARGET_VERIFY", "POST_REPLAY"),
         ("EXTEND", "UNKNOWN"),
     ):
-        found = backend.shared_read_ends(getattr(sglang.ForwardMode, mode))
-        assert found is getattr(sglang.SharedReadEnds, end)
+        actual = backend.shared_read_ends(getattr(sglang.ForwardMode, mode))
+        assert actual is getattr(sglang.SharedReadEnds, end)
 
 
 def test_the_name_is_among_the_choices_once(sglang: Any) -> None:

@@ -160,8 +160,8 @@ def test_autocast_decides_the_dtype(swap):
     model = Bare()
     done = swap(model, eager=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = model(tokens()), Bare()(tokens())
-    assert found.dtype == expected.dtype == torch.bfloat16 and total(done) == 1
+        actual, expected = model(tokens()), Bare()(tokens())
+    assert actual.dtype == expected.dtype == torch.bfloat16 and total(done) == 1
 
 
 class Gate(nn.Module):
@@ -190,19 +190,19 @@ def test_calls_that_torch_compile_leaves_are_not_served(swap, how, monkeypatch):
     done = swap(model, eager=True)
     if how == "config":
         with torch._dynamo.config.patch(disable=True):
-            found = model(x)
+            actual = model(x)
     elif how == "environment":
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-        found = model(x)
+        actual = model(x)
     elif how == "stance":
         with torch.compiler.set_stance("force_eager"):
-            found = model(x)
+            actual = model(x)
     elif how == "jit":
         with warnings.catch_warnings(action="ignore"):
-            found = torch.jit.trace(model, x, check_trace=False)(x)
+            actual = torch.jit.trace(model, x, check_trace=False)(x)
     else:
-        found = torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x)
-    assert torch.equal(found, plain)
+        actual = torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x)
+    assert torch.equal(actual, plain)
     assert (total(done), done.calls[""].passed) == (0, 1)
     where = "traces the call" if how in ("jit", "fx") else "torch.compile is switched off"
     assert where in str(done)

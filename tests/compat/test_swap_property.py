@@ -159,7 +159,7 @@ def no_hooks(module: nn.Module, dice: random.Random) -> None:
         ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     ):
         there = getattr(part, kind)
-        for key in [key for key, found in there.items() if isinstance(found, Times)]:
+        for key in [key for key, actual in there.items() if isinstance(actual, Times)]:
             del there[key]
 
 
@@ -295,15 +295,15 @@ def test_whatever_changes_after_a_swap(swap, kind):
                 with pytest.raises(RuntimeError, match=re.escape(str(error))):
                     run(swapped)
                 break
-            found = run(swapped)
+            actual = run(swapped)
             # The numbers of the tested dtype, in fp64.
             plain, exact = plain.to(dtype), exact.to(dtype)
             ref = results(exact, x.to(dtype), options, torch.float64, how)
             naive = worst_naive(ref, partial(run, plain))
-            assert found.keys() == ref.keys(), f"seed {seed}: {trail}"
-            for name in found:
+            assert actual.keys() == ref.keys(), f"seed {seed}: {trail}"
+            for name in actual:
                 what = f"seed {seed}: {trail}: {name}"
-                assert_within_budget(what, found[name], ref[name], naive[name])
+                assert_within_budget(what, actual[name], ref[name], naive[name])
         served += sum(calls.served for calls in done.calls.values())
         done.undo()
     assert served > 0, str(done)

@@ -118,7 +118,7 @@ def test_rows_of_a_cache(active, paged, window):
     call = (q, *given, offsets, cu_k, 6, 16)
     how = {"scale": 0.3, "window_size": window, "enable_gqa": True, **where}
     out = torch.full_like(q, torch.nan)
-    found = varlen_attn(*call, return_aux=AuxRequest(lse=True), num_splits=1, **how)
+    actual = varlen_attn(*call, return_aux=AuxRequest(lse=True), num_splits=1, **how)
     returned = varlen_attn_out(out, *call, **how)
     options = {"causal": False, **WINDOWS[window]}
 
@@ -130,7 +130,7 @@ def test_rows_of_a_cache(active, paged, window):
 
     exact = oracle(torch.float64)
     naive = worst_naive(exact, lambda: oracle(torch.float32))
-    for name, x, ref, by_formula in zip(("o", "lse"), found, exact, naive, strict=True):
+    for name, x, ref, by_formula in zip(("o", "lse"), actual, exact, naive, strict=True):
         assert_within_budget(name, x, ref, by_formula)
     assert returned.data_ptr() == out.data_ptr()
     assert_within_budget("out", out, exact[0], naive[0])
@@ -231,10 +231,10 @@ def test_a_ring_of_two_chunks(active):
     q, k, v = (x.detach() for x in tensors(1, 2, 6, 8))
     whole, lse, *_, state, unused, _ = OPERATOR(q, k, v)
     outs = [OPERATOR(q, a, b) for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)]
-    logs = torch.stack([found[1] for found in outs])
+    logs = torch.stack([actual[1] for actual in outs])
     merged = sum(
-        found[0] * (log - logs.logsumexp(0)).exp()[..., None]
-        for found, log in zip(outs, logs, strict=True)
+        actual[0] * (log - logs.logsumexp(0)).exp()[..., None]
+        for actual, log in zip(outs, logs, strict=True)
     )
     torch.testing.assert_close(merged, whole)
     torch.testing.assert_close(logs.logsumexp(0), lse)

@@ -62,8 +62,10 @@ def page(monkeypatch) -> Iterator[dict[str, Any]]:
 
 
 def names_of(forward: Any) -> tuple[list[str], set[str], bool]:
-    found = list(inspect.signature(forward).parameters.values())[1:]
-    by_kind = {kind: [x.name for x in found if x.kind is kind] for kind in {x.kind for x in found}}
+    actual = list(inspect.signature(forward).parameters.values())[1:]
+    by_kind = {
+        kind: [x.name for x in actual if x.kind is kind] for kind in {x.kind for x in actual}
+    }
     positional = by_kind[inspect.Parameter.POSITIONAL_OR_KEYWORD]
     keywords = set(by_kind[inspect.Parameter.KEYWORD_ONLY])
     return positional, keywords, inspect.Parameter.VAR_KEYWORD in by_kind
@@ -105,7 +107,7 @@ def test_documents_of_a_batch_attend_among_themselves(page, window):
     exact = expected(torch.float64)
     naive = worst_naive(exact, lambda: expected(torch.float32))
     call = {"attention_masks": masks, "scale": 0.3, "enable_gqa": True}
-    found = layer(*given, **call, out_transform=lambda *both: both)
-    assert torch.equal(layer(*given, **call), found[0])
-    for name, x, ref, other in zip(("o", "lse"), found, exact, naive, strict=True):
+    actual = layer(*given, **call, out_transform=lambda *both: both)
+    assert torch.equal(layer(*given, **call), actual[0])
+    for name, x, ref, other in zip(("o", "lse"), actual, exact, naive, strict=True):
         assert_within_budget(name, x, ref, other)

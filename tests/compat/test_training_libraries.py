@@ -78,15 +78,15 @@ def run_programs(folder: Path, names: list[str]) -> None:
         scope: dict[str, Any] = {"__name__": "__main__"}
         exec(before, scope)
         model = eval(case.model, scope)
-        found = {"config": model.config, "rows": scope["rows"]}
-        found["attention"] = getattr(model.config, "_attn_implementation", "")
-        found["start"] = {key: whole(x) for key, x in model.state_dict().items()}
+        results = {"config": model.config, "rows": scope["rows"]}
+        results["attention"] = getattr(model.config, "_attn_implementation", "")
+        results["start"] = {key: whole(x) for key, x in model.state_dict().items()}
         exec(after, scope)
-        found["placed"] = {type(x).__name__ for x in model.parameters()}
-        found["loss"] = whole(eval(case.loss, scope))
-        found["grads"] = {key: whole(x.grad) for key, x in model.named_parameters()}
+        results["placed"] = {type(x).__name__ for x in model.parameters()}
+        results["loss"] = whole(eval(case.loss, scope))
+        results["grads"] = {key: whole(x.grad) for key, x in model.named_parameters()}
         if torch.distributed.get_rank() == 0:
-            torch.save(found, folder / f"{name}.pt")
+            torch.save(results, folder / f"{name}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +99,20 @@ def stored(tmp_path_factory) -> Path:
     return folder
 
 
-def gpt_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    model = GPT(found["config"])
-    model.load_state_dict(found["start"])
-    rows = found["rows"]
+def gpt_step(results: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    model = GPT(results["config"])
+    model.load_state_dict(results["start"])
+    rows = results["rows"]
     return model, model.to(dtype)(rows[:, :-1], rows[:, 1:])[1]
 
 
-def llama_step(found: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+def llama_step(results: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     """Take a step with transformers' own attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(found["config"], attn_implementation="eager")
-    model.load_state_dict(found["start"])
-    return model, model.to(dtype)(input_ids=found["rows"], labels=found["rows"]).loss
+    model = AutoModelForCausalLM.from_config(results["config"], attn_implementation="eager")
+    model.load_state_dict(results["start"])
+    return model, model.to(dtype)(input_ids=results["rows"], labels=results["rows"]).loss
 
 
 def needs(case: str, package: str) -> Any:
@@ -129,23 +129,23 @@ STEPS: dict[str, Callable[..., tuple[nn.Module, Tensor]]] = {
 @pytest.mark.parametrize("case", [needs(case, CASES[case].page) for case in CASES])
 def test_a_step_of_two_ranks_is_that_of_one_process(case: str, stored: Path) -> None:
     package = CASES[case].page
-    found = torch.load(stored / f"{case}.pt", weights_only=False)
+    results = torch.load(stored / f"{case}.pt", weights_only=False)
 
     def alone(dtype: torch.dtype) -> dict[str, Tensor]:
-        model, loss = STEPS[package](found, dtype)
+        model, loss = STEPS[package](results, dtype)
         loss.backward()
         return {"loss": loss} | {name: x.grad for name, x in model.named_parameters()}
 
     exact = alone(torch.float64)
     naive = worst_naive(exact, lambda: alone(torch.float32))
-    given = {"loss": found["loss"]} | found["grads"]
+    given = {"loss": results["loss"]} | results["grads"]
     assert given.keys() == exact.keys()
     for name, x in given.items():
         assert_within_budget(name, x, exact[name], naive[name])
     if package == "accelerate":
-        assert found["attention"] == "fastattn"
+        assert results["attention"] == "fastattn"
     else:
-        assert found["placed"] == {"DTensor"}
+        assert results["placed"] == {"DTensor"}
 
 
 @pytest.mark.parametrize("package", [needs(package, package) for package in STEPS])

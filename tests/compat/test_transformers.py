@@ -118,16 +118,16 @@ def test_generated_tokens_are_equal(name, cache, device):
         "pad_token_id": 0,
     }
     ways = {"greedy": {}, "sampled": {"do_sample": True}, "beam": {"num_beams": 3}}
-    found = {}
+    results = {}
     for implementation in ("eager", "fastattn"):
         model.set_attn_implementation(implementation)
         for way, options in ways.items():
             torch.manual_seed(3)
             options = {"do_sample": False, **options}
-            found[implementation, way] = model.generate(**inputs, **options).tolist()
+            results[implementation, way] = model.generate(**inputs, **options).tolist()
     for way in ways:
-        assert found["fastattn", way] == found["eager", way], way
-    assert len({str(found["eager", way]) for way in ways}) > 1
+        assert results["fastattn", way] == results["eager", way], way
+    assert len({str(results["eager", way]) for way in ways}) > 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -243,7 +243,7 @@ def test_compiled_model(device):
     with torch.no_grad():
         for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
             wanted = model(**inputs, use_cache=False).logits
-            found = compiled(**inputs, use_cache=False).logits
+            actual = compiled(**inputs, use_cache=False).logits
             keep = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-            torch.testing.assert_close(found[keep], wanted[keep])
-    assert math.isfinite(float(found[keep].sum()))
+            torch.testing.assert_close(actual[keep], wanted[keep])
+    assert math.isfinite(float(actual[keep].sum()))

@@ -52,9 +52,9 @@ def batched(built, **options) -> list[list[int]]:
     made = built.generate_batch(
         PROMPTS, generation_config=GREEDY, continuous_batching_config=config, progress_bar=False
     )
-    found = sorted(made.values(), key=lambda x: int(x.request_id.rpartition("_")[2]))
-    assert [x.error for x in found] == [None] * len(PROMPTS)
-    return [x.generated_tokens for x in found]
+    actual = sorted(made.values(), key=lambda x: int(x.request_id.rpartition("_")[2]))
+    assert [x.error for x in actual] == [None] * len(PROMPTS)
+    return [x.generated_tokens for x in actual]
 
 
 def alone(built) -> list[list[int]]:
@@ -77,10 +77,10 @@ def test_batched_tokens_are_those_of_requests_alone(name, enabled, monkeypatch):
         return continuous.attend_paged(module, *args)
 
     monkeypatch.setattr(door.attend, "attend_paged", counted)
-    found = batched(built)
+    actual = batched(built)
     assert kept == {"fastattn"}
     assert max(calls) == 8
-    assert found == alone(built)
+    assert actual == alone(built)
 
 
 def test_decoding_over_block_tables(enabled, monkeypatch):
@@ -95,9 +95,9 @@ def test_decoding_over_block_tables(enabled, monkeypatch):
         return append(view, k, *args)
 
     monkeypatch.setattr(continuous, "append_paged", counted)
-    found = batched(built, max_blocks_per_request=2)
+    actual = batched(built, max_blocks_per_request=2)
     assert 2 in steps  # both requests decode
-    assert found == alone(built)
+    assert actual == alone(built)
 
 
 def test_slots_of_tokens_without_a_row_and_of_padded_tables():

@@ -51,11 +51,11 @@ def test_flash_attention_2_is_served(with_mask, installed, device):
     model.config.dtype = torch.bfloat16
     ids, mask = tokens(2, 9, device), padded([(3, 9), (0, 9)], 9, device)
     given = {"attention_mask": mask} if with_mask else {}
-    found = {}
+    results = {}
     with torch.no_grad():
         for name in ("fastattn", "flash_attention_2"):
             model.set_attn_implementation(name)
-            found[name] = model(ids, use_cache=False, **given).logits
+            results[name] = model(ids, use_cache=False, **given).logits
     assert flash._flash_fn.__module__.startswith("fastattn.")
     seen = mask.bool() if with_mask else torch.ones_like(ids).bool()
-    torch.testing.assert_close(found["flash_attention_2"][seen], found["fastattn"][seen])
+    torch.testing.assert_close(results["flash_attention_2"][seen], results["fastattn"][seen])

@@ -73,9 +73,9 @@ def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool,
     wanted = model(ids, output_attentions=True).attentions
     model.set_attn_implementation("fastattn")
     run = torch.compile(model, backend="eager") if compiled else model
-    found = run(ids, output_attentions=True).attentions
-    assert len(found) == len(wanted) == model.config.num_hidden_layers
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual = run(ids, output_attentions=True).attentions
+    assert len(actual) == len(wanted) == model.config.num_hidden_layers
+    for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert model(ids).attentions is None
 
@@ -123,9 +123,9 @@ def test_one_new_token_is_decoded(way, monkeypatch):
     wanted, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
     assert not decoded
     with torch.no_grad():
-        found, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
-    assert len(decoded) == 1 and found.shape == (2, 1, 2, 8) and found.is_contiguous()
-    torch.testing.assert_close(found, wanted)
+        actual, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
+    assert len(decoded) == 1 and actual.shape == (2, 1, 2, 8) and actual.is_contiguous()
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_one_new_token_over_other_memory_is_not_decoded(attention_calls):
@@ -178,8 +178,8 @@ def test_lists_of_few_keys(way, monkeypatch):
     size, by_lists = 4 if "blocks" in way else 1, []
     module = layer()
     module.config = type("Config", (), {"index_block_size": size})()
-    found = [[1, -1], [-1, -1], [-1, 0], [2, 2], [0, 1]]
-    chosen = torch.tensor([[found]], dtype=torch.int32)
+    actual = [[1, -1], [-1, -1], [-1, 0], [2, 2], [0, 1]]
+    chosen = torch.tensor([[actual]], dtype=torch.int32)
     given = {"block_indices": chosen} if size > 1 else {"indices": chosen[0]}
     if "sinks" in way:
         given["sinks"] = torch.randn(1, 2, 5, 1)
@@ -192,7 +192,7 @@ def test_lists_of_few_keys(way, monkeypatch):
     o, _ = attend.attention_forward(module, q, k, v, mask, **given)
     assert len(by_lists) == ("mask" not in way)
     among = torch.zeros(5, 11, dtype=torch.bool)
-    for query, numbers in enumerate(found):
+    for query, numbers in enumerate(actual):
         for number in numbers:
             if number >= 0:
                 among[query, number * size : (number + 1) * size] = True
@@ -207,9 +207,11 @@ def test_a_sink_for_each_query():
     scores = (q @ k.mT * 8**-0.5).masked_fill(~torch.ones(4, 4).tril().bool(), -torch.inf)
     weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     wanted = (weights @ v).transpose(1, 2)
-    o, found = attend.attention_forward(layer(), q, k, v, None, sinks=sinks, output_attentions=True)
+    o, actual = attend.attention_forward(
+        layer(), q, k, v, None, sinks=sinks, output_attentions=True
+    )
     torch.testing.assert_close(o, wanted)
-    torch.testing.assert_close(found, weights)
+    torch.testing.assert_close(actual, weights)
     grad, wanted_grad = (torch.autograd.grad(x.square().sum(), sinks)[0] for x in (o, wanted))
     torch.testing.assert_close(grad, wanted_grad)
     with torch.no_grad():

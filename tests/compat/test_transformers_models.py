@@ -144,8 +144,8 @@ def test_a_config_that_turns_layers_and_not_the_mask(compiled, device):
         wanted = model(ids, use_cache=False).last_hidden_state
         model.set_attn_implementation("fastattn")
         run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-        found = run(ids, use_cache=False).last_hidden_state
-    torch.testing.assert_close(found, wanted)
+        actual = run(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_modules_whose_config_was_not_changed_are_left(device):

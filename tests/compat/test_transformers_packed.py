@@ -68,8 +68,8 @@ def test_packed_sequences_by_offsets(name, mask, device):
         wanted = worst_naive(exact, alone)
         model.set_attn_implementation("fastattn")
         given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
-        found = model(ids, **inputs, **offsets, **given).logits
-    assert_within_budget("logits", found, exact, wanted)
+        actual = model(ids, **inputs, **offsets, **given).logits
+    assert_within_budget("logits", actual, exact, wanted)
 
 
 def test_padding_beside_offsets_is_refused(device):
@@ -96,8 +96,8 @@ def test_compiled_model_with_offsets(device):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         wanted = model(ids, **inputs, **offsets).logits
-        found = compiled(ids, attention_mask=torch.ones_like(ids), **inputs, **offsets).logits
-    torch.testing.assert_close(found, wanted)
+        actual = compiled(ids, attention_mask=torch.ones_like(ids), **inputs, **offsets).logits
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_chunks_with_offsets_are_not_compiled():
@@ -150,8 +150,8 @@ def test_offsets_take_the_place_of_sequences_found_in_positions():
     from transformers import masking_utils as masking
 
     q, k, v = heads(12, 12)
-    found = masking.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 8]))
-    both = masking.and_masks(masking.causal_mask_function, found)
+    actual = masking.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 8]))
+    both = masking.and_masks(masking.causal_mask_function, actual)
     mask = attend.attention_mask(1, 12, 12, mask_function=both)
     assert mask.rule().documents is not None
     causal = torch.ones(12, 12).tril().bool()

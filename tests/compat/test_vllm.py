@@ -136,11 +136,11 @@ def assert_step(vllm: Any, batch: Batch, layout: str, dtype: torch.dtype, **how:
     impl_options, options = how.get("impl", {}), how.get("options", {})
     codes = how.get("codes")
     step = step_of(vllm, batch, layout, dtype, codes, causal=options.get("causal", True))
-    found = backend()
-    builder = found.get_builder_cls()(None, ["layer"], SimpleNamespace(), step.q.device)
+    actual = backend()
+    builder = actual.get_builder_cls()(None, ["layer"], SimpleNamespace(), step.q.device)
     metadata = builder.build(0, step.common)
     kv = "auto" if codes is None else "fp8"
-    impl = found.get_impl_cls()(
+    impl = actual.get_impl_cls()(
         num_heads=H_Q, head_size=D, scale=0.3, num_kv_heads=H_K, kv_cache_dtype=kv, **impl_options
     )
     one = torch.tensor(1.0) if codes is None else codes
@@ -255,13 +255,13 @@ def test_a_quantised_output_is_named(vllm: Any) -> None:
 
 def test_classes_have_vllms_signatures(vllm: Any) -> None:
     """Every method that vLLM calls takes what vLLM's own takes, in its order."""
-    found = backend()
-    assert found.get_name() == "CUSTOM"
-    assert found.forward_includes_kv_cache_update is False
+    actual = backend()
+    assert actual.get_name() == "CUSTOM"
+    assert actual.forward_includes_kv_cache_update is False
     kinds = {
-        found: vllm.AttentionBackend,
-        found.get_builder_cls(): vllm.AttentionMetadataBuilder,
-        found.get_impl_cls(): vllm.AttentionImpl,
+        actual: vllm.AttentionBackend,
+        actual.get_builder_cls(): vllm.AttentionMetadataBuilder,
+        actual.get_impl_cls(): vllm.AttentionImpl,
     }
     for ours, theirs in kinds.items():
         assert issubclass(ours, theirs)
@@ -274,7 +274,7 @@ def test_classes_have_vllms_signatures(vllm: Any) -> None:
                 assert all(
                     x[2] or x[1] is inspect.Parameter.VAR_KEYWORD for x in taken[len(asked) :]
                 )
-    assert found.get_builder_cls()._cudagraph_support is vllm.AttentionCGSupport.UNIFORM_BATCH
+    assert actual.get_builder_cls()._cudagraph_support is vllm.AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.skipif(not server_stubs.VLLM, reason="needs FASTATTN_VLLM, a folder of vLLM")

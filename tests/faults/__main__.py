@@ -50,8 +50,8 @@ class Copy:
             "TRITON_CACHE_DIR": str(folder / "triton"),
         }  # fmt: skip
         where = "import fastattn, fastattn.kernels as k; print(fastattn.__file__, k.__file__)"
-        found = self._run([sys.executable, "-c", where], 120, folder).stdout.split()
-        assert all(Path(x).resolve().is_relative_to(self.root) for x in found), found
+        actual = self._run([sys.executable, "-c", where], 120, folder).stdout.split()
+        assert all(Path(x).resolve().is_relative_to(self.root) for x in actual), actual
         self._clock = 0
 
     def _run(
@@ -143,19 +143,19 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=CHECKOUT, capture_output=True, text=True
     ).stdout.strip()
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     sound: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = Copy(Path(folder))
         for fault in faults:
             verdict = judge(copy, fault, given.limit, sound)
-            found[fault.name] = verdict
+            results[fault.name] = verdict
             say(fault.name, *verdict.values())
             if given.out:
-                written = {"commit": commit, "faults": found}
+                written = {"commit": commit, "faults": results}
                 given.out.write_text(json.dumps(written, indent=1) + "\n")
-    caught = sum(x["verdict"] == "caught" for x in found.values() if isinstance(x, dict))
-    say(f"{caught} of {len(found)} caught at {commit}")
+    caught = sum(x["verdict"] == "caught" for x in results.values() if isinstance(x, dict))
+    say(f"{caught} of {len(results)} caught at {commit}")
 
 
 def say(*parts: object) -> None:

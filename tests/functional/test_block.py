@@ -72,10 +72,10 @@ def test_two_parts_add_up(options, D, D_v, dtype, backend, device):
         assert_within_budget("delta", part.delta, (do.double() * o.double()).sum(-1), naive)
         shares.append(grads)
     dq, dk, dv = zip(*shares, strict=True)
-    found = ((dq[0].double() + dq[1].double()).to(dtype), torch.cat(dk, 2), torch.cat(dv, 2))
+    actual = ((dq[0].double() + dq[1].double()).to(dtype), torch.cat(dk, 2), torch.cat(dv, 2))
     exact = by_oracle(q, k, v, do, torch.float64, **options)
     naive = worst_naive(exact, lambda: by_oracle(q, k, v, do, dtype, **options))
-    for name, got, *both in zip(("dq", "dk", "dv"), found, exact, naive, strict=True):
+    for name, got, *both in zip(("dq", "dk", "dv"), actual, exact, naive, strict=True):
         assert_within_budget(name, got, *both)
 
 
@@ -94,9 +94,9 @@ def test_packed_sequences_and_dropout(dropout, backend, device):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     o, lse = attention_varlen(*leaves, cu_q, cu_k, return_lse=True, backend=backend, **options)
     wanted = torch.autograd.grad(o, leaves, do)
-    found = attention_block_backward(do, q, k, v, o, lse, cu_q, cu_k, backend=backend, **options)
-    assert found.delta.shape == lse.shape
-    for name, got, exact in zip(("dq", "dk", "dv"), found[:3], wanted, strict=True):
+    actual = attention_block_backward(do, q, k, v, o, lse, cu_q, cu_k, backend=backend, **options)
+    assert actual.delta.shape == lse.shape
+    for name, got, exact in zip(("dq", "dk", "dv"), actual[:3], wanted, strict=True):
         assert_within_budget(name, got, exact.double(), exact)
 
 
@@ -130,15 +130,18 @@ def test_options_that_learn_get_their_gradients(backend, device):
     wanted = torch.autograd.grad((o, lse), (*leaves, *map(options.get, LEARNED)), (do, dlse))
     o, lse = o.detach(), lse.detach()
     given = {"dlse": dlse, "backend": backend, **options}
-    found = attention_block_backward(do, q, k, v, o, lse, **given)
-    assert found.of_options.keys() == LEARNED.keys()
+    actual = attention_block_backward(do, q, k, v, o, lse, **given)
+    assert actual.of_options.keys() == LEARNED.keys()
     for name, grad, exact in zip(
-        ("dq", "dk", "dv", *LEARNED), (*found[:3], *found.of_options.values()), wanted, strict=True
+        ("dq", "dk", "dv", *LEARNED),
+        (*actual[:3], *actual.of_options.values()),
+        wanted,
+        strict=True,
     ):
         assert_within_budget(name, grad, exact.double(), exact)
     options["sinks"] = options["sinks"].detach()
-    found = attention_block_backward(do, q, k, v, o, lse, dlse=dlse, backend=backend, **options)
-    assert "sinks" not in found.of_options
+    actual = attention_block_backward(do, q, k, v, o, lse, dlse=dlse, backend=backend, **options)
+    assert "sinks" not in actual.of_options
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -152,10 +155,10 @@ def test_results_in_fp32_are_those_of_16_bits_before_they_are_rounded(backend, d
     assert torch.equal(wide.bfloat16(), narrow) and not torch.equal(wide, narrow.float())
     given = (do, q, k, v, wide, lse)
     rounded = attention_block_backward(*given, dlse=dlse, **options)
-    found = attention_block_backward(*given, dlse=dlse, out_dtype=torch.float32, **options)
-    assert torch.equal(found.delta, rounded.delta)
+    actual = attention_block_backward(*given, dlse=dlse, out_dtype=torch.float32, **options)
+    assert torch.equal(actual.delta, rounded.delta)
     for x, y in zip(
-        (*found[:3], *found.of_options.values()),
+        (*actual[:3], *actual.of_options.values()),
         (*rounded[:3], *rounded.of_options.values()),
         strict=True,
     ):
@@ -174,9 +177,9 @@ def test_packed_sequences_learn(backend, device):
     o, lse = attention_varlen(q, k, v, starts, return_lse=True, backend=backend, **options)
     wanted = torch.autograd.grad(o, list(options.values()), do)
     given = (do, q, k, v, o.detach(), lse.detach(), starts)
-    found = attention_block_backward(*given, backend=backend, **options).of_options
+    actual = attention_block_backward(*given, backend=backend, **options).of_options
     for name, exact in zip(options, wanted, strict=True):
-        assert_within_budget(name, found[name], exact.double(), exact)
+        assert_within_budget(name, actual[name], exact.double(), exact)
 
 
 def test_tracers_know_that_results_are_fp32(device):
@@ -194,6 +197,6 @@ def test_tracers_see_the_operators_of_its_gradients(device: str) -> None:
     with FakeTensorMode():
         q, k, v, do = (torch.empty(1, 2, 16, 32, device=device) for _ in range(4))
         o, lse = attention_block_forward(q, k, v, causal=True, backend="triton")
-        found = attention_block_backward(do, q, k, v, o, lse, causal=True, backend="triton")
-    assert [x.shape for x in (found.dq, found.dk, found.dv)] == [q.shape] * 3
-    assert found.delta.shape == lse.shape
+        actual = attention_block_backward(do, q, k, v, o, lse, causal=True, backend="triton")
+    assert [x.shape for x in (actual.dq, actual.dk, actual.dv)] == [q.shape] * 3
+    assert actual.delta.shape == lse.shape

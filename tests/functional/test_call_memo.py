@@ -156,7 +156,7 @@ def under_autocast(
 @pytest.mark.parametrize("kind", ["dense", "relative_keys", "packed"])
 def test_autocast_keeps_the_memo(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known calls cast as the first one did: leaves of fp32 get gradients in fp32."""
-    found = []
+    actual = []
     tensors = list(inputs(device))
     options = {}
     if kind == "relative_keys":
@@ -170,14 +170,16 @@ def test_autocast_keeps_the_memo(kind: str, device: str, monkeypatch: pytest.Mon
         counting = lambda *x, check=check, **y: checks.append(1) or check(*x, **y)  # noqa: E731
         monkeypatch.setattr(call_options, name, counting)
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
-        found.append(under_autocast(dtype, *tensors, **options))
-        assert found[-1][0].dtype == dtype
-        assert {x.dtype for x in found[-1][1:]} == {torch.float32}
+        actual.append(under_autocast(dtype, *tensors, **options))
+        assert actual[-1][0].dtype == dtype
+        assert {x.dtype for x in actual[-1][1:]} == {torch.float32}
     assert len(checks) == 2
-    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[3]))
+    assert all(map(torch.equal, actual[0], actual[1])) and all(
+        map(torch.equal, actual[0], actual[3])
+    )
     if kind == "dense":
         expected = by_triton(*(x.bfloat16() for x in tensors), causal=True)
-        assert torch.equal(expected, found[0][0])
+        assert torch.equal(expected, actual[0][0])
 
 
 def test_casts_that_change_nothing_cost_nothing(
@@ -210,21 +212,21 @@ def seen_by_triton() -> dict[str, list[int]]:
         looked += 1
         return run(*args, **kwargs)
 
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     with overhead.stand_in_gpu(), mock.patch.object(triton.JITFunction, "run", counting):
         for name, options in OPTIONS.items():
-            looked, found[name] = 0, []
+            looked, results[name] = 0, []
             for T in (64, 64, 65):
                 q = torch.zeros(1, 2, T, 32, dtype=torch.bfloat16)
                 attention(q, q, q, backend="triton", **options)
-                found[name].append(looked)
+                results[name].append(looked)
         for row in ("packed", "decode", "decode, paged"):
             call, tensors = overhead.ROWS[row]("cpu")
-            looked, found[row] = 0, []
+            looked, results[row] = 0, []
             for _ in range(2):
                 call(*tensors)
-                found[row].append(looked)
-    return found
+                results[row].append(looked)
+    return results
 
 
 def test_a_known_call_launches_its_compiled_kernel(compile_pool: CompilePool) -> None:
@@ -260,16 +262,16 @@ def test_a_known_launch_is_what_triton_would_choose(compile_pool: CompilePool) -
 
 def python_calls() -> dict[str, list[tuple[int, set[str]]]]:
     """Python functions that known calls enter on the way to the driver, and the library's files."""
-    found: dict[str, list[tuple[int, set[str]]]] = {}
+    results: dict[str, list[tuple[int, set[str]]]] = {}
     with overhead.stand_in_gpu():
         for row in overhead.ROWS:
-            found[row] = []
+            results[row] = []
             for name, call in overhead.calls("cpu", row).items():
                 if name != "bare launch":
                     for _ in range(3):
                         call()
-                    found[row].append(entered(call))
-    return found
+                    results[row].append(entered(call))
+    return results
 
 
 def entered(call) -> tuple[int, set[str]]:
@@ -295,14 +297,14 @@ def entered(call) -> tuple[int, set[str]]:
 
 def test_the_host_does_little_for_a_known_call(compile_pool: CompilePool) -> None:
     """A call that is checked enters hundreds of functions."""
-    found = compile_pool.call(f"{__file__}:python_calls", "sm_90")
-    counts = {row: [count for count, _ in calls] for row, calls in found.items()}
+    actual = compile_pool.call(f"{__file__}:python_calls", "sm_90")
+    counts = {row: [count for count, _ in calls] for row, calls in actual.items()}
     # Two more kernels make what these masks are read from.
     tables = {row: counts.pop(row) for row in ("key_padding_mask", "documents")}
     assert max(map(max, counts.values())) < 60, counts
     assert max(map(max, tables.values())) < 90, tables
     for row in ("plain", "decode"):
-        assert len(found[row][0][1]) <= 9, found[row][0][1]  # the first is without gradients
+        assert len(actual[row][0][1]) <= 9, actual[row][0][1]  # the first is without gradients
 
 
 def test_the_environment_is_asked_at_each_call(

@@ -122,7 +122,7 @@ def base(name: str, call: str, device: str) -> dict[str, Any]:
     """Other options that an option needs."""
     seeds = {"dropout_seed": torch.tensor([7, 7], device=device)}
     factor = (torch.full((1,), 2.0, device=device),)
-    found: dict[str, dict[str, Any]] = {
+    results: dict[str, dict[str, Any]] = {
         "keep_first": {"window": 2},
         "prefix_lengths": {"causal": True},
         "positions": {"causal": True},
@@ -136,7 +136,7 @@ def base(name: str, call: str, device: str) -> dict[str, Any]:
         "score_mod_grad": {"mod_tensors": factor, "score_mod": doubled},
         "mod_tensors": {"score_mod": doubled},
     }
-    return found.get(name, {})
+    return results.get(name, {})
 
 
 def shape_of_q(call: str) -> tuple[int, ...]:
@@ -188,22 +188,22 @@ def test_no_option_is_forgotten(call: str, name: str, device: str, checked: list
     del checked[:]
     run(call, tensors, **{**options, name: one})
     assert len(checked) == 1, "the option is no part of the key"
-    found = run(call, tensors, **{**options, name: other})
+    actual = run(call, tensors, **{**options, name: other})
     known = name not in NOT_KNOWN[call] and (isinstance(other, torch.Tensor) or other == one)
     assert len(checked) == (1 if known else 2)
     call_memo.forget()
     launches.forget()
-    assert torch.equal(found, run(call, tensors, **{**options, name: other}))
+    assert torch.equal(actual, run(call, tensors, **{**options, name: other}))
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_the_tensors_are_those_of_the_call(call: str, device: str, checked: list[str]) -> None:
     first, second = inputs(call, device), inputs(call, device, 1)
     before = run(call, first)
-    found = run(call, second)
+    actual = run(call, second)
     assert len(checked) == 1
     call_memo.forget()
-    assert torch.equal(found, run(call, second)) and not torch.equal(found, before)
+    assert torch.equal(actual, run(call, second)) and not torch.equal(actual, before)
 
 
 def gradients(call: str, name: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> Any:
@@ -220,13 +220,13 @@ def test_a_known_call_has_gradients(call: str, name: str, device: str, checked: 
     tensors, options = inputs(call, device), base(name, call, device)
     one, other = (values(call, device, seed)[name] for seed in (0, 1))
     gradients(call, name, tensors, **options, **{name: one})
-    found = gradients(call, name, tensors, **options, **{name: other})
+    actual = gradients(call, name, tensors, **options, **{name: other})
     assert len(checked) == (2 if name in NOT_KNOWN[call] else 1)
     call_memo.forget()
     launches.forget()
     fresh = gradients(call, name, tensors, **options, **{name: other})
-    assert all(torch.equal(x, y) for x, y in zip(found, fresh, strict=True))
-    assert all(x.abs().sum() > 0 for x in found)
+    assert all(torch.equal(x, y) for x, y in zip(actual, fresh, strict=True))
+    assert all(x.abs().sum() > 0 for x in actual)
 
 
 def test_lse_of_a_known_packed_call_has_gradients(device: str) -> None:
@@ -281,10 +281,10 @@ def test_one_tensor_for_two_options(call: str, device: str) -> None:
         one, other = one[:2] + 4, other[:2] + 1
     for x, y in ((one, one), (one, other), (other, one)):
         given = {names[0]: x, names[1]: y, "causal": True}
-        found = run(call, tensors[:3], **given)
+        actual = run(call, tensors[:3], **given)
         call_memo.forget() if x is not y else None
         fresh = run(call, tensors[:3], **given)
-        assert torch.equal(found, fresh)
+        assert torch.equal(actual, fresh)
 
 
 @pytest.mark.parametrize(

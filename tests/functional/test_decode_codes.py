@@ -75,8 +75,8 @@ def test_a_query_that_is_not_finite_leaves_its_neighbours_be(device: str) -> Non
     view = fill("int8", k, v, lengths).view
     expected = decode_attention(q, view, **HOW)
     q[:, 0, 0, 3] = float("inf")
-    found = decode_attention(q, view, **HOW)
-    assert torch.equal(found[:, 1:], expected[:, 1:])
+    actual = decode_attention(q, view, **HOW)
+    assert torch.equal(actual[:, 1:], expected[:, 1:])
 
 
 @pytest.mark.parametrize(("first", "D", "by_twos"), [(0, 30, True), (1, 30, False), (1, 31, False)])

@@ -68,8 +68,8 @@ def test_over_a_cache() -> None:
 def test_jagged_values_and_offsets_are_a_packed_call() -> None:
     nested = torch.nested.nested_tensor(sequences(), layout=torch.jagged)
     x = nested.values()
-    found = fastattn.attention_varlen(x, x, x, nested.offsets(), causal=True)
-    for part, one in zip(found.split(LENGTHS), nested.unbind(), strict=True):
+    actual = fastattn.attention_varlen(x, x, x, nested.offsets(), causal=True)
+    for part, one in zip(actual.split(LENGTHS), nested.unbind(), strict=True):
         q = one.transpose(0, 1)[None]
         naive = fastattn.reference.attention(q, q, q, causal=True)
         exact = fastattn.reference.attention(*(q.double(),) * 3, causal=True)

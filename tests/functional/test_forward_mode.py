@@ -274,9 +274,9 @@ COMPILED = ("forward_ad", "jvp", "grad(jvp)", "vmap(jvp)", "jacfwd")
 def test_compositions(name: str) -> None:
     x = draw(1, 2, 3, 4).double()
     composition = COMPOSITIONS[name]
-    found = composition(ours, x)
+    actual = composition(ours, x)
     expected = BY_TRANSFORMS.get(name, composition)(partial(of_x, reference.attention), x)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 # Those with tangents of an outer transform, which no kernel carries.
@@ -309,13 +309,13 @@ def test_compiled_compositions(name: str) -> None:
     x = draw(1, 2, 3, 4).double()
     run = torch.compile(partial(COMPOSITIONS[name], ours), backend="aot_eager", fullgraph=True)
     try:
-        found = run(x)
+        actual = run(x)
     except Exception:
         if name in COMPILED:
             raise
         return
     expected = BY_TRANSFORMS.get(name, COMPOSITIONS[name])(partial(of_x, reference.attention), x)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def packed(x: Tensor) -> Tensor:

@@ -90,11 +90,11 @@ def test_the_kernel_gives_the_bits_of_torch(
     lengths = torch.tensor([T, T // 3]) if short else None
     codes, scale = codes_of_heads.quantize_by_torch(x, lengths)
     on_device = (x.to(device), None if lengths is None else lengths.to(device))
-    found, found_scale = fp8_ops.quantize(*on_device, None, False)
+    actual, found_scale = fp8_ops.quantize(*on_device, None, False)
     fine = ~scale.isnan()
     torch.testing.assert_close(found_scale.cpu(), scale, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found.cpu()[fine].float(), codes[fine].float())
-    assert found.stride() == codes.stride() == x.stride()
+    assert torch.equal(actual.cpu()[fine].float(), codes[fine].float())
+    assert actual.stride() == codes.stride() == x.stride()
     if D in (64, 128):
         packed, _ = fp8_ops.quantize(*on_device, None, True)
         expected = fastattn.pack_values(codes).codes

@@ -31,8 +31,8 @@ def numbers(lengths: list[int], H: int, D: int = 64) -> Tensor:
     return x * torch.cat(sizes)[:, None, None] * 2.0 ** torch.arange(H)[:, None]
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    return torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return torch.equal(actual.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -71,9 +71,9 @@ def test_the_kernel_gives_the_bits_of_torch(D: int, dtype: torch.dtype, short: b
     lengths = torch.tensor([9, 0, 20, 128, 0]) if short else None
     codes, scale = quantize_by_torch(x, lengths, offsets)
     given = (None if lengths is None else lengths.to(device), offsets.to(device))
-    found, found_scale = fp8_ops.quantize(as_batch(x.to(device)), *given, False)
+    actual, found_scale = fp8_ops.quantize(as_batch(x.to(device)), *given, False)
     assert torch.equal(found_scale.cpu(), scale)
-    assert same(as_packed(found), codes) and as_packed(found).stride() == x.stride()
+    assert same(as_packed(actual), codes) and as_packed(actual).stride() == x.stride()
     if D in (64, 256):
         values, _ = fp8_ops.quantize(as_batch(x.to(device)), *given, True)
         values = PackedValues(values.cpu(), len(x))

@@ -59,12 +59,12 @@ LEARNED = ("sinks", "relative_bias", "relative_keys", "attn_bias")
 
 def of_heads(options: dict[str, Any], first: int, last: int) -> dict[str, Any]:
     """The options of the whole for some of its heads."""
-    found = {**options, "heads": (first, H_q)}
+    actual = {**options, "heads": (first, H_q)}
     for name in (*LEARNED, "alibi_slopes"):
         if name in options:
             dim = 1 if name == "attn_bias" else 0
-            found[name] = options[name].narrow(dim, first, last - first)
-    return found
+            actual[name] = options[name].narrow(dim, first, last - first)
+    return actual
 
 
 def results(q, k, v, backend: str, options: dict[str, Any]) -> list[torch.Tensor]:

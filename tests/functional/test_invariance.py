@@ -43,18 +43,18 @@ def test_a_token_has_its_bits_in_every_call(name: str, dtype: torch.dtype, devic
         trained = [x[0] for x in attention(q, k, v, **how)]
         trained = [trained[0].transpose(0, 1), trained[1]]
         alone = attention(q[:1], k[:1], v[:1], **how)
-        found = {"alone": (alone[0][0].transpose(0, 1), alone[1][0])}
+        results = {"alone": (alone[0][0].transpose(0, 1), alone[1][0])}
         whole = (slice(0, 21), slice(0, T))
         offsets = torch.tensor([0, 21, 21 + T], device=device)
         o, lse = attention_varlen(*(packed(x, *whole) for x in (q, k, v)), offsets, **how)
-        found["packed"] = (o[21:], lse[:, 21:])
+        results["packed"] = (o[21:], lse[:, 21:])
         for size in (7, 32):
             o, lse = zip(*(of_chunk(i, min(i + size, T)) for i in range(0, T, size)), strict=True)
-            found[f"chunks of {size}"] = (torch.cat(o), torch.cat(lse, 1))
+            results[f"chunks of {size}"] = (torch.cat(o), torch.cat(lse, 1))
         cache = KVCache(1, 2, T, 16, dtype=dtype, device=device)
         cache.append(k[:1], v[:1])
         step, of_step = decode_attention(q[:1, :, -1:], cache, batch_invariant=True, **how)
-    for call, (o, lse) in found.items():
+    for call, (o, lse) in results.items():
         assert torch.equal(o, trained[0]), call
         assert torch.equal(lse, trained[1]), call
     assert torch.equal(step[0].transpose(0, 1), trained[0][-1:])

@@ -68,13 +68,13 @@ def test_a_prefix_that_rows_were_forked_from(backend: str, device: str) -> None:
     rows = [cache.fork(prompt) for _ in range(3)]
     cache.append(rows, draw(3, 1, 5, 16), draw(3, 1, 5, 16), [5, 2, 3], backend="torch")
     q, views = draw(3, 2, 1, 16), (cache.view([prompt]), cache.view(rows))
-    found = cascade_attention(q, *views, forked=True, backend=backend, return_lse=True)
+    actual = cascade_attention(q, *views, forked=True, backend=backend, return_lse=True)
     expected = decode_attention(q, views[1], backend="torch", return_lse=True)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)
     # Without `forked` the prefix would count twice.
     twice = cascade_attention(q, *views, backend=backend)
-    assert (twice - found[0]).abs().max() > 0.01
+    assert (twice - actual[0]).abs().max() > 0.01
     assert cascade_attention(q[:, :, :0], *views, backend=backend).shape == q[:, :, :0].shape
 
 
@@ -86,14 +86,14 @@ def test_prefixes_in_fp64_are_not_merged_by_an_lse_of_fp32(device: str) -> None:
     for cache, part in zip(caches, (slice(0, 3), slice(3, 6), slice(0, 6)), strict=True):
         cache.append(k[:, :, part], v[:, :, part])
     prefix, own, whole = caches
-    found, expected = cascade_attention(q, prefix, own), decode_attention(q, whole)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual, expected = cascade_attention(q, prefix, own), decode_attention(q, whole)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     of_three = (x.view(2, 1, 3, 4) for x in (k, v))
     lengths, table, one = (torch.tensor(x, device=device) for x in ([6], [[0, 1]], [0, 1]))
     view = view_of_tensors(*of_three, lengths.int(), block_table=table.int())
     shared = shared_pages(view, one, one, lengths // 2)
-    found, lse = attention_paged(q[0], view, one, shared=shared, return_lse=True)
-    torch.testing.assert_close(found, expected[0], rtol=1e-12, atol=1e-12)
+    actual, lse = attention_paged(q[0], view, one, shared=shared, return_lse=True)
+    torch.testing.assert_close(actual, expected[0], rtol=1e-12, atol=1e-12)
     assert lse.dtype == torch.float32
 
 
@@ -103,10 +103,10 @@ def test_a_prefix_is_merged_into_the_tokens_of_its_groups_alone(backend: str, de
     o1, o = torch.randn(2, 5, 2, 12, device=device)
     lse1, lse = torch.randn(2, 2, 5, device=device)
     lse1[0, 1], lse[1, 2] = float("-inf"), float("-inf")
-    found, found_lse = o.clone(), lse.clone()
-    merge_into(o1, lse1, found, found_lse, torch.tensor([0, 2, 3], device=device), backend)
+    actual, found_lse = o.clone(), lse.clone()
+    merge_into(o1, lse1, actual, found_lse, torch.tensor([0, 2, 3], device=device), backend)
     merged, merged_lse = merge(o1, lse1.T, o, lse.T, backend="torch")
-    torch.testing.assert_close(found[:3], merged[:3])
+    torch.testing.assert_close(actual[:3], merged[:3])
     torch.testing.assert_close(found_lse[:, :3], merged_lse.T[:, :3])
-    assert torch.equal(found[3:], o[3:]) and torch.equal(found_lse[:, 3:], lse[:, 3:])
-    assert torch.equal(found[1, 0], o[1, 0])
+    assert torch.equal(actual[3:], o[3:]) and torch.equal(found_lse[:, 3:], lse[:, 3:])
+    assert torch.equal(actual[1, 0], o[1, 0])

@@ -153,9 +153,9 @@ def test_merging_parts_keeps_it(backend, device):
     spoilt[0, 0] = spoilt_lse[1] = math.nan
     spoilt[2] = math.nan
     spoilt_lse[2] = -math.inf
-    found, found_lse = merge(spoilt, spoilt_lse, o, lse, backend=backend)
-    assert found.isnan().any(-1).tolist() == [True, True, False, False]
-    assert found[1].isnan().all() and not found[0, 1:].isnan().any()
+    actual, found_lse = merge(spoilt, spoilt_lse, o, lse, backend=backend)
+    assert actual.isnan().any(-1).tolist() == [True, True, False, False]
+    assert actual[1].isnan().all() and not actual[0, 1:].isnan().any()
     assert found_lse.isnan().tolist() == [False, True, False, False]
 
 
@@ -166,7 +166,7 @@ def test_statistics_keep_it(backend, device):
     q[0, 1, 1] = math.nan
     q[1, 2, 0] = math.nan
     mask = {"causal": True, "query_offset": torch.tensor([0, -1], device=device)}
-    found = attention_statistics(q, k, backend=backend, **mask)
-    assert found.entropy.isnan().nonzero().tolist() == [[0, 1, 1]]
-    assert found.received.isnan().nonzero().tolist() == [[0, 1, 0], [0, 1, 1]]
-    assert found.entropy[1, 2, 0] == 0
+    actual = attention_statistics(q, k, backend=backend, **mask)
+    assert actual.entropy.isnan().nonzero().tolist() == [[0, 1, 1]]
+    assert actual.received.isnan().nonzero().tolist() == [[0, 1, 0], [0, 1, 1]]
+    assert actual.entropy[1, 2, 0] == 0

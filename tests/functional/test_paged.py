@@ -186,7 +186,7 @@ def assert_step(
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(sum(step.new), H_Q, D, generator=generator).to(device, dtype)
     offsets, options = step.offsets.to(device), options_of(names, step, device)
-    found = attention_paged(q, filled.view, offsets, return_lse=True, **how, **options)
+    actual = attention_paged(q, filled.view, offsets, return_lse=True, **how, **options)
     held = torch.tensor(step.held)
 
     def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -195,7 +195,7 @@ def assert_step(
 
     exact = oracle(torch.float64)
     assert_all_within_budget(
-        ("o", "lse"), found, exact, worst_naive(exact, lambda: oracle(q.dtype))
+        ("o", "lse"), actual, exact, worst_naive(exact, lambda: oracle(q.dtype))
     )
 
 
@@ -338,15 +338,15 @@ def test_pages_that_rows_share_are_read_for_all_of_them(
     q, out = torch.cat((q, q[:2])), torch.full((q.shape[0] + 2, H_Q, 2 * D_V), 7.0, dtype=dtype)
     out = out.to(device)[..., :D_V]
     how["tree_mask"] = torch.cat((tree, tree[:2]))
-    found = attention_paged(
+    actual = attention_paged(
         q, view, offsets, shared=shared, return_lse=True, backend=backend, out=out, **how
     )
-    assert found[0] is out and (out[-2:] == 7).all()
+    assert actual[0] is out and (out[-2:] == 7).all()
     plain = attention_paged(q, view, offsets, return_lse=True, backend=backend, **how)
     n = q.shape[0] - 2
     alone = offsets[GROUPS[-1]]
     assert torch.equal(out[alone:n], plain[0][alone:n])
-    assert torch.equal(found[1][:, alone:n], plain[1][:, alone:n])
+    assert torch.equal(actual[1][:, alone:n], plain[1][:, alone:n])
     how["tree_mask"] = tree
 
     def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -356,7 +356,7 @@ def test_pages_that_rows_share_are_read_for_all_of_them(
 
     exact = oracle(torch.float64)
     naive = worst_naive(exact, lambda: oracle(q.dtype))
-    assert_all_within_budget(("o", "lse"), (out[:n], found[1][:, :n]), exact, naive)
+    assert_all_within_budget(("o", "lse"), (out[:n], actual[1][:, :n]), exact, naive)
 
 
 def test_caches_themselves_and_tensors_are_taken(device: str) -> None:
@@ -369,8 +369,8 @@ def test_caches_themselves_and_tensors_are_taken(device: str) -> None:
     tensors = (cache.k[0], cache.v[0], cache.block_table[:2], cache.lengths[:2])
     for given in (cache, tensors):
         for backend in BACKENDS:
-            found = attention_paged(q, given, offsets, backend=backend)
-            torch.testing.assert_close(found, expected)
+            actual = attention_paged(q, given, offsets, backend=backend)
+            torch.testing.assert_close(actual, expected)
 
 
 def test_a_known_call_brings_its_own_tensors(device: str) -> None:
@@ -383,10 +383,10 @@ def test_a_known_call_brings_its_own_tensors(device: str) -> None:
     attention_paged(q, first.view, SMALL.offsets.to(device), **how)
     assert call_memo._slot.cache_info().currsize == 1
     second = fill("3", other, torch.float32, device).view
-    found = attention_paged(again, second, other.offsets.to(device), **how)
+    actual = attention_paged(again, second, other.offsets.to(device), **how)
     assert call_memo._slot.cache_info().currsize == 1, "it was another call"
     call_memo.forget()
-    assert torch.equal(found, attention_paged(again, second, other.offsets.to(device), **how))
+    assert torch.equal(actual, attention_paged(again, second, other.offsets.to(device), **how))
     with pytest.raises(ValueError, match="cu_seqlens_q must run from 0"):
         attention_paged(again, second, other.offsets.flip(0).to(device) * 0 + 3, **how)
 

@@ -114,11 +114,11 @@ def test_parts_of_a_sequence_add_up_to_it(device: str) -> None:
             qkv = (q[:, :, at].detach(), k[:, :, there].detach(), v[:, :, there].detach())
             parts.append(attention_block_forward(*qkv, **given))
             of_whole = (whole[:, :, at], lse[:, :, at])
-            found = attention_block_backward(do[:, :, at], *qkv, *of_whole, **given)
-            dq[:, :, at] += found.dq
-            dk[:, :, there] += found.dk
-            dv[:, :, there] += found.dv
-            dbias += found.of_options["relative_bias"]
+            actual = attention_block_backward(do[:, :, at], *qkv, *of_whole, **given)
+            dq[:, :, at] += actual.dq
+            dk[:, :, there] += actual.dk
+            dv[:, :, there] += actual.dv
+            dbias += actual.of_options["relative_bias"]
         o, part_lse = fastattn.merge(*parts[0], *parts[1])
         assert_within_budget("o", o, whole[:, :, at].double(), whole[:, :, at])
         assert_within_budget("lse", part_lse, lse[:, :, at].double(), lse[:, :, at])

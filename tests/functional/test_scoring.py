@@ -160,5 +160,5 @@ def test_additive_operators_tell_tracers_what_they_return(device: str) -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in tensors]
         o, lse = fastattn.additive_attention(*fakes, return_lse=True, backend="triton", causal=True)
-        found = [o, lse, *torch.autograd.grad((o.sum(), lse.sum()), fakes)]
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+        actual = [o, lse, *torch.autograd.grad((o.sum(), lse.sum()), fakes)]
+    assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in wanted]

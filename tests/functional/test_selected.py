@@ -60,11 +60,11 @@ def lists_of(case: Lists, device: str) -> Tensor:
     """Random lists with -1 in every place, blocks named twice, and lists of nothing."""
     blocks, rows = -(-case.T[1] // case.block[1]), -(-case.T[0] // case.block[0])
     generator = torch.Generator().manual_seed(1)
-    found = torch.randint(-1, blocks, (B, case.heads[2], rows, case.n), generator=generator)
-    found[0, 0, 0] = -1  # nothing
-    found[0, -1, -1] = blocks - 1  # all alike, and cut off by the end of the keys
-    found[1, 0, 0, 0], found[1, 0, -1, -1] = -1, -1
-    return found.to(device, torch.int32 if case.n % 2 else torch.int64)
+    actual = torch.randint(-1, blocks, (B, case.heads[2], rows, case.n), generator=generator)
+    actual[0, 0, 0] = -1  # nothing
+    actual[0, -1, -1] = blocks - 1  # all alike, and cut off by the end of the keys
+    actual[1, 0, 0, 0], actual[1, 0, -1, -1] = -1, -1
+    return actual.to(device, torch.int32 if case.n % 2 else torch.int64)
 
 
 def oracle(
@@ -133,8 +133,8 @@ def test_gradients_repeat_to_the_bit_and_are_differentiated_again(device: str) -
 
     once, twice = (gradients("triton", again=False) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
-    found, expected = (gradients(x, again=True) for x in ("triton", "torch"))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (gradients(x, again=True) for x in ("triton", "torch"))
+    torch.testing.assert_close(actual, expected)
 
 
 MAP = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]]).bool()[None, None]
@@ -245,6 +245,6 @@ def test_operators_have_fakes_and_gradients(device: str) -> None:
     compiled = torch.compile(selected_attention, backend="aot_eager", fullgraph=True)
     o, expected = (f(q, k, v, lists, backend="triton") for f in (compiled, selected_attention))
     assert torch.equal(o, expected)
-    found, grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, expected))
-    assert all(torch.equal(x, y) for x, y in zip(found, grads, strict=True))
+    actual, grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, expected))
+    assert all(torch.equal(x, y) for x, y in zip(actual, grads, strict=True))
     assert fastattn.selected_attention is selected_attention

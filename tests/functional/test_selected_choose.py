@@ -61,12 +61,12 @@ def test_weights_of_overlapping_keys_choose(
             there = [x for x in places if 0 <= x < keys and seen[query, x]]
             if there:
                 scores[:, :, query, j] = p[:, :, query, there].sum(-1).cpu()
-    found = select_blocks(
+    actual = select_blocks(
         q, k, n, block_k=block, lse=lse, pool=(length, step), first=1, latest=1, backend=backend
     )
     expected = best_blocks(scores, n, lambda query: {0, query // block})
     # Blocks that begin behind the query are none of its.
-    assert chosen(found) == [
+    assert chosen(actual) == [
         [j for j in x if j <= place % T // block] for place, x in enumerate(expected)
     ]
 
@@ -83,11 +83,11 @@ def test_largest_scores_choose(backend: str, causal: bool, device: str) -> None:
         x = x.masked_fill(torch.arange(T) > torch.arange(T_q)[:, None] + offset, -torch.inf)
     x = torch.nn.functional.pad(x, (0, -T % block), value=-torch.inf)
     scores = x.unflatten(-1, (-1, block)).amax((1, -1))[:, None]
-    found = select_blocks(
+    actual = select_blocks(
         q, k, n, block_k=block, lists=1, causal=causal, latest=1, query_offset=offset,
         backend=backend,
     )  # fmt: skip
-    assert chosen(found) == best_blocks(scores, n, lambda t: {(t + offset) // block})
+    assert chosen(actual) == best_blocks(scores, n, lambda t: {(t + offset) // block})
     few = select_blocks(q, k, 9, block_k=block, lists=1, query_offset=offset, backend=backend)
     assert few.shape == (2, 1, T_q, 9) and few.dtype == torch.int32
     assert bool((few[..., 5:] == -1).all()) and bool((few[:, :, -1, :5] >= 0).all())

@@ -50,11 +50,11 @@ def test_best_tokens(offset: int, device: str) -> None:
     n = 6
     q, k, w, _, _ = made(device)
     lengths = torch.tensor(LENGTHS, device=device)
-    found = select_tokens(q, k, w, n, causal=True, query_offset=offset, key_lengths=lengths)
-    assert found.dtype == torch.int32 and found.shape == (2, 1, T_Q, n)
+    actual = select_tokens(q, k, w, n, causal=True, query_offset=offset, key_lengths=lengths)
+    assert actual.dtype == torch.int32 and actual.shape == (2, 1, T_Q, n)
     q, k, w = (x.double() for x in (q, k, w))
     for b, t in torch.ones(2, T_Q).nonzero().tolist():
-        keys, row = seen(b, t, offset), found[b, 0, t].tolist()
+        keys, row = seen(b, t, offset), actual[b, 0, t].tolist()
         count = min(n, len(keys))
         assert row[count:] == [-1] * (n - count)
         assert set(row[:count]) <= set(keys) and len(set(row[:count])) == count
@@ -69,7 +69,7 @@ def test_best_tokens(offset: int, device: str) -> None:
 def divergence(given: list[Tensor], rows: Any, options: dict[str, Any]) -> Tensor:
     """KL of each query, one after another; rows(b, t): its keys."""
     q_index, k_index, w, q, k = given
-    found = w.new_zeros(2, T_Q)
+    actual = w.new_zeros(2, T_Q)
     cap, sinks = options.get("softcap"), options.get("sinks")
     for b, t in torch.ones(2, T_Q).nonzero().tolist():
         keys = rows(b, t)
@@ -83,8 +83,8 @@ def divergence(given: list[Tensor], rows: Any, options: dict[str, Any]) -> Tenso
         p = (p / p.sum()).detach()
         weights = score(q_index, k_index, w, b, t, keys).exp()
         terms = p * (p.log() - weights.log() + weights.sum().log())
-        found = found.index_put((torch.tensor(b), torch.tensor(t)), terms.sum())
-    return found
+        actual = actual.index_put((torch.tensor(b), torch.tensor(t)), terms.sum())
+    return actual
 
 
 CASES: dict[str, tuple[bool, int, dict[str, Any]]] = {
@@ -113,12 +113,12 @@ def test_loss_and_gradients(case: str, dtype: torch.dtype, device: str) -> None:
 
     def results(function: Any, given: list[Tensor]) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in given]
-        found = function(leaves)
+        actual = function(leaves)
         grads = torch.autograd.grad(
-            found, leaves, draws(5, device)(*found.shape).to(found), allow_unused=True
+            actual, leaves, draws(5, device)(*actual.shape).to(actual), allow_unused=True
         )
         assert grads[3:] == (None, None)
-        return [found, *grads[:3]]  # type: ignore[list-item]
+        return [actual, *grads[:3]]  # type: ignore[list-item]
 
     def ours(given: list[Tensor]) -> Tensor:
         return indexer_loss(*given, drawn.to(device) if sparse else None, **options, **masks)
@@ -126,11 +126,11 @@ def test_loss_and_gradients(case: str, dtype: torch.dtype, device: str) -> None:
     def oracle(given: list[Tensor]) -> Tensor:
         return divergence(given, rows, options)
 
-    found = results(ours, tensors)
-    assert found[0].dtype == torch.float32
+    actual = results(ours, tensors)
+    assert actual[0].dtype == torch.float32
     exact = results(oracle, [x.double() for x in tensors])
     assert_all_near(
-        ("loss", "dq_index", "dk_index", "dw"), found, exact, lambda: results(oracle, tensors)
+        ("loss", "dq_index", "dk_index", "dw"), actual, exact, lambda: results(oracle, tensors)
     )
 
 
@@ -154,14 +154,14 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # fmt: skip
-        found = func(*args, **(kwargs or {}))
+        actual = func(*args, **(kwargs or {}))
         self.alive = {n: x for n, x in self.alive.items() if not x[0].expired()}
-        for x in found if isinstance(found, tuple | list) else (found,):
+        for x in actual if isinstance(actual, tuple | list) else (actual,):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return found
+        return actual
 
 
 @pytest.mark.parametrize("of", ["choice", "warm-up", "sparse"])
@@ -170,15 +170,15 @@ def test_memory_grows_with_the_tokens(of: str, monkeypatch: pytest.MonkeyPatch) 
 
     def peak(T: int) -> int:
         q_index, k_index, q = (torch.randn(1, heads, T, 2) for heads in (2, 1, 2))
-        with Peak() as found:
+        with Peak() as actual:
             if of == "choice":
                 select_tokens(q_index, k_index, q[..., 0], 4, causal=True)
-                return found.most
+                return actual.most
             indices = torch.randint(T, (1, 1, T, 4)) if of == "sparse" else None
             leaves = [x.requires_grad_() for x in (q_index, k_index)]
             loss = indexer_loss(*leaves, q[..., 0], q, q[:, :1], indices, causal=True)
             torch.autograd.grad(loss.sum(), leaves)
-        return found.most
+        return actual.most
 
     assert peak(128) < 2.5 * peak(64)
 
@@ -188,11 +188,11 @@ def test_autocast_takes_its_dtype_and_computes_in_fp32() -> None:
     narrow[1], narrow[4] = (x.nan_to_num(0.5) for x in (narrow[1], narrow[4]))
     expected = indexer_loss(*narrow), select_tokens(*narrow[:3], 3)
     with torch.autocast("cpu", torch.bfloat16):
-        found = (
+        actual = (
             indexer_loss(*(x.float() for x in narrow)),
             select_tokens(*(x.float() for x in narrow[:3]), 3),
         )
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 X = torch.ones(1, 2, 3, 4)

@@ -45,9 +45,9 @@ PLACEMENTS["whole"] = (WHOLE, WHOLE)
 
 @cache
 def examples() -> dict[str, dict[str, Any]]:
-    found = option_examples(H_q, H_k, T, T, D, reach=4)
-    found["two-heads"] = {**found["two-products"], "key2": draw(B, H_k, T, D // 2)}
-    return {name: found[name] for name in EXAMPLES}
+    results = option_examples(H_q, H_k, T, T, D, reach=4)
+    results["two-heads"] = {**results["two-products"], "key2": draw(B, H_k, T, D // 2)}
+    return {name: results[name] for name in EXAMPLES}
 
 
 def calls() -> list[tuple[str, str]]:
@@ -154,8 +154,8 @@ def by_key_heads() -> tuple[float, ...]:
     for given in (keys, spread(keys, mesh, WHOLE)):
         parts = (spread(x, mesh, one) for x, one in ((q, HEADS), (k, WHOLE), (v, WHOLE)))
         o = fastattn.attention(*parts, relative_keys=given).full_tensor()
-        (found,) = torch.autograd.grad(o.sin().sum(), keys)
-        far += [(o - exact).abs().max().item(), (found - expected).abs().max().item()]
+        (actual,) = torch.autograd.grad(o.sin().sum(), keys)
+        far += [(o - exact).abs().max().item(), (actual - expected).abs().max().item()]
     return tuple(far)
 
 
@@ -192,20 +192,20 @@ def test_two_ranks(call, by_rank):
     name, how = call
     exact, naive = expected(name, how == "whole-keys")
     names = (*NAMES, *(f"d{key}" for key in learned(examples()[name])))
-    for found in by_rank:
-        for what, x, *both in zip(names, found[call], exact, naive, strict=True):
+    for rank in by_rank:
+        for what, x, *both in zip(names, rank[call], exact, naive, strict=True):
             assert_within_budget(what, torch.from_numpy(x), *both)
 
 
 def test_a_cache_of_a_ranks_heads(by_rank):
-    for found in by_rank:
-        torch.testing.assert_close(torch.from_numpy(found["decoded"]), decoded(None))
+    for rank in by_rank:
+        torch.testing.assert_close(torch.from_numpy(rank["decoded"]), decoded(None))
 
 
 def test_what_cannot_be_shared_out(by_rank):
     wanted = "must be sharded by rows or heads (Shard(0), Shard(1)) or whole, got"
-    for found in by_rank:
-        said = found["refused"]
+    for rank in by_rank:
+        said = rank["refused"]
         assert said[0] == (
             "q is sharded along its sequence (dim 2): "
             "fastattn.parallel.context_attention serves that"

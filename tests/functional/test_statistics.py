@@ -86,21 +86,21 @@ def test_bf16(backend: str, device: str) -> None:
 
 def test_torch_keeps_fp64() -> None:
     q, k = (x.double() for x in make())
-    found = fastattn.attention_statistics(q, k, top=1, causal=True)
+    actual = fastattn.attention_statistics(q, k, top=1, causal=True)
     entropy, received, *_ = statistics_oracle(q, k, causal=True)
-    torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=1e-13)
-    torch.testing.assert_close(found.received, received, rtol=0, atol=1e-13)
+    torch.testing.assert_close(actual.entropy, entropy, rtol=0, atol=1e-13)
+    torch.testing.assert_close(actual.received, received, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_equal_scores_share_the_weight_evenly(backend: str, device: str) -> None:
     q = torch.zeros(1, 1, 4, 16, device=device)
-    found = fastattn.attention_statistics(q, q, causal=True, top=2, backend=backend)
+    actual = fastattn.attention_statistics(q, q, causal=True, top=2, backend=backend)
     expected = [math.log(n) for n in (1, 2, 3, 4)]
-    torch.testing.assert_close(found.entropy.cpu(), torch.tensor([[expected]]))
+    torch.testing.assert_close(actual.entropy.cpu(), torch.tensor([[expected]]))
     expected = [sum(1 / n for n in range(first, 5)) for first in (1, 2, 3, 4)]
-    torch.testing.assert_close(found.received.cpu(), torch.tensor([[expected]]))
-    assert found.top_positions.tolist() == [[[[0, -1], [0, 1], [0, 1], [0, 1]]]]
+    torch.testing.assert_close(actual.received.cpu(), torch.tensor([[expected]]))
+    assert actual.top_positions.tolist() == [[[[0, -1], [0, 1], [0, 1], [0, 1]]]]
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -109,23 +109,23 @@ def test_of_equal_scores_the_first_keys_are_listed(backend: str, device: str) ->
     T, left = 60, 40
     q, k, _ = make_qkv(1, 1, 1, T, T, 16, device=device, requires_grad=False)
     k = k[:, :, :1].expand(1, 1, T, 16)
-    found = fastattn.attention_statistics(q, k, window=(left, 0), top=3, backend=backend)
+    actual = fastattn.attention_statistics(q, k, window=(left, 0), top=3, backend=backend)
     first = (torch.arange(T) - left).clamp(min=0)[:, None] + torch.arange(3)
     expected = torch.where(first <= torch.arange(T)[:, None], first, -1)
-    assert torch.equal(found.top_positions[0, 0].cpu(), expected)
+    assert torch.equal(actual.top_positions[0, 0].cpu(), expected)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_queries_without_keys_and_keys_without_queries(backend: str, device: str) -> None:
     q, k = make(device=device)
     lengths = torch.tensor([0, 5], device=device)
-    found = fastattn.attention_statistics(q, k, key_lengths=lengths, top=7, backend=backend)
-    assert torch.all(found.entropy[0] == 0)
-    assert torch.all(found.received[0] == 0)
-    assert torch.all(found.received[1, :, 5:] == 0)
-    assert torch.all(found.top_positions[0] == -1)
-    assert torch.all(found.top_positions[1, :, :, 5:] == -1)
-    assert torch.all(found.top_positions[1, :, :, :5].sort(-1).values.cpu() == torch.arange(5))
+    actual = fastattn.attention_statistics(q, k, key_lengths=lengths, top=7, backend=backend)
+    assert torch.all(actual.entropy[0] == 0)
+    assert torch.all(actual.received[0] == 0)
+    assert torch.all(actual.received[1, :, 5:] == 0)
+    assert torch.all(actual.top_positions[0] == -1)
+    assert torch.all(actual.top_positions[1, :, :, 5:] == -1)
+    assert torch.all(actual.top_positions[1, :, :, :5].sort(-1).values.cpu() == torch.arange(5))
     rows = fastattn.attention_weights(q, k, key_lengths=lengths, backend=backend).sum(-1)
     assert torch.all(rows[0] == 0)
     torch.testing.assert_close(rows[1], torch.ones_like(rows[1]))
@@ -137,13 +137,13 @@ def test_scores_of_minus_infinity_are_not_seen(backend: str, device: str) -> Non
     bias = torch.zeros(T_q, T_k, device=device)
     bias[:, 3:] = -math.inf
     bias[0] = -math.inf
-    found = fastattn.attention_statistics(q, k, attn_bias=bias, top=4, backend=backend)
+    actual = fastattn.attention_statistics(q, k, attn_bias=bias, top=4, backend=backend)
     alone = fastattn.attention_statistics(q, k[:, :, :3], top=3, query_offset=0, backend=backend)
-    assert torch.all(found.top_positions[..., 3] == -1)
-    assert torch.all(found.top_positions[:, :, 0] == -1)
-    assert torch.equal(found.top_positions[:, :, 1:, :3], alone.top_positions[:, :, 1:])
-    assert torch.all(found.entropy[:, :, 0] == 0)
-    torch.testing.assert_close(found.entropy[:, :, 1:], alone.entropy[:, :, 1:])
+    assert torch.all(actual.top_positions[..., 3] == -1)
+    assert torch.all(actual.top_positions[:, :, 0] == -1)
+    assert torch.equal(actual.top_positions[:, :, 1:, :3], alone.top_positions[:, :, 1:])
+    assert torch.all(actual.entropy[:, :, 0] == 0)
+    torch.testing.assert_close(actual.entropy[:, :, 1:], alone.entropy[:, :, 1:])
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -154,10 +154,10 @@ def test_nan_in_padding_reaches_nothing(backend: str, device: str) -> None:
     padding[1, 2:20:3] = False
     dirty = torch.where(padding[:, None, :, None], k, math.nan)
     clean = fastattn.attention_statistics(q, k, key_padding_mask=padding, top=2, backend=backend)
-    found = fastattn.attention_statistics(
+    actual = fastattn.attention_statistics(
         q, dirty, key_padding_mask=padding, top=2, backend=backend
     )
-    assert all(torch.equal(x, y) for x, y in zip(found, clean, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, clean, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -181,12 +181,12 @@ def test_parts_under_a_common_lse_add_up(backend: str, device: str) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
 def test_no_queries_or_no_keys(queries: int, keys: int, backend: str, device: str) -> None:
     q, k, _ = make_qkv(1, 2, 1, queries, keys, 16, device=device, requires_grad=False)
-    found = fastattn.attention_statistics(q, k, top=2, backend=backend)
-    shapes = [tuple(x.shape) for x in found]
+    actual = fastattn.attention_statistics(q, k, top=2, backend=backend)
+    shapes = [tuple(x.shape) for x in actual]
     assert shapes == [(1, 2, queries), (1, 2, keys), *2 * [(1, 2, queries, 2)], (1, 2, queries)]
-    assert torch.all(found.entropy == 0)
-    assert torch.all(found.received == 0)
-    assert torch.all(found.top_positions == -1)
+    assert torch.all(actual.entropy == 0)
+    assert torch.all(actual.received == 0)
+    assert torch.all(actual.top_positions == -1)
 
 
 LEARN: dict[str, dict[str, Any]] = {
@@ -216,9 +216,9 @@ def test_gradients_of_statistics(
         return list(torch.autograd.grad(loss + distance.sin().sum(), leaves))
 
     def ours(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        found = fastattn.attention_statistics(q, k, top=2, backend=backend, **options)
-        assert not found.top_positions.requires_grad
-        return found.entropy, found.received, found.top_weights, found.distance
+        actual = fastattn.attention_statistics(q, k, top=2, backend=backend, **options)
+        assert not actual.top_positions.requires_grad
+        return actual.entropy, actual.received, actual.top_weights, actual.distance
 
     def oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
         entropy, received, weights, distance = statistics_oracle(q, k, **options)
@@ -237,12 +237,12 @@ def test_what_has_no_gradient(backend: str, device: str) -> None:
     q, k, v = make_qkv(1, 1, 1, 5, 5, 16, device=device)
     assert not fastattn.attention_weights(q, k, score_mod=square, backend=backend).requires_grad
     lse = fastattn.attention(q, k, v, return_lse=True, backend=backend)[1]
-    found = fastattn.attention_statistics(q, k, lse=lse.detach(), backend=backend)
-    assert not any(x.requires_grad for x in found)
-    found = fastattn.attention_statistics(q, k, lse=lse, backend=backend)
-    ours = torch.autograd.grad(found.entropy.sin().sum(), q)[0]
-    found = fastattn.attention_statistics(q, k, backend=backend)
-    torch.testing.assert_close(ours, torch.autograd.grad(found.entropy.sin().sum(), q)[0])
+    actual = fastattn.attention_statistics(q, k, lse=lse.detach(), backend=backend)
+    assert not any(x.requires_grad for x in actual)
+    actual = fastattn.attention_statistics(q, k, lse=lse, backend=backend)
+    ours = torch.autograd.grad(actual.entropy.sin().sum(), q)[0]
+    actual = fastattn.attention_statistics(q, k, backend=backend)
+    torch.testing.assert_close(ours, torch.autograd.grad(actual.entropy.sin().sum(), q)[0])
 
 
 class Sizes(TorchDispatchMode):
@@ -301,11 +301,11 @@ def test_operators_tell_tracers_what_they_return(device: str) -> None:
         wanted = fastattn.attention_statistics(q, k, top=top, **options)
         with torch._subclasses.FakeTensorMode() as mode:
             fakes = mode.from_tensor(q), mode.from_tensor(k)
-            found = fastattn.attention_statistics(*fakes, top=top, **options)
-        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+            actual = fastattn.attention_statistics(*fakes, top=top, **options)
+        assert [(x.shape, x.dtype) for x in actual] == [(x.shape, x.dtype) for x in wanted]
     with torch._subclasses.FakeTensorMode() as mode:
-        found = fastattn.attention_weights(mode.from_tensor(q), mode.from_tensor(k), **options)
-    assert (found.shape, found.dtype) == ((B, H_q, T_q, T_k), torch.float32)
+        actual = fastattn.attention_weights(mode.from_tensor(q), mode.from_tensor(k), **options)
+    assert (actual.shape, actual.dtype) == ((B, H_q, T_q, T_k), torch.float32)
 
 
 def test_weights_of_large_shapes_are_refused() -> None:

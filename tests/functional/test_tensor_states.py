@@ -28,12 +28,12 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 CALLS = tuple(calls("cpu"))
 
 
-def tensors_of(found: Any) -> list[Tensor]:
+def tensors_of(actual: Any) -> list[Tensor]:
     """Every tensor in a result, in order."""
-    if isinstance(found, Tensor):
-        return [found]
-    found = found.values() if isinstance(found, dict) else found
-    return [x for part in found if part is not None for x in tensors_of(part)]
+    if isinstance(actual, Tensor):
+        return [actual]
+    actual = actual.values() if isinstance(actual, dict) else actual
+    return [x for part in actual if part is not None for x in tensors_of(part)]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -43,9 +43,9 @@ def same(one: Any, other: Any) -> bool:
 
 def negated(x: Tensor) -> Tensor:
     """x, equal and in its strides, whose memory holds -x."""
-    found = torch._neg_view(-x)
-    assert found.is_neg() and torch.equal(found, x) and found.stride() == x.stride()
-    return found
+    actual = torch._neg_view(-x)
+    assert actual.is_neg() and torch.equal(actual, x) and actual.stride() == x.stride()
+    return actual
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -58,8 +58,8 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
     # Not q and k together, whose signs would cancel; options alone, beside a q that is known.
     first, options = arguments[:3], arguments[3:]
     for some in (first[::2], first[1:2], options):
-        found = function(**tensors | {argument: negated(tensors[argument]) for argument in some})
-        assert same(found, expected), some
+        actual = function(**tensors | {argument: negated(tensors[argument]) for argument in some})
+        assert same(actual, expected), some
 
 
 def test_bits_of_an_imaginary_part(device: str) -> None:
@@ -67,11 +67,11 @@ def test_bits_of_an_imaginary_part(device: str) -> None:
     q, k, v, bias = (draws(device=device)(1, 2, T, n) for n in (D, D, D, T))
     imaginary = torch.complex(bias, -bias).conj().imag
     assert imaginary.is_neg() and imaginary.stride(-1) == 2
-    found, expected = (
+    actual, expected = (
         fastattn.attention(q, k, v, attn_bias=x, backend="triton")
         for x in (imaginary, imaginary.resolve_neg())
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.usefixtures("on_triton")

@@ -221,13 +221,13 @@ def test_metrics_count_what_was_done():
     for i in (1, 2):
         engine.submit([i, i, i, i], 3, sampling=GREEDY)
     engine.step()
-    found = engine.metrics()
-    assert (found.steps, found.read_tokens, found.new_tokens) == (1, 4, 1)
-    assert (found.running, found.waiting, found.pages_in_use) == (1, 1, 1)
+    actual = engine.metrics()
+    assert (actual.steps, actual.read_tokens, actual.new_tokens) == (1, 4, 1)
+    assert (actual.running, actual.waiting, actual.pages_in_use) == (1, 1, 1)
     list(engine.run())
-    found = engine.metrics()
-    assert (found.read_tokens, found.new_tokens, found.running) == (12, 6, 0)
-    assert found.tokens_per_second > 0 and found.first_token_seconds > 0
+    actual = engine.metrics()
+    assert (actual.read_tokens, actual.new_tokens, actual.running) == (12, 6, 0)
+    assert actual.tokens_per_second > 0 and actual.first_token_seconds > 0
 
 
 @pytest.mark.parametrize(

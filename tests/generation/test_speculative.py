@@ -98,8 +98,8 @@ def test_the_accepted_path_of_a_tree_is_what_the_caches_hold(options):
         assert n == tree.cache.length(0) > 40
         for layer in range(tree.cache.num_layers):
             pairs = (x.cache.view([0], layer).gather()[:2] for x in (tree, fresh))
-            for found, expected in zip(*pairs, strict=True):
-                torch.testing.assert_close(found[:, :, :n], expected[:, :, :n])
+            for actual, expected in zip(*pairs, strict=True):
+                torch.testing.assert_close(actual[:, :, :n], expected[:, :, :n])
     assert steps < 35 and 10 < tally.accepted < tally.drafted / 2
 
 

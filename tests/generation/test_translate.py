@@ -32,7 +32,7 @@ def make_model(**options) -> Seq2Seq:
 @torch.no_grad()
 def log_probabilities(model: Seq2Seq, row: int) -> dict[tuple[int, ...], float]:
     """Log probability of every target of a source, with its end token if any; without a cache."""
-    found = {}
+    results = {}
     for length in range(1, COUNT + 1):
         targets = [
             tokens
@@ -43,8 +43,8 @@ def log_probabilities(model: Seq2Seq, row: int) -> dict[tuple[int, ...], float]:
         source = SOURCE[row, : LENGTHS[row]].expand(len(targets), -1)
         scores = model(source, inputs).log_softmax(-1).tolist()
         for tokens, rows in zip(targets, scores, strict=True):
-            found[tokens] = sum(row[token] for row, token in zip(rows, tokens, strict=True))
-    return found
+            results[tokens] = sum(row[token] for row, token in zip(rows, tokens, strict=True))
+    return results
 
 
 def without_end(tokens: tuple[int, ...]) -> list[int]:
@@ -56,13 +56,13 @@ def test_wide_beams_find_the_best_of_all_targets(options):
     model = make_model(**options)
     totals = [log_probabilities(model, row) for row in range(3)]
     for penalty in (0.0, 3.0):
-        found = beam_translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
-        for beams, total in zip(found, totals, strict=True):
+        actual = beam_translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
+        for beams, total in zip(actual, totals, strict=True):
             scores = {t: total[t] / ((5 + len(t)) / 6) ** penalty for t in total}
             best = sorted(scores, key=lambda tokens: -scores[tokens])[: len(beams)]
             assert [beam.tokens for beam in beams[:5]] == [without_end(t) for t in best[:5]]
             assert math.isclose(beams[0].score, scores[best[0]], abs_tol=1e-9)
-        assert len({beams[0].score for beams in found}) == 3, "sources that matter"
+        assert len({beams[0].score for beams in actual}) == 3, "sources that matter"
 
 
 def test_greedy_takes_the_likeliest_token_of_each_step():

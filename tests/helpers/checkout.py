@@ -24,6 +24,6 @@ def package_folder(name: str) -> Path | None:
 def foreign(checkout: Path) -> Iterator[str]:
     """Lines about packages that do not come from a checkout."""
     for home, name in PACKAGES.items():
-        found = package_folder(name)
-        if found != (checkout / home).resolve():
-            yield f"{name} comes from {found or 'nowhere'}, not from {checkout / home}"
+        actual = package_folder(name)
+        if actual != (checkout / home).resolve():
+            yield f"{name} comes from {actual or 'nowhere'}, not from {checkout / home}"

@@ -30,8 +30,8 @@ class Case(NamedTuple):
 
     def limit(self, name: str, kernel: int, default: Any = None) -> Any:
         """The limit of one of the launch's kernels; of those past the last one it is the last."""
-        found = self.limits.get(f"{name}@{RELEASE}", self.limits.get(name, default))
-        return found[min(kernel, len(found) - 1)] if isinstance(found, list) else found
+        actual = self.limits.get(f"{name}@{RELEASE}", self.limits.get(name, default))
+        return actual[min(kernel, len(actual) - 1)] if isinstance(actual, list) else actual
 
 
 def run(launch: str, arguments: tuple[Any, ...], **sizes: int) -> None:

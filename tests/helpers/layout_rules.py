@@ -147,7 +147,7 @@ def find_imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Im
 def floor_of(name: str, modules: dict[str, Path]) -> int | None:
     """Return the index in FLOORS of the longest entry that covers the module, 0 being the top."""
     file = name.count(".") == 1 and modules[name].name != "__init__.py"
-    found = [
+    actual = [
         (len(entry), index)
         for index, floor in enumerate(FLOORS)
         for entry in floor.split()
@@ -155,7 +155,7 @@ def floor_of(name: str, modules: dict[str, Path]) -> int | None:
         or (entry == "fastattn.*" and file)
         or (entry != "fastattn" and name.startswith(entry + "."))
     ]
-    return max(found)[1] if found else None
+    return max(actual)[1] if actual else None
 
 
 def check_inside(arrow: Import, modules: dict[str, Path]) -> Iterator[str]:

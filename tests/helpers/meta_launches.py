@@ -165,10 +165,10 @@ def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
             "softcap": 5.0,
         },
     }  # fmt: skip
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for name in names.split("+"):
-        found |= every[name]
-    return Options(**found, scale=0.1)
+        results |= every[name]
+    return Options(**results, scale=0.1)
 
 
 def attention(

@@ -42,8 +42,8 @@ def append_paged(backend: str, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin
 
 def with_gradients(function: Function, backend: str, *, do: Tensor, dlse: Tensor, **given: Tensor):
     leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
-    found = function(**leaves, return_lse=True, backend=backend)
-    return torch.autograd.grad(found, tuple(leaves.values()), (do, dlse))
+    actual = function(**leaves, return_lse=True, backend=backend)
+    return torch.autograd.grad(actual, tuple(leaves.values()), (do, dlse))
 
 
 def calls(device: str) -> dict[str, tuple[Function, Tensors]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 def rows_of(path: str) -> dict[str, list[str]]:
     """Rows of the file beside a test file, by the function that they call."""
-    found: dict[str, list[str]] = defaultdict(list)
+    actual: dict[str, list[str]] = defaultdict(list)
     for row in Path(path).with_name("refusals.txt").read_text(encoding="utf-8").splitlines():
         if row and not row.startswith("#"):
-            found[row.partition("(")[0]].append(row)
-    return dict(found)
+            actual[row.partition("(")[0]].append(row)
+    return dict(actual)
 
 
 def served(rows: list[str], names: dict[str, Any]) -> list[str]:

@@ -98,8 +98,8 @@ def test_derivatives(mod: Any) -> None:
 
     out = run(mod, x).expand(x.shape)
     wanted = torch.autograd.grad(out, (x, table, ends), dx, allow_unused=True)
-    found = run(derivative.score_mod_grad(mod, (table, ends)), dx, x).expand(x.shape)
-    torch.testing.assert_close(found, wanted[0] if wanted[0] is not None else torch.zeros_like(x))
+    actual = run(derivative.score_mod_grad(mod, (table, ends)), dx, x).expand(x.shape)
+    torch.testing.assert_close(actual, wanted[0] if wanted[0] is not None else torch.zeros_like(x))
 
 
 def test_what_overflows_where_it_is_not_chosen(device: str) -> None:
@@ -185,12 +185,12 @@ def test_tensors_that_learn(
     learned = draw(*shape).to(device).requires_grad_()
     how = to_device({"dropout": 0.3, "dropout_seed": seed, "causal": True}, device)
     o = fastattn.attention(q, k, v, score_mod=mod, mod_tensors=(learned,), backend=backend, **how)
-    found = torch.autograd.grad(o, (q, learned), direction.to(device), retain_graph=True)
+    actual = torch.autograd.grad(o, (q, learned), direction.to(device), retain_graph=True)
     exact = of(torch.float64)
     naive = worst_naive(exact, lambda: of(torch.float32))
-    assert_all_within_budget(("dq", "learned"), [x.cpu() for x in found], exact, naive)
+    assert_all_within_budget(("dq", "learned"), [x.cpu() for x in actual], exact, naive)
     alone = torch.autograd.grad(o, learned, direction.to(device))[0]
-    assert torch.equal(alone, found[1])
+    assert torch.equal(alone, actual[1])
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -205,8 +205,8 @@ def test_tensors_that_learn_from_packed_sequences(backend: str, device: str) -> 
     for rows in (slice(0, 5), slice(5, T_k)):
         one = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
         alone.append(fastattn.attention(*one, causal=True, **how)[0].transpose(0, 1))
-    found, wanted = (torch.autograd.grad(x.sin().sum(), table)[0] for x in (o, torch.cat(alone)))
-    torch.testing.assert_close(found, wanted)
+    actual, wanted = (torch.autograd.grad(x.sin().sum(), table)[0] for x in (o, torch.cat(alone)))
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_what_has_no_gradient_is_refused(device: str) -> None:

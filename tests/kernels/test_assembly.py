@@ -34,8 +34,8 @@ def at_most_kernel(x_ptr, limit_ptr, also_ptr, out_ptr, M: tl.constexpr, N: tl.c
     also = None
     if also_ptr is not None:
         also = tl.load(also_ptr + cols) != 0
-    found = integers.at_most(tl.load(x_ptr + rows), tl.load(limit_ptr + cols), also)
-    tl.store(out_ptr + rows * N + cols, found)
+    actual = integers.at_most(tl.load(x_ptr + rows), tl.load(limit_ptr + cols), also)
+    tl.store(out_ptr + rows * N + cols, actual)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -96,8 +96,8 @@ def test_load_in_place(dtype: torch.dtype, device: str) -> None:
 
 
 def bits(*numbers: float) -> list[int]:
-    found: list[int] = torch.tensor(numbers, dtype=torch.float32).view(torch.uint32).tolist()
-    return found
+    actual: list[int] = torch.tensor(numbers, dtype=torch.float32).view(torch.uint32).tolist()
+    return actual
 
 
 @pytest.mark.parametrize(

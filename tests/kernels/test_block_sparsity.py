@@ -132,15 +132,15 @@ def expected(
     """
     surplus = -seen.shape[1] % block
     hidden = torch.nn.functional.pad(hidden, (0, surplus), value=True)
-    found = []
+    actual = []
     for start in range(0, seen.shape[0], tile):
         rows = slice(start, start + tile)
         used = [bool(x.any()) for x in seen[rows].split(block, 1)]
         whole = [not bool(x.any()) for x in hidden[rows].split(block, 1)]
         full = [n for n, (some, all_) in enumerate(zip(used, whole, strict=True)) if some and all_]
         part = [n for n, some in enumerate(used) if some and n not in full]
-        found.append((full, part))
-    return found
+        actual.append((full, part))
+    return actual
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -29,8 +29,8 @@ def test_every_code_is_exact(name: str) -> None:
     for place in range(4):
         four = every.roll(place).view(-1, 4)
         registers = four.view(torch.uint32).flatten().tolist()
-        found = [run(getattr(codes, name).value, [int(x)], 2) for x in registers]
-        numbers = torch.tensor(found, dtype=torch.uint32).view(torch.float16).float()
+        actual = [run(getattr(codes, name).value, [int(x)], 2) for x in registers]
+        numbers = torch.tensor(actual, dtype=torch.uint32).view(torch.float16).float()
         # Even columns of two keys, then odd ones.
         expected = four[:, [0, 2, 1, 3]].view(stored).float() + added
         if name == "E4M3_BITS_TO_FP16":
@@ -82,12 +82,12 @@ def test_queries_are_scaled_to_the_range_of_fp16(largest: float, device: str) ->
     """Queries are scaled by a power of two: the largest is at 2^14 to 2^15, and all stay exact."""
     q = torch.rand(16, 32, generator=torch.Generator().manual_seed(0)).to(device) + 0.5
     q = (q * largest).bfloat16()
-    found, start = torch.empty_like(q, dtype=torch.float16), torch.empty(16, device=device)
+    actual, start = torch.empty_like(q, dtype=torch.float16), torch.empty(16, device=device)
     unit = torch.empty(1, device=device)
-    queries_kernel[(1,)](q, found, start, unit, 16, 32)
-    assert 2**14 <= found.max() < 2**15
-    assert torch.equal(found.double() * unit.double(), q.double())
-    assert torch.equal(start.double(), found.double().sum(1) * -codes.RAISED_BY.value)
+    queries_kernel[(1,)](q, actual, start, unit, 16, 32)
+    assert 2**14 <= actual.max() < 2**15
+    assert torch.equal(actual.double() * unit.double(), q.double())
+    assert torch.equal(start.double(), actual.double().sum(1) * -codes.RAISED_BY.value)
 
 
 @triton.jit

@@ -107,8 +107,8 @@ def loops_of(fact: CompiledFacts) -> tuple[list[Loop], list[Loop]]:
 
 def spills_little(fact: CompiledFacts) -> bool:
     """Whether it spills a few bytes once a program, outside its loops: smaller tiles cost more."""
-    found = machine_code.loops(fact)
-    return bool(found) and not any(x.spills for x in found) and fact.spill_store_bytes <= 64
+    actual = machine_code.loops(fact)
+    return bool(actual) and not any(x.spills for x in actual) and fact.spill_store_bytes <= 64
 
 
 def kernels_of(case: Case) -> list[str]:
@@ -246,15 +246,15 @@ def multiply_adds(loop: Loop, warps: int) -> float:
 
     "HGMMA.64x128x16" is done by four warps together, "UTCHMMA.128x64x16" by one warp for all.
     """
-    found = 0.0
+    actual = 0.0
     for opcode, number in loop.opcodes.items():
         if shape := re.search(r"(\d+)x(\d+)x(\d+)", opcode.replace("16816", "16x8x16")):
             M, N, K = map(int, shape.groups())
             # Products of 64 rows keep tensor memory's unit as long as those of 128.
             M = 128 if opcode.startswith("UTCHMMA") else M
             together = {"HGMMA": 4, "UTCHMMA": warps}.get(opcode.split(".")[0], 1)
-            found += number * M * N * K * warps / together
-    return found
+            actual += number * M * N * K * warps / together
+    return actual
 
 
 def check_decode(case: Case, facts: list[CompiledFacts]) -> None:
@@ -517,5 +517,5 @@ def test_a_new_size_compiles_nothing(
     launches: list[str], sizes: list, counts: list[int], compile_pool: CompilePool
 ) -> None:
     function = f"{compiled_cases.__file__}:compilations"
-    found = compile_pool.call(function, "sm_90", launches=launches, sizes=[{}, *sizes])
-    assert found == counts
+    actual = compile_pool.call(function, "sm_90", launches=launches, sizes=[{}, *sizes])
+    assert actual == counts

@@ -170,7 +170,7 @@ def test_a_kept_descriptor_keeps_no_tensor() -> None:
 def test_the_hopper_kernels_get_a_copy_of_an_expanded_tensor() -> None:
     plain = torch.randn(2, 1, 5, 64).bfloat16()
     assert walkable(plain) is plain
-    found = walkable(plain.expand(2, 3, 5, 64))
-    assert torch.equal(found, plain.expand(2, 3, 5, 64))
-    like = describe(found, 64)
+    actual = walkable(plain.expand(2, 3, 5, 64))
+    assert torch.equal(actual, plain.expand(2, 3, 5, 64))
+    like = describe(actual, 64)
     assert min(like.strides) > 0 and like.base is None

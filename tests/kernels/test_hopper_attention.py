@@ -299,8 +299,8 @@ def test_an_empty_batch() -> None:
     inputs = make_qkv(0, 2, 1, 70, 90, 64, dtype=torch.bfloat16)
     o, lse = attention(*inputs, causal=True, return_lse=True)
     assert (o.shape, lse.shape) == ((0, 2, 70, 64), (0, 2, 70))
-    found = torch.autograd.grad(o.sum(), inputs)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
+    actual = torch.autograd.grad(o.sum(), inputs)
+    assert [x.shape for x in actual] == [x.shape for x in inputs]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -390,10 +390,10 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
     q, k = (torch.empty(1, H, 8192, 128, device="meta") for H in (32, H_k))
     options = Options(right=0, scale=0.1, atomic_dq=True)
     with grid_of(132):
-        found = ops.why_not_one_pass_on_hopper(q, k, options)
+        actual = ops.why_not_one_pass_on_hopper(q, k, options)
         packed = [x[0].transpose(0, 1) for x in (q, k)]
-        assert ops.why_not_one_pass_on_hopper(*packed, options) == found
-    assert found == reason or (reason and found and reason in found)
+        assert ops.why_not_one_pass_on_hopper(*packed, options) == actual
+    assert actual == reason or (reason and actual and reason in actual)
 
 
 @pytest.mark.parametrize(

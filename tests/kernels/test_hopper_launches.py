@@ -52,7 +52,7 @@ def work_of_known_calls(backend: str) -> dict[str, tuple[int, int, int]]:
         nonlocal entered
         entered += event == "call"
 
-    found = {}
+    results = {}
     with (
         overhead.stand_in_gpu(),
         mock.patch.object(triton.JITFunction, "run", counting_run),
@@ -68,8 +68,8 @@ def work_of_known_calls(backend: str) -> dict[str, tuple[int, int, int]]:
                 call()
             finally:
                 sys.setprofile(None)
-            found[name] = (looked, checked, entered)
-    return found
+            results[name] = (looked, checked, entered)
+    return results
 
 
 def both() -> list[dict[str, tuple[int, int, int]]]:

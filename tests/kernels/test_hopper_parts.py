@@ -42,11 +42,11 @@ def shares(
             o, lse = fastattn.merge(o, lse, *part)
         whole["o"][:, :, mine.long()] = o.double()
         for (qkv, given, _), theirs in zip(parts, ranks, strict=True):
-            found = attention_block_backward(do[:, :, mine.long()], *qkv, o, lse, **given)
-            assert {x.dtype for x in found[:3]} == {dtype}
-            whole["q"][:, :, mine.long()] += found.dq
-            whole["k"][:, :, theirs.long()] += found.dk
-            whole["v"][:, :, theirs.long()] += found.dv
+            actual = attention_block_backward(do[:, :, mine.long()], *qkv, o, lse, **given)
+            assert {x.dtype for x in actual[:3]} == {dtype}
+            whole["q"][:, :, mine.long()] += actual.dq
+            whole["k"][:, :, theirs.long()] += actual.dk
+            whole["v"][:, :, theirs.long()] += actual.dv
     return whole
 
 
@@ -63,10 +63,10 @@ def test_parts_in_fp32_add_up_to_the_whole(D: int, H_q: int) -> None:
         return (o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype)))
 
     with grid_of(3):
-        found = shares(q, k, v, do, torch.float32, ranks)
+        actual = shares(q, k, v, do, torch.float32, ranks)
         rounded = shares(q, k, v, do, torch.bfloat16, ranks)
     exact = by_oracle(torch.float64)
     naive = worst_naive(exact, lambda: by_oracle(torch.bfloat16))
-    for (name, x), true, other in zip(found.items(), exact, naive, strict=True):
+    for (name, x), true, other in zip(actual.items(), exact, naive, strict=True):
         assert_within_budget(name, x.to(q.dtype), true, other)
         assert (x - true).square().mean() < (rounded[name] - true).square().mean()

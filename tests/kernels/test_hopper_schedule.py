@@ -106,12 +106,12 @@ class Grid:
 
 def dealt(programs: int, work: Work) -> dict[tuple[int, int], tuple[int, int]]:
     """(program, turn) of each (head, rank); each is met once."""
-    found = {}
+    results = {}
     for program, i, (rank, head) in Grid(programs).each(work, place):
-        assert (head, rank) not in found, "a tile is worked on twice"
-        found[head, rank] = (program, i)
-    assert len(found) == work.heads * work.tiles
-    return found
+        assert (head, rank) not in results, "a tile is worked on twice"
+        results[head, rank] = (program, i)
+    assert len(results) == work.heads * work.tiles
+    return results
 
 
 def order_table(

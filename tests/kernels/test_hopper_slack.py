@@ -88,12 +88,12 @@ def test_a_warp_follows_its_own_rows(rescaling: list[list[bool]]) -> None:
     assert_matches_reference(attention, q, k, v, scale=1.0)
     raised = [False, True, False, False]
     assert [flags for flags in rescaling if flags != NONE] == [raised, raised]
-    found = attention(q, k, v, scale=1.0)
+    actual = attention(q, k, v, scale=1.0)
     rescaling.clear()
     alone = attention(rising([0.0, 3.0, 6.0], torch.ones(64))[0], k, v, scale=1.0)
     assert rescaling == [NONE] * 4
     others = rows == 1.0
-    assert torch.equal(found[:, :, others], alone[:, :, others])
+    assert torch.equal(actual[:, :, others], alone[:, :, others])
 
 
 @pytest.mark.parametrize("sink", gate_cases([-30.0, 3.0], [0.5, 40.0]))
@@ -121,12 +121,12 @@ def test_nan_is_not_skipped(where: str) -> None:
     }[where]
     clean = attention(q, k, v, scale=1.0, causal=True)
     spoilt[:, :, row] = math.nan
-    found = attention(q, k, v, scale=1.0, causal=True)
+    actual = attention(q, k, v, scale=1.0, causal=True)
     rows = torch.arange(384)
     expected = rows == first if where == "query" else rows >= first
-    assert torch.equal(found.isnan().any(-1)[0, 0], expected)
-    assert found[:, :, expected].isnan().all()
-    assert torch.equal(found[:, :, ~expected], clean[:, :, ~expected])
+    assert torch.equal(actual.isnan().any(-1)[0, 0], expected)
+    assert actual[:, :, expected].isnan().all()
+    assert torch.equal(actual[:, :, ~expected], clean[:, :, ~expected])
 
 
 @pytest.mark.parametrize("D", gate_cases([256], [128]))

@@ -111,8 +111,8 @@ ROUNDED = {
 
 def test_float32_rounds_to_the_nearest_bfloat16() -> None:
     numbers = float32_of_bits(*ROUNDED, *[0] * (16 - len(ROUNDED)))
-    found = cast(numbers, BF16).view(torch.int16)[: len(ROUNDED)]
-    assert [x & 0xFFFF for x in found.tolist()] == [*ROUNDED.values()]
+    actual = cast(numbers, BF16).view(torch.int16)[: len(ROUNDED)]
+    assert [x & 0xFFFF for x in actual.tolist()] == [*ROUNDED.values()]
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001], ids=hex)
@@ -221,8 +221,8 @@ def test_threads_launch_one_after_another() -> None:
 
     expected = [gradient(row) for row in range(8)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(gradient, range(8)))
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        actual = list(pool.map(gradient, range(8)))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 def test_a_launch_starts_another_from_its_own_thread() -> None:

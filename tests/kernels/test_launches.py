@@ -108,17 +108,17 @@ def test_a_cached_launch_takes_the_tensors_of_the_call(name: str, device: str) -
     launches.forget()
     other = results(rows, first)
     with mock.patch.object(launches.Launch, "bind") as bind:
-        found = results(rows, second)
+        actual = results(rows, second)
     assert not bind.called
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    assert not torch.equal(other[0], found[0])
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert not torch.equal(other[0], actual[0])
 
 
 def test_nothing_that_a_call_brought_is_kept(device: str) -> None:
     """All options are in one test, since a collection of a large process takes a second."""
     left = {name: references_after(name, device) for name in draw("cpu", 0)}
     gc.collect()
-    kept = {name for name, found in left.items() if any(x() is not None for x in found)}
+    kept = {name for name, actual in left.items() if any(x() is not None for x in actual)}
     assert kept == set()
 
 
@@ -175,5 +175,5 @@ def test_copies_for_one_call_beside_tables_of_another(device: str) -> None:
         given = options._replace(**{name: draw(device, 0)[name]})
         expected = results(rows, given)
         for _ in range(2):
-            found = results(rows, given._replace(relative_query=shifted))
-            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+            actual = results(rows, given._replace(relative_query=shifted))
+            assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))

@@ -287,9 +287,9 @@ def test_ranges_of_strides(mask: str, sizes: tuple[int, int, int], device: str) 
     keep = seen(T_q, T_k, 0, given)
     options = options_of(given, T_q, T_k, 2, device)
     for of_keys in (True, False):
-        found = plans(options, T_q, T_k, 2, device, of_keys=of_keys)[0]
+        actual = plans(options, T_q, T_k, 2, device, of_keys=of_keys)[0]
         rows, BLOCK = (BLOCK_M, BLOCK_N) if of_keys else (BLOCK_N, BLOCK_M)
-        for tile, (full, boundary) in enumerate(found):
+        for tile, (full, boundary) in enumerate(actual):
             part = (keep if of_keys else keep.T)[tile * rows :][:rows]
             every = torch.ones(part.shape[1], dtype=torch.bool)
             seen_full, seen_part = hand_count(part, every, BLOCK)

@@ -188,10 +188,10 @@ def test_atomics_run_where_they_are_permitted_alone(run: Any, atomics: list[str]
 def test_a_compiled_call_is_one_graph_and_keeps_the_permission(atomics: list[str]) -> None:
     q, k, v = make_qkv(1, 2, 1, 9, D=16)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    found = torch.autograd.grad(compiled(q, k, v, deterministic=False), (q, k, v))
+    actual = torch.autograd.grad(compiled(q, k, v, deterministic=False), (q, k, v))
     assert atomics != []
     expected = torch.autograd.grad(loss(q, k, v, deterministic=False), (q, k, v))
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
 
 
 @interpreted
@@ -231,16 +231,16 @@ def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
 
 def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "on_hopper", lambda device: False)
-    found = explain(device)
-    assert (found.one_pass, found.reasons) == (True, {})
-    assert str(found) == "backend: triton\nbackward: one-pass"
+    actual = explain(device)
+    assert (actual.one_pass, actual.reasons) == (True, {})
+    assert str(actual) == "backend: triton\nbackward: one-pass"
     default = explain(device, deterministic=True)
     assert (default.one_pass, str(default)) == (False, "backend: triton")
 
 
-def why_not(found: fastattn.Explanation) -> str:
-    assert not found.one_pass
-    return found.reasons["one-pass"]
+def why_not(actual: fastattn.Explanation) -> str:
+    assert not actual.one_pass
+    return actual.reasons["one-pass"]
 
 
 def test_explain_tells_why_there_are_two_passes(device: str) -> None:
@@ -249,18 +249,18 @@ def test_explain_tells_why_there_are_two_passes(device: str) -> None:
     other = explain(device, backend="torch")
     assert why_not(other) == "the torch backend has a backward of its own"
     with deterministic_algorithms():
-        found = explain(device)
-    assert why_not(found) == "torch.use_deterministic_algorithms(True) rules it out"
+        actual = explain(device)
+    assert why_not(actual) == "torch.use_deterministic_algorithms(True) rules it out"
 
 
 def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "on_hopper", lambda device: True)
     assert explain(device, backend="hopper").one_pass
-    found = explain(device, 128, backend="hopper", softcap=3.0)
-    assert "softcap and head dim 128" in why_not(found)
-    found = explain(device, 256, backend="hopper")
-    assert (found.backend, found.one_pass) == ("hopper", False)
-    assert why_not(found) == "dK and dV of head dim 256 take a kernel each"
+    actual = explain(device, 128, backend="hopper", softcap=3.0)
+    assert "softcap and head dim 128" in why_not(actual)
+    actual = explain(device, 256, backend="hopper")
+    assert (actual.backend, actual.one_pass) == ("hopper", False)
+    assert why_not(actual) == "dK and dV of head dim 256 take a kernel each"
 
 
 @pytest.mark.gpu

@@ -60,8 +60,8 @@ class Patched(nn.Module):
         q, k, v = self.qkv(self.embedding(ids)).split((32, 16, 16), -1)
         q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
-        found: Tensor = self.out(o.transpose(1, 2).flatten(2))
-        return found
+        actual: Tensor = self.out(o.transpose(1, 2).flatten(2))
+        return actual
 
 
 def gpt(**changes: Any) -> nn.Module:
@@ -91,8 +91,8 @@ class Layered(nn.Module):
         self.out = nn.Linear(32, 61)
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.out(self.layer(self.embedding(ids)))
-        return found
+        actual: Tensor = self.out(self.layer(self.embedding(ids)))
+        return actual
 
 
 class Case(NamedTuple):
@@ -195,19 +195,19 @@ def step(case: Case, mesh: Any) -> dict[str, Any]:
             targets = roll(labels, 1, plan, mesh).flatten()
             logits = model(ids, **own).flatten(0, 1)
             loss = F.cross_entropy(logits, targets, reduction="sum") / (B * (T - 1))
-        found = with_gradients(model, loss)
-    return {name: x.numpy() for name, x in found.items()}
+        actual = with_gradients(model, loss)
+    return {name: x.numpy() for name, x in actual.items()}
 
 
 def world() -> dict[str, Any]:
     """Everything that this file asserts of a rank, in one start of four processes."""
     one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: step(CASES[name], two if CASES[name].method == "usp" else one) for name in BY_DAY
     }
-    found["refused"] = {name: refusal(call, one) for name, (call, _) in REFUSED.items()}
-    found["one rank's tokens"] = refusal(tokens_of_one_rank, one)
-    return found
+    results["refused"] = {name: refusal(call, one) for name, (call, _) in REFUSED.items()}
+    results["one rank's tokens"] = refusal(tokens_of_one_rank, one)
+    return results
 
 
 def plan_of() -> ContextPlan:
@@ -247,8 +247,8 @@ def layer(mesh: Any, **given: Any) -> Any:
 
 def tables_in_a_style(mesh: Any) -> Any:
     of_style = ContextParallel(mesh, plan_of())
-    found = parallelize_module(CausalGQAttention(**LAYER), mesh, of_style)
-    return found(draw(1, 24, 32), rotary_tables=(draw(24, 4), draw(24, 4)))
+    actual = parallelize_module(CausalGQAttention(**LAYER), mesh, of_style)
+    return actual(draw(1, 24, 32), rotary_tables=(draw(24, 4), draw(24, 4)))
 
 
 def masked_torch(mesh: Any) -> Any:
@@ -347,8 +347,8 @@ def test_a_step_is_that_of_one_process(ranks, name):
         exact = one_process(case, case.model().double())
     naive = worst_naive(exact, lambda: one_process(case, case.model()))
     for key, ref in exact.items():
-        found = sum(torch.from_numpy(rank[name][key]).double() for rank in ranks)
-        assert_within_budget(key, found.float(), ref, naive[key])
+        actual = sum(torch.from_numpy(rank[name][key]).double() for rank in ranks)
+        assert_within_budget(key, actual.float(), ref, naive[key])
     assert exact["loss"] > 0
 
 

@@ -27,11 +27,11 @@ def test_generation_by_latents_is_that_without_a_cache(positions: str, device: s
     cache = gpt.new_cache(2)
     rope = 4 if positions == "rotary" else 0
     assert all(isinstance(x, LatentCache) and x.k.shape[-1] == 16 + rope for x in cache)
-    found, expected = gpt.generate(tokens, 6, top_k=1), tokens
+    actual, expected = gpt.generate(tokens, 6, top_k=1), tokens
     for _ in range(6):
         best = gpt(expected)[:, -1:].argmax(-1)
         expected = torch.cat((expected, best), 1)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_it_learns_and_its_layers_start_small() -> None:

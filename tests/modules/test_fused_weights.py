@@ -25,18 +25,18 @@ def model() -> nn.ModuleDict:
 
 def fused(layers: nn.Module, tensors: dict[str, Tensor], behind: str = "") -> dict[str, Tensor]:
     """Fuse the tensors as layers stored them before: the rows of fused projections concatenated."""
-    found = dict(tensors)
+    results = dict(tensors)
     for owner, module in layers.named_modules():
         if not isinstance(module, SeparateProjections):
             continue
         for name, parts in module.fused_projections.items():
             for kind in ("weight", "bias"):
                 names = [f"{owner}.{part}.{kind}{behind}" for part in parts]
-                if all(part in found for part in names):
-                    pieces = [found.pop(part) for part in names]
+                if all(part in results for part in names):
+                    pieces = [results.pop(part) for part in names]
                     whole = torch.cat(pieces) if pieces[0].dim() else pieces[0]
-                    found[f"{owner}.{name}.{kind}{behind}"] = whole
-    return found
+                    results[f"{owner}.{name}.{kind}{behind}"] = whole
+    return results
 
 
 def test_a_fused_state_dict_is_loaded():
@@ -72,7 +72,7 @@ def test_an_optimizers_tensors_are_separated_too():
     before = fused(layers, fused(layers, moments | steps, ".exp_avg"), ".step")
     assert "cross.k_proj.weight.step" not in before
     saved = {f"optimizer.{name}": x for name, x in before.items()} | {"loss_sum": torch.zeros(())}
-    found = separated(layers, saved, "optimizer.")
-    assert found.keys() == {f"optimizer.{name}" for name in moments | steps} | {"loss_sum"}
+    results = separated(layers, saved, "optimizer.")
+    assert results.keys() == {f"optimizer.{name}" for name in moments | steps} | {"loss_sum"}
     for name, x in (moments | steps).items():
-        assert torch.equal(found[f"optimizer.{name}"], x), name
+        assert torch.equal(results[f"optimizer.{name}"], x), name

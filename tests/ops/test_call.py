@@ -72,8 +72,8 @@ def test_a_traced_call_takes_the_operator():
     toy_scaled(None, x, 2, torch.float64, Options())
     assert launched[0][0] is x
     with FakeTensorMode() as mode:
-        found, _ = toy_scaled(None, mode.from_tensor(x), 2, torch.float64, Options())
-    assert found.dtype == torch.float64
+        actual, _ = toy_scaled(None, mode.from_tensor(x), 2, torch.float64, Options())
+    assert actual.dtype == torch.float64
     assert len(launched) == 1
 
 

@@ -33,8 +33,8 @@ def test_functional_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     inputs = make_qkv(**SIZES, device=device)
     with monkeypatch.context() as patched:
         patched.delattr(formula, "attention")
-        found = torch.func.grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in inputs))
-    for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+        actual = torch.func.grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in inputs))
+    for ours, expected in zip(actual, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -54,10 +54,10 @@ def test_functional_gradients_of_gradients(device: str) -> None:
 
     inputs = [x.detach() for x in (q, k, v, slopes)]
     backend = "triton"
-    found = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*inputs)
+    actual = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*inputs)
     backend = "torch"
     expected = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*(x.double() for x in inputs))
-    for ours, exact in zip(found, expected, strict=True):
+    for ours, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
 
 
@@ -97,11 +97,11 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
 
     together = torch.func.grad(alone, argnums=(0, 1, 2))
     dims = (0, 0, 2, 0 if masked else None)
-    found = torch.vmap(together, in_dims=dims, out_dims=(0, 0, 2))(q, k, v, lengths)
+    actual = torch.vmap(together, in_dims=dims, out_dims=(0, 0, 2))(q, k, v, lengths)
     for b in range(SIZES["B"]):
         sample = (q[b], k[b], v[:, :, b], None if lengths is None else lengths[b])
         for ours, expected in zip(
-            (found[0][b], found[1][b], found[2][:, :, b]), together(*sample), strict=True
+            (actual[0][b], actual[1][b], actual[2][:, :, b]), together(*sample), strict=True
         ):
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
@@ -127,8 +127,8 @@ def test_jacobians(backend: str, device: str) -> None:
     for function, plain, inputs in zip(
         ours, second(reference.attention), ((q, k, v), (q, k, v), (k,)), strict=True
     ):
-        found, exact = function(*inputs), plain(*(x.double() for x in inputs))
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5, check_dtype=False)
+        actual, exact = function(*inputs), plain(*(x.double() for x in inputs))
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -143,11 +143,11 @@ def test_functional_gradients_of_additive_attention(backend: str, device: str) -
     plain = [x.detach() for x in inputs]
     q, k, v, u = plain
     each = torch.vmap(grad, in_dims=(0, 0, 0, None))(q[:, None], k[:, None], v[:, None], u)
-    for found, mapped, expected in zip(
+    for actual, mapped, expected in zip(
         grad(*plain), each, torch.autograd.grad(loss(*inputs), inputs), strict=True
     ):
         whole = mapped[:, 0] if mapped.dim() == 5 else mapped.sum(0)
-        for x in (found, whole):
+        for x in (actual, whole):
             torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -166,9 +166,9 @@ def test_mapped_functions_count_the_rows_of_one_call(backend: str, device: str) 
         return fastattn.attention(q, k, v, mask_mod=not_of_its_row, backend=backend).sin().sum()
 
     together = torch.func.grad(alone, argnums=(0, 1, 2))
-    found = torch.vmap(together)(*(x.detach() for x in (q, k, v)))
+    actual = torch.vmap(together)(*(x.detach() for x in (q, k, v)))
     for i, call in enumerate(zip(q, k, v, strict=True)):
-        for ours, expected in zip(found, together(*(x.detach() for x in call)), strict=True):
+        for ours, expected in zip(actual, together(*(x.detach() for x in call)), strict=True):
             torch.testing.assert_close(ours[i], expected, rtol=1e-6, atol=1e-6)
 
 
@@ -193,9 +193,9 @@ def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.Mo
         use_reentrant=False,
         context_fn=partial(create_selective_checkpoint_contexts, policy),
     )
-    found = torch.autograd.grad(o, inputs)
+    actual = torch.autograd.grad(o, inputs)
     assert len(launches) == (1 if kept else 2)
-    for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+    for ours, expected in zip(actual, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -209,10 +209,10 @@ def test_cuda_graphs_replay_forward_and_backward() -> None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = torch.autograd.grad(loss(*inputs), inputs)
+        actual = torch.autograd.grad(loss(*inputs), inputs)
     with torch.no_grad():
         for x in inputs:
             x.copy_(torch.randn_like(x))
     graph.replay()
-    for ours, expected in zip(found, torch.autograd.grad(loss(*inputs), inputs), strict=True):
+    for ours, expected in zip(actual, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         assert torch.equal(ours, expected)

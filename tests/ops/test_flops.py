@@ -119,15 +119,15 @@ def test_packed_queries_count_what_their_rows_hold(device: str) -> None:
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=device)
     view = fastattn.view_of_tensors(k, v, table[0] + 9, block_table=table)
     q, offsets = torch.randn(7, H_Q, D, device=device), torch.tensor([0, 5, 7], device=device)
-    found = counted(fastattn.attention_paged, q, view, offsets, backend="triton")
-    assert found == 2 * H_Q * (D + D_V) * (5 * 9 + 2 * 10)
+    actual = counted(fastattn.attention_paged, q, view, offsets, backend="triton")
+    assert actual == 2 * H_Q * (D + D_V) * (5 * 9 + 2 * 10)
 
 
 def decoding(cache: Any, device: str, **options: Any) -> int:
     """Pairs of a query and a key that decoding was counted to multiply."""
     q = torch.randn(B, H_Q, 1, D, device=device)
-    found = counted(fastattn.decode_attention, q, cache, backend="triton", **options)
-    pairs, rest = divmod(found, 2 * H_Q * (D + D_V))
+    actual = counted(fastattn.decode_attention, q, cache, backend="triton", **options)
+    pairs, rest = divmod(actual, 2 * H_Q * (D + D_V))
     assert rest == 0
     return pairs
 

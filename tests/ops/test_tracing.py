@@ -137,9 +137,9 @@ def compiled_count(
             for x in leaves:
                 torch._dynamo.mark_dynamic(x, x.dim() - 2)
         again = copies(given)
-        found, expected = compiled(*leaves), function(*again)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(gradients(found, leaves), gradients(expected, again))
+        actual, expected = compiled(*leaves), function(*again)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(gradients(actual, leaves), gradients(expected, again))
     return counter.frame_count
 
 
@@ -339,9 +339,9 @@ def test_scripts_call_multihead_attention(name: str) -> None:
         padding = torch.tensor([[True], [False], [False]], device=DEVICE)
         options["src_key_padding_mask"] = padding.expand(3, 5)
     script = torch.jit.script(module)
-    found, expected = (m(*inputs, **options) for m in (script, module))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    o, eager = (y[0] if name == "alone" else y for y in (found, expected))
+    actual, expected = (m(*inputs, **options) for m in (script, module))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    o, eager = (y[0] if name == "alone" else y for y in (actual, expected))
     assert o.isfinite().all()
     parameters = list(module.parameters())
     grads = (torch.autograd.grad(y.sum(), parameters) for y in (o, eager))

@@ -35,26 +35,26 @@ def examples(T: int) -> dict[str, dict[str, Any]]:
     """Every option by itself that a sequence's attention to itself has, and some sets."""
     lengths = torch.tensor([40, 0, 3, 50, 0, T - 93])
     documents = torch.arange(6).repeat_interleave(lengths).expand(2, T)
-    found = option_examples(H_q, H_k, T, T, D, reach=20)
+    results = option_examples(H_q, H_k, T, T, D, reach=20)
     # Of other queries than keys, or refused.
-    found = {
+    results = {
         name: x
-        for name, x in found.items()
+        for name, x in results.items()
         if name not in ("offsets", "first-ahead", "documents-anywhere", "positions", "two-products")
     }
-    found["documents"]["documents"] = found["documents"]["documents"][1]
-    found["no-option"] = {}
-    found["causal-window"] = {"causal": True, "window": 33}
-    found["packed"] = {"causal": True, "documents": documents}
-    found["near"] = {"causal": True, "window": 20}
-    found["near-both"] = {"window": (20, 15), "sinks": draw(H_q), "relative_bias": draw(H_q, 41)}
-    found["near-documents"] = {"documents": documents // 2}
-    found["all"] = {
+    results["documents"]["documents"] = results["documents"]["documents"][1]
+    results["no-option"] = {}
+    results["causal-window"] = {"causal": True, "window": 33}
+    results["packed"] = {"causal": True, "documents": documents}
+    results["near"] = {"causal": True, "window": 20}
+    results["near-both"] = {"window": (20, 15), "sinks": draw(H_q), "relative_bias": draw(H_q, 41)}
+    results["near-documents"] = {"documents": documents // 2}
+    results["all"] = {
         "causal": True, "window": 60, "keep_first": 5, "documents": documents, "sinks": draw(H_q),
         "softcap": 2.0, "alibi_slopes": alibi_slopes(H_q), "relative_bias": draw(H_q, 41),
         "attn_bias": draw(2, 1, T, T), "key_lengths": torch.tensor([T, T - 20]),
     }  # fmt: skip
-    return found
+    return results
 
 
 # Of a call: how it differs from two rows of q, k and v of the sizes above.
@@ -230,12 +230,12 @@ def four() -> Iterator[dict[tuple[str, str, str], list[Any]]]:
     yield from started(4)
 
 
-def check(call: tuple[str, str, str], found: dict[tuple[str, str, str], list[Any]]) -> None:
+def check(call: tuple[str, str, str], actual: dict[tuple[str, str, str], list[Any]]) -> None:
     name, _, dtype = call
     exact, naive = expected(name, dtype)
     _, options = inputs_of(name, DTYPES[dtype])
     names = (*NAMES, *(f"d{key}" for key in learned(options)))
-    for what, x, *both in zip(names, found[call], exact, naive, strict=True):
+    for what, x, *both in zip(names, actual[call], exact, naive, strict=True):
         x = torch.from_numpy(x).to(DTYPES[dtype] if what != "lse" else torch.float32)
         assert_within_budget(what, x, *both)
 

@@ -68,21 +68,21 @@ def test_no_key_is_left_out_and_none_is_sent_that_nobody_sees(name: str) -> None
     masks = {key: x for key, x in options.items() if key != "documents"}
     mask = reference.visible_mask(T, T, **masks)[0, 0]
     mask = mask if ids is None else mask & (ids[0, :, None] == ids[0])
-    found = needs(plan.dealt, options)
+    actual = needs(plan.dealt, options)
     exact = plan.balance == "contiguous" and not masks.keys() & {"stride", "prefix_lengths"}
-    ways = [range(1, found.hops.after + 1), range(-1, -found.hops.before - 1, -1)]
+    ways = [range(1, actual.hops.after + 1), range(-1, -actual.hops.before - 1, -1)]
     for s in range(RANKS):
         for r in range(RANKS):
             rows, keys = (plan.indices(n)[: plan.real(n)] for n in (r, s))
             shown = bool(mask[rows][:, keys].any())
-            assert found.seen[r][s] == shown if exact else found.seen[r][s] >= shown
+            assert actual.seen[r][s] == shown if exact else actual.seen[r][s] >= shown
         for way in ways:
             for step in way:
                 beyond = [(s + n) % RANKS for n in way if abs(n) >= abs(step)]
                 rows = torch.cat([plan.indices(r)[: plan.real(r)] for r in beyond])
                 wanted = mask[rows].any(0)
                 sent = torch.zeros(T, dtype=torch.bool)
-                for run in found.runs(s, step):
+                for run in actual.runs(s, step):
                     sent[slice(*run)] = True
                 own = torch.zeros(T, dtype=torch.bool)
                 own[plan.indices(s)[: plan.real(s)]] = True
@@ -95,16 +95,16 @@ def test_no_key_is_left_out_and_none_is_sent_that_nobody_sees(name: str) -> None
 
 def test_a_window_sends_what_it_spans_of_long_stretches() -> None:
     plan = ContextPlan.make(4 * 16384, 4, causal=True, window=4096, balance="contiguous")
-    found = needs(plan.dealt, {"causal": True, "window": 4096})
-    assert found.runs(1, 1) == ((2 * 16384 - 4096, 2 * 16384),)
-    assert found.way == (1, 0.25, 0.25)
+    actual = needs(plan.dealt, {"causal": True, "window": 4096})
+    assert actual.runs(1, 1) == ((2 * 16384 - 4096, 2 * 16384),)
+    assert actual.way == (1, 0.25, 0.25)
 
 
 def test_a_document_is_found_wherever_it_goes_on() -> None:
     ids = torch.tensor([[0] * 8 + [1] * 8 + [-1] * 8 + [0] * 8, [3] * 8 + [-1] * 16 + [4] * 8])
     dealt = Dealt(32, tuple(((8 * r, 8 * r + 8),) for r in range(4)), 8)
-    found = Documents(ids).needs(dealt, {})
-    assert found.seen[0][3] and found.seen[3][0] and not any(found.seen[2])
+    actual = Documents(ids).needs(dealt, {})
+    assert actual.seen[0][3] and actual.seen[3][0] and not any(actual.seen[2])
     assert Documents(ids[1:]).needs(dealt, {}).hops == Hops(0, 0)
 
 
@@ -115,9 +115,9 @@ def test_ids_that_a_plan_was_made_for_are_not_looked_at(monkeypatch: pytest.Monk
     monkeypatch.setattr(hops, "Documents", None)
     assert hops.marked(own) is None
     plan.mark(own)
-    found, whole = hops.marked(own), ids.clone()
-    assert found is plan.documents
-    hops.remember(whole, found)
+    actual, whole = hops.marked(own), ids.clone()
+    assert actual is plan.documents
+    hops.remember(whole, actual)
     assert needs(plan.dealt, {"documents": whole}).hops == Hops(0, 0)
     own += 1
     assert hops.marked(own) is None
@@ -197,6 +197,6 @@ def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
     own = make_qkv(1, 2, 2, 8, D=8, requires_grad=False)
     with group_without_messages(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))
-        found = explain_context(*own, mesh=mesh, plan=plan, method="usp", dropout=0.5)
-    assert (found.method == "usp") == served
-    assert served or found.reasons["usp"].startswith("dropout goes by positions")
+        actual = explain_context(*own, mesh=mesh, plan=plan, method="usp", dropout=0.5)
+    assert (actual.method == "usp") == served
+    assert served or actual.reasons["usp"].startswith("dropout goes by positions")

@@ -89,17 +89,17 @@ def run(rank: int, path: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """With what the ranks have written, when all of them have ended or one hangs."""
-    found = tmp_path_factory.mktemp("ranks")
+    actual = tmp_path_factory.mktemp("ranks")
     call = "import sys; from fastattn.testing.compiling.named_functions import load_function; "
     call += "load_function(sys.argv[1])(int(sys.argv[2]), sys.argv[3])"
     command = [sys.executable, "-c", call, f"{__file__}:run"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTATTN_BACKEND", "torch")
-        ranks = [subprocess.Popen([*command, str(rank), str(found)]) for rank in range(RANKS)]
+        ranks = [subprocess.Popen([*command, str(rank), str(actual)]) for rank in range(RANKS)]
         try:
             ended = [rank.wait(timeout=300) for rank in ranks]
             assert ended == [0, -signal.SIGKILL, -signal.SIGKILL]
-            yield found
+            yield actual
         finally:
             for rank in ranks:
                 rank.kill()

@@ -31,15 +31,15 @@ class Live(TorchDispatchMode):
             self.bytes -= count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in found if isinstance(found, (tuple, list)) else (found,):
+        actual = func(*args, **(kwargs or {}))
+        for x in actual if isinstance(actual, (tuple, list)) else (actual,):
             if isinstance(x, torch.Tensor) and x.numel():
                 memory, count = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
                 self.bytes += 0 if self.tensors[memory] else count
                 self.tensors[memory] += 1
                 weakref.finalize(x, self._end, memory, count)
         self.peak = max(self.peak, self.bytes)
-        return found
+        return actual
 
 
 def peak_of_a_ring(T: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -78,8 +78,8 @@ def modelled(plan):
     options = {"causal": True, "documents": True}
     imbalance, around = plan.around(1, options)
     shape = Shape(plan.T, 32, 8, 128, 1, plan.share, imbalance, around)
-    found = cost("ring", shape, plan.ranks, plan.rates)
-    return around.hops, found.sent, found.seconds
+    actual = cost("ring", shape, plan.ranks, plan.rates)
+    return around.hops, actual.sent, actual.seconds
 
 
 def test_packed_documents_are_not_sent_around_many_gpus_for_balance():
@@ -91,8 +91,8 @@ def test_packed_documents_are_not_sent_around_many_gpus_for_balance():
     hops, sent, seconds = modelled(near)
     assert hops <= 2 and sent < modelled(far)[1] / 20 and seconds < modelled(far)[2] / 10
     # What was considered, modelled.
-    found = dict(near.modelled)
-    assert found["contiguous"] == min(found.values()) == seconds
+    results = dict(near.modelled)
+    assert results["contiguous"] == min(results.values()) == seconds
     # On few GPUs long documents are worth the messages; rates say so.
     long = packed(1 << 17, 20000)
     few = ContextPlan.make(1 << 17, 8, causal=True, documents=long)

@@ -35,15 +35,15 @@ METHODS = ("gather", "ring", "ulysses")
 def world() -> dict[str, Any]:
     """Everything that this file asserts of a rank, in one start of two processes."""
     mesh = init_device_mesh("cpu", (2,))
-    found = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
-    found["refusals"] = {name: refusal(call, mesh) for name, (call, _) in REFUSED.items()}
-    found["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
-    found["decoded"] = {name: decoded(name) for name in DECODED}
-    found["twice"] = {method: twice(mesh, method) for method in METHODS}
-    found["tables twice"] = refusal(tables_twice, mesh)
-    found["shards twice"] = shards_twice(mesh)
-    found["absent"] = absent()
-    return found
+    results = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
+    results["refusals"] = {name: refusal(call, mesh) for name, (call, _) in REFUSED.items()}
+    results["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
+    results["decoded"] = {name: decoded(name) for name in DECODED}
+    results["twice"] = {method: twice(mesh, method) for method in METHODS}
+    results["tables twice"] = refusal(tables_twice, mesh)
+    results["shards twice"] = shards_twice(mesh)
+    results["absent"] = absent()
+    return results
 
 
 def plan_of(ranks: int = 2, **given: Any) -> ContextPlan:
@@ -61,34 +61,34 @@ def attend(mesh: Any, method: str, **options: Any) -> torch.Tensor:
 
 
 def shards(mesh: Any) -> dict[str, bool]:
-    found = {}
+    results = {}
     for balance in ("contiguous", "zigzag", "longest_first"):
         plan = plan_of(balance=balance)
         tokens = torch.arange(2 * T).view(2, T)
         own = shard(tokens, 1, plan, mesh)
         index, real = plan.indices(dist.get_rank()), plan.real(dist.get_rank())
-        found[f"{balance} shard"] = torch.equal(own[:, :real], tokens[:, index[:real]])
-        found[f"{balance} padding"] = not own[:, real:].any()
-        found[f"{balance} unshard"] = torch.equal(unshard(own, 1, plan, mesh), tokens)
+        results[f"{balance} shard"] = torch.equal(own[:, :real], tokens[:, index[:real]])
+        results[f"{balance} padding"] = not own[:, real:].any()
+        results[f"{balance} unshard"] = torch.equal(unshard(own, 1, plan, mesh), tokens)
         for shift in (-1, 2):
             wanted = tokens.roll(shift, 1)
             wanted[:, -1:] = wanted[:, -1:] if shift > 0 else -100
             wanted[:, :2] = -100 if shift > 0 else wanted[:, :2]
             rolled = roll(own, 1, plan, mesh, shift=shift)
-            found[f"{balance} roll {shift}"] = torch.equal(
+            results[f"{balance} roll {shift}"] = torch.equal(
                 rolled[:, :real], wanted[:, index[:real]]
             ) and bool((rolled[:, real:] == -100).all())
         x = draw(T, 3).requires_grad_()
         weight = draw(T, 3, seed=1)
         y = unshard(shard(x, 0, plan, mesh) ** 2, 0, plan, mesh)
         (grad,) = torch.autograd.grad((y * weight).sum(), x)
-        found[f"{balance} gradient"] = torch.equal(grad, 2 * x * weight)
-    return found
+        results[f"{balance} gradient"] = torch.equal(grad, 2 * x * weight)
+    return results
 
 
 def same_bits(mesh: Any) -> dict[str, bool]:
     """Whether two runs of forward and backward give the same bits."""
-    found = {}
+    results = {}
     for method in METHODS:
         runs = []
         for _ in range(2):
@@ -101,8 +101,8 @@ def same_bits(mesh: Any) -> dict[str, bool]:
             )
             grads = torch.autograd.grad(o.float().square().sum(), (*whole, bias))
             runs.append((o.detach(), *grads))
-        found[method] = all(map(torch.equal, *runs))
-    return found
+        results[method] = all(map(torch.equal, *runs))
+    return results
 
 
 class Recorded:
@@ -124,15 +124,17 @@ def orders(mesh: Any) -> dict[str, list[str]]:
     def noted(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             events.append(what)
-            found = function(*args, **kwargs)
+            results = function(*args, **kwargs)
             if what == "compute":
-                return found
-            works = [Recorded(x, events) for x in (found if isinstance(found, list) else [found])]
-            return works if isinstance(found, list) else works[0]
+                return results
+            works = [
+                Recorded(x, events) for x in (results if isinstance(results, list) else [results])
+            ]
+            return works if isinstance(results, list) else works[0]
 
         return call
 
-    found = {}
+    results = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", noted(dist.batch_isend_irecv, "issue"))
         patch.setattr(gather, "gather_single", noted(gather.gather_single, "issue"))
@@ -146,11 +148,11 @@ def orders(mesh: Any) -> dict[str, list[str]]:
         for method in ("ring", "gather"):
             events.clear()
             o = attend(mesh, method, softcap=5.0)
-            found[f"{method} forward"] = events.copy()
+            results[f"{method} forward"] = events.copy()
             events.clear()
             o.sum().backward()
-            found[f"{method} backward"] = events.copy()
-    return found
+            results[f"{method} backward"] = events.copy()
+    return results
 
 
 # Of a call over a cache in pages of 1 or 3: new tokens, and options.

@@ -150,7 +150,7 @@ def tokens_of(model: GPT) -> dict[str, Any]:
     prompts, counts = [[3, 1, 4, 1, 5], [9, 2], [6]], [6, 5, 7]
     sampling = Sampling(temperature=1.3, top_k=20)
     torch.manual_seed(11)
-    found = {
+    results = {
         "greedy": generate_batch(model, prompts, counts, sampling=Sampling(top_k=1)),
         "sampled": generate_batch(model, prompts, counts, sampling=sampling, seed=5),
         "drawn": generate_batch(model, prompts, counts, sampling=sampling),
@@ -162,9 +162,9 @@ def tokens_of(model: GPT) -> dict[str, Any]:
             for prompt, count in zip(prompts, counts, strict=True)
         ]
         list(engine.run())
-        found[f"engine-{quantize}"] = [request.tokens for request in asked]
+        results[f"engine-{quantize}"] = [request.tokens for request in asked]
         assert engine.cache.k.shape[2] == model.blocks[0].attention.num_kv_heads
-    return found
+    return results
 
 
 def errors(mesh: DeviceMesh) -> list[str]:
@@ -236,10 +236,10 @@ def by_rank(folder) -> list[dict[Any, Any]]:
         return run_ranks(f"{__file__}:all_results", 4, folder=str(folder))
 
 
-def check(name: str, found: dict[str, Any]) -> None:
+def check(name: str, actual: dict[str, Any]) -> None:
     exact, naive = expected(name)
-    assert found.keys() == exact.keys()
-    for what, x in found.items():
+    assert actual.keys() == exact.keys()
+    for what, x in actual.items():
         assert_within_budget(what, torch.from_numpy(x), exact[what], naive[what])
 
 
@@ -252,8 +252,8 @@ def test_ranks_compute_what_one_process_computes(ranks, name, by_rank):
 def test_ranks_write_what_one_process_writes(ranks, by_rank):
     alone = tokens_of(made(WRITERS[ranks]))
     assert len({str(tokens) for tokens in alone["greedy"]}) == 3
-    for found in by_rank:
-        assert found["tokens", ranks] == alone
+    for results in by_rank:
+        assert results["tokens", ranks] == alone
 
 
 def test_fsdp_shards_it_further(by_rank):
@@ -271,8 +271,8 @@ def test_one_process_reads_what_ranks_have_stored(by_rank, folder):
 
 def test_sizes_that_cannot_be_shared_out(by_rank):
     ranks = "the 4 ranks of tensor parallelism"
-    for found in by_rank:
-        assert found["errors"] == [
+    for results in by_rank:
+        assert results["errors"] == [
             f"num_heads must be divisible by {ranks}, got 6",
             f"hidden_dim must be divisible by {ranks}, got 30",
             f"num_kv_heads must divide {ranks}, or be divisible by them, got 3",

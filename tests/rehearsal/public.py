@@ -64,11 +64,11 @@ def checkered(b, h, q_pos, k_pos):
 
 
 def all_calls() -> Calls:
-    found = {**attention_calls(), **cache_calls(), **module_calls(), **other_calls()}
-    named = {*found, *without_launches()}
+    actual = {**attention_calls(), **cache_calls(), **module_calls(), **other_calls()}
+    named = {*actual, *without_launches()}
     left = set(fastattn.__all__) - NO_CALLS - {name.split()[0] for name in named}
     assert not left, f"{sorted(left)} have no call here"
-    return found
+    return actual
 
 
 def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -107,7 +107,7 @@ def serve(model: GPT, **options: Any) -> None:
 def time_attention() -> None:
     q, k, v = (random(1, 2, 64, 64) for _ in range(3))
     bench = Bench(device_timer(), Effort(warm_up=1, target_ms=0.01, least=1, most=1, pause=0))
-    found = bench.compare({"attention": lambda: attention(q, k, v, causal=True)})
-    timing = found["attention"]
+    results = bench.compare({"attention": lambda: attention(q, k, v, causal=True)})
+    timing = results["attention"]
     assert isinstance(timing, Timing), timing
     assert dataclasses.asdict(timing)["samples"] == 1

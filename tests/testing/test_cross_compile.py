@@ -149,8 +149,8 @@ def test_only_the_same_code_by_the_same_reader_is_found_again(tmp_path: Path) ->
     read = iter(range(9))
 
     def find(reader: bytes = b"a reader") -> int:
-        found: int = kept(str(code), "number", lambda: next(read), reader)
-        return found
+        actual: int = kept(str(code), "number", lambda: next(read), reader)
+        return actual
 
     assert [find(), find()] == [0, 0]
     code.write_bytes(b"other code")

@@ -21,10 +21,10 @@ def test_other_orders_compute_the_same(base_two: bool) -> None:
     inputs = [x.double() for x in make_qkv(2, 4, 2, 9, 11, 8)]
     expected = attention(*inputs)
     with OtherOrder(1, base_two=base_two):
-        found = attention(*inputs)
-    for x, y in zip(found, expected, strict=True):
+        actual = attention(*inputs)
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-    assert not all(map(torch.equal, found, expected))
+    assert not all(map(torch.equal, actual, expected))
 
 
 def linear(x: Tensor, y: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ def test_results_in_16_bits_move_to_neighbours_where_asked(dtype: torch.dtype) -
     with OtherOrder(1):
         assert torch.equal(x @ y, x)
     with OtherOrder(1, narrow=True):
-        found = x @ y
-    assert not torch.equal(found, x)
-    torch.testing.assert_close(found, x, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
+        actual = x @ y
+    assert not torch.equal(actual, x)
+    torch.testing.assert_close(actual, x, rtol=1.5 * torch.finfo(dtype).eps, atol=0)
     x = torch.tensor([2.0, math.inf, 0.0], dtype=dtype).repeat(20, 1)  # a unit of 2 is 2 eps
     for compute in (lambda x: x * torch.ones(3, dtype=dtype), lambda x: x.float().to(dtype)):
         with OtherOrder(1, narrow=True):
-            found = compute(x)
-        assert (found[:, 0] != 2).any() and torch.equal(found[:, 1:], x[:, 1:])
+            actual = compute(x)
+        assert (actual[:, 0] != 2).any() and torch.equal(actual[:, 1:], x[:, 1:])
 
 
 def test_entries_farthest_from_exact_are_kept() -> None:
@@ -106,8 +106,8 @@ def test_entries_farthest_from_exact_are_kept() -> None:
     def run() -> dict[str, tuple[Tensor, ...]]:
         return {"x": ((exact + next(off)).float(), torch.tensor([3]))}
 
-    (found, integers) = worst_naive({"x": (exact, torch.tensor([3]))}, run)["x"]
-    assert found.tolist() == pytest.approx([0.8, 2.1, -math.inf, 4.0])
+    (actual, integers) = worst_naive({"x": (exact, torch.tensor([3]))}, run)["x"]
+    assert actual.tolist() == pytest.approx([0.8, 2.1, -math.inf, 4.0])
     assert integers.tolist() == [3]
 
 
@@ -119,8 +119,8 @@ def test_every_run_draws_the_same_numbers() -> None:
 
 
 def test_nan_in_a_naive_run_is_kept() -> None:
-    found = worst_naive(torch.zeros(2), lambda: torch.tensor([math.nan, 0.0]))
-    assert found.isnan().tolist() == [True, False]
+    actual = worst_naive(torch.zeros(2), lambda: torch.tensor([math.nan, 0.0]))
+    assert actual.isnan().tolist() == [True, False]
 
 
 def by_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,10 +177,10 @@ def test_errors_of_equal_rows_add_up() -> None:
 
         inputs = (q, k, v, do)
         exact = naive_dk(*(x.double() for x in inputs))
-        found = of_one_key(q, k, v, do, again)
+        actual = of_one_key(q, k, v, do, again)
         assert_within_budget(
-            "dk", found, exact, worst_naive(exact, lambda x=inputs: naive_dk(*x), 12)
+            "dk", actual, exact, worst_naive(exact, lambda x=inputs: naive_dk(*x), 12)
         )
         allowed = error_budget(exact, naive_dk(*inputs), q.dtype)
-        lucky += float((found.double() - exact).abs().max()) > allowed
+        lucky += float((actual.double() - exact).abs().max()) > allowed
     assert lucky > 0, "a budget of one run would have done: the cases prove nothing"

@@ -51,7 +51,7 @@ def oracle(
     return o.transpose(1, 2), lse
 
 
-def check(found: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+def check(actual: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Check a function's result, o or (o, lse, ...), by the error budget.
 
     Raises:
@@ -59,7 +59,7 @@ def check(found: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """
     exact = oracle(q, k, v, torch.float64, **options)
     naive = worst_naive(exact, lambda: oracle(q, k, v, q.dtype, **options))
-    o, lse = found[:2] if isinstance(found, tuple) else (found, None)
+    o, lse = actual[:2] if isinstance(actual, tuple) else (actual, None)
     assert o.is_contiguous()
     assert_within_budget("o", o, exact[0], naive[0])
     if lse is not None:

@@ -95,9 +95,9 @@ def _compute(op: str, given: list[int]) -> int:
             comparison, *combined, kind = details
             if (kind == "f32") != (comparison == "neu"):  # the others are False of NaN
                 raise NotImplementedError(f"what {op} computes")
-            found = _COMPARISONS[comparison](*map(_NUMBERS[kind], given[:2]))
+            actual = _COMPARISONS[comparison](*map(_NUMBERS[kind], given[:2]))
             assert len(given) == 2 + len(combined), op
-            return int(_COMBINED[combined[0]](found, given[2]) if combined else found)
+            return int(_COMBINED[combined[0]](actual, given[2]) if combined else actual)
         case "selp":
             return given[0] if given[2] else given[1]
         case "vote":

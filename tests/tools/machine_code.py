@@ -28,8 +28,8 @@ def loops(fact: CompiledFacts) -> "tuple[Loop, ...]":
 
 @cache
 def _loops(code: str) -> "tuple[Loop, ...]":
-    found = kept(code, "loops", lambda: [asdict(loop) for loop in _read(code)], _READER)
-    return tuple(Loop(**loop) for loop in found)
+    actual = kept(code, "loops", lambda: [asdict(loop) for loop in _read(code)], _READER)
+    return tuple(Loop(**loop) for loop in actual)
 
 
 def _read(code: str) -> "tuple[Loop, ...]":
@@ -199,15 +199,15 @@ def product_loops(function: list[Instruction]) -> tuple[Loop, ...]:
         return any(function[i].is_matrix_op for i in body)
 
     # A loop is entered at its first instruction only, so the function's entry can only be that.
-    found = {
+    results = {
         first: body
         for first, body in bodies.items()
         if multiplies(body) and (first == 0 or 0 not in body)
     }
     return tuple(
-        _count(function, found[first])
-        for first in sorted(found)
-        if not any(other < found[first] for other in found.values())
+        _count(function, results[first])
+        for first in sorted(results)
+        if not any(other < results[first] for other in results.values())
     )
 
 
@@ -224,12 +224,12 @@ def _predecessors(function: list[Instruction]) -> list[list[int]]:
 
 def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
     """Instructions that reach `last` without passing `first`; both included."""
-    found, pending = {first, last}, [last]
+    actual, pending = {first, last}, [last]
     while pending:
-        new = set(predecessors[pending.pop()]) - found
-        found |= new
+        new = set(predecessors[pending.pop()]) - actual
+        actual |= new
         pending += new
-    return found
+    return actual
 
 
 def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
@@ -249,12 +249,12 @@ def _shortest_pass(body: list[Instruction]) -> int:
     """How many instructions of a loop, in address order, lead back to its first one at least."""
     at = {instruction.address: instruction for instruction in body}
     after = dict(itertools.pairwise(at))  # the address behind an address
-    found, pending, steps = {body[0].address}, [body[0]], 1
+    actual, pending, steps = {body[0].address}, [body[0]], 1
     while pending and body[0].address not in (x.target for x in pending):
         following = [x.target for x in pending]
         following += [after.get(x.address) for x in pending if x.falls_through]
-        reached = {address for address in following if address in at} - found
-        found |= reached
+        reached = {address for address in following if address in at} - actual
+        actual |= reached
         pending, steps = [at[address] for address in reached], steps + 1
     return steps
 

@@ -50,11 +50,11 @@ def test_no_sequences_have_gradients(backend: str, return_lse: bool, device: str
     """Train on nothing; a step whose batch is empty on one rank must go on."""
     q, k, v = (torch.zeros(0, 2, D, device=device, requires_grad=True) for D in (8, 8, 12))
     sinks = torch.zeros(2, device=device, requires_grad=True)
-    found = fastattn.attention_varlen(
+    actual = fastattn.attention_varlen(
         q, k, v, torch.zeros(1, dtype=torch.int32, device=device), sinks=sinks,
         return_lse=return_lse, backend=backend,
     )  # fmt: skip
-    o, *rest = found if return_lse else (found,)
+    o, *rest = actual if return_lse else (actual,)
     assert o.shape == (0, 2, 12) and [x.shape for x in rest] == [(2, 0)] * return_lse
     leaves = (q, k, v, sinks)
     for grad, x in zip(

@@ -141,8 +141,8 @@ def test_methods_are_functions_of_their_name(name: str) -> None:
 def test_libdevice_as_python_computes(name: str, inputs: tuple[float, ...]) -> None:
     real = torch.float64
     values = [triton_language.Value(torch.tensor(x, dtype=real), real) for x in inputs]
-    found = getattr(triton_language.LANGUAGE, name)(*values)
-    torch.testing.assert_close(found.x.double().item(), float(getattr(math, name)(*inputs)))
+    actual = getattr(triton_language.LANGUAGE, name)(*values)
+    torch.testing.assert_close(actual.x.double().item(), float(getattr(math, name)(*inputs)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)

@@ -89,7 +89,7 @@ def harmless(use, path: Path, *, below: tuple[str, ...] = ()) -> dict[str, set[s
     For every other change it must raise an error that names the file's folder and the field.
     """
     fields = json.loads(path.read_text())
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for place in places(fields):
         for change, value in VALUES.items() if place[: len(below)] == below else ():
             path.write_text(json.dumps(changed(fields, place, value)))
@@ -102,9 +102,9 @@ def harmless(use, path: Path, *, below: tuple[str, ...] = ()) -> dict[str, set[s
                 other = ("another configuration", "another text", "the weights have", "has no x;")
                 assert place[-1] in text or any(words in text for words in other), (place, text)
             else:
-                found.setdefault(".".join(place), set()).add(change)
+                results.setdefault(".".join(place), set()).add(change)
     path.write_text(json.dumps(fields))
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +168,10 @@ def test_every_field_of_a_model(run):
 
 
 def test_every_other_field_of_a_manifest(run):
-    found = {}
+    results = {}
     for part in ("format", "version", "step", "files", "state"):
-        found |= harmless(lambda: load_checkpoint(run.parent), run, below=(part,))
-    assert found == {
+        results |= harmless(lambda: load_checkpoint(run.parent), run, below=(part,))
+    assert results == {
         "step": {"many"},
         "state": {"object"},
         "state.finished": {"missing", "true"},
@@ -185,12 +185,12 @@ def test_every_field_that_a_run_goes_on_with(run):
     def resume() -> None:
         train(Options(), run.parent.parent, resume=True, should_stop=lambda: True)
 
-    found = harmless(resume, run, below=("config", "training"))
-    found = {name.rpartition(".")[2]: changes for name, changes in found.items()}
-    assert found.pop("training") == {"missing", "object"}
-    assert found.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
-    assert all("missing" in changes for changes in found.values())
-    left = {name: changes - {"missing", "many"} for name, changes in found.items()}
+    results = harmless(resume, run, below=("config", "training"))
+    results = {name.rpartition(".")[2]: changes for name, changes in results.items()}
+    assert results.pop("training") == {"missing", "object"}
+    assert results.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+    assert all("missing" in changes for changes in results.values())
+    left = {name: changes - {"missing", "many"} for name, changes in results.items()}
     assert {name: changes for name, changes in left.items() if changes} == sets(
         learning_rate="fraction huge",
         min_learning_rate="null",
@@ -202,14 +202,14 @@ def test_every_field_that_a_run_goes_on_with(run):
         compile="true",
         save_in_background="true",
     )
-    found = harmless(resume, run, below=("config", "data"))
-    assert {name.rpartition(".")[2]: changes for name, changes in found.items()} == sets(
+    results = harmless(resume, run, below=("config", "data"))
+    assert {name.rpartition(".")[2]: changes for name, changes in results.items()} == sets(
         tokenizer="missing text",
         vocab_size="missing many negative",
         prepared="missing null",
     )
-    found = harmless(resume, run, below=("state",))
-    assert "missing" not in found["state.finished"]
+    results = harmless(resume, run, below=("state",))
+    assert "missing" not in results["state.finished"]
 
 
 def test_no_name_leads_out_of_the_folder(run, tmp_path):
@@ -310,9 +310,9 @@ def test_every_field_of_gpt2s_configuration(tmp_path):
     folder = tmp_path / "hf"
     save_gpt2(folder)
     runs = (tmp_path / f"run-{i}" for i in itertools.count())
-    found = harmless(lambda: import_hf(folder, next(runs)), folder / "config.json")
+    actual = harmless(lambda: import_hf(folder, next(runs)), folder / "config.json")
     ignored = {name: set(VALUES) for name in ("architectures", "bos_token_id", "eos_token_id")}
-    assert {name: changes for name, changes in found.items() if changes != {"missing"}} == {
+    assert {name: changes for name, changes in actual.items() if changes != {"missing"}} == {
         **ignored,
         **sets(n_inner="missing null", attn_pdrop="missing fraction"),
         "tie_word_embeddings": {"missing", "true"},

@@ -45,14 +45,14 @@ def test_what_is_saved_is_loaded_without_a_pickle(tmp_path):
     folder = save_checkpoint(tmp_path / "run", expected)
     assert folder == tmp_path / "run" / "step-00000007"
     for path in (tmp_path / "run", folder):
-        found = load_checkpoint(path)
-        for got, want in ((found.model, expected.model), (found.training, expected.training)):
+        actual = load_checkpoint(path)
+        for got, want in ((actual.model, expected.model), (actual.training, expected.training)):
             assert got.keys() == want.keys()
             assert all(torch.equal(got[name], want[name]) for name in want)
             assert all(got[name].dtype == want[name].dtype for name in want)
-        assert found.tokenizer.to_json() == expected.tokenizer.to_json()
+        assert actual.tokenizer.to_json() == expected.tokenizer.to_json()
         for name in ("step", "config", "state"):
-            assert getattr(found, name) == getattr(expected, name)
+            assert getattr(actual, name) == getattr(expected, name)
     names = ["checkpoint.json", "model.safetensors", "tokenizer.json", "training.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == names
     for name in names:

@@ -256,12 +256,12 @@ def test_unusable_nanogpt_files_are_refused(tmp_path):
         import_nanogpt(file, run, text=text)
     _, stored = nano_checkpoint(False)
     wrong = {**stored["model_args"], "n_embd": 32}
-    for found, message in (
+    for actual, message in (
         ({"model": {}}, "it has no 'model_args'"),
         ({**stored, "model_args": {"vocab_size": 3}}, "model_args has no field 'block_size'"),
         ({**stored, "model_args": wrong}, "of another configuration"),
     ):
-        torch.save(found, file)
+        torch.save(actual, file)
         with pytest.raises(CheckpointError, match=message):
             import_nanogpt(file, run, text=text)
     torch.save(stored, file)

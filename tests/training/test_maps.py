@@ -78,9 +78,9 @@ def test_a_self_attention_multiplies_values_by_these_weights(options):
     assert weights.shape == (2, 2, 6, 6)
     v = layer.split_heads(layer.v_proj(x))
     expected = layer(x, key_lengths=lengths)
-    found = values_by_weights(layer, x, weights, v)
-    torch.testing.assert_close(found[0], expected[0])
-    torch.testing.assert_close(found[1, :4], expected[1, :4])
+    actual = values_by_weights(layer, x, weights, v)
+    torch.testing.assert_close(actual[0], expected[0])
+    torch.testing.assert_close(actual[1, :4], expected[1, :4])
     if "sinks" in options:
         assert weights.sum(-1).max() < 1 + 1e-9
         assert weights.sum(-1).min() < 0.9
@@ -102,8 +102,8 @@ def test_a_cross_attention_multiplies_values_by_these_weights(options):
     weights = cross_attention_weights(layer, x, memory, memory_lengths=lengths)
     projected = layer.project_memory(memory, lengths)
     assert torch.equal(cross_attention_weights(layer, x, projected), weights)
-    found = values_by_weights(layer, x, weights, projected.v)
-    torch.testing.assert_close(found, layer(x, projected))
+    actual = values_by_weights(layer, x, weights, projected.v)
+    torch.testing.assert_close(actual, layer(x, projected))
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 3).double())
     assert (weights[1, :, :, 2:] == 0).all()
 
@@ -119,8 +119,8 @@ def test_weights_are_of_the_call_s_own_positions():
 
 
 def test_maps_of_a_gpt_see_the_past_alone():
-    found = make_model("gpt", positions="rotary")
-    maps = attention_maps(found, "the fox jumps over")
+    actual = make_model("gpt", positions="rotary")
+    maps = attention_maps(actual, "the fox jumps over")
     assert [one.name for one in maps] == ["blocks.0.attention", "blocks.1.attention"]
     for one in maps:
         assert one.weights.shape == (2, 4, 4)
@@ -140,8 +140,8 @@ def test_maps_of_an_encoder_see_both_sides(kind):
 
 
 def test_maps_of_an_encoder_decoder_have_three_kinds():
-    found = make_model("seq2seq")
-    maps = attention_maps(found, "the lazy dog", target="a fox")
+    actual = make_model("seq2seq")
+    maps = attention_maps(actual, "the lazy dog", target="a fox")
     names = [f"encoder.blocks.{i}.attention" for i in range(2)]
     names += [f"decoder.blocks.{i}.{part}" for i in range(2) for part in ("attention", "cross")]
     assert [one.name for one in maps] == names
@@ -153,9 +153,9 @@ def test_maps_of_an_encoder_decoder_have_three_kinds():
     assert sides[3] == (written, source)
     for one in maps:
         assert_rows_sum_to_one(one.weights)
-    own = attention_maps(found, "the lazy dog")
+    own = attention_maps(actual, "the lazy dog")
     assert own[2].queries[0] == "[BEGIN]"
-    assert len(own[2].queries) <= found.config.target_length
+    assert len(own[2].queries) <= actual.config.target_length
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_unusable_texts_are_named(kind, text, target, message):
 
 
 def test_the_command_draws_a_picture(tmp_path, capsys):
-    found = make_model("seq2seq", num_layers=1)
-    config = {"kind": "seq2seq", "model": found.config.to_dict(), "data": {}}
-    checkpoint = Checkpoint(1, found.model.state_dict(), {}, TOKENIZER, config, {})
+    actual = make_model("seq2seq", num_layers=1)
+    config = {"kind": "seq2seq", "model": actual.config.to_dict(), "data": {}}
+    checkpoint = Checkpoint(1, actual.model.state_dict(), {}, TOKENIZER, config, {})
     save_checkpoint(tmp_path / "run", checkpoint)
     out = tmp_path / "maps.png"
     # The font lacks the last sign.

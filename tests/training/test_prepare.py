@@ -52,36 +52,36 @@ def test_what_is_prepared_is_the_text(documents, piece, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "PIECE_BYTES", piece)
     monkeypatch.setattr(preparing, "_BATCH", 3 * piece)
     files = [write(tmp_path / "a", "\ufeff" + TEXT), write(tmp_path / "b", "b" + TEXT)]
-    found = prepare(files, tmp_path / "out", tokenizer="char", documents=documents)
+    actual = prepare(files, tmp_path / "out", tokenizer="char", documents=documents)
     first = DOCUMENTS[documents]
     wanted = [*first, "b" + first[0], *first[1:]]
-    assert found.documents == len(wanted) and found.dtype == "uint16"
-    ids, numbers = read(found)
+    assert actual.documents == len(wanted) and actual.dtype == "uint16"
+    ids, numbers = read(actual)
     texts = [
-        found.tokenizer.decode([x for x, n in zip(ids, numbers, strict=True) if n == i])
+        actual.tokenizer.decode([x for x, n in zip(ids, numbers, strict=True) if n == i])
         for i in range(len(wanted))
     ]
     assert texts == wanted
-    found.check()
+    actual.check()
 
 
 def test_an_end_token_follows_each_document(tmp_path):
     path = write(tmp_path / "a", "some text\nmore text\n" * 30)
-    found = prepare([path], tmp_path / "out", tokenizer="wordpiece", documents="line")
-    ids, numbers = read(found)
-    end = found.tokenizer.special_id("end")
+    actual = prepare([path], tmp_path / "out", tokenizer="wordpiece", documents="line")
+    ids, numbers = read(actual)
+    end = actual.tokenizer.special_id("end")
     last = [i for i, n in enumerate(numbers) if i + 1 == len(ids) or numbers[i + 1] != n]
     assert [i for i, x in enumerate(ids) if x == end] == last
-    assert found.documents == 60 == ids.count(end)
+    assert actual.documents == 60 == ids.count(end)
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(40_000, "uint16"), (70_000, "uint32")])
 def test_ids_have_the_bits_that_they_need(count, dtype, tmp_path):
     characters = "".join(map(chr, [*range(0x4E00, 0x4E00 + 20_000), *range(0x10000, 0x1C350)]))
     path = write(tmp_path / "a", characters[:count])
-    found = prepare([path], tmp_path / "out", tokenizer="char")
-    assert found.dtype == dtype and found.tokens == count
-    ids, _ = found.windows(torch.tensor([count - 10]), 10)
+    actual = prepare([path], tmp_path / "out", tokenizer="char")
+    assert actual.dtype == dtype and actual.tokens == count
+    ids, _ = actual.windows(torch.tensor([count - 10]), 10)
     assert ids[0].tolist() == list(range(count - 10, count))
 
 
@@ -130,11 +130,11 @@ def test_an_interrupted_call_leaves_nothing_and_a_killed_one_is_replaced(tmp_pat
     partial = f".{prepared.MANIFEST}.{'0' * 16}.partial"
     for name in (prepared.TOKENS, prepared.DOCUMENTS, prepared.TOKENIZER, partial):
         write(out / name, "what a kill has left" * 2000)
-    found = prepare([text], out, tokenizer="char")
-    assert read(found)[0] == found.tokenizer.encode("a line\n" * 1000)
+    actual = prepare([text], out, tokenizer="char")
+    assert read(actual)[0] == actual.tokenizer.encode("a line\n" * 1000)
     # A finished one is left as it is.
     before = (out / "tokens.bin").stat().st_mtime_ns
-    assert prepare([text], out, tokenizer="char").fingerprint == found.fingerprint
+    assert prepare([text], out, tokenizer="char").fingerprint == actual.fingerprint
     assert (out / "tokens.bin").stat().st_mtime_ns == before
     assert len(list(out.iterdir())) == 4
 
@@ -171,12 +171,12 @@ def test_files_that_are_not_utf8(tmp_path, monkeypatch, capsys):
             prepare([files[0], file], tmp_path / "out", tokenizer="char")
     assert not (tmp_path / "out").exists()
     whole = "".join(content.decode("utf-8-sig", "replace") for content in BROKEN.values())
-    found = prepare(files, tmp_path / "replaced", tokenizer="char", errors="replace")
-    assert found.tokenizer.decode(read(found)[0]) == whole
-    assert (found.replaced, found.skipped, found.documents) == (4, 0, 4)
-    found = prepare(files, tmp_path / "skipped", tokenizer="char", errors="skip")
-    assert found.tokenizer.decode(read(found)[0]) == "abc\n"
-    assert (found.replaced, found.skipped, found.documents) == (0, 3, 1)
+    actual = prepare(files, tmp_path / "replaced", tokenizer="char", errors="replace")
+    assert actual.tokenizer.decode(read(actual)[0]) == whole
+    assert (actual.replaced, actual.skipped, actual.documents) == (4, 0, 4)
+    actual = prepare(files, tmp_path / "skipped", tokenizer="char", errors="skip")
+    assert actual.tokenizer.decode(read(actual)[0]) == "abc\n"
+    assert (actual.replaced, actual.skipped, actual.documents) == (0, 3, 1)
     arguments = ["--tokenizer", "char", "--out", str(tmp_path / "command"), "--errors", "skip"]
     assert main(["prepare", "--text", *map(str, files), *arguments]) == 0
     assert "3 files that are not UTF-8 left out\n" in capsys.readouterr().out
@@ -189,8 +189,8 @@ def test_files_from_a_list(tmp_path, capsys, monkeypatch):
     write(tmp_path / "list", "b\n\nc\n")
     out = ["--tokenizer", "char", "--out", "out"]
     assert main(["prepare", "--text", "a", "--files-from", "list", *out]) == 0
-    found = PreparedText.open("out")
-    assert found.tokenizer.decode(read(found)[0]) == "text a\ntext b\ntext c\n"
+    actual = PreparedText.open("out")
+    assert actual.tokenizer.decode(read(actual)[0]) == "text a\ntext b\ntext c\n"
     write(tmp_path / "empty", "\n")
     for name, message in (("none", "cannot read the list of files none"), ("empty", "is empty")):
         assert main(["prepare", "--files-from", name, "--out", "other"]) == 1

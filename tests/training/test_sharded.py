@@ -115,20 +115,20 @@ class Split:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """All tensors of model and optimizer, put together."""
-        found = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
+        actual = model_tensors(self.model) | optimizer_tensors(self.model, self.optimizer)
         return {
             name: (x.full_tensor() if isinstance(x, DTensor) else x).clone()
-            for name, x in found.items()
+            for name, x in actual.items()
         }
 
 
 def world(folder: str) -> dict[str, Any]:
     """Everything that this file asserts of a rank, in one start of four processes."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for case in (matrix, background, one_file, refusals, failures):
-        found[case.__name__] = case(Path(folder) / case.__name__)
+        results[case.__name__] = case(Path(folder) / case.__name__)
         dist.barrier()
-    return found
+    return results
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -200,17 +200,17 @@ def background(folder: Path) -> dict[str, Any]:
         split.step()
         stepped.set()
         writer.wait()
-    found = {"before": before, "after": [x.name for x in path.parent.iterdir()]}
+    results = {"before": before, "after": [x.name for x in path.parent.iterdir()]}
     read = Split("tp4", seed=1)
     restore_sharded(folder, read.model, read.optimizer)
-    found["values"] = same(read.whole(), wanted)
+    results["values"] = same(read.whole(), wanted)
     dist.barrier()
     with full_disk(ShardWriter, "write_data", 2):
         writer.save(split.checkpoint(3))
-        found["later"] = message(writer.wait), message(writer.wait)
+        results["later"] = message(writer.wait), message(writer.wait)
         writer.save(split.checkpoint(4))
-        found["next save"] = message(lambda: writer.save(split.checkpoint(5)))
-    return found
+        results["next save"] = message(lambda: writer.save(split.checkpoint(5)))
+    return results
 
 
 def one_file(folder: Path) -> dict[str, bool]:
@@ -242,14 +242,14 @@ def refusals(folder: Path) -> dict[str, str]:
     made = split.checkpoint(1)
     path = ShardedWriter(folder).save(made)
     twice = replace(made, step=2, training={**made.training, "norm.weight": torch.ones(2)})
-    found = {"names": message(lambda: ShardedWriter(folder).save(twice))}
+    results = {"names": message(lambda: ShardedWriter(folder).save(twice))}
     wide = Split("fsdp4", config=replace(CONFIG, embed_dim=8))
     before = wide.whole()
-    found["wide"] = message(lambda: restore_sharded(folder, wide.model, wide.optimizer))
-    found["kept"] = str(same(wide.whole(), before) and not wide.optimizer.state)
+    results["wide"] = message(lambda: restore_sharded(folder, wide.model, wide.optimizer))
+    results["kept"] = str(same(wide.whole(), before) and not wide.optimizer.state)
     few = torch.optim.AdamW(list(split.model.parameters())[:-1], foreach=False)
-    found["few"] = message(lambda: restore_sharded(folder, split.model, few))
-    found["nothing"] = message(lambda: restore_sharded(folder / "none", split.model))
+    results["few"] = message(lambda: restore_sharded(folder, split.model, few))
+    results["nothing"] = message(lambda: restore_sharded(folder / "none", split.model))
     shard = path / "shard-00003-model-00002-of-00002.safetensors"
     whole = shard.read_bytes()
     changed = whole[:-1] + bytes([whole[-1] ^ 1])
@@ -258,13 +258,13 @@ def refusals(folder: Path) -> dict[str, str]:
         if dist.get_rank() == 0:
             shard.unlink() if content is None else shard.write_bytes(content)
         dist.barrier()
-        found[name] = message(lambda: restore_sharded(path, split.model, split.optimizer))
+        results[name] = message(lambda: restore_sharded(path, split.model, split.optimizer))
         dist.barrier()
         if dist.get_rank() == 0:
             shard.write_bytes(whole)
     dist.barrier()
-    found["mended"] = message(lambda: restore_sharded(path, split.model, split.optimizer))
-    return found
+    results["mended"] = message(lambda: restore_sharded(path, split.model, split.optimizer))
+    return results
 
 
 FULL = {"prepare_global_plan": 0, "write_data": 3, "finish": 0}
@@ -275,19 +275,19 @@ def failures(folder: Path) -> dict[str, Any]:
     split, writer = Split("fsdp4"), ShardedWriter(folder)
     split.step()
     writer.save(split.checkpoint(1))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, rank in FULL.items():
         with full_disk(ShardWriter, name, rank):
             told = message(lambda: writer.save(split.checkpoint(2)))
-        found[name] = told, sorted(path.name for path in folder.iterdir())
+        results[name] = told, sorted(path.name for path in folder.iterdir())
         dist.barrier()
     split.step()
     writer.save(split.checkpoint(2))
     kept = (folder / "step-00000002" / "checkpoint.json").stat().st_mtime_ns
     writer.save(split.checkpoint(2))
     again = (folder / "step-00000002" / "checkpoint.json").stat().st_mtime_ns
-    found["after"] = sorted(path.name for path in folder.iterdir()), kept == again
-    return found
+    results["after"] = sorted(path.name for path in folder.iterdir()), kept == again
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -301,9 +301,9 @@ def by_rank(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_split_resumes_from_others(by_rank: list[dict[str, Any]]) -> None:
-    found = by_rank[0]["matrix"]
-    _, wanted = found["one"]["next"]
-    for name, by_split in found.items():
+    results = by_rank[0]["matrix"]
+    _, wanted = results["one"]["next"]
+    for name, by_split in results.items():
         assert len(by_split) == 3
         for other, (_, loss) in by_split.items():
             assert math.isclose(loss, wanted, rel_tol=1e-5), (name, other)
@@ -313,14 +313,14 @@ def test_every_split_resumes_from_others(by_rank: list[dict[str, Any]]) -> None:
 
 
 def test_a_background_save_keeps_what_it_was_given(by_rank: list[dict[str, Any]]) -> None:
-    for found in (rank["background"] for rank in by_rank):
-        assert found["before"] == ["step-00000001"] and found["after"] == ["step-00000002"]
-        assert found["values"]
-        told, again = found["later"]
+    for results in (rank["background"] for rank in by_rank):
+        assert results["before"] == ["step-00000001"] and results["after"] == ["step-00000002"]
+        assert results["values"]
+        told, again = results["later"]
         assert "rank 2: No space left on device" in told and "step-00000002 is kept" in told
         assert again == "no error"
-        assert "cannot write checkpoint" in found["next save"]
-        assert "step-00000004: rank 2: No space" in found["next save"]
+        assert "cannot write checkpoint" in results["next save"]
+        assert "step-00000004: rank 2: No space" in results["next save"]
 
 
 def test_one_file_and_shards_are_the_same(by_rank: list[dict[str, Any]]) -> None:
@@ -389,12 +389,12 @@ def test_all_ranks_refuse_what_one_cannot_read(by_rank: list[dict[str, Any]]) ->
 
 
 def test_a_full_disk_of_one_rank_is_told_on_all(by_rank: list[dict[str, Any]]) -> None:
-    for found in (rank["failures"] for rank in by_rank):
+    for results in (rank["failures"] for rank in by_rank):
         for name, rank in FULL.items():
-            told, left = found[name]
+            told, left = results[name]
             assert f"step-00000002: rank {rank}: No space left on device; " in told
             assert "step-00000001 is kept" in told and left == ["step-00000001"]
-        assert found["after"] == (["step-00000002"], True)
+        assert results["after"] == (["step-00000002"], True)
 
 
 def test_a_process_group_is_needed(tmp_path: Path) -> None:

@@ -36,14 +36,14 @@ def task(train, validation=None, *, length=8, tags=("O", "X"), tokenizer=TOKENIZ
 def test_conll_files_are_read_with_places(tmp_path):
     path = tmp_path / "a.conll"
     path.write_text(CONLL)
-    found = read_conll([path, path])
-    assert found[:2] == found[2:]
-    first, second = found[:2]
+    actual = read_conll([path, path])
+    assert actual[:2] == actual[2:]
+    first, second = actual[:2]
     assert (first.words, first.tags) == (("EU", "rejects"), ("B-ORG", "O"))
     assert (second.words, second.tags) == (("Peter",), ("B-PER",))
     assert first.places == (f"{path}:3", f"{path}:4")
     assert second.places == (f"{path}:7",)
-    assert tags_of(found) == ("B-ORG", "B-PER", "O")
+    assert tags_of(actual) == ("B-ORG", "B-PER", "O")
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,14 @@ def test_dates_are_written_in_words(day, words):
 
 
 def test_every_day_is_paired_once_in_one_of_three_forms():
-    found = date_pairs()
-    assert len(found) == len({pair.place for pair in found}) == 36525
-    assert len({pair.target for pair in found}) == 36525
+    actual = date_pairs()
+    assert len(actual) == len({pair.place for pair in actual}) == 36525
+    assert len({pair.target for pair in actual}) == 36525
     for separator, order in (("-", (0, 1, 2)), (".", (2, 1, 0)), ("/", (2, 0, 1))):
-        some = [pair for pair in found if separator in pair.source]
-        assert 0.3 < len(some) / len(found) < 0.37
+        some = [pair for pair in actual if separator in pair.source]
+        assert 0.3 < len(some) / len(actual) < 0.37
         numbers = some[0].source.split(separator)
         day = datetime.date(*(int(numbers[i]) for i in order))
         assert some[0].target == date_in_words(day)
     # Neither the first nor the last tenth is of some years alone.
-    assert len({pair.place[:4] for pair in found[:3650]}) == 100
+    assert len({pair.place[:4] for pair in actual[:3650]}) == 100

@@ -200,8 +200,8 @@ def test_words_with_white_space_and_punctuation_come_back_exactly():
 def test_signs_are_words_of_their_own_with_the_space_between_them():
     text = "I like ice cream.  Do you?\n"
     tokenizer = train_tokenizer("word-sign", text, vocab_size=100)
-    found = tokenizer.encode("ice cream.")
-    assert found == [tokenizer.find_id(token) for token in ("ice", " ", "cream", ".")]
+    actual = tokenizer.encode("ice cream.")
+    assert actual == [tokenizer.find_id(token) for token in ("ice", " ", "cream", ".")]
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

@@ -46,8 +46,8 @@ def on_an_h100(monkeypatch):
 def test_figures_on_a_gpu():
     operations = flops_per_token(CONFIG, 5000)
     speed = 4 * 0.25 * 989.4e12 / operations  # of four ranks at a quarter of their rate
-    found = Usage(CONFIG, 5000, 4, GPU, torch.bfloat16).figures(speed)
-    assert found == {
+    actual = Usage(CONFIG, 5000, 4, GPU, torch.bfloat16).figures(speed)
+    assert actual == {
         "tokens_per_second": round(speed, 1),
         "tokens_per_second_per_rank": round(speed / 4, 1),
         "peak_mib": 3072,
@@ -59,9 +59,9 @@ def test_figures_on_a_gpu():
 
 
 def test_figures_of_one_process_on_a_cpu():
-    found = Usage(CONFIG, 5000, 1, CPU, torch.bfloat16).figures(10.04)
-    assert found.pop("peak_mib") > 50  # torch alone takes more
-    assert found == {"tokens_per_second": 10.0}
+    actual = Usage(CONFIG, 5000, 1, CPU, torch.bfloat16).figures(10.04)
+    assert actual.pop("peak_mib") > 50  # torch alone takes more
+    assert actual == {"tokens_per_second": 10.0}
 
 
 @pytest.mark.parametrize(("platform", "units"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])

@@ -15,10 +15,10 @@ HERE = Environment("A GPU", 4, "550.1", "2.13.0", "3.7.1", "0" * 16)
 
 
 def test_interpreter_is_an_environment() -> None:
-    found = environment("cpu")
-    assert found[:3] == ("interpreter", 0, "")
-    assert found.torch == torch.__version__
-    assert found.hash == environment(torch.device("cpu")).hash
+    actual = environment("cpu")
+    assert actual[:3] == ("interpreter", 0, "")
+    assert actual.torch == torch.__version__
+    assert actual.hash == environment(torch.device("cpu")).hash
 
 
 def test_hash_has_every_field_in_it() -> None:
@@ -39,10 +39,10 @@ def test_gpu_and_driver_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     module._driver.cache_clear()
     try:
-        found = environment("cuda:0")
+        actual = environment("cuda:0")
     finally:
         module._driver.cache_clear()
-    assert found[:3] == ("NVIDIA H200", 132, "550.54.15")
+    assert actual[:3] == ("NVIDIA H200", 132, "550.54.15")
 
 
 @pytest.mark.parametrize("name", ["forward.py", "rules/mask.py", "launch/tuning/sm_90.json"])

@@ -45,23 +45,23 @@ def test_bytes():
 
 
 def test_figures_of_a_time():
-    found = figures.figures(cases.sweep("forward", 128, 4096, causal=True), ms=1.0)
+    results = figures.figures(cases.sweep("forward", 128, 4096, causal=True), ms=1.0)
     # 4 rows, 16 heads, 4096^2 / 2 pairs, 4 * 128 operations, in a millisecond.
-    assert found["tflops"] == pytest.approx(4 * 16 * 4096**2 / 2 * 512 / 1e9)
-    assert "kv_gbps" not in found
-    found = figures.figures(cases.decode(32, 4096), ms=0.5)
-    assert found["kv_gbps"] == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 0.5e-3 / 1e9)
+    assert results["tflops"] == pytest.approx(4 * 16 * 4096**2 / 2 * 512 / 1e9)
+    assert "kv_gbps" not in results
+    results = figures.figures(cases.decode(32, 4096), ms=0.5)
+    assert results["kv_gbps"] == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 0.5e-3 / 1e9)
     # A multiprocessor at 1 GHz: 16e9 exponentials, each for 4 * 64 operations.
     assert figures.exponential_limit(64, 1, 1000) == pytest.approx(16e9 * 256 / 1e12)
 
 
 @pytest.mark.parametrize("which", cases.SETS)
 def test_sets_name_each_case_once_and_keep_the_sizes_of_the_sweep(which):
-    found = cases.gpu_cases(which)
-    assert len({case.name for case in found}) == len(found)
-    assert {case.family for case in found} == set(cases.FAMILIES)
-    assert found[0].D == 128 and found[0].causal
-    for case in found:
+    actual = cases.gpu_cases(which)
+    assert len({case.name for case in actual}) == len(actual)
+    assert {case.family for case in actual} == set(cases.FAMILIES)
+    assert actual[0].D == 128 and actual[0].causal
+    for case in actual:
         assert case.H_q % case.H_k == 0
         lengths = case.lengths or (1,) * case.B
         assert len(lengths) == case.B and 0 < min(lengths) <= max(lengths) <= case.T_k

@@ -44,10 +44,10 @@ class Pool:
 
 def test_each_kernel_is_compiled_once_in_the_order_of_the_requests():
     pool = Pool()
-    found = Ahead("sm_90", pool=pool)
+    actual = Ahead("sm_90", pool=pool)
     backward = cases.sweep("backward", 64, 4096, causal=True)
     for case in (FIRST, cases.sweep("forward", 64, 16384, causal=True), backward):
-        found.submit(case.name, [case])
+        actual.submit(case.name, [case])
     by_triton = [request for request in pool.requests if "hopper" not in request[1]]
     assert by_triton == [
         (FIRST.name, PORTABLE),
@@ -56,10 +56,10 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_requests():
     ]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     tile = {"forward": TileConfig(64, 64)}
-    found.submit("a tile", [FIRST], [PORTABLE], tile)
-    found.submit("it again", [FIRST], [PORTABLE], tile)
+    actual.submit("a tile", [FIRST], [PORTABLE], tile)
+    actual.submit("it again", [FIRST], [PORTABLE], tile)
     assert len(pool.requests) == len(by_triton) + 1 + sum("hopper" in r[1] for r in pool.requests)
-    found.close()
+    actual.close()
     assert pool.closed
 
 
@@ -73,21 +73,21 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_requests():
 )
 def test_what_is_not_worth_a_launch(end, why_not):
     pool = Pool()
-    found = Ahead("sm_90", pool=pool)
-    found.submit("a", [FIRST], [PORTABLE])
-    found.submit("b", [SECOND], [PORTABLE])  # would be waited for for ever
+    actual = Ahead("sm_90", pool=pool)
+    actual.submit("a", [FIRST], [PORTABLE])
+    actual.submit("b", [SECOND], [PORTABLE])  # would be waited for for ever
     if isinstance(end, list):
         pool.futures[0].set_result(end)
     elif end is not None:
         pool.futures[0].set_exception(end)
-    assert found.why_not("a", 0.0 if end is None else 1e6) == why_not
-    assert found.why_not("what launches nothing", 1e6) is None
+    assert actual.why_not("a", 0.0 if end is None else 1e6) == why_not
+    assert actual.why_not("what launches nothing", 1e6) is None
 
 
 def test_other_architectures_are_compiled_at_the_launch():
-    found = Ahead("sm_999", pool=Pool())
-    found.submit("a", [FIRST])
-    assert found.why_not("a", 1e6) is None
+    actual = Ahead("sm_999", pool=Pool())
+    actual.submit("a", [FIRST])
+    assert actual.why_not("a", 1e6) is None
 
 
 def test_the_jobs_of_a_run_say_what_they_launch():
@@ -131,9 +131,9 @@ def test_what_is_compiled_ahead_is_what_is_launched(compile_pool: CompilePool):
 
 
 def test_a_forced_tile_is_the_one_that_is_compiled(compile_pool: CompilePool):
-    found = Ahead("sm_90", pool=compile_pool)
-    found.submit("key", [FIRST], [PORTABLE], {"forward": TileConfig(64, 32, 4, 1)})
-    (future,) = found._started.values()
+    actual = Ahead("sm_90", pool=compile_pool)
+    actual.submit("key", [FIRST], [PORTABLE], {"forward": TileConfig(64, 32, 4, 1)})
+    (future,) = actual._started.values()
     (fact,) = future.result()
     assert (fact.name, fact.num_warps, fact.num_stages) == (KERNEL, 4, 1)
-    assert found.why_not("key", 1e6) is None
+    assert actual.why_not("key", 1e6) is None

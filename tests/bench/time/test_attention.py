@@ -87,14 +87,14 @@ def test_every_outcome_is_a_record_and_the_rest_goes_on(case, capsys):
         "torch refuses": (raising(RuntimeError("No available kernel. Abort")), "cannot serve"),
         "right": (right, "timed"),
     }
-    found = outcomes(case, **{name: prepare for name, (prepare, _) in expected.items()})
-    assert {n: r["status"] for n, r in found.items()} == {n: s for n, (_, s) in expected.items()}
-    assert found["raises"]["reason"] == "RuntimeError: illegal instruction"
-    assert "exceeds the budget" in found["wrong"]["reason"]
-    assert (found["right"]["ms"]["samples"], found["right"]["tflops"] > 0) == (2, True)
-    assert all(record["case"]["name"] == case.name for record in found.values())
+    results = outcomes(case, **{name: prepare for name, (prepare, _) in expected.items()})
+    assert {n: r["status"] for n, r in results.items()} == {n: s for n, (_, s) in expected.items()}
+    assert results["raises"]["reason"] == "RuntimeError: illegal instruction"
+    assert "exceeds the budget" in results["wrong"]["reason"]
+    assert (results["right"]["ms"]["samples"], results["right"]["tflops"] > 0) == (2, True)
+    assert all(record["case"]["name"] == case.name for record in results.values())
     # The record has where a compiler's message begins and the cause at its end, the log all.
-    reason = found["long"]["reason"]
+    reason = results["long"]["reason"]
     assert reason.startswith("RuntimeError: at 1:27") and reason.endswith("no such name")
     assert len(reason) < 450
     log = capsys.readouterr().err
@@ -106,8 +106,8 @@ def test_who_does_not_run_has_a_reason():
     slow = implementation("slow", raising(AssertionError), slow_to_prepare=True)
     broken = implementation("broken", raising(AssertionError))
     case = replace(CASE, slow_peers=False)
-    found = run_case(case, [absent, slow, broken], BENCH, broken={"broken": "ended the process"})
-    assert [(record["status"], record["reason"]) for record in found] == [
+    actual = run_case(case, [absent, slow, broken], BENCH, broken={"broken": "ended the process"})
+    assert [(record["status"], record["reason"]) for record in actual] == [
         ("cannot serve", "it is not installed"),
         ("cannot serve", "compiles for long: measured at some of the sizes of this set only"),
         ("failed", "ended the process"),
@@ -119,14 +119,14 @@ def test_inputs_that_do_not_fit_are_recorded_for_all():
     def expected(case, inputs):
         raise torch.OutOfMemoryError("too large")
 
-    found = outcomes(CASE, replace(BENCH, expected=expected), a=right, b=right)
-    assert {record["status"] for record in found.values()} == {"out of memory"}
+    actual = outcomes(CASE, replace(BENCH, expected=expected), a=right, b=right)
+    assert {record["status"] for record in actual.values()} == {"out of memory"}
 
 
 def test_implementations_are_announced_before_they_run():
     announced, log = [], []
-    found = implementation("a", calling(lambda n: log.append(announced[-1])))
-    run_case(CASE, [found], BENCH, announce=lambda *told: announced.append(told))
+    actual = implementation("a", calling(lambda n: log.append(announced[-1])))
+    run_case(CASE, [actual], BENCH, announce=lambda *told: announced.append(told))
     assert announced[:2] == [("the reference", "prepares"), ("a", "prepares")]
     # What is called first compiles; the rest runs on the device.
     assert (log[0], log[-1]) == (("a", "prepares"), ("a", "runs"))
@@ -223,7 +223,7 @@ def test_every_implementation_answers_for_every_case():
     names = [i.name for i in side_by_side("cuda")]
     assert {OURS, *TORCH_PEERS, "sdpa-efficient", "sdpa-math", "naive"} <= set(names)
     for case in gpu_cases("full"):
-        assert "" not in [found.why_not(case) for found in side_by_side("cuda")]
+        assert "" not in [actual.why_not(case) for actual in side_by_side("cuda")]
     large = replace(CASE, T_q=2**15, T_k=2**15, B=1, H_q=8)
     assert "scores in memory" in BY_NAME["naive"].serves(large)
 
@@ -253,8 +253,8 @@ def test_peers_pass_the_check_or_say_why():
     with pytest.raises(Unserved, match="mask"):
         BY_NAME["sdpa-flash"].prepare(case, make_inputs(case))
     case = replace(BACKWARD, T_q=256, T_k=256, D=64, device="cuda", dtype="bfloat16")
-    found = run_case(case, [BY_NAME["flex"]], BENCH)
-    assert found[0]["status"] == "timed", found
+    actual = run_case(case, [BY_NAME["flex"]], BENCH)
+    assert actual[0]["status"] == "timed", actual
 
 
 def test_decoding_reads_a_case_as_a_cache():
@@ -262,8 +262,8 @@ def test_decoding_reads_a_case_as_a_cache():
     case = replace(CASE, family="decode", T_q=1, layout="bhtd")
     inputs = make_inputs(case)
     call = BY_NAME["fastattn-torch"].prepare(case, inputs)
-    found = call(inputs.q, inputs.k, inputs.v)
+    actual = call(inputs.q, inputs.k, inputs.v)
     expected = attend(inputs.q, inputs.k, inputs.v, causal=True, backend="torch")
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     inputs.k[:, :, -1] += 1
-    assert not torch.equal(call(inputs.q, inputs.k, inputs.v), found)
+    assert not torch.equal(call(inputs.q, inputs.k, inputs.v), actual)

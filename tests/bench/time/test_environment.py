@@ -30,16 +30,16 @@ def test_clocks_are_read_once_by_nvidia_smi_and_by_nvml_often(monkeypatch):
     reader()
     reader()
     assert len(calls) == 1
-    found = {"sm_clock_mhz": 1500.0, "least_sm_clock_mhz": 1500.0, "power_w": 600.5}
-    assert reader.take() == found
+    results = {"sm_clock_mhz": 1500.0, "least_sm_clock_mhz": 1500.0, "power_w": 600.5}
+    assert reader.take() == results
     clocks = iter([1400, 1600])
     monkeypatch.setattr(environment.torch.cuda, "clock_rate", lambda: next(clocks))
     monkeypatch.setattr(environment.torch.cuda, "power_draw", lambda: 650_000)
     reader = environment.ClockReader(nothing, nvml=True)
     for _ in range(3):  # the third fails
         reader()
-    found = {"sm_clock_mhz": 1600.0, "least_sm_clock_mhz": 1400.0, "power_w": 650.0}
-    assert reader.take() == found
+    results = {"sm_clock_mhz": 1600.0, "least_sm_clock_mhz": 1400.0, "power_w": 650.0}
+    assert reader.take() == results
 
 
 @pytest.mark.parametrize("nvml", [False, True])
@@ -50,6 +50,6 @@ def test_a_clock_that_cannot_be_read_is_left_out(nvml):
 
 
 def test_environment_of_this_machine():
-    found = environment.collect(nothing)
-    assert found["versions"]["torch"] and found["versions"]["fastattn"]
-    assert found["commit"] is None and set(found["kernels"]) == set(environment.SOURCES)
+    results = environment.collect(nothing)
+    assert results["versions"]["torch"] and results["versions"]["fastattn"]
+    assert results["commit"] is None and set(results["kernels"]) == set(environment.SOURCES)

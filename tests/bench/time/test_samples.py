@@ -50,8 +50,8 @@ def test_summary_of_samples():
 
 def test_device_times_hold_the_call_and_not_the_flush():
     device = Device()
-    found = Bench(device.timer(flush_ms=50.0), once()).compare({"a": device.work("a", 3.0)})
-    assert found["a"] == Timing(3.0, 3.0, 3.0, 3.0, 4)
+    results = Bench(device.timer(flush_ms=50.0), once()).compare({"a": device.work("a", 3.0)})
+    assert results["a"] == Timing(3.0, 3.0, 3.0, 3.0, 4)
 
 
 def test_every_sample_finds_the_cache_overwritten():
@@ -87,8 +87,8 @@ def test_number_of_samples_follows_the_time_of_a_call():
     device = Device()
     works = {"long": device.work("long", 30.0), "short": device.work("short", 1.0)}
     effort = Effort(warm_up=0, target_ms=10, least=2, most=40, pause=0)
-    found = Bench(device.timer(), effort).compare(works)
-    assert (found["long"].samples, found["short"].samples) == (2, 10)
+    results = Bench(device.timer(), effort).compare(works)
+    assert (results["long"].samples, results["short"].samples) == (2, 10)
 
 
 def test_a_function_that_raises_does_not_stop_the_others():
@@ -103,11 +103,11 @@ def test_a_function_that_raises_does_not_stop_the_others():
         raise ValueError("no")
 
     works = {"bad": fails, "late": fails_late, "good": device.work("good", 2.0)}
-    found = Bench(device.timer(), once(least=6)).compare(works)
-    assert isinstance(found["bad"], ValueError)
-    assert isinstance(found["late"], RuntimeError)
-    assert found["good"] == Timing(2.0, 2.0, 2.0, 2.0, 6)
-    assert list(found) == ["bad", "late", "good"]
+    results = Bench(device.timer(), once(least=6)).compare(works)
+    assert isinstance(results["bad"], ValueError)
+    assert isinstance(results["late"], RuntimeError)
+    assert results["good"] == Timing(2.0, 2.0, 2.0, 2.0, 6)
+    assert list(results) == ["bad", "late", "good"]
 
 
 def test_rest_warm_up_and_readings():
@@ -118,8 +118,8 @@ def test_rest_warm_up_and_readings():
         while_busy=lambda: readings.append(len(device.log)),
         sleep=pauses.append,
     )
-    found = bench.samples({"a": device.work("a", 0.0, host_ms=2.5)})
-    assert found["a"] == pytest.approx([2.5] * 8)
+    results = bench.samples({"a": device.work("a", 0.0, host_ms=2.5)})
+    assert results["a"] == pytest.approx([2.5] * 8)
     assert (pauses, len(device.log), readings) == ([0.5], 3 + 1 + 8, [8, 12])
 
 

@@ -57,22 +57,22 @@ class Host:
 
     def run(self, waiting: deque[str], **how: Any) -> list[Ended]:
         host = {"sleep": self.sleep, "clock": lambda: self.now, "stall": LIMITS}
-        found = list(supervise(waiting, self.start, **host, **how))
+        actual = list(supervise(waiting, self.start, **host, **how))
         assert all(child.killed for child in self.children)
-        return found
+        return actual
 
 
-def ends(found: list[Ended]) -> list[tuple[str, str, str]]:
-    return [(ended.job, ended.at, ended.why) for ended in found]
+def ends(actual: list[Ended]) -> list[tuple[str, str, str]]:
+    return [(ended.job, ended.at, ended.why) for ended in actual]
 
 
 def test_one_child_does_all_jobs() -> None:
     host, heard = Host([READY, A, DONE, A, DONE]), []
-    found = host.run(
+    actual = host.run(
         deque(["x", "y"]), request=str.upper, heard=lambda job, told: heard.append((job, told))
     )
-    assert ends(found) == [("x", "a", ""), ("y", "a", "")]
-    assert found[0].told == [A, DONE] and found[0].seconds > 0
+    assert ends(actual) == [("x", "a", ""), ("y", "a", "")]
+    assert actual[0].told == [A, DONE] and actual[0].seconds > 0
     assert host.children[0].sent == ["X", "Y"]
     assert heard == [("x", A), ("x", DONE), ("y", A), ("y", DONE)]
 
@@ -91,9 +91,9 @@ def test_who_ends_a_process_is_named_and_the_next_job_has_a_new_one(
     end: list[Any], why: str
 ) -> None:
     host = Host([READY, A, B, *end], [READY, A, DONE])
-    found = host.run(deque(["x", "y"]))
-    assert ends(found) == [("x", "b", why), ("y", "a", "")]
-    assert found[0].hung == (not end)
+    actual = host.run(deque(["x", "y"]))
+    assert ends(actual) == [("x", "b", why), ("y", "a", "")]
+    assert actual[0].hung == (not end)
 
 
 def test_every_message_is_progress_and_some_work_may_take_its_time() -> None:
@@ -109,8 +109,8 @@ def test_the_time_is_kept_and_what_is_not_done_is_left() -> None:
     for grace, done in ((0.0, ["x"]), (9.0, ["x", "y"])):
         host = Host([READY, A, DONE, A, *[{}] * 3, DONE, A, DONE])
         waiting = deque("xyz")
-        found = host.run(waiting, left=lambda host=host: 5 - host.now, grace=grace)
-        assert [ended.job for ended in found] == done
+        actual = host.run(waiting, left=lambda host=host: 5 - host.now, grace=grace)
+        assert [ended.job for ended in actual] == done
         assert [*waiting] == [job for job in "xyz" if job not in done]
 
 
@@ -163,8 +163,8 @@ def test_processes_that_sleep_and_die(processes: list[ChildProcess]) -> None:
         return processes[-1]
 
     jobs = deque([("a", "sleeps", "b"), ("dies", "c"), ("d", "e")])
-    found = list(supervise(jobs, start, stall={**STALL, "prepares": 1.0}))
-    assert [(ended.at, ended.why) for ended in found] == [
+    actual = list(supervise(jobs, start, stall={**STALL, "prepares": 1.0}))
+    assert [(ended.at, ended.why) for ended in actual] == [
         ("sleeps", "made no progress for 1 s"),
         ("dies", "ended by SIGSEGV: the kernel reads what is not there"),
         ("e", ""),

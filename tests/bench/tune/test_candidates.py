@@ -23,9 +23,9 @@ ENTRIES = [TableEntry(k, size, D) for k in KERNELS for size in DTYPES for D in (
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_every_row_has_candidates_that_fit(entry):
-    found = candidates(entry, SHARED, "sm_90")
-    assert len(found) == len(set(found)) >= 4
-    for tile in found:
+    actual = candidates(entry, SHARED, "sm_90")
+    assert len(actual) == len(set(actual)) >= 4
+    for tile in actual:
         held, streamed = tile.BLOCK_M, tile.BLOCK_N
         if entry.kernel in BY_KEYS:
             held, streamed = streamed, held
@@ -35,7 +35,7 @@ def test_every_row_has_candidates_that_fit(entry):
         # wgmma takes 64 rows for each group of four warps.
         assert held < 64 or held >= 16 * tile.num_warps
     wide = entry.kernel == "backward_dkv" and entry.BLOCK_D == 256
-    assert {tile.apart for tile in found} == ({False, True} if wide else {False})
+    assert {tile.apart for tile in actual} == ({False, True} if wide else {False})
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say(
     kernel, calls, arch, loads, parts
 ):
     """Equal parts of sums; TMA loads too on GPUs with TMA, for kernels that take descriptors."""
-    found = candidates(TableEntry(kernel, 2, 64, calls), SHARED, arch)
-    assert {tile.descriptors for tile in found} == loads
-    assert {tile.sum_parts for tile in found} == {parts}
+    actual = candidates(TableEntry(kernel, 2, 64, calls), SHARED, arch)
+    assert {tile.descriptors for tile in actual} == loads
+    assert {tile.sum_parts for tile in actual} == {parts}
 
 
 @pytest.mark.parametrize(
@@ -78,34 +78,34 @@ def test_tiles_that_may_be_the_fastest_are_tried(kernel, size, D, tile):
 @pytest.mark.parametrize("kernel", ["forward", "backward_dq", "backward_dkv", "decode_chunk"])
 def test_tiles_of_fp32_are_small_and_on_sm_100_too_small_for_tensor_memory(kernel):
     for arch, most in (("sm_80", 64), ("sm_100", 32)):
-        found = candidates(TableEntry(kernel, 4, 64), SHARED, arch)
-        assert max(max(t.BLOCK_M, t.BLOCK_N) for t in found) == most
+        actual = candidates(TableEntry(kernel, 4, 64), SHARED, arch)
+        assert max(max(t.BLOCK_M, t.BLOCK_N) for t in actual) == most
 
 
 @pytest.mark.parametrize("kernel", tiles.HOPPER)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
-    usual, found = hopper_shipped(kernel, D), hopper_candidates(kernel, D)
+    usual, actual = hopper_shipped(kernel, D), hopper_candidates(kernel, D)
     if usual is None:
-        assert (kernel not in tiles.HOPPER_FORWARD, D, found) == (True, 256, [])
+        assert (kernel not in tiles.HOPPER_FORWARD, D, actual) == (True, 256, [])
         return
     names = ["BLOCK", "STAGES", "PING_PONG", "SLACK", "WIDE_WEIGHTS"]
-    three = [config for config in found if config.CONSUMERS == 3]
+    three = [config for config in actual if config.CONSUMERS == 3]
     assert bool(three) == (kernel in tiles.HOPPER_FORWARD and D <= 128)
     for config in three:  # 64512 registers for 128 threads of each, and of the producer
         assert 128 * (3 * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS) <= 64512
     names += ["DQ_BY_TMA"] if kernel == "hopper_one_pass" else []
     names += ["CONSUMERS", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS"] if three else []
     free = {name: getattr(usual, name) for name in names}
-    assert found and all(config._replace(**free) == usual != config for config in found)
-    assert any(config.PING_PONG for config in found) == (kernel in tiles.HOPPER_FORWARD)
+    assert actual and all(config._replace(**free) == usual != config for config in actual)
+    assert any(config.PING_PONG for config in actual) == (kernel in tiles.HOPPER_FORWARD)
     if kernel == "hopper_fp8":
-        assert {config.BLOCK for config in found} == {64, 128}
-    always = [config for config in found if config.SLACK == 0]
+        assert {config.BLOCK for config in actual} == {64, 128}
+    always = [config for config in actual if config.SLACK == 0]
     assert always == ([usual._replace(SLACK=0)] if kernel == "hopper_forward" else [])
     if kernel == "hopper_one_pass":
-        assert all(config.BLOCK >= 64 for config in found)
-        shapes = {(config.BLOCK, config.STAGES, config.DQ_BY_TMA) for config in found}
+        assert all(config.BLOCK >= 64 for config in actual)
+        shapes = {(config.BLOCK, config.STAGES, config.DQ_BY_TMA) for config in actual}
         assert (64, 2, False) in shapes
         # Four stages of Q and dO leave no room for tiles of dQ.
         assert ((64, 4, False) in shapes, (64, 4, True) in shapes) == (True, D == 64)

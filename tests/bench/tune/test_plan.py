@@ -75,12 +75,12 @@ def test_the_shipped_choice_comes_first_and_once():
 @pytest.mark.parametrize("multiprocessors", [16, 108, 132])
 def test_calls_have_the_waves_that_they_stand_for(shape, waves, multiprocessors):
     """Query tiles of 128 rows: fewer than multiprocessors, up to four times as many, or more."""
-    found = backend_choice("forward", shape, True, waves, multiprocessors, hopper=False)
-    if found is None:
+    actual = backend_choice("forward", shape, True, waves, multiprocessors, hopper=False)
+    if actual is None:
         # A tile a head is too many, or a tile more.
         assert shape.H_q > 0.5 * multiprocessors and waves != "many"
         return
-    (case,) = found.cases
+    (case,) = actual.cases
     tiles = case.B * case.H_q * -(-case.T_q // 128) / multiprocessors
     least, limit = {"few": (0, 1), "some": (1, 4), "many": (4, 1000)}[waves]
     assert least <= tiles < limit

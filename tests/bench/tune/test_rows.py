@@ -31,8 +31,8 @@ def stored(tmp_path, choice) -> dict:
     assert row is not None and row["gain"] == 0.5
     store = Store(Environment("imaginary", 132, "1", "2", "3", "4"), tmp_path)
     assert store.put(choice.kind, {**row, "arch": "sm_90"})
-    (found,) = store.read(choice.kind)
-    return found
+    (actual,) = store.read(choice.kind)
+    return actual
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +46,12 @@ def nothing_installed():
 def test_tiles_of_every_class_are_looked_up(tmp_path, calls):
     choice = tile_choice(TableEntry("backward_dq", 2, 64, calls), "sm_90", SHARED)
     tiles.install([stored(tmp_path, choice)], tiles.current_device())
-    found = tiles.lookup("backward_dq", 2, 64, calls)
-    assert found == choice.candidates[-1].forced["backward_dq"]
+    actual = tiles.lookup("backward_dq", 2, 64, calls)
+    assert actual == choice.candidates[-1].forced["backward_dq"]
     others = {"plain", "masked", "bias", "scores", "heavy"} - {calls}
     # Calls without a row of their own take that of a wider class.
     wider = {"plain": {"masked"}, "scores": {"bias"}, "heavy": {"bias", "scores"}}.get(calls, set())
-    assert all(tiles.lookup("backward_dq", 2, 64, c) != found for c in others - wider)
+    assert all(tiles.lookup("backward_dq", 2, 64, c) != actual for c in others - wider)
 
 
 @pytest.mark.parametrize("kernel", tiles.HOPPER)
@@ -60,17 +60,17 @@ def test_shapes_of_the_hopper_kernels_are_looked_up(tmp_path, kernel):
     assert choice is not None
     tiles.install([stored(tmp_path, choice)], tiles.current_device())
     if kernel == "hopper_forward":
-        found = tile_table.forward_config(64, False)
+        actual = tile_table.forward_config(64, False)
     elif kernel == "hopper_fp8":
-        found = tile_table.fp8_config(64, False)
-        assert tile_table.fp8_config(64, True) != found, "calls that are short of registers"
+        actual = tile_table.fp8_config(64, False)
+        assert tile_table.fp8_config(64, True) != actual, "calls that are short of registers"
     else:
-        found = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
-    assert found == choice.candidates[-1].forced[kernel]
+        actual = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
+    assert actual == choice.candidates[-1].forced[kernel]
     if kernel == "hopper_forward":
-        assert found.SLACK == 0 and choice.candidates[-1].name.endswith("no slack)")
+        assert actual.SLACK == 0 and choice.candidates[-1].name.endswith("no slack)")
     if kernel == "hopper_one_pass":
-        assert not found.DQ_BY_TMA and choice.candidates[-1].name.endswith("threads add)")
+        assert not actual.DQ_BY_TMA and choice.candidates[-1].name.endswith("threads add)")
 
 
 def test_splits_of_decoding_are_looked_up(tmp_path, monkeypatch):
@@ -91,8 +91,8 @@ def test_backends_and_passes_are_found(tmp_path, waves):
     rows["passes"] = [stored(tmp_path, pass_choice("hopper", SHAPE))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choices, "environment", lambda device: Environment("x", 132, "", "", "", ""))
-        found = choices.adopt(device, rows)
-    row = found.fastest("training", torch.bfloat16, 64, True, waves)
+        actual = choices.adopt(device, rows)
+    row = actual.fastest("training", torch.bfloat16, 64, True, waves)
     assert row is not None and (row["backend"], row["ms"]) == ("torch", {"hopper": 2, "torch": 1})
-    assert found.fastest("forward", torch.bfloat16, 64, True, waves) is None
-    assert found.passes["hopper", "bfloat16", 64]["passes"] == "two"
+    assert actual.fastest("forward", torch.bfloat16, 64, True, waves) is None
+    assert actual.passes["hopper", "bfloat16", 64]["passes"] == "two"

@@ -209,9 +209,9 @@ def imaginary_gpu(monkeypatch):
         progress(1, 1, None)
         asked.append((scope.backends, scope.families, scope.dtypes, scope.head_dims, scope.quick))
         for family in scope.families:
-            found = Finding("triton", family, "float32", 64, 1, 0.5, "right", "case", "")
-            store.put("verification", found._asdict())
-            yield found
+            actual = Finding("triton", family, "float32", 64, 1, 0.5, "right", "case", "")
+            store.put("verification", actual._asdict())
+            yield actual
 
     monkeypatch.setattr(tuner.verification, "run", verify)
     yield asked
@@ -227,15 +227,15 @@ def test_on_a_gpu_it_verifies_times_and_stores(imaginary_gpu, lookups_alone, tmp
     monkeypatch.setattr(choices, "read", lambda device: rows)
     assert choices.choices(device).passes
     shown = []
-    found = tune.tune(seconds=100, folder=tmp_path, show=shown.append)
-    assert found.steps == [
+    actual = tune.tune(seconds=100, folder=tmp_path, show=shown.append)
+    assert actual.steps == [
         tune.Record(VERIFY.name, "done", "all right"), tune.Record(choice().name, "done", WINS),
     ]  # fmt: skip
     assert imaginary_gpu == [(("triton",), ("forward", "backward"), ("float32",), (64,), True)]
     (row,) = Store(HERE, tmp_path).read("tiles")
     assert (row["BLOCK_M"], row["arch"]) == (16, "an unknown architecture")
-    assert found.rows[0][1].items() <= row.items() and len(found.tried) == 3
-    assert found.folder == Store(HERE, tmp_path).folder
+    assert actual.rows[0][1].items() <= row.items() and len(actual.tried) == 3
+    assert actual.folder == Store(HERE, tmp_path).folder
     assert [(p.number, p.steps, p.text) for p in shown if p.done] == [
         (1, 2, "all right"),
         (2, 2, WINS),

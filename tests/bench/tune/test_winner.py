@@ -51,7 +51,7 @@ def test_the_fastest_that_beats_the_shipped_one_wins():
         "slower": scaled(0.9),
         "the same": SHIPPED,
     }
-    found = winner(SHIPPED, others)
-    assert found == ("fast", pytest.approx(0.2))
+    actual = winner(SHIPPED, others)
+    assert actual == ("fast", pytest.approx(0.2))
     assert winner(SHIPPED, {"noisy": others["noisy"], "the same": SHIPPED}) is None
     assert winner(SHIPPED, {}) is None

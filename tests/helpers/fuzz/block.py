@@ -38,6 +38,6 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, o, lse, *_ = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        found = fastattn.attention_block_backward(do, q, k, v, o, lse, dlse=dlse, **ctx.options)
-        learned = (found.of_options[name] for name in ctx.names)
-        return None, None, found.dq, found.dk, found.dv, *learned
+        actual = fastattn.attention_block_backward(do, q, k, v, o, lse, dlse=dlse, **ctx.options)
+        learned = (actual.of_options[name] for name in ctx.names)
+        return None, None, actual.dq, actual.dk, actual.dv, *learned

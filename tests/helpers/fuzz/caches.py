@@ -55,7 +55,7 @@ def _lengths(case: Case, draw: Draw, least: int = 0) -> Tensor:
 
 
 def _judge(
-    case: Case, found: tuple[Tensor, Tensor], q: Tensor, filled: Filled, counts: Tensor,
+    case: Case, actual: tuple[Tensor, Tensor], q: Tensor, filled: Filled, counts: Tensor,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     T_k = filled.k.shape[2]
@@ -76,10 +76,10 @@ def _judge(
 
     exact = oracle(torch.float64)
     real = (torch.arange(q.shape[2]) < counts[:, None])[:, None]
-    assert found[0].isfinite().all(), "what is unspecified has to be finite"
+    assert actual[0].isfinite().all(), "what is unspecified has to be finite"
     known = [
         torch.where(real[..., None] if x.dim() == 4 else real, x, like.to(x.dtype))
-        for x, like in zip(found, exact, strict=True)
+        for x, like in zip(actual, exact, strict=True)
     ]
     assert_all_near(("o", "lse"), known, exact, lambda: oracle(case.dtype), ORDERS)
 
@@ -117,11 +117,11 @@ def paged(case: Case, how: dict[str, Any]) -> None:
         shape = (*packed.shape[:2], case.D_v)
         how = {**how, "out": laid(packed.new_zeros(1, *shape), draw.choice("bthd", "wide"))[0]}
     how = {**how, "batch_invariant": draw.chance(0.2) and not shares}
-    found = fastattn.attention_paged(
+    actual = fastattn.attention_paged(
         packed, filled.view, offsets, return_lse=True, **how, **options
     )
-    assert "out" not in how or found[0] is how["out"]
-    found = (found[0][: sum(counts)], found[1][:, : sum(counts)])
+    assert "out" not in how or actual[0] is how["out"]
+    actual = (actual[0][: sum(counts)], actual[1][:, : sum(counts)])
 
     def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tokens = (x.to(dtype) for x in (packed, filled.k, filled.v))
@@ -130,7 +130,7 @@ def paged(case: Case, how: dict[str, Any]) -> None:
         )
 
     exact = oracle(torch.float64)
-    assert_all_near(("o", "lse"), found, exact, lambda: oracle(case.dtype), ORDERS)
+    assert_all_near(("o", "lse"), actual, exact, lambda: oracle(case.dtype), ORDERS)
 
 
 def _with_shared_pages(
@@ -187,10 +187,10 @@ def cascade(case: Case, how: dict[str, Any]) -> None:
     shape = (1, case.H_k, P)
     start = [draw.normal(*shape, width).to(case.dtype) for width in (case.D, case.D_v)]
     prefix = fill(draw.choice("contiguous", "pages-of-3"), *start, torch.tensor([P]))
-    found = fastattn.cascade_attention(q, prefix.view, own.view, return_lse=True, **how, **options)
+    actual = fastattn.cascade_attention(q, prefix.view, own.view, return_lse=True, **how, **options)
     keys, values = (
         torch.cat((x.to(y.dtype).expand(case.B, -1, -1, -1), y), 2)
         for x, y in ((prefix.k, own.k), (prefix.v, own.v))
     )
     both = Filled(own.view, keys, values, lengths + P, {})
-    _judge(case, found, q, both, torch.full((case.B,), T_q), options)
+    _judge(case, actual, q, both, torch.full((case.B,), T_q), options)

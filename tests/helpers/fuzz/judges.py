@@ -151,8 +151,8 @@ def _asked(case: Case, function: Callable[..., Any], loose: bool = False) -> Cal
         leaves = {name: x for name, x in inputs.items() if getattr(x, "requires_grad", False)}
         inputs |= {name: inputs[name].detach() for name in some & inputs.keys()}
         tensors = (inputs.pop(name) for name in ("q", "k", "v"))
-        found = function(*tensors, *args[3:], **inputs, return_lse=with_lse)
-        o, lse = found if with_lse else (found, _no_lse(case, found))
+        actual = function(*tensors, *args[3:], **inputs, return_lse=with_lse)
+        o, lse = actual if with_lse else (actual, _no_lse(case, actual))
         alone = "lse" in case.traits and with_lse
         o = o.detach() if alone else o
         if o.requires_grad:

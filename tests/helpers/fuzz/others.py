@@ -59,11 +59,11 @@ def fp8(case: Case, how: dict[str, Any]) -> None:
     options = drawn_options(case, case.B)
     codes = [fastattn.quantize_fp8(x) for x in inputs(case)]
     scales = {f"{name}_scale": scale for name, (_, scale) in zip("qkv", codes, strict=True)}
-    found = fastattn.attention_fp8(
+    actual = fastattn.attention_fp8(
         *(x for x, _ in codes), **scales, out_dtype=case.dtype, return_lse=True, **how, **options
     )
     numbers = [dequantized(x, scale) for x, scale in codes]
-    _judge(case, found, numbers, lambda *x: reference.attention(*x, return_lse=True, **options))
+    _judge(case, actual, numbers, lambda *x: reference.attention(*x, return_lse=True, **options))
 
 
 def varlen_fp8(case: Case, how: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def varlen_fp8(case: Case, how: dict[str, Any]) -> None:
     packed = [x[0].transpose(0, 1) for x in inputs(case)]
     codes = [fastattn.quantize_fp8(x, cu_seqlens=cu) for x, cu in zip(packed, of, strict=True)]
     scales = {f"{name}_scale": scale for name, (_, scale) in zip("qkv", codes, strict=True)}
-    found = fastattn.attention_varlen_fp8(
+    actual = fastattn.attention_varlen_fp8(
         *(x for x, _ in codes), *starts, **scales, out_dtype=case.dtype, return_lse=True, **how,
         **options,
     )  # fmt: skip
@@ -83,14 +83,14 @@ def varlen_fp8(case: Case, how: dict[str, Any]) -> None:
     def oracle(*x: Tensor) -> Any:
         return reference.attention_varlen(*x, *starts, return_lse=True, **options)
 
-    _judge(case, found, numbers, oracle)
+    _judge(case, actual, numbers, oracle)
 
 
-def _judge(case: Case, found: Any, numbers: list[Tensor], oracle: Any) -> None:
+def _judge(case: Case, actual: Any, numbers: list[Tensor], oracle: Any) -> None:
     """Numbers are read back in the dtype of the output, and attention takes those."""
     rounded = [x.to(case.dtype) for x in numbers]
     exact = oracle(*(x.double() for x in rounded))
-    assert_all_near(("o", "lse"), found, exact, lambda: oracle(*rounded), ORDERS)
+    assert_all_near(("o", "lse"), actual, exact, lambda: oracle(*rounded), ORDERS)
 
 
 def merge(case: Case, how: dict[str, Any]) -> None:
@@ -130,8 +130,8 @@ def merge(case: Case, how: dict[str, Any]) -> None:
 def _with_gradients(function: Any, case: Case, given: list[Tensor]) -> tuple[Tensor, ...]:
     """The results, and unless the case is one of the forward alone the gradients of all inputs."""
     if "forward" in case.traits:
-        found: tuple[Tensor, ...] = function(*given)
-        return found
+        actual: tuple[Tensor, ...] = function(*given)
+        return actual
     leaves = [x.detach().requires_grad_() for x in given]
     results = function(*leaves)
     draw = case.random("gradients")

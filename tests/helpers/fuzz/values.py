@@ -23,10 +23,10 @@ def drawn_options(case: Case, rows: int, salt: str = "") -> dict[str, Any]:
 
     rows: B, or packed sequences. salt: of other numbers.
     """
-    found = {}
+    results = {}
     for name in case.options:
-        found[name] = VALUES[name](_Sizes(case, rows), case.random(name + salt))
-    return to_device(found, case.device)
+        results[name] = VALUES[name](_Sizes(case, rows), case.random(name + salt))
+    return to_device(results, case.device)
 
 
 class _Sizes:
@@ -98,8 +98,8 @@ def _positions(s: _Sizes, draw: Draw) -> tuple[Tensor, Tensor]:
         blocks = -(-T // 128)
         first = steps * draw.integers(0, max(8, s.T_k) // steps, rows, blocks).int()
         ahead = torch.arange(blocks * 128, dtype=torch.int32) % 128
-        found = first.repeat_interleave(128, 1) + ahead
-        return found[:, :T].contiguous()
+        actual = first.repeat_interleave(128, 1) + ahead
+        return actual[:, :T].contiguous()
 
     return one(s.T_q, 1), one(s.T_k, 4)
 

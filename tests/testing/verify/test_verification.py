@@ -127,15 +127,15 @@ def raising(error: Exception) -> Callable[..., Any]:
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )
 def test_what_comes_of_a_case(check: Any, expected: tuple[Any, ...]) -> None:
-    found = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
-    assert found[:3] == ("x", *expected[:2])
-    assert expected[2] in found.reason
+    actual = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
+    assert actual[:3] == ("x", *expected[:2])
+    assert expected[2] in actual.reason
 
 
 def test_verdicts_are_forgotten(launched: Any, capsys: pytest.CaptureFixture) -> None:
     launched(raising(RuntimeError("an illegal memory access")))
-    found = fastattn.verify(families=["forward"], dtypes=["float32"])
-    assert [(*x.subject, x.verdict) for x in found] == [
+    actual = fastattn.verify(families=["forward"], dtypes=["float32"])
+    assert [(*x.subject, x.verdict) for x in actual] == [
         ("triton", "forward", "float32", 64, "crash")
     ]
     assert len(stored()) == 1
@@ -160,9 +160,9 @@ def test_the_worst_case_is_the_verdict() -> None:
     assert finding(SUBJECT, [none]) is None
     worst = {(right, more, none): "b", (right, wrong): "c", (wrong, nan): "d", (nan, crash): "e"}
     for outcomes, case in worst.items():
-        found = finding(SUBJECT, outcomes)
-        assert found is not None and found.case == case
-        assert found.cases == len(outcomes) - (none in outcomes)
+        actual = finding(SUBJECT, outcomes)
+        assert actual is not None and actual.case == case
+        assert actual.cases == len(outcomes) - (none in outcomes)
 
 
 @pytest.mark.parametrize("check", [lambda _: 0.3, raising(ValueError(REFUSED))])
@@ -171,8 +171,8 @@ def test_a_hopper_kernel_that_was_left_did_not_compile(
 ) -> None:
     """The call that meets it is served by other kernels, and the next one is refused."""
     monkeypatch.setattr(attend, "uncompiled", ["a kernel of it does not compile here"])
-    found = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
-    assert found == ("x", "no compile", None, "a kernel of it does not compile here")
+    actual = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
+    assert actual == ("x", "no compile", None, "a kernel of it does not compile here")
     assert attend.uncompiled == []
 
 
@@ -206,11 +206,11 @@ def test_the_scopes() -> None:
 def test_a_case_that_ends_its_process_has_an_outcome(told: Any, ended: Any, worst: str) -> None:
     at, why, hung = ended
     messages = [{"outcome": x} for x in told]
-    subject, found = verification.outcomes_of(
+    subject, actual = verification.outcomes_of(
         Ended((SUBJECT, ["a", "b"]), messages, at, 1.0, why, hung)
     )
-    assert (subject, found[-1].verdict, found[-1].case) == (SUBJECT, worst, at)
-    assert len(found) == len({x.case for x in found})
+    assert (subject, actual[-1].verdict, actual[-1].case) == (SUBJECT, worst, at)
+    assert len(actual) == len({x.case for x in actual})
 
 
 def test_calls_go_by_verdicts_on_these_families() -> None:

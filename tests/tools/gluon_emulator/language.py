@@ -168,10 +168,10 @@ def inline_asm_elementwise(
 ) -> Tensor:
     if asm not in assembly:
         raise IllegalError(f"no meaning is registered in gluon_emulator.assembly for: {asm}")
-    found = assembly[asm](*args)
-    if found.data.dtype == torch.int16:  # a register of 16 bits has no type
-        return Tensor(found.data.view(to_torch(dtype)), found.layout)
-    return found
+    actual = assembly[asm](*args)
+    if actual.data.dtype == torch.int16:  # a register of 16 bits has no type
+        return Tensor(actual.data.view(to_torch(dtype)), actual.layout)
+    return actual
 
 
 def warp_specialize(
@@ -287,10 +287,10 @@ class Language:
             return _FUNCTIONS[name]
         if name in _DEFINED:
             return globals()[name]
-        found = getattr(gl, name)
-        if callable(found) and not isinstance(found, type | gl.dtype):
+        actual = getattr(gl, name)
+        if callable(actual) and not isinstance(actual, type | gl.dtype):
             raise IllegalError(f"gluon_emulator does not know gl.{name}")
-        return found
+        return actual
 
 
 _DEFINED = frozenset(

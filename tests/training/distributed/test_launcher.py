@@ -42,19 +42,19 @@ def world() -> dict[str, Any]:
         patch.setattr(launcher, "_FOR_END", 0.0)
         # Nobody is silent here, however busy the machine is.
         patch.setattr(launcher, "_FOR_FIRST", 60.0)
-        found = {
+        results = {
             "of a user": speakers(SplitError("planted"), None, "0"),
             "of one": speakers(RuntimeError("planted"), 2, "1"),
         }
         if first:
             launcher.begun("a")
         dist.barrier()
-        found["begun"] = launcher.restarted("a"), launcher.restarted("b")
+        results["begun"] = launcher.restarted("a"), launcher.restarted("b")
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        found["at first"] = launcher.restarted("a")
+        results["at first"] = launcher.restarted("a")
         dist.barrier()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")

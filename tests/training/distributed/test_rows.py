@@ -58,9 +58,9 @@ def trained(folder: Path, ranks: Ranks | None = None) -> dict[str, Any]:
 
 def world(folder: str) -> dict[str, Any]:
     os.environ["FASTATTN_BACKEND"] = "torch"
-    found = {name: trained(Path(folder), Together(split)) for name, split in SPLITS.items()}
-    found["plans"] = planned(Path(folder))
-    return found
+    results = {name: trained(Path(folder), Together(split)) for name, split in SPLITS.items()}
+    results["plans"] = planned(Path(folder))
+    return results
 
 
 def planned(folder: Path) -> list[tuple[Any, Any, bool]]:
@@ -88,10 +88,10 @@ def planned(folder: Path) -> list[tuple[Any, Any, bool]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of many short documents: of its windows not all have as many targets."""
-    found = tmp_path_factory.mktemp("rows")
-    (found / "text").write_text("\n".join("abcdefghijkl"[: 1 + n % 12] for n in range(60)))
-    prepare([found / "text"], found / "data", tokenizer="char", documents="line")
-    return found / "data"
+    actual = tmp_path_factory.mktemp("rows")
+    (actual / "text").write_text("\n".join("abcdefghijkl"[: 1 + n % 12] for n in range(60)))
+    prepare([actual / "text"], actual / "data", tokenizer="char", documents="line")
+    return actual / "data"
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,10 @@ def by_rank(folder: Path) -> list[dict[str, Any]]:
 
 def test_plans_are_made_for_the_documents_of_each_batch(by_rank: list) -> None:
     """Which are those of this rank's rows, and so the same on both ranks of cp."""
-    for found in (rank["plans"] for rank in by_rank):
-        assert len(found) >= STEPS * PASSES
-        assert all(own == given and same for own, given, same in found)
-        assert len({str(given) for _, given, _ in found}) > 1
+    for actual in (rank["plans"] for rank in by_rank):
+        assert len(actual) >= STEPS * PASSES
+        assert all(own == given and same for own, given, same in actual)
+        assert len({str(given) for _, given, _ in actual}) > 1
     assert by_rank[0]["plans"] == by_rank[1]["plans"] != by_rank[2]["plans"]
 
 
@@ -113,8 +113,8 @@ def test_a_rank_reads_its_own_rows(name: str, folder: Path, by_rank: list) -> No
     alone = trained(folder)
     whole = ROWS * (CONTEXT + 1)
     assert alone["read"] == [whole] * STEPS * PASSES
-    for found in (rank[name] for rank in by_rank):
-        assert found["read"] == [whole // SPLITS[name].parts] * STEPS * PASSES
-        assert found["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        assert found["tokens"] == alone["tokens"] == ROWS * CONTEXT
-        assert found["states"] == alone["states"]
+    for results in (rank[name] for rank in by_rank):
+        assert results["read"] == [whole // SPLITS[name].parts] * STEPS * PASSES
+        assert results["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        assert results["tokens"] == alone["tokens"] == ROWS * CONTEXT
+        assert results["states"] == alone["states"]

@@ -157,8 +157,8 @@ def make(name: str, out: Path, ranks: Ranks | None = None, **changes: Any) -> Tr
     if name != "trained":
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
-    found = latest_checkpoint(out)
-    return Trainer(model, task, TOKENIZER, config, out, ranks=ranks, resume_from=found)
+    actual = latest_checkpoint(out)
+    return Trainer(model, task, TOKENIZER, config, out, ranks=ranks, resume_from=actual)
 
 
 def gradients(
@@ -171,26 +171,26 @@ def gradients(
     """Gradients that the optimizer gets in a first step of two passes, clipped."""
     trainer = make(name, out, ranks, accumulation=2, dtype=dtype_name)
     trainer.model.to(dtype)
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:
         for parameter_name, x in trainer.model.named_parameters():
             assert x.grad is not None, parameter_name
-            found[parameter_name] = whole(x.grad).detach().clone()
+            results[parameter_name] = whole(x.grad).detach().clone()
 
     trainer.optimizer.register_step_pre_hook(keep)
     trainer._train_step()
-    return found
+    return results
 
 
 def scored(out: Path, ranks: Ranks | None = None) -> tuple[Any, float]:
     """A seq2seq's scores after a step, and the loss of the next."""
     trainer = make("seq2seq", out, ranks)
     trainer._train_step()
-    found = trainer.scores()
+    actual = trainer.scores()
     trainer._loss_sum.zero_()
     trainer._train_step()
-    return found, float(trainer.ranks.total(trainer._loss_sum))
+    return actual, float(trainer.ranks.total(trainer._loss_sum))
 
 
 def compiled(out: Path, ranks: Ranks) -> tuple[list[float], int]:
@@ -242,9 +242,9 @@ def sent(split: Split, passes: int, stored: int, out: Path) -> dict[str, tuple[i
 
 def in_bf16(out: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
     """Gradients of a step in bf16, rounded to it: what is computed is no better."""
-    found = gradients("learned, tied, bias", out, ranks, dtype_name="bfloat16")
-    assert {x.dtype for x in found.values()} == {torch.float32}
-    return {name: x.bfloat16() for name, x in found.items()}
+    actual = gradients("learned, tied, bias", out, ranks, dtype_name="bfloat16")
+    assert {x.dtype for x in actual.values()} == {torch.float32}
+    return {name: x.bfloat16() for name, x in actual.items()}
 
 
 def world(folder: str) -> dict[str, Any]:
@@ -253,11 +253,11 @@ def world(folder: str) -> dict[str, Any]:
     # Groups of a split serve all of its trainers.
     together.init_device_mesh = cache(together.init_device_mesh)
     base = Path(folder)
-    found: dict[str, Any] = {"gradients": {}, "states": {}}
+    results: dict[str, Any] = {"gradients": {}, "states": {}}
     for name in RUN:
         make("trained", base / name, Together(SPLITS[name])).run()
         # The same generators everywhere: nobody has drawn for its own rows alone.
-        found["states"][name] = torch.get_rng_state().numpy()
+        results["states"][name] = torch.get_rng_state().numpy()
     asked = {"save_in_background": True}
     stopped = make("trained", base / "resumed", Together(Split(fsdp=4)), **asked)
     stopped.run(lambda: stopped.step == STOP and dist.get_rank() == 2)
@@ -266,15 +266,15 @@ def world(folder: str) -> dict[str, Any]:
     for name in (*GPTS, *OTHERS):
         for split in splits_of(name):
             grads = gradients(name, base / "none", Together(SPLITS[split]))
-            found["gradients"][name, split] = {key: x.numpy() for key, x in grads.items()}
-    found["scores"] = {x: scored(base / "none", Together(SPLITS[x])) for x in SCORED}
-    found["sent"] = {
+            results["gradients"][name, split] = {key: x.numpy() for key, x in grads.items()}
+    results["scores"] = {x: scored(base / "none", Together(SPLITS[x])) for x in SCORED}
+    results["sent"] = {
         (name, *how): sent(SPLITS[name], *how, base / "none") for name, *how in COUNTED
     }
-    found["compiled"] = {x: compiled(base / "none", Together(SPLITS[x])) for x in COMPILED}
+    results["compiled"] = {x: compiled(base / "none", Together(SPLITS[x])) for x in COMPILED}
     grads = in_bf16(base / "none", Together(SPLITS["fsdp2 cp2"]))
-    found["bf16"] = {name: x.float().numpy() for name, x in grads.items()}
-    return found
+    results["bf16"] = {name: x.float().numpy() for name, x in grads.items()}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,7 @@ def test_losses_are_those_of_one_process(
 
 @pytest.mark.parametrize("name", RUN)
 def test_all_ranks_draw_alike(name: str, by_rank: list) -> None:
-    states = [found["states"][name] for found in by_rank]
+    states = [results["states"][name] for results in by_rank]
     assert all(np.array_equal(states[0], state) for state in states)
 
 
@@ -325,8 +325,8 @@ def test_gradients_are_within_the_budget(name: str, tmp_path: Path, by_rank: lis
     naive = worst_naive(exact, lambda: gradients(name, tmp_path))
     assert all(x.abs().max() > 0 for x in exact.values())
     for split in splits_of(name):
-        for found in by_rank:
-            got = found["gradients"][name, split]
+        for results in by_rank:
+            got = results["gradients"][name, split]
             assert got.keys() == exact.keys()
             for key, x in got.items():
                 assert_within_budget(f"{split} {key}", torch.from_numpy(x), exact[key], naive[key])
@@ -345,9 +345,9 @@ def test_scores_are_those_of_one_process(name: str, tmp_path: Path, by_rank: lis
     """Greedy translations, between two steps, of rows that differ."""
     scores, loss = scored(tmp_path)
     assert len({str(tokens) for tokens in scores["greedy"]}) > 1
-    for found in by_rank:
-        assert found["scores"][name][0] == scores
-        assert found["scores"][name][1] == pytest.approx(loss, abs=1e-4)
+    for results in by_rank:
+        assert results["scores"][name][0] == scores
+        assert results["scores"][name][1] == pytest.approx(loss, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -363,8 +363,8 @@ def test_accumulated_passes_sum_gradients_over_replicas_once_a_step(
     name: str, by_rank: list
 ) -> None:
     """Sharded gradients are scattered in each pass."""
-    for found in by_rank:
-        one, three = (found["sent"][name, passes, 4] for passes in (1, 3))
+    for results in by_rank:
+        one, three = (results["sent"][name, passes, 4] for passes in (1, 3))
         assert one.keys() == three.keys() == set(name.replace("2", "").replace("4", "").split())
         for dim, (calls, sent) in one.items():
             times = 1 if dim == "dp" else 3
@@ -373,8 +373,8 @@ def test_accumulated_passes_sum_gradients_over_replicas_once_a_step(
 
 def test_messages_of_half_precision_are_half_as_long(by_rank: list) -> None:
     """Messages of tensor parallelism except the loss are half; so are parameters, not gradients."""
-    for found in by_rank:
-        wide, narrow = (found["sent"]["fsdp2 tp2", 1, stored] for stored in (4, 2))
+    for results in by_rank:
+        wide, narrow = (results["sent"]["fsdp2 tp2", 1, stored] for stored in (4, 2))
         for dim, least, most in (("tp", 0.5, 0.55), ("fsdp", 0.6, 0.75)):
             assert wide[dim][0] == narrow[dim][0]
             assert least * wide[dim][1] <= narrow[dim][1] < most * wide[dim][1]
