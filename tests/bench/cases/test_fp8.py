@@ -16,7 +16,7 @@ from fastattn.ops import attend, fp8
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bfloat16", device="cpu")
-BOTH = pytest.mark.parametrize("found", EIGHT_BITS, ids=lambda found: found.name)
+BOTH = pytest.mark.parametrize("actual", EIGHT_BITS, ids=lambda x: x.name)
 
 
 @pytest.fixture
