@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import latex2mathml.converter
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -134,7 +135,14 @@ def _commands(parser: Any) -> Iterator[str]:
                 yield from _commands(command)
 
 
+def formula(source: str, *_: object, **options: object) -> str:
+    """The MathML of a ```math fence."""
+    return f'<div class="formula">{latex2mathml.converter.convert(source, display="block")}</div>'
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    fence = {"name": "math", "class": "math", "format": formula}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
     config.repo_url = home()
     config.repo_name = "Source"
     config.edit_uri = ""

@@ -1,10 +1,10 @@
-"""Takes pictures of the site's main pages in a headless browser, and looks for what is broken.
+"""Takes pictures of the site's pages in a headless browser, and looks for what is broken.
 
 make docs && python docs/tools/screenshots.py build/screenshots
 
-Each page is opened at the width of a desktop and of a phone. A page that is wider than its window
-and a picture that does not load are reported; the exit status is then 1. Needs chromium. The site
-is served on the loopback interface alone.
+Each page is opened at the width of a desktop and of a phone, and pictured from top to bottom. A
+page that is wider than its window and a picture that does not load are reported; the exit status
+is then 1. Needs chromium. The site is served on the loopback interface alone.
 """
 
 import argparse
@@ -23,13 +23,8 @@ from pathlib import Path
 from typing import Any
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
-PAGES = [
-    "", "masks/", "decoding/", "parallel/", "models/", "training/", "data/", "checkpoints/",
-    "gpu/", "performance/", "doors/", "doors/transformers/", "doors/accelerate/",
-    "doors/lightning/", "doors/torchtitan/", "tutorials/mods/", "kernels/", "migration/",
-    "recorded/", "reference/fastattn/",
-]  # fmt: skip
-WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+WIDTHS = {"desktop": 1280, "phone": 390}
+HEIGHT = 16000  # px; taller pictures fail
 OPTIONS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -51,29 +46,29 @@ async function inspect(page, width) {
   const patience = new Promise((done) => setTimeout(done, 5000));
   await Promise.race([patience, Promise.all(images.map(settled))]);
   const shown = images.filter((x) => x.getClientRects().length);
-  const found = {
-    page, width, images: images.length,
+  const view = {
+    page, width, images: images.length, height: inner.documentElement.scrollHeight,
     over: inner.documentElement.scrollWidth - width,
     broken: shown.filter((x) => !x.naturalWidth).map((x) => x.src),
   };
   frame.remove();
-  return found;
+  return view;
 }
 (async () => {
-  const found = [];
-  for (const [page, width] of PLAN) found.push(await inspect(page, width));
-  await fetch("/found", { method: "POST", body: JSON.stringify(found) });
+  const views = [];
+  for (const [page, width] of PLAN) views.push(await inspect(page, width));
+  await fetch("/views", { method: "POST", body: JSON.stringify(views) });
 })();
 </script></body>"""
 
 
 class Site(http.server.ThreadingHTTPServer):
-    """Serves a folder, and waits for what the inspector finds in it."""
+    """Serves a folder, and waits for the inspector's report."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
         self.address = f"http://127.0.0.1:{self.server_port}"
-        self.found: queue.Queue[list[dict[str, Any]]] = queue.Queue()
+        self.views: queue.Queue[list[dict[str, Any]]] = queue.Queue()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
@@ -84,7 +79,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         text = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(204)
         self.end_headers()
-        self.server.found.put(json.loads(text))
+        self.server.views.put(json.loads(text))
 
     def log_message(self, format: str, *args: object) -> None: ...
 
@@ -105,29 +100,33 @@ def browser(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the pictures")
-    parser.add_argument("--pages", nargs="*", default=PAGES, help="instead of the main ones")
+    parser.add_argument("--pages", nargs="*", help="instead of all, such as masks/ and doors/sdpa/")
     arguments = parser.parse_args()
     if not shutil.which("chromium") or not SITE.exists():
         parser.error("this needs chromium, and a site: make docs")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    every = (x.parent.relative_to(SITE).as_posix() for x in sorted(SITE.rglob("index.html")))
+    pages = arguments.pages or [f"{page}/".removeprefix("./") for page in every]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(SITE, folder, dirs_exist_ok=True)
-        plan = [(f"/{page}", width) for page in arguments.pages for width, _ in WIDTHS.values()]
+        plan = [(f"/{page}", width) for page in pages for width in WIDTHS.values()]
         (Path(folder) / "inspector.html").write_text(INSPECTOR.replace("PLAN", json.dumps(plan)))
         site = Site(Path(folder))
         with browser("--remote-debugging-port=0", f"{site.address}/inspector.html"):
-            found = site.found.get(timeout=240)
-        for name, (width, height) in WIDTHS.items():
-            for page in arguments.pages:
-                file = arguments.out.resolve() / f"{page.replace('/', '-') or 'index-'}{name}.png"
-                size = f"--window-size={width},{height}"
-                with browser(size, f"--screenshot={file}", f"{site.address}/{page}") as process:
-                    process.wait(timeout=120)
+            views = site.views.get(timeout=600)
+        names = {width: name for name, width in WIDTHS.items()}
+        for view in views:
+            page = view["page"][1:].replace("/", "-") or "index-"
+            name = f"{page}{names[view['width']]}.png"
+            size = f"--window-size={view['width']},{min(view['height'], HEIGHT)}"
+            picture = f"--screenshot={(arguments.out / name).resolve()}"
+            with browser(size, picture, f"{site.address}{view['page']}") as process:
+                process.wait(timeout=120)
         site.shutdown()
-    wrong = [x for x in found if x["over"] > 0 or x["broken"]]
+    wrong = [x for x in views if x["over"] > 0 or x["broken"]]
     sys.stdout.writelines(f"{x}\n" for x in wrong)
-    images = sum(x["images"] for x in found)
-    sys.stdout.write(f"{len(found)} views, {images} pictures, {len(wrong)} wrong\n")
+    images = sum(x["images"] for x in views)
+    sys.stdout.write(f"{len(views)} views, {images} pictures, {len(wrong)} wrong\n")
     return int(bool(wrong))
 
 
