@@ -139,7 +139,7 @@ def _decoding(data: Mapping[str, Any]) -> list[Group]:
 def _chart(title: str, source: str, groups: list[Group]) -> str:
     """Groups of bars to the right with their values; limits are dotted, if not far beyond."""
     high = max(value for _, bars, _ in groups for _, value, _ in bars)
-    shown = [{n: x for n, x in limits.items() if x < 3 * high} for _, _, limits in groups]
+    shown = [{n: x for n, x in limits.items() if x < 1.5 * high} for _, _, limits in groups]
     scale = ROOM / max([high, *(x for limits in shown for x in limits.values())])
     parts = [_text(16, 26, title, weight=600), _text(16, 46, source)]
     y = 66
