@@ -130,6 +130,6 @@ def test_import_over_torch_and_triton(benchmark, fewest):
 
 def test_first_call(benchmark):
     """Compiles in a fresh process with an empty Triton cache, then loads in another."""
-    found = {}
-    benchmark.pedantic(lambda: found.update(overhead.first_call_ms(DEVICE)), rounds=1)
-    benchmark.extra_info.update({name: round(ms, 1) for name, ms in found.items()})
+    times = {}
+    benchmark.pedantic(lambda: times.update(overhead.first_call_ms(DEVICE)), rounds=1)
+    benchmark.extra_info.update({name: round(ms, 1) for name, ms in times.items()})

@@ -81,7 +81,7 @@ def layers(steps: int, text: Path, folder: Path) -> Record:
         "device": "cpu",
         "checkpoint_interval": steps,
     }
-    found: Record = {}
+    runs: Record = {}
     trained: Record = {}
     for group, variants in GROUPS.items():
         for name, changes in variants.items():
@@ -96,8 +96,8 @@ def layers(steps: int, text: Path, folder: Path) -> Record:
                     "loss": [[record["step"], round(record["loss"], 4)] for record in records],
                     "validation_loss": round(result.validation_loss or 0.0, 4),
                 }
-            found[f"{group}: {name}"] = trained[key]
-    return {"training": training, "runs": found}
+            runs[f"{group}: {name}"] = trained[key]
+    return {"training": training, "runs": runs}
 
 
 def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
@@ -158,7 +158,7 @@ def splits(steps: int, text: Path, folder: Path) -> Record:
         name: trained_by(command(*split, steps), text, folder / f"run-{i}")
         for i, (name, split) in enumerate(SPLITS.items())
     }
-    largest = {name: float(f"{max(found):.2g}") for name, found in differences(runs).items()}
+    largest = {name: float(f"{max(values):.2g}") for name, values in differences(runs).items()}
     return {"largest_difference": largest, "runs": runs}
 
 
@@ -168,8 +168,8 @@ def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
     for (name, run), style in zip(record["runs"].items(), STYLES, strict=True):
         tens = by_tens(run["loss"], statistics.fmean)
         losses.plot(list(tens), list(tens.values()), label=name, **style)
-    for found, style in zip(differences(record["runs"]).values(), STYLES[1:], strict=True):
-        tens = by_tens(found, max)
+    for values, style in zip(differences(record["runs"]).values(), STYLES[1:], strict=True):
+        tens = by_tens(values, max)
         # Where there is no difference a logarithm has no place for it.
         apart.plot(list(tens), [x or float("nan") for x in tens.values()], **style)
     losses.set(title="training loss, mean of 10 steps", ylabel="cross-entropy (nats per token)")
@@ -184,7 +184,7 @@ def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
 def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[int, float]:
     """Reduce every 10 values in turn by `kind`, keyed by the last step of them."""
     stretches = [values[i : i + 10] for i in range(0, len(values), 10)]
-    return {10 * i + len(found): kind(found) for i, found in enumerate(stretches)}
+    return {10 * i + len(stretch): kind(stretch) for i, stretch in enumerate(stretches)}
 
 
 def serving(steps: int, text: Path, folder: Path) -> Record:
@@ -200,14 +200,14 @@ def serving(steps: int, text: Path, folder: Path) -> Record:
         ]
         for _ in engine.run():
             pass
-        found = engine.metrics()
+        metrics = engine.metrics()
         assert all(len(request.tokens) == steps for request in requests)
         runs[str(size)] = {
-            "tokens_per_second": round(found.tokens_per_second, 1),
-            "milliseconds_a_step": round(1000 * found.seconds / found.steps, 2),
-            "first_token_seconds": round(found.first_token_seconds or 0.0, 3),
-            "steps": found.steps,
-            "read_tokens": found.read_tokens,
+            "tokens_per_second": round(metrics.tokens_per_second, 1),
+            "milliseconds_a_step": round(1000 * metrics.seconds / metrics.steps, 2),
+            "first_token_seconds": round(metrics.first_token_seconds or 0.0, 3),
+            "steps": metrics.steps,
+            "read_tokens": metrics.read_tokens,
         }
     prompt = {"tokens": PROMPT, "new_tokens": steps, "requests": "twice the batch size"}
     return {"model": SERVED, "prompt": prompt, "threads": torch.get_num_threads(), "runs": runs}
@@ -242,10 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text.py"
         path.write_text(text, encoding="utf-8")
-        found = run(options.steps, path, Path(folder))
+        measured = run(options.steps, path, Path(folder))
     source = {"of": "the standard library's source", "characters": len(text)}
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    record = {"text": source | {"sha256": fingerprint(text)}, "versions": versions, **found}
+    record = {"text": source | {"sha256": fingerprint(text)}, "versions": versions, **measured}
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / options.what
     file.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

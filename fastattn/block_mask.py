@@ -73,10 +73,10 @@ def named(name: str) -> Any:
     if not name:
         return None
     module, qualname, *promises = name.split(":")
-    found: Any = import_module(module)
+    function: Any = import_module(module)
     for part in qualname.split("."):
-        found = getattr(found, part)
+        function = getattr(function, part)
     if not promises:
-        return found
+        return function
     per_batch, per_head = (flag == "1" for flag in promises[0])
-    return BlockMask(found, per_batch, per_head)
+    return BlockMask(function, per_batch, per_head)

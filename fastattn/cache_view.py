@@ -82,12 +82,12 @@ class CacheView(NamedTuple):
 
         Negative positions and those past the end of a row have none.
         """
-        found = positions >= 0
+        valid = positions >= 0
         if self.block_table is not None:
             column = positions // self.page_size
             page = self._listed(column)
-            return found & (column < self.block_table.shape[1]) & (page == self._in_pool(page))
-        return found if self.keep_first is not None else found & (positions < self.page_size)
+            return valid & (column < self.block_table.shape[1]) & (page == self._in_pool(page))
+        return valid if self.keep_first is not None else valid & (positions < self.page_size)
 
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot, int64 [B, T], of positions [B, T]; in the pool, whatever the table says.

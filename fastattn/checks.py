@@ -234,8 +234,8 @@ def check_int(name: str, x: Any) -> int:
     x = as_python(x)
     if not _is_integer(x):
         raise TypeError(f"{name} must be an int, got {got(x)}")
-    found: int = x
-    return found
+    number: int = x
+    return number
 
 
 def _is_integer(x: object) -> bool:

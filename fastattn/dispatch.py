@@ -43,8 +43,8 @@ class Explanation(NamedTuple):
         forward = ["forward: keys split among programs"] if self.split_keys else []
         backward = ["backward: one-pass"] if self.one_pass else []
         passed_over = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        found = [f"  {finding}" for finding in self.findings]
-        return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over, *found])
+        findings = [f"  {finding}" for finding in self.findings]
+        return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over, *findings])
 
 
 def asked_for(backend: str | None) -> str:

@@ -352,9 +352,9 @@ LEARNED = _tagged(learned=True)
 LIKE_Q = tuple(name for name, tags in TAGS.items() if re.search(" D2?$", tags.dims))
 # Options that lie as q or as k does, packed where those are: whose rows they have.
 LAID_AS = {
-    name: found[1]
+    name: match[1]
     for name, tags in TAGS.items()
-    if (found := re.fullmatch(r"B H\w+ T_([qk]) D2?", tags.dims))
+    if (match := re.fullmatch(r"B H\w+ T_([qk]) D2?", tags.dims))
 }
 # Tensors that kernels read in a fixed order of elements.
 CONTIGUOUS = tuple(name for name in TENSORS if not TAGS[name].strided)

@@ -373,10 +373,10 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
         got = getattr(mod, "__name__", None) or type_name(mod)
         raise TypeError(f"{name} must be a @triton.jit function, got {got}")
     expected = parameters.count(",") + 1 + tensors
-    found = list(inspect.signature(python).parameters)
-    if len(found) != expected:
+    names = list(inspect.signature(python).parameters)
+    if len(names) != expected:
         raise ValueError(
-            f"{name} must take ({parameters}) and {tensors} mod_tensors, got ({', '.join(found)})"
+            f"{name} must take ({parameters}) and {tensors} mod_tensors, got ({', '.join(names)})"
         )
 
 

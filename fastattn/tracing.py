@@ -56,13 +56,13 @@ def tangent_levels(x: Tensor, level: int = 0) -> list[int]:
 
     functorch = torch._C._functorch
     transform = retrieve_current_functorch_interpreter()
-    found = []
+    levels = []
     if functorch.maybe_get_level(x) == transform.level():
         if transform.key() == functorch.TransformType.Jvp and _is_dual(x):
-            found = [level]
+            levels = [level]
         x = functorch.get_unwrapped(x)
     with transform.lower():
-        return found + tangent_levels(x, level + 1)
+        return levels + tangent_levels(x, level + 1)
 
 
 def _is_dual(x: Tensor) -> bool:

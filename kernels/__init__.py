@@ -68,6 +68,6 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = import_module(f".{_FOLDERS.get(name, name)}", __name__)
-        globals()[name] = found
-        return found
+        module = import_module(f".{_FOLDERS.get(name, name)}", __name__)
+        globals()[name] = module
+        return module

@@ -318,8 +318,8 @@ def launch_decode(
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by positions instead, see `decode_splits`.
     """
-    found = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
-    return found(q, cache, starts, new_lengths, options)
+    launch = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    return launch(q, cache, starts, new_lengths, options)
 
 
 def prepare_decode(

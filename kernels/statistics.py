@@ -176,10 +176,10 @@ def attention_row_statistics_kernel(
     top_x = tl.where(places < top, top_x, float("-inf"))
     for i in range(0, top):
         best, best_pos = _largest(top_x, top_pos)
-        found = best > float("-inf")
-        weight = tl.where(found, weights(best, lse, 1.0), 0.0)
+        exists = best > float("-inf")
+        weight = tl.where(exists, weights(best, lse, 1.0), 0.0)
         tl.store(top_ptr + stats * top + i, weight, mask=tile.in_rows)
-        tl.store(position_ptr + stats * top + i, tl.where(found, best_pos, -1), mask=tile.in_rows)
+        tl.store(position_ptr + stats * top + i, tl.where(exists, best_pos, -1), mask=tile.in_rows)
         top_x = tl.where(top_pos == best_pos[:, None], float("-inf"), top_x)
 
 
@@ -278,14 +278,14 @@ def launch_row_statistics(
     entropy = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
     largest = torch.empty(B, H_q, T_q, top, dtype=torch.float32, device=q.device)
     positions = torch.empty(B, H_q, T_q, top, dtype=torch.int64, device=q.device)
-    found, tile = (
+    results, tile = (
         (entropy, torch.empty_like(entropy), largest, positions),
         _tile("backward_dq", options, q),
     )
     programs = query_programs(options, q, tile.BLOCK_M)
     kernel, mask = attention_row_statistics_kernel, mask_for_queries
-    _launch(kernel, programs, tile, mask, q, k, lse, found, options, (top,), (_places(top),))
-    return found
+    _launch(kernel, programs, tile, mask, q, k, lse, results, options, (top,), (_places(top),))
+    return results
 
 
 def _places(top: int) -> int:
@@ -304,13 +304,13 @@ def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tens
 
 def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tensor:
     """fp32 [B, H_q, T_q, T_k]; arguments as for `launch_row_statistics`."""
-    found = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
+    received = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
     # Addresses of the weights take as many registers as a mask.
     tile = _tile("backward_dq", options, q, calls="masked")
     programs = query_programs(options, q, tile.BLOCK_M)
     kernel, mask = attention_weights_kernel, mask_for_queries
-    _launch(kernel, programs, tile, mask, q, k, lse, (found,), options)
-    return found
+    _launch(kernel, programs, tile, mask, q, k, lse, (received,), options)
+    return received
 
 
 def _tile(kernel: str, options: Options, q: Tensor, **how: Any) -> TileConfig:
@@ -325,7 +325,7 @@ def _launch(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    found: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
     options: Options,
     numbers: tuple[int, ...] = (),
     constexprs: tuple[int, ...] = (),
@@ -334,7 +334,7 @@ def _launch(
     if programs:
         q, k = aligned(q), aligned(k)
         kernel[(programs,)](
-            q, k, lse, *found, strides(q), strides(k), mask_for(options, q, k, tile),
+            q, k, lse, *outputs, strides(q), strides(k), mask_for(options, q, k, tile),
             kernel_score(options, q.dtype), *sizes(q, k), *numbers,
             constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query), *constexprs,
             num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -113,13 +113,13 @@ def reference() -> dict[str, str]:
 
 
 def _entry(module: str, name: str) -> str:
-    found = importlib.import_module(module)
-    x: Any = getattr(found, name)
+    owner = importlib.import_module(module)
+    x: Any = getattr(owner, name)
     # Triton's functions, where they are interpreted, have none: what they hold has.
     if callable(x) and not (getattr(x, "fn", x).__doc__ or "").strip():
         log.warning(f"{module}.{name} has no docstring")
     level = f"    options:\n      heading_level: {3 if module == 'fastattn' else 2}"
-    if name in vars(found):
+    if name in vars(owner):
         return f"::: {module}.{name}\n{level}"
     anchor = f'<a id="{module}.{name}"></a>'
     heading = f"{level}\n      heading: {module}.{name}"

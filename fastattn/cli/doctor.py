@@ -23,7 +23,7 @@ class Finding(NamedTuple):
     """One line of the report. remedy: what to do; empty if nothing is wrong."""
 
     about: str
-    found: str
+    detail: str
     remedy: str = ""
 
 
@@ -36,7 +36,7 @@ def describe(findings: list[Finding]) -> list[str]:
     """The report, a line a finding, what to do below it; the last line counts the remedies."""
     lines = []
     for finding in findings:
-        lines.append(f"{'!' if finding.remedy else ' '} {finding.about}: {finding.found}")
+        lines.append(f"{'!' if finding.remedy else ' '} {finding.about}: {finding.detail}")
         if finding.remedy:
             lines.append(f"    to do: {finding.remedy}")
     count = sum(bool(finding.remedy) for finding in findings)
@@ -69,9 +69,9 @@ def _device() -> Iterator[Finding]:
 def _compiler() -> Finding:
     """Look for a C compiler: on a GPU, Triton compiles its launcher with it once."""
     named = os.environ.get("CC")
-    found = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
-    if found:
-        return Finding("C compiler", found)
+    path = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
+    if path:
+        return Finding("C compiler", path)
     remedy = "on a GPU, install gcc (Debian, Ubuntu: apt install gcc), or set CC to a compiler"
     return Finding("C compiler", f"CC={named} is no program" if named else "none", remedy)
 

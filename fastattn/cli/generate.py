@@ -176,7 +176,7 @@ def _pieces(
 
         penalty = arguments.length_penalty
         for row, prompt in enumerate(prompts):
-            found = beam_texts(
+            beams = beam_texts(
                 model,
                 tokenizer,
                 prompt,
@@ -185,7 +185,7 @@ def _pieces(
                 stop=stop,
                 length_penalty=_LENGTH_PENALTY if penalty is None else penalty,
             )
-            text, beam = found[0]
+            text, beam = beams[0]
             tally.tokens += len(beam.tokens)
             yield row, text
     elif draft is not None:

@@ -31,8 +31,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from ..training.train_config import resolve_device
 
     device = resolve_device(arguments.device)
-    found = load_trained(arguments.checkpoint, device=device)
-    maps = attention_maps(found, arguments.text, target=arguments.target)
+    trained = load_trained(arguments.checkpoint, device=device)
+    maps = attention_maps(trained, arguments.text, target=arguments.target)
     draw_maps(maps, arguments.out)
     heads = sum(len(one.weights) for one in maps)
     sys.stdout.write(f"{heads} heads of {len(maps)} layers in {arguments.out}\n")

@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong option in one line, with the closest one of the same command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             hints = []
             for word in (word for word in unknown if word.startswith("--")):
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
                 )
                 hints += [f"; the closest to {word} is {known[0]}"] if known else []
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
-        return found, unknown
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -91,7 +91,7 @@ def _listed(path: str) -> list[str]:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the list of files {path}: {error.strerror}") from None
-    found = [os.fsdecode(line) for line in content.splitlines() if line]
-    if not found:
+    paths = [os.fsdecode(line) for line in content.splitlines() if line]
+    if not paths:
         raise ValueError(f"the list of files {path} is empty")
-    return found
+    return paths

@@ -64,19 +64,19 @@ def _tag(arguments: argparse.Namespace) -> int:
     from ..training.train_config import resolve_device
 
     device = resolve_device(arguments.device)
-    found = load_trained(arguments.checkpoint, "tagger", device=device)
+    trained = load_trained(arguments.checkpoint, "tagger", device=device)
     name = "--text" if arguments.file is None else arguments.file
     text = arguments.text if arguments.file is None else read_text_file(Path(name))
-    lines = list(split_words(text, name, python=found.data["python"]))
+    lines = list(split_words(text, name, python=trained.data["python"]))
     if not lines:
         raise DataError(f"{name}: there is no word to tag")
     for words in lines:
         tags = tag_words(
-            found.model,
-            found.tokenizer,
+            trained.model,
+            trained.tokenizer,
             words,
-            tags=found.data["tags"],
-            context_length=found.config.context_length,
+            tags=trained.data["tags"],
+            context_length=trained.config.context_length,
         )
         rows = (f"{word}\t{tag}\n" for word, tag in zip(words, tags, strict=True))
         sys.stdout.write("".join(rows) + "\n")
@@ -92,13 +92,13 @@ def _translate(arguments: argparse.Namespace) -> int:
         raise ValueError(f"beams must be at least 1, got {arguments.beams}")
     texts = list(_texts(arguments))
     device = resolve_device(arguments.device)
-    found = load_trained(arguments.checkpoint, "seq2seq", device=device)
-    limit = found.config.source_length
-    sources = encode_texts(texts, found.tokenizer, limit, truncate=arguments.truncate)
+    trained = load_trained(arguments.checkpoint, "seq2seq", device=device)
+    limit = trained.config.source_length
+    sources = encode_texts(texts, trained.tokenizer, limit, truncate=arguments.truncate)
     for i in range(0, len(sources), _SOURCES_AT_ONCE):
         translations = translate_tokens(
-            found.model,
-            found.tokenizer,
+            trained.model,
+            trained.tokenizer,
             sources[i : i + _SOURCES_AT_ONCE],
             beams=arguments.beams,
         )

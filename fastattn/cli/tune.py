@@ -66,7 +66,7 @@ def _tune(arguments: argparse.Namespace) -> int:
                 store.export(arguments.export)  # for whoever ends this process
 
         try:
-            found = tune(
+            result = tune(
                 model=arguments.model,
                 heads=arguments.heads,
                 kv_heads=arguments.kv_heads,
@@ -79,18 +79,18 @@ def _tune(arguments: argparse.Namespace) -> int:
         finally:
             if arguments.export is not None:
                 store.export(arguments.export)
-    sys.stdout.write("\n".join(summary(found)) + "\n")
-    return int(any(step.status == "broken off" for step in found.steps))
+    sys.stdout.write("\n".join(summary(result)) + "\n")
+    return int(any(step.status == "broken off" for step in result.steps))
 
 
-def summary(found: Any) -> list[str]:
+def summary(result: Any) -> list[str]:
     """Summarise the result of a `Tuning` in a few lines."""
-    faster = [row for _, row in found.rows if row["gain"]]
-    left = sum(step.status == "not reached" for step in found.steps)
-    lines = [f"choices measured: {len(found.rows)}, faster than shipped: {len(faster)}"]
-    if found.rows:
-        lines[0] += f"; kept in {found.folder}"
+    faster = [row for _, row in result.rows if row["gain"]]
+    left = sum(step.status == "not reached" for step in result.steps)
+    lines = [f"choices measured: {len(result.rows)}, faster than shipped: {len(faster)}"]
+    if result.rows:
+        lines[0] += f"; kept in {result.folder}"
     if left:
-        steps = f"{left} of {len(found.steps)}"
+        steps = f"{left} of {len(result.steps)}"
         lines.append(f"steps not reached: {steps}; the same command goes on there")
     return lines

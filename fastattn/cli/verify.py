@@ -49,11 +49,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     scope = verification.scope_of(device, **asked, quick=arguments.quick)
     say(f"verifying the kernels on {report.name_of(device)}")
     with report.Steps(sys.stderr) as progress:
-        found = list(verification.run(scope, device, store=store, progress=progress.advance))
+        results = list(verification.run(scope, device, store=store, progress=progress.advance))
     if arguments.json is not None:
-        rows = [findings.dated(verification.KIND, x._asdict()) for x in found]
+        rows = [findings.dated(verification.KIND, x._asdict()) for x in results]
         verified = findings.Findings(store.environment, {verification.KIND: rows})
         findings.write(Path(arguments.json), verified)
-    lines = [*report.table(found), *report.conclusions(found, device)]
+    lines = [*report.table(results), *report.conclusions(results, device)]
     sys.stdout.write("\n".join(lines) + "\n")
-    return 0 if found and all(x.verdict == "right" for x in found) else 1
+    return 0 if results and all(x.verdict == "right" for x in results) else 1

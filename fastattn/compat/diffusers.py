@@ -78,11 +78,11 @@ def attend(
     if attn_mask is not None and attn_mask.requires_grad:
         raise ValueError("attn_mask must not require grad in diffusers' context parallelism")
     module = importlib.import_module("diffusers.models.attention_dispatch")
-    found: Tensor | tuple[Tensor, Tensor] = module._templated_context_parallel_attention(
+    result: Tensor | tuple[Tensor, Tensor] = module._templated_context_parallel_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
         forward_op=forward_op, backward_op=backward_op, _parallel_config=_parallel_config,
     )  # fmt: skip
-    return found
+    return result
 
 
 def forward_op(
@@ -134,8 +134,8 @@ def backward_op(
     pairs = zip(given, ctx.saved_tensors, strict=True)
     q, k, v, o, lse = ((saved if x is None else x).transpose(1, 2) for x, saved in pairs)
     do, lse = grad_out.transpose(1, 2).contiguous(), lse.contiguous()
-    found = attention_block_backward(do, q, k, v, o, lse, **ctx.fastattn_options)
-    dq, dk, dv = (x.transpose(1, 2) for x in found[:3])
+    gradients = attention_block_backward(do, q, k, v, o, lse, **ctx.fastattn_options)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients[:3])
     return dq, dk, dv
 
 

@@ -83,10 +83,10 @@ def flex_attention(
         options |= {} if bias is None else {"attn_bias": bias}
     options |= {} if seen is None else {"attn_mask": seen}
     with_lse = return_lse or (return_aux is not None and return_aux.lse)
-    found = _attention(query, key, value, scale=factor, return_lse=with_lse, **options)
+    result = _attention(query, key, value, scale=factor, return_lse=with_lse, **options)
     if return_aux is None:
-        return found
-    return (found[0], AuxOutput(lse=found[1])) if with_lse else (found, AuxOutput())
+        return result
+    return (result[0], AuxOutput(lse=result[1])) if with_lse else (result, AuxOutput())
 
 
 Sizes = tuple[int, int, int, int]
@@ -236,12 +236,12 @@ def _recorded(
     done: list[_Score] = []
 
     def terms(*place: Tensor) -> tuple[Tensor, Tensor]:
-        found = score_mod(_Score(), *place)
-        if not isinstance(found, _Score):
+        score = score_mod(_Score(), *place)
+        if not isinstance(score, _Score):
             raise _refused("returns what is not made of the score")
-        done[:] = [found]
-        keep = torch.ones((), dtype=torch.bool, device=device) if found.keep is None else found.keep
-        bias = torch.as_tensor(0.0 if found.bias is None else found.bias, device=device)
+        done[:] = [score]
+        keep = torch.ones((), dtype=torch.bool, device=device) if score.keep is None else score.keep
+        bias = torch.as_tensor(0.0 if score.bias is None else score.bias, device=device)
         return keep, bias if bias.is_floating_point() else bias.float()
 
     keep, bias = _everywhere(terms, sizes, device)

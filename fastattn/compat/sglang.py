@@ -183,11 +183,11 @@ class _Backend:
         if sinks is not None:
             options["sinks"] = sinks
         how: dict[str, Any] = {"max_seqlen_q": step.longest, "tree_mask": step.tree_mask, **options}
-        found = attention_paged(
+        result = attention_paged(
             q, self._view(layer, q.dtype, step), step.offsets, return_lse=return_lse,
             batch_invariant=self._invariant, **how,
         )  # fmt: skip
-        o, lse = found if isinstance(found, tuple) else (found, None)
+        o, lse = result if isinstance(result, tuple) else (result, None)
         o = o.view(-1, layer.tp_q_head_num * layer.v_head_dim)
         return o if lse is None else (o, lse.T.contiguous())
 

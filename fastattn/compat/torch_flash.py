@@ -128,8 +128,8 @@ def _backward(
     grad, q, k, v, o = tensors
     given = (grad.contiguous(), q, k, v, o, lse.contiguous())
     with _autograd():
-        found = attention_block_backward(*given, *offsets, **options)
-    return found[:3]
+        gradients = attention_block_backward(*given, *offsets, **options)
+    return gradients[:3]
 
 
 def _autograd() -> Any:
@@ -237,8 +237,8 @@ def _flash_attention_backward(
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
     if cu_q is not None:
         return _backward(tensors, lse, (cu_q, cu_k), state, options)
-    found = _backward([x.transpose(1, 2) for x in tensors], lse, (), state, options)
-    return tuple(x.transpose(1, 2) for x in found)
+    gradients = _backward([x.transpose(1, 2) for x in tensors], lse, (), state, options)
+    return tuple(x.transpose(1, 2) for x in gradients)
 
 
 def _sdpa_forward(

@@ -54,12 +54,12 @@ def __getattr__(name: str) -> Any:
 
 def _warn_of_other_versions() -> None:
     try:
-        found = distributions.version("vllm")
+        installed = distributions.version("vllm")
     except distributions.PackageNotFoundError:
         return
-    if not found.startswith(f"{WRITTEN_FOR}."):
+    if not installed.startswith(f"{WRITTEN_FOR}."):
         warnings.warn(
-            f"fastattn's backend is written for vLLM {WRITTEN_FOR}, and this is {found}: vLLM "
+            f"fastattn's backend is written for vLLM {WRITTEN_FOR}, and this is {installed}: vLLM "
             "promises no interface to backends",
             stacklevel=3,
         )

@@ -123,13 +123,13 @@ def attention_block_backward(
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
-            found, delta = formula.gradients(*results, checked, list(learned))
+            gradients, delta = formula.gradients(*results, checked, list(learned))
         else:
             kernels, checked = dispatch.launched(choice, q, v, checked)
-            found, delta = _by_kernels(kernels, *results, checked, learned)
+            gradients, delta = _by_kernels(kernels, *results, checked, learned)
         given = (x for _, x in learned.values())
         shaped = []
-        for grad, x in zip(found, (q, k, v, *given), strict=True):
+        for grad, x in zip(gradients, (q, k, v, *given), strict=True):
             grad = grad[..., : x.shape[-1]].reshape(x.shape)
             shaped.append(grad.to(x.dtype if out_dtype is None else out_dtype))
         dq, dk, dv, *rest = shaped
@@ -194,12 +194,12 @@ def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, 
 
     The check may replace a tensor by a view made without autograd, which requires no grad.
     """
-    found = {}
+    learned = {}
     for name, x in options.items():
         field = "attn_bias" if name == "attn_mask" else name
         if field in LEARNED and getattr(checked, field) is not None and x.requires_grad:
-            found[field] = (name, x)
-    return {field: found[field] for field in LEARNED if field in found}
+            learned[field] = (name, x)
+    return {field: learned[field] for field in LEARNED if field in learned}
 
 
 def _by_kernels(

@@ -174,12 +174,12 @@ def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] 
     None where one was made for a single call, or a number was read from a tensor.
     """
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    found = []
+    sources = []
     for field, (name, x) in enumerate(zip(options._fields, options, strict=True)):
         if not isinstance(x, Tensor):
             continue
         if name == "dropout_seed" and given.get(name) is None:
-            found.append(_Source(field, None))
+            sources.append(_Source(field, None))
             continue
         options_like_it = [option for option, y in tensors.items() if _is_it(x, y)]
         # One tensor may be given twice; what is named as the field is meant by it.
@@ -188,10 +188,10 @@ def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] 
         if len(options_like_it) != 1:
             return None
         (option,) = options_like_it
-        found.append(_Source(field, option, x.dim() - tensors[option].dim()))
-    if set(tensors) != {source.option for source in found} - {None}:
+        sources.append(_Source(field, option, x.dim() - tensors[option].dim()))
+    if set(tensors) != {source.option for source in sources} - {None}:
         return None
-    return tuple(found)
+    return tuple(sources)
 
 
 def _is_it(x: Tensor, y: Tensor) -> bool:

@@ -91,11 +91,11 @@ def _checked(call: Checking) -> Options:
             x = given[name]
             if x is default:
                 continue
-            found = check(x, call)
+            value = check(x, call)
             if names:
-                fields.update(zip(names, found))  # noqa: B905
+                fields.update(zip(names, value))  # noqa: B905
             else:
-                fields[name] = found
+                fields[name] = value
     return Options(**fields)
 
 

@@ -134,8 +134,8 @@ def decode_attention(
             return_lse=return_lse,
             backend=backend,
         )
-        found: Any = sharded.attend(part, {"q": q}, {"new_lengths": new_lengths, **options})
-        return found
+        result: Any = sharded.attend(part, {"q": q}, {"new_lengths": new_lengths, **options})
+        return result
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
     choice = dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")

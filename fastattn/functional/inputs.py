@@ -89,13 +89,13 @@ def restored(
         grad = score_checks.derived(options.score_mod, options.mod_tensors, where)
         options = options._replace(score_mod_grad=grad)
     checked: dict[str, Any] = {"q": q, "k": k, "v": v, **options._asdict()}
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, x in duals.items():
         field = "attn_bias" if name == "attn_mask" else name
         like = checked[field]
-        found[field] = x.to(like.dtype)[(None,) * (like.dim() - x.dim())]
-    q, k, v = (found.pop(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    return q, k, v, options._replace(**found)
+        tensors[field] = x.to(like.dtype)[(None,) * (like.dim() - x.dim())]
+    q, k, v = (tensors.pop(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    return q, k, v, options._replace(**tensors)
 
 
 def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:

@@ -59,9 +59,9 @@ def merge_into(
         return
     inside = (torch.arange(o.shape[0], device=o.device) < offsets[-1])[:, None]
     lse1, lse2 = lse1.T.masked_fill(~inside, float("-inf")), lse.T
-    found, found_lse = _formula(o1, lse1, o, lse2)
-    o.copy_(torch.where(inside[..., None], found, o))
-    lse.copy_(torch.where(inside, found_lse, lse2).T)
+    merged, merged_lse = _formula(o1, lse1, o, lse2)
+    o.copy_(torch.where(inside[..., None], merged, o))
+    lse.copy_(torch.where(inside, merged_lse, lse2).T)
 
 
 def _formula(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

@@ -132,8 +132,8 @@ def attention_paged(
     if shared is not None:
         how = {"max_seqlen_q": max_seqlen_q, "tree_mask": tree_mask, "out": out, "backend": backend}
         check_shared(shared, view, options, batch_invariant)
-        found = _over_shared(q, view, cu_seqlens_q, shared, options, how)
-        return found if return_lse else found[0]
+        result = _over_shared(q, view, cu_seqlens_q, shared, options, how)
+        return result if return_lse else result[0]
     given = {
         "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": max_seqlen_q,

@@ -66,7 +66,7 @@ def attend(
         before, total = given.get("heads") or (0, q.shape[1])
         options["heads"] = (before + first, total)
     parts = {name: _input(x, first, count, q) for name, x in inputs.items()}
-    found = call(**parts, **options)
+    result = call(**parts, **options)
     from torch.distributed.tensor import DTensor
 
     def joined(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def attend(
             stride=stride,
         )
 
-    return tuple(map(joined, found)) if isinstance(found, tuple) else joined(found)
+    return tuple(map(joined, result)) if isinstance(result, tuple) else joined(result)
 
 
 def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:

@@ -155,10 +155,10 @@ def _call(
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
 
     def arguments(T_q: int, T_k: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"backend": backend}
+        result: dict[str, Any] = {"backend": backend}
         for flag in flags:
-            found |= _FLAGS[flag](device, T_q, T_k)
-        return found
+            result |= _FLAGS[flag](device, T_q, T_k)
+        return result
 
     packed = "varlen" in flags
 
@@ -171,13 +171,13 @@ def _call(
         q, k, v = leaves = [rows(_H), rows(1), rows(1)]
         if packed:
             starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
-            found: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
+            result: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
         else:
-            found = attention(q, k, v, **arguments(_T, _T))
+            result = attention(q, k, v, **arguments(_T, _T))
             for T_q, T_k in ops.split_calls():
                 keys = zeros(_B, 1, T_k, D)
                 attention(zeros(_B, _H, T_q, D), keys, keys, **arguments(T_q, T_k))
-        outputs = found if isinstance(found, tuple) else (found,)
+        outputs = result if isinstance(result, tuple) else (result,)
         if backward:
             torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs])
 

@@ -77,10 +77,10 @@ class PackedRows:
         how: dict[str, Any] = {"tree_mask": step.tree}
         if not by_position(options):
             how["shared"] = step.shared
-        found = attention_paged(
+        o = attention_paged(
             q[:, :, 0], self.view(), step.offsets, max_seqlen_q=step.longest, **how, **options
         )
-        return found[:, :, None]
+        return o[:, :, None]
 
     def view(self) -> CacheView:
         """The pages of the rows as kernels read them."""

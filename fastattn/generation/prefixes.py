@@ -50,14 +50,14 @@ class Prefixes:
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
         """The row that begins with most of a text, which is used now, and with how many tokens."""
-        longest, found = 0, None
+        longest, best = 0, None
         for row in self._alike(tokens):
             length = common_prefix(self._texts[row], tokens)
             if length > longest:
-                longest, found = length, row
-        if found is not None:
-            self._texts.move_to_end(found)
-        return found, longest
+                longest, best = length, row
+        if best is not None:
+            self._texts.move_to_end(best)
+        return best, longest
 
     def give_back(self) -> bool:
         """Free the last page of the row that has not been used for longest; whether there was one.

@@ -84,11 +84,11 @@ class Schedule:
             sequence = next((s for s in self.waiting if s not in put_off), None)
             if sequence is None or not self._may_run(sequence, plan):
                 break
-            found = self._shared(sequence)
-            if found is None:
+            match = self._shared(sequence)
+            if match is None:
                 put_off.add(sequence)
                 continue
-            source, shared = found
+            source, shared = match
             count = share(len(sequence.unread) - shared)
             if not self._admit(sequence, source, shared, count, plan):
                 break

@@ -128,7 +128,7 @@ def beam_texts(
             stream.feed(token)
         return stream.stopped
 
-    found = beam_search(
+    searched = beam_search(
         model,
         encode_prompt(tokenizer, prompt),
         count,
@@ -137,7 +137,7 @@ def beam_texts(
         end_token=end_token,
         is_end=is_end if stop else None,
     )
-    return [(text_until_stop(tokenizer, beam.tokens, stop, prompt), beam) for beam in found]
+    return [(text_until_stop(tokenizer, beam.tokens, stop, prompt), beam) for beam in searched]
 
 
 class Search:

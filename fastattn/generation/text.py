@@ -75,8 +75,8 @@ class TextStream:
 
     def _first_stop(self, text: str) -> int | None:
         """Where the stop string begins that is complete first, the longest of those."""
-        found = [(text.find(stop), stop) for stop in self._stop]
-        ends = [(begin + len(stop), begin) for begin, stop in found if begin >= 0]
+        matches = [(text.find(stop), stop) for stop in self._stop]
+        ends = [(begin + len(stop), begin) for begin, stop in matches if begin >= 0]
         return min(ends)[1] if ends else None
 
     def _undecided(self, text: str) -> int:

@@ -48,8 +48,8 @@ def translate(
     }
     if beams == 1:
         return greedy_translate(model, source, **texts)
-    found = beam_translate(model, source, beams=beams, length_penalty=length_penalty, **texts)
-    return [best[0].tokens for best in found]
+    beams_of = beam_translate(model, source, beams=beams, length_penalty=length_penalty, **texts)
+    return [best[0].tokens for best in beams_of]
 
 
 @torch.inference_mode()
@@ -138,11 +138,11 @@ def beam_translate(
         parents = list(range(B * beams))
         for n in sorted(going):
             rows = slice(n * beams, (n + 1) * beams)
-            found = searches[n].step(scores[n])
-            if not found:
+            kept = searches[n].step(scores[n])
+            if not kept:
                 going.discard(n)
                 continue
-            parents[rows] = [n * beams + row for row in found]
+            parents[rows] = [n * beams + row for row in kept]
             tokens[rows] = [text[-1] for text in searches[n].tokens]
         if not going:
             return [search.ended for search in searches]

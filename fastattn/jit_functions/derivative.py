@@ -103,12 +103,12 @@ class _Pointer:
             if x is not None:
                 text += f", {name}={{}}"
                 operands.append(x)
-        found = Symbol(text + ")", *operands, active=self.is_float)
+        loaded = Symbol(text + ")", *operands, active=self.is_float)
         if self.is_float:
-            self.loads.append(Load(self.tensor, self.offset, found))
+            self.loads.append(Load(self.tensor, self.offset, loaded))
         if mask is None or not self.is_float:
-            return found
-        return Symbol("{}", found, mask, rule=lambda y, dy, x, keep: [_where(keep, dy, 0.0), None])
+            return loaded
+        return Symbol("{}", loaded, mask, rule=lambda y, dy, x, keep: [_where(keep, dy, 0.0), None])
 
 
 def _guarded(dy: Any, factor: Any) -> Any:
@@ -169,7 +169,7 @@ def _call(name: str, rule: _Rule | None) -> Callable[..., Any]:
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
-    def rule(found: Any, dy: Any, condition: Any, x: Any, y: Any) -> list[Any]:
+    def rule(result: Any, dy: Any, condition: Any, x: Any, y: Any) -> list[Any]:
         return [None, _where(condition, dy, 0.0), _where(condition, 0.0, dy)]
 
     return _call("where", rule)(condition, x, y)
@@ -297,11 +297,11 @@ def differentiated(mod: Any, tensors: Sequence[Tensor]) -> Graph:
     leaves = [Symbol(name, active=name == "x") for name in ARGUMENTS]
     pointers = [_Pointer(n, x.dtype.is_floating_point, 0, loads) for n, x in enumerate(tensors)]
     try:
-        found = stand_ins.over(_LANGUAGE, mod)(*leaves, *pointers)
+        result = stand_ins.over(_LANGUAGE, mod)(*leaves, *pointers)
     except (TypeError, AttributeError, RecursionError) as error:
         raise NotDifferentiable(f"it does what cannot be followed: {error}") from error
     dy: Any = Symbol("dx", active=False)
-    of: dict[Any, Any] = _accumulated(found, dy) if isinstance(found, Symbol) else {}
+    of: dict[Any, Any] = _accumulated(result, dy) if isinstance(result, Symbol) else {}
     zero = dy * 0.0
     return Graph(of.get(leaves[0], zero), loads, [of.get(load.symbol, zero) for load in loads])
 

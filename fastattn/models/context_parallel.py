@@ -86,8 +86,8 @@ class ContextParallel(ParallelStyle):
         @wraps(forward)
         def placed(layer: GQAttention, *args: Any, **given: Any) -> Tensor:
             whole = forward.__get__(layer)
-            found: Tensor = style._placed(whole, layer)(*args, **given)
-            return found
+            output: Tensor = style._placed(whole, layer)(*args, **given)
+            return output
 
         self._set(GQAttention, "forward", placed)
         self._set(MultiheadLatentAttention, "forward", _refuse_latents)
@@ -122,8 +122,8 @@ class ContextParallel(ParallelStyle):
             device = rest[-1]
             positions = plan.indices(Ranks.of(self.mesh).rank).to(device)
             bound = () if len(rest) == 1 else (plan.length * plan.ranks,)
-            found = at(owner, positions, 1, *bound, device)
-            return tuple(x[:, 0] for x in found) if isinstance(found, tuple) else found[:, 0]
+            tables = at(owner, positions, 1, *bound, device)
+            return tuple(x[:, 0] for x in tables) if isinstance(tables, tuple) else tables[:, 0]
 
         return call
 
@@ -207,11 +207,11 @@ def _as_torch(
         raise ValueError(f"query must have 4 dimensions [B, H, T, D], got {list(query.shape)}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"{key.shape[1]} heads of key for {query.shape[1]} want enable_gqa=True")
-    found: Tensor = style.attention(
+    output: Tensor = style.attention(
         query, key, value,
         attn_mask=attn_mask, dropout=dropout_p, causal=is_causal, scale=scale,
     )  # fmt: skip
-    return found
+    return output
 
 
 def _of_start(tables: Any) -> bool:

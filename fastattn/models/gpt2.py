@@ -160,21 +160,21 @@ def weights_from_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[st
 
 def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Hugging Face's state dict from `GPT.state_dict`; layers without a bias get one of zeros."""
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for theirs, ours in _modules(config):
         weight = _of_module(weights, ours, "weight")
         assert weight is not None, f"a GPT has {ours}.weight"
         linear = theirs.rpartition(".")[2].startswith("c_")
-        found[f"transformer.{theirs}.weight"] = weight.t() if linear else weight
+        converted[f"transformer.{theirs}.weight"] = weight.t() if linear else weight
         if theirs not in ("wte", "wpe"):
             bias = _of_module(weights, ours, "bias")
-            found[f"transformer.{theirs}.bias"] = (
+            converted[f"transformer.{theirs}.bias"] = (
                 weight.new_zeros(weight.shape[0]) if bias is None else bias
             )
     head = "token_embedding.weight" if config.tie_weights else "head.weight"
     if not config.tie_weights:
-        found[_HEAD] = weights[head]
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+        converted[_HEAD] = weights[head]
+    return {name: tensor.contiguous() for name, tensor in converted.items()}
 
 
 def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | None:
@@ -258,7 +258,7 @@ def _renamed(
         for name, tensor in weights.items()
         if not name.endswith(_BUFFERS)
     }
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for theirs, ours in _modules(config):
         linear = theirs.rpartition(".")[2].startswith("c_")
         kinds = ["weight"] + ["bias"] * (config.bias and theirs not in ("wte", "wpe"))
@@ -268,14 +268,14 @@ def _renamed(
                 raise UnsupportedModelError(f"the weights have no {theirs}.{kind}")
             turned = transposed and linear and kind == "weight"
             tensor = tensor.t().contiguous() if turned else tensor
-            found |= _by_part(ours, kind, tensor)
+            renamed |= _by_part(ours, kind, tensor)
     head = left.pop(_HEAD, None)
     if not config.tie_weights:
         if head is None:
             raise UnsupportedModelError(f"the weights have no {_HEAD}, and it is not tied")
-        found["head.weight"] = head
-    elif head is not None and not torch.equal(head, found["token_embedding.weight"]):
+        renamed["head.weight"] = head
+    elif head is not None and not torch.equal(head, renamed["token_embedding.weight"]):
         raise UnsupportedModelError(f"{_HEAD} must equal wte.weight, as the two are tied")
     if left:
         raise UnsupportedModelError(f"the weights have {min(left)}, which this model has not")
-    return found
+    return renamed

@@ -244,8 +244,8 @@ def make_relative(
 def _layer_options(config: TransformerConfig, kind: type) -> dict[str, Any]:
     """The layers' options that the configuration has under their names, and biases."""
     fields = {field.name for field in dataclasses.fields(config)}
-    found = {name: getattr(config, name) for name in table(kind) if name in fields}
-    return {**found, "qkv_bias": config.bias, "out_bias": config.bias}
+    options = {name: getattr(config, name) for name in table(kind) if name in fields}
+    return {**options, "qkv_bias": config.bias, "out_bias": config.bias}
 
 
 def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLatentAttention:

@@ -34,11 +34,11 @@ def separated(model: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "")
             ".exp_avg". What has no rows, such as a count of steps, is each part's.
         prefix: before the names.
     """
-    found = dict(tensors)
+    weights = dict(tensors)
     for name, module in model.named_modules():
         if isinstance(module, SeparateProjections):
-            _separate(module, found, f"{prefix}{name}." if name else prefix)
-    return found
+            _separate(module, weights, f"{prefix}{name}." if name else prefix)
+    return weights
 
 
 def _separate(

@@ -113,10 +113,10 @@ class AttentionLayer(SeparateProjections):
 
     def score_options(self) -> dict[str, Any]:
         """Options of `attention` that say what the scores are."""
-        found: dict[str, Any] = {"scale": self.score_scale, "sinks": local_part(self.sinks)}
+        options: dict[str, Any] = {"scale": self.score_scale, "sinks": local_part(self.sinks)}
         for name in _SCORE_OPTIONS:
-            found[name] = getattr(self, name)
-        return found
+            options[name] = getattr(self, name)
+        return options
 
     def dropout_options(self) -> dict[str, Any]:
         """Options of `attention` for dropping its weights, where this call drops some.

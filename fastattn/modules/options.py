@@ -106,11 +106,11 @@ def complete(kind: type, given: Mapping[str, Any], taker: str) -> dict[str, Any]
     for name in given:
         if name not in rows:
             raise TypeError(f"{taker}.__init__() got an unexpected keyword argument {name!r}")
-    found = {}
+    values = {}
     for name, row in rows.items():
         value = checks.as_python(given.get(name, row.default))
-        found[name] = value if value is None or row.check is None else row.check(name, value)
-    return found
+        values[name] = value if value is None or row.check is None else row.check(name, value)
+    return values
 
 
 def excluded(by: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

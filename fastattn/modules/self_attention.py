@@ -304,10 +304,10 @@ class GQAttention(SelfProjection):
         if isinstance(window, int):
             # Open ahead where causal: there causal and prefix_lengths say what is seen.
             window = (window - 1, None if self.causal else window - 1)
-        found = {"causal": self.causal, "window": window}
+        options = {"causal": self.causal, "window": window}
         for name in _MASK_OPTIONS:
-            found[name] = getattr(self, name)
-        return found
+            options[name] = getattr(self, name)
+        return options
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
         """Options of `attention` that say what scores are; bias: that of the relative scheme."""
@@ -315,9 +315,9 @@ class GQAttention(SelfProjection):
         if table is not None:
             both = not self.causal
             bias = t5_relative_bias(table, reach, bidirectional=both, max_distance=reach)
-        found = super().score_options()
-        found["alibi_slopes"], found["relative_bias"] = self.alibi_slopes, bias
-        return found
+        options = super().score_options()
+        options["alibi_slopes"], options["relative_bias"] = self.alibi_slopes, bias
+        return options
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

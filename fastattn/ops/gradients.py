@@ -95,12 +95,12 @@ def gradients(
         do = None if do is None else as_batch(do)
         dlse = None if dlse is None else dlse[None]
     if torch.is_grad_enabled():
-        found = differentiable_gradients(q, k, v, options, needed, do, dlse)
+        grads = differentiable_gradients(q, k, v, options, needed, do, dlse)
     else:
-        found = kernel_gradients(kernels, (q, k, v, o, lse, options), needed, do, dlse)
+        grads = kernel_gradients(kernels, (q, k, v, o, lse, options), needed, do, dlse)
     if packed:
-        found[:3] = [None if x is None else as_packed(x) for x in found[:3]]
-    return found
+        grads[:3] = [None if x is None else as_packed(x) for x in grads[:3]]
+    return grads
 
 
 def kernel_gradients(
@@ -131,17 +131,17 @@ def gradients_and_delta(
         for name, x, wants in zip(LEARNED, learned, needed[3:], strict=True)
         if wants and x is not None
     }
-    found: dict[str, Tensor] = {"relative_query": dquery, "query2": dquery, "key2": dkey2}
+    of_learned: dict[str, Tensor] = {"relative_query": dquery, "query2": dquery, "key2": dkey2}
     if options.key2 is not None and wanted.keys() & {"attn_bias", "relative_bias"}:
         q, k, options = one_product(q, k, options)  # their kernels know no second one
     if "attn_bias" in wanted:
-        found["attn_bias"] = kernels.backward_bias(do, q, k, v, lse, delta, options)
+        of_learned["attn_bias"] = kernels.backward_bias(do, q, k, v, lse, delta, options)
     if "relative_bias" in wanted or "relative_keys" in wanted:
-        found["relative_bias"], found["relative_keys"] = kernels.backward_relative(
+        of_learned["relative_bias"], of_learned["relative_keys"] = kernels.backward_relative(
             do, q, k, v, lse, delta, options
         )
-    found |= formula.denominator_gradients(wanted, lse, delta)
-    others = [found[name] if name in wanted else None for name in LEARNED]
+    of_learned |= formula.denominator_gradients(wanted, lse, delta)
+    others = [of_learned[name] if name in wanted else None for name in LEARNED]
     if not options.fp32_results:
         others = [
             x if x is None or given is None else x.to(given.dtype)
@@ -168,8 +168,8 @@ def mod_gradients(
     delta = delta if dlse is None else delta - dlse
     if options.cu_seqlens_q is not None:
         options = laid(options, as_packed)
-    found = iter(block.mod_gradients((do, q, lse, delta, k), v, options))
-    tensors = [next(found) if x.is_floating_point() else None for x in options.mod_tensors]
+    grads = iter(block.mod_gradients((do, q, lse, delta, k), v, options))
+    tensors = [next(grads) if x.is_floating_point() else None for x in options.mod_tensors]
     return [
         x.to(of.dtype) if x is not None and wants else None
         for x, of, wants in zip(tensors, options.mod_tensors, wanted, strict=True)
@@ -227,10 +227,10 @@ def needed_of(needs: Sequence[bool]) -> list[bool]:
     return [needs[place] for place in _PLACES]
 
 
-def placed(found: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+def placed(gradients: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the fields in LEARNED, as those of an op's arguments."""
     grads: list[Tensor | None] = [None] * count
-    for place, grad in zip(_PLACES, found, strict=True):
+    for place, grad in zip(_PLACES, gradients, strict=True):
         grads[place] = grad
     return tuple(grads)
 

@@ -30,13 +30,13 @@ _MODS = "mod_tensors"
 
 def _schema() -> dict[str, str]:
     """The names of the arguments and their types, in the order of the fields."""
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for name, hint in get_type_hints(Options).items():
         if name == _MODS:
-            found |= {f"{name}_{i}": "Tensor?" for i in range(MAX_MOD_TENSORS)}
+            types |= {f"{name}_{i}": "Tensor?" for i in range(MAX_MOD_TENSORS)}
         else:
-            found[name] = _SCHEMA_TYPES[hint]
-    return found
+            types[name] = _SCHEMA_TYPES[hint]
+    return types
 
 
 _SCHEMA = _schema()
@@ -48,13 +48,13 @@ _Flat = tuple[Any, ...]
 
 def flat(options: Options) -> _Flat:
     """options as the arguments of an op, in its order."""
-    found: list[Any] = []
+    values: list[Any] = []
     for name, x in zip(Options._fields, options, strict=True):
         if name == _MODS:
-            found += (*x, *(None,) * (MAX_MOD_TENSORS - len(x)))
+            values += (*x, *(None,) * (MAX_MOD_TENSORS - len(x)))
         else:
-            found.append(block_mask.name_of(x) if name in FUNCTIONS else x)
-    return tuple(found)
+            values.append(block_mask.name_of(x) if name in FUNCTIONS else x)
+    return tuple(values)
 
 
 def unflat(flat: _Flat) -> Options:

@@ -102,8 +102,8 @@ def attend_with_max(
     """`attend.attend` by the portable kernels, and the largest score of each query."""
     options = contiguous(options)
     if options.cu_seqlens_q is None:
-        found: tuple[Tensor, Tensor, Tensor] = attention_forward_with_max.by_op(q, k, v, options)
-        return found
+        results: tuple[Tensor, Tensor, Tensor] = attention_forward_with_max.by_op(q, k, v, options)
+        return results
     call = (*map(as_batch, (q, k, v)), laid(options, as_batch))
     o, lse, largest = attention_forward_with_max.by_op(*call)
     return as_packed(o), lse[0], largest[0]

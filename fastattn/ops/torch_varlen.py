@@ -81,8 +81,8 @@ def _backward(
         ]
         rest = iter(given)
         fields = [None if x is None else next(rest) for x in options.differentiable]
-        found = _packed(q, k, v, replaced(options, fields), dlse is not None)
-        o, lse = (found, None) if dlse is None else found
+        results = _packed(q, k, v, replaced(options, fields), dlse is not None)
+        o, lse = (results, None) if dlse is None else results
         pairs = [(o, as_packed(do))] if dlse is None else [(o, as_packed(do)), (lse, dlse[0])]
         outputs, douts = [y for y, _ in pairs], [dy for _, dy in pairs]
         grads = torch.autograd.grad(outputs, leaves, douts, materialize_grads=True)
@@ -143,8 +143,8 @@ def _gradients(
     dlse = dlse if has_lse else None
     needs = ctx.needs_input_grad
     if torch.is_grad_enabled():
-        found = differentiable_gradients(q, k, v, options, needed_of(needs), do, dlse)
-        return placed(found, len(needs))
+        results = differentiable_gradients(q, k, v, options, needed_of(needs), do, dlse)
+        return placed(results, len(needs))
     do = torch.zeros_like(o) if do is None else do
     grads = iter(varlen_backward(do, dlse, q, k, v, *flat(options)))
     of_qkv = [next(grads) for _ in range(3)]

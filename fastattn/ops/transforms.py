@@ -68,10 +68,10 @@ class _Attention(torch.autograd.Function):
             do = torch.zeros_like(tensors[3])
         needs = ctx.needs_input_grad[1:]
         needed = needed_of(needs)
-        found = iter(
+        grads = iter(
             _Gradients.apply(ctx.kernels, tuple(needed), do, dlse, *tensors, *flat(options))  # type: ignore[no-untyped-call]
         )
-        return (None, *placed([next(found) if need else None for need in needed], len(needs)))
+        return (None, *placed([next(grads) if need else None for need in needed], len(needs)))
 
     @staticmethod
     def vmap(info: Any, in_dims: _Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], _Dims]:
@@ -91,8 +91,8 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         q, k, v, o, lse, *fields = arguments
         inputs = (q, k, v, o, lse, unflat(tuple(fields)))
-        found = kernel_gradients(kernels, inputs, needed, do, dlse)
-        return tuple(x for x, need in zip(found, needed, strict=True) if need and x is not None)
+        grads = kernel_gradients(kernels, inputs, needed, do, dlse)
+        return tuple(x for x, need in zip(grads, needed, strict=True) if need and x is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -110,8 +110,8 @@ class _Gradients(torch.autograd.Function):
         def function(do: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
             q, k, v, *fields = rest
             given = replaced(options, fields)
-            found = differentiable_gradients(q, k, v, given, ctx.needed, do, dlse)
-            return tuple(x for x in found if x is not None)
+            grads = differentiable_gradients(q, k, v, given, ctx.needed, do, dlse)
+            return tuple(x for x in grads if x is not None)
 
         needed = [x is not None and x.requires_grad for x in inputs]
         of = gradients_with_graph(function, inputs, needed, dgrads)
@@ -216,8 +216,8 @@ class _Dual(torch.autograd.Function):
         if dto is None and dtlse is None:
             do = torch.zeros_like(o) if do is None else do
             call = (tuple(needed), do, dlse, q, k, v, o, lse, *flat(options))
-            found = iter(_Gradients.apply(ctx.kernels, *call))  # type: ignore[no-untyped-call]
-            of_inputs = [next(found) if need else None for need in needed]
+            results = iter(_Gradients.apply(ctx.kernels, *call))  # type: ignore[no-untyped-call]
+            of_inputs = [next(results) if need else None for need in needed]
         else:
             inputs = [q, k, v, *options.differentiable, *moves]
             names = (*NAMES, "q", "k", "v", *_MOVED)

@@ -145,8 +145,8 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, plan: Any, method: str, options: dict[str, Any]
 ) -> _Call:
     given = _checked_options(q, k, v, ranks, plan, options)
-    found = choose(explanation(q, k, ranks, plan, given, method), method)
-    return _Call(found, given, _signature(q, k, v, plan, found, given))
+    chosen = choose(explanation(q, k, ranks, plan, given, method), method)
+    return _Call(chosen, given, _signature(q, k, v, plan, chosen, given))
 
 
 def _checked_options(
@@ -225,22 +225,22 @@ def _spread(
     given: Options, plan: ContextPlan, ranks: Ranks, device: torch.device, sum_tables: bool
 ) -> Options:
     """The options as `pieces` describes them, from what this rank holds of them."""
-    found = dict(given)
+    options = dict(given)
     for name in ("documents", "key_padding_mask"):
-        if name in found:
-            found[name] = gather_sequence(found[name], 1, plan, ranks)
+        if name in options:
+            options[name] = gather_sequence(options[name], 1, plan, ranks)
     if (known := hops.marked(given.get("documents"))) is not None:
-        hops.remember(found["documents"], known)
-    if "dropout" in found and "dropout_seed" not in found:
-        found["dropout_seed"] = first_rank(dropout.draw_seed(device), ranks)
+        hops.remember(options["documents"], known)
+    if "dropout" in options and "dropout_seed" not in options:
+        options["dropout_seed"] = first_rank(dropout.draw_seed(device), ranks)
     behind = along("T_q")
     for name in LEARNED if sum_tables else ():
-        x = found.get(name)
+        x = options.get(name)
         if x is None or not x.requires_grad:
             continue
         if name not in behind or x.shape[-1 - behind[name]] == 1 != plan.length:
-            found[name] = replicated(x, ranks)
-    return found
+            options[name] = replicated(x, ranks)
+    return options
 
 
 def _by_heads(
@@ -332,10 +332,10 @@ class _Attention(torch.autograd.Function):
         options, leaves = with_leaves(options, keyed)
         _, backward = _BY_METHOD[method]
         with torch.autocast(q.device.type, enabled=False):
-            found = backward(q, k, v, options, leaves, whole, plan, ranks.outer)
-        grads = dict(zip(keyed, found.learned, strict=True))
+            totals = backward(q, k, v, options, leaves, whole, plan, ranks.outer)
+        grads = dict(zip(keyed, totals.learned, strict=True))
         if sinks is not None:
             grads["sinks"] = sinks_gradient(sinks, whole)
         given = [grads[name].to(x.dtype) for name, x in zip(names, learned, strict=True)]
-        three = (found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype))
+        three = (totals.q.to(q.dtype), totals.k.to(k.dtype), totals.v.to(v.dtype))
         return *three, None, None, None, None, None, *given

@@ -40,8 +40,8 @@ def explanation(
     """Explain the choice for the checked options of a call, and a method or "auto"."""
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
-    found = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
-    reasons = {name: reason for name, reason in found.items() if reason is not None}
+    verdicts = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
+    reasons = {name: reason for name, reason in verdicts.items() if reason is not None}
     B, H_q, _, D = q.shape
     share = _share(plan.T, options)
     if "documents" in options and plan.documents is not None:
@@ -61,18 +61,18 @@ def explanation(
     return MethodExplanation(None if method in reasons else method, reasons, seconds)
 
 
-def choose(found: MethodExplanation, method: str) -> str:
+def choose(explained: MethodExplanation, method: str) -> str:
     """The method of the explanation of a call that asked for `method`.
 
     Raises:
         ValueError: there is none; it names those that can serve the call.
     """
-    if found.method is not None:
-        return found.method
+    if explained.method is not None:
+        return explained.method
     if method == "auto":
-        raise ValueError(f"no method can serve this call: {found.reasons}")
-    instead = f"; {' and '.join(found.seconds)} can" if found.seconds else ""
-    reason = found.reasons[method]
+        raise ValueError(f"no method can serve this call: {explained.reasons}")
+    instead = f"; {' and '.join(explained.seconds)} can" if explained.seconds else ""
+    reason = explained.reasons[method]
     raise ValueError(f"method {method!r} cannot serve this call: {reason}{instead}")
 
 
@@ -114,5 +114,5 @@ def _share_of_window(T: int, causal: bool, window: Any) -> float:
 
 def _gpus_of_a_node(ranks: int) -> int:
     """GPUs on a node: torchrun's number, or those that this process sees; the same on all nodes."""
-    found = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count()
-    return min(found, ranks) or ranks
+    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count()
+    return min(gpus, ranks) or ranks

@@ -118,11 +118,11 @@ def _by_position(
     # Of all positions that there may be, those of this rank.
     T = view.length_bound * group.size() + page * group.size()
     seen = formula.visible(places, B, H_q, T_q, T, q.device)
-    found = {}
+    masks = {}
     if seen is not None:
         seen = seen.index_select(-1, keys)
         given = options.get("attn_mask")
-        found["attn_mask"] = seen if given is None else seen & given[..., : len(keys)]
+        masks["attn_mask"] = seen if given is None else seen & given[..., : len(keys)]
     distance = formula.distances(places, T_q, T, q.device).index_select(-1, keys)
     biases = [options["attn_bias"][..., : len(keys)]] if "attn_bias" in options else []
     if (slopes := options.get("alibi_slopes")) is not None:
@@ -132,5 +132,5 @@ def _by_position(
         index = (distance.clamp(-R, R) + R)[:, 0]
         biases.append(table[:, index].transpose(0, 1))
     if biases:
-        found["attn_bias"] = reduce(torch.add, map(wide, biases))
-    return found
+        masks["attn_bias"] = reduce(torch.add, map(wide, biases))
+    return masks

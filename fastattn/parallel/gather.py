@@ -29,11 +29,11 @@ def gather_forward(
         options: as `pieces` describes them.
     """
     runs = plan.runs(rank_in(group))
-    found = [
+    results = [
         whole_forward(q[:, heads], keys, values, runs, given)
         for heads, keys, values, given in _by_heads(q, k, v, options, plan, group)
     ]
-    o, lse = zip(*found, strict=True)
+    o, lse = zip(*results, strict=True)
     return torch.cat(o, 1), torch.cat(lse, 1)
 
 
@@ -43,7 +43,7 @@ def gather_backward(
 ) -> Gradients:  # fmt: skip
     """All gradients, k's and v's with their padding. Arguments as of `gather_forward`."""
     runs, everything = plan.runs(rank_in(group)), [(0, plan.T)]
-    found = []
+    results = []
     for heads, keys, values, given in _by_heads(q, k, v, options, plan, group):
         dq, dk, dv, *learned = zeros_for(q[:, heads], keys, values, *leaves)
         total = Gradients(dq, dk, dv, learned)
@@ -52,8 +52,8 @@ def gather_backward(
         )
         both = _to_owners(torch.cat((dk, dv), -1), plan, group)
         dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-        found.append((dq, dk, dv, learned))
-    dqs, dks, dvs, shares = zip(*found, strict=True)
+        results.append((dq, dk, dv, learned))
+    dqs, dks, dvs, shares = zip(*results, strict=True)
     sums = [ordered_sum(grads) for grads in zip(*shares, strict=True)]
     return Gradients(torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)
 
@@ -86,10 +86,10 @@ def _by_heads(
 def _start(k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, dist.Work]:
     """Starts to gather [ranks, length, B, heads, D + D_v]. What is sent has to live as long."""
     own = torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous()
-    found = torch.empty((size_of(group), *own.shape), dtype=own.dtype, device=own.device)
-    work = gather_single(found.view(-1), own.view(-1), group, async_op=True)
+    buffer = torch.empty((size_of(group), *own.shape), dtype=own.dtype, device=own.device)
+    work = gather_single(buffer.view(-1), own.view(-1), group, async_op=True)
     assert work is not None
-    return found, own, work
+    return buffer, own, work
 
 
 def _to_owners(grad: Tensor, plan: ContextPlan, group: ProcessGroup) -> Tensor:

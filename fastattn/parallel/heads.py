@@ -52,8 +52,8 @@ def to_tokens(x: Tensor, plan: ContextPlan, ranks: Ranks) -> Tensor:
     U = ranks.degree
     x = x.index_select(2, _order(plan, ranks).to(x.device))
     shape = (*x.shape[:2], U, plan.length, *x.shape[3:])
-    found = exchange(x.reshape(shape).movedim(2, 0), ranks.inner)  # [U, B, H_q / U, length, ...]
-    return found.movedim(0, 1).flatten(1, 2)
+    received = exchange(x.reshape(shape).movedim(2, 0), ranks.inner)  # [U, B, H_q / U, length, ...]
+    return received.movedim(0, 1).flatten(1, 2)
 
 
 def _order(plan: ContextPlan, ranks: Ranks) -> Tensor:
@@ -73,5 +73,5 @@ def _exchanged(x: Tensor, H: int, ranks: Ranks) -> Tensor:
     dtype = x.dtype
     if dtype == torch.bool:
         sent = sent.to(torch.uint8)
-    found = exchange(sent, ranks.inner)
-    return found.to(dtype).movedim(0, 2).flatten(2, 3)
+    received = exchange(sent, ranks.inner)
+    return received.to(dtype).movedim(0, 2).flatten(2, 3)

@@ -67,7 +67,7 @@ def part_forward(
         k, v: [B, H_k, T_k, D or D_v], the keys of k_runs behind one another.
     """
     for pair in pairs(q_runs, k_runs, options):
-        found = attention_block_forward(
+        part = attention_block_forward(
             q[:, :, pair.rows],
             k[:, :, pair.keys],
             v[:, :, pair.keys],
@@ -75,7 +75,7 @@ def part_forward(
             **of_pair(options, pair, q.device),
         )
         seen = o[:, :, pair.rows], lse[:, :, pair.rows]
-        o[:, :, pair.rows], lse[:, :, pair.rows] = merge(*seen, *found)
+        o[:, :, pair.rows], lse[:, :, pair.rows] = merge(*seen, *part)
 
 
 def whole_forward(
@@ -104,7 +104,7 @@ def part_backward(
         with torch.enable_grad():
             given = of_pair(options, pair, q.device)
         do, dlse, o, lse = whole.rows(pair.rows)
-        found = attention_block_backward(
+        part = attention_block_backward(
             do,
             q[:, :, pair.rows],
             k[:, :, pair.keys],
@@ -115,10 +115,10 @@ def part_backward(
             out_dtype=total.q.dtype,
             **given,
         )
-        total.q[:, :, pair.rows] += found.dq
-        total.k[:, :, pair.keys] += found.dk
-        total.v[:, :, pair.keys] += found.dv
-        of_pieces = [given[name] for name in found.of_options], [*found.of_options.values()]
+        total.q[:, :, pair.rows] += part.dq
+        total.k[:, :, pair.keys] += part.dk
+        total.v[:, :, pair.keys] += part.dv
+        of_pieces = [given[name] for name in part.of_options], [*part.of_options.values()]
         if leaves:
             grads = torch.autograd.grad(of_pieces[0], leaves, of_pieces[1])
             for learned, grad in zip(total.learned, grads, strict=True):

@@ -101,7 +101,7 @@ class ContextPlan:
             raise ValueError(f"balance must be one of auto, {', '.join(BALANCES)}, got {balance!r}")
         seen = visible_keys(T, causal=causal, window=window, documents=documents)
         before = torch.cat((torch.zeros(1, dtype=torch.int64), seen.cumsum(0)))
-        found = None if documents is None else Documents(documents)
+        spans = None if documents is None else Documents(documents)
         B = 1 if documents is None else len(documents)
         shape = Shape(T, H_q, H_k, head_dim, B, int(before[-1]) / (B * T * T))
         rates = Rates() if rates is None else rates
@@ -109,7 +109,15 @@ class ContextPlan:
         for name in BALANCES if balance == "auto" else (balance,):
             stretches = _DEAL[name](T, ranks, block, before)
             plan = ContextPlan(
-                T, stretches, block, name, 1.0, _pairs(stretches, before), shape.share, found, rates
+                T,
+                stretches,
+                block,
+                name,
+                1.0,
+                _pairs(stretches, before),
+                shape.share,
+                spans,
+                rates,
             )
             plans.append(replace(plan, imbalance=_imbalance(plan.pairs)))
         options = {"causal": causal, "window": window, "documents": documents}
@@ -198,8 +206,8 @@ class ContextPlan:
         if key not in self._arounds:
             groups = self.merged(degree)
             dealt = groups.dealt
-            found = needs(dealt, masks) if known is None else known.needs(dealt, masks)
-            self._arounds[key] = groups.imbalance, found.way
+            around = needs(dealt, masks) if known is None else known.needs(dealt, masks)
+            self._arounds[key] = groups.imbalance, around.way
         return self._arounds[key]
 
     @cached_property
@@ -221,15 +229,15 @@ class ContextPlan:
 
 def _runs(stretches: Runs, T: int) -> Runs:
     """Stretches that touch are one run; without padding."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for start, stop in stretches:
         stop = min(stop, T)
         if start >= stop:
             break
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return tuple(found)
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return tuple(runs)
 
 
 def _pairs(stretches: Sequence[Runs], before: Tensor) -> tuple[int, ...]:
@@ -267,9 +275,9 @@ def visible_keys(
         # Keys in the order of their documents: those of one are then found by bisection.
         _, ids = row.unique(return_inverse=True)
         keys = (ids * T + position).sort().values
-        found = torch.searchsorted(keys, ids * T + last, right=True)
-        found -= torch.searchsorted(keys, ids * T + first)
-        total += found.clamp(min=0).masked_fill(row < 0, 0)
+        counts = torch.searchsorted(keys, ids * T + last, right=True)
+        counts -= torch.searchsorted(keys, ids * T + first)
+        total += counts.clamp(min=0).masked_fill(row < 0, 0)
     return total
 
 

@@ -30,8 +30,8 @@ def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
     ranks = Ranks.of(mesh)
     check_mesh(plan, ranks)
     _check_length(x, dim, plan.T, "the plan's sequence")
-    found: Tensor = _Shard.apply(x, dim, plan, ranks)  # type: ignore[no-untyped-call]
-    return found
+    part: Tensor = _Shard.apply(x, dim, plan, ranks)  # type: ignore[no-untyped-call]
+    return part
 
 
 def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
@@ -45,8 +45,8 @@ def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
     ranks = Ranks.of(mesh)
     check_mesh(plan, ranks)
     _check_length(x, dim, plan.length, "a rank's part")
-    found: Tensor = _Unshard.apply(x, dim, plan, ranks)  # type: ignore[no-untyped-call]
-    return found
+    whole: Tensor = _Unshard.apply(x, dim, plan, ranks)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def roll(
@@ -70,17 +70,17 @@ def roll(
     wanted = plan.indices(ranks.rank).to(x.device)
     source = wanted - checks.check_int("shift", shift)
     inside = (wanted < plan.T) & (source >= 0) & (source < plan.T)
-    found = whole[source.clamp(0, plan.T - 1)]
-    found[~inside] = fill
-    return found.movedim(0, dim).contiguous()
+    rolled = whole[source.clamp(0, plan.T - 1)]
+    rolled[~inside] = fill
+    return rolled.movedim(0, dim).contiguous()
 
 
 def own_tokens(x: Tensor, dim: int, plan: ContextPlan, rank: int) -> Tensor:
     """A rank's tokens of the whole x, 0 in padding."""
     index = plan.indices(rank)
     real = plan.real(rank)
-    found = x.index_select(dim, index[:real].to(x.device))
-    return padded(found, dim, plan.length)
+    own = x.index_select(dim, index[:real].to(x.device))
+    return padded(own, dim, plan.length)
 
 
 def padded(x: Tensor, dim: int, length: int, value: float = 0.0) -> Tensor:

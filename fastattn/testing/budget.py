@@ -69,7 +69,7 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
 
 
 def assert_all_within_budget(
-    names: Iterable[str], found: Iterable[Tensor], ref: Iterable[Tensor], naive: Iterable[Tensor]
+    names: Iterable[str], actual: Iterable[Tensor], ref: Iterable[Tensor], naive: Iterable[Tensor]
 ) -> float:
     """`assert_within_budget` of each result; the largest share."""
-    return max(starmap(assert_within_budget, zip(names, found, ref, naive, strict=True)))
+    return max(starmap(assert_within_budget, zip(names, actual, ref, naive, strict=True)))

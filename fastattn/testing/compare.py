@@ -63,7 +63,7 @@ def assert_matches_reference(
 
 def assert_all_near(
     names: Sequence[str],
-    found: Sequence[Tensor],
+    actual: Sequence[Tensor],
     exact: Sequence[Tensor],
     naive: Callable[[], Sequence[Tensor]],
     orders: int = RUNS,
@@ -74,9 +74,9 @@ def assert_all_near(
     """
     state = torch.get_rng_state()
     with contextlib.suppress(PastBudget):
-        return assert_all_within_budget(names, found, exact, naive())
+        return assert_all_within_budget(names, actual, exact, naive())
     torch.set_rng_state(state)
-    return assert_all_within_budget(names, found, exact, worst_naive(exact, naive, orders))
+    return assert_all_within_budget(names, actual, exact, worst_naive(exact, naive, orders))
 
 
 def _outputs(

@@ -106,8 +106,8 @@ def assert_decodes(
     Raises:
         AssertionError: a result that is not finite, or past its budget.
     """
-    found = decode(q, filled.view, return_lse=True, **(how or {}), **options)
-    return assert_all_within_budget(("o", "lse"), found, *expected(q, filled, **options))
+    actual = decode(q, filled.view, return_lse=True, **(how or {}), **options)
+    return assert_all_within_budget(("o", "lse"), actual, *expected(q, filled, **options))
 
 
 def expected(q: Tensor, filled: Filled, **options: Any) -> tuple[Any, Any]:

@@ -121,8 +121,8 @@ def _chance(*shape: int) -> Tensor:
 def _documents(T: int) -> Tensor:
     """Ids [2, T] of documents one after the other, with padding of -1 between two."""
     ends = torch.tensor([[T // 4, T * 5 // 9, T, T], [T * 5 // 9, T * 2 // 3, T * 3 // 4, T - 2]])
-    found = (torch.arange(T)[None, :, None] >= ends[:, None, :]).sum(-1)
-    return torch.where(found == 3, -1, found).to(torch.int32)
+    ids = (torch.arange(T)[None, :, None] >= ends[:, None, :]).sum(-1)
+    return torch.where(ids == 3, -1, ids).to(torch.int32)
 
 
 # Arguments that may occur in several options of a set, since they mean the same in each.

@@ -57,13 +57,13 @@ def worst_naive(exact: Results, run: Callable[[], Results], runs: int = RUNS) ->
             RUNS orders are all lucky.
     """
     state = torch.get_rng_state()
-    found = run()
+    worst = run()
     for seed in range(1, runs):
         torch.set_rng_state(state)
         with OtherOrder(seed, base_two=seed % 2 == 1, narrow=seed >= RUNS):
             again = run()
-        found = tree_map(_farther, exact, found, again)
-    return found
+        worst = tree_map(_farther, exact, worst, again)
+    return worst
 
 
 def _farther(exact: Any, one: Any, other: Any) -> Any:
@@ -107,22 +107,22 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        found = self._computed(func, args, kwargs)
+        result = self._computed(func, args, kwargs)
         if self.base_two:
-            self._compute_again(func, args, kwargs, found)
-        return found
+            self._compute_again(func, args, kwargs, result)
+        return result
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._reordered(func, args, kwargs)
+        result = self._reordered(func, args, kwargs)
         rounds = func.overloadpacket in _ROUNDING
         if func.overloadpacket is _aten._to_copy:
-            rounds = args[0].is_floating_point() and found.dtype.itemsize == 2 < args[0].itemsize
+            rounds = args[0].is_floating_point() and result.dtype.itemsize == 2 < args[0].itemsize
         if not rounds or func._schema.is_mutable:
-            return found
-        return self._rounded(found) if isinstance(found, Tensor) else found
+            return result
+        return self._rounded(result) if isinstance(result, Tensor) else result
 
     def _compute_again(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Keep the result computed in another order: a product's, and of what depends on one."""
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
@@ -132,12 +132,12 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = tree_map(self._other, args)
         depends = any(x is not other for x, other in zip(args, others, strict=True))
         # Scores of 16-bit inputs are in fp32 in fused code: rounded to 16 bits they err by more.
-        if not isinstance(found, Tensor) or found.dtype not in (torch.float32, torch.float64):
+        if not isinstance(result, Tensor) or result.dtype not in (torch.float32, torch.float64):
             return
         if depends or func.overloadpacket in _PRODUCTS:
             again = self._computed(func, others, kwargs)
             # The result is kept, so that no other tensor gets its memory.
-            self._again[_place(found)] = found, again
+            self._again[_place(result)] = result, again
 
     def _other(self, x: Any) -> Any:
         """x computed in another order than x, or x where that makes no difference."""
@@ -190,10 +190,10 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.base_two:
                 other = self._rounded(self._other(args[0]).index_select(dim, order))
                 delta = (other * weights).sum(dim, keepdim=True)
-                found = (weights * (grad - delta)).to(dtype)
+                result = (weights * (grad - delta)).to(dtype)
             else:
-                found = func(grad, weights, dim, dtype)
-            return found.index_select(dim, order.argsort())
+                result = func(grad, weights, dim, dtype)
+            return result.index_select(dim, order.argsort())
         return func(*args, **kwargs)
 
     def _order(self, x: Tensor, dim: int) -> Tensor:

@@ -43,10 +43,10 @@ def attention(
     if options.cu_seqlens_q is not None:
         return formula.each_sequence(attention, q, k, v, options, return_lse)
     if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
-        found = formula.attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
-        if not isinstance(found, tuple) or options.fp32_results:
-            return found
-        return found[0], found[1].float()
+        results = formula.attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
+        if not isinstance(results, tuple) or options.fp32_results:
+            return results
+        return results[0], results[1].float()
 
     B, H_q, T_q, _ = q.shape
     T_k = k.shape[2]
@@ -144,8 +144,8 @@ def _allow_second_derivatives(
         is_mask = shown is not None and shown.dtype == torch.bool
         options = Options(causal=is_causal, scale=scale, attn_mask=shown if is_mask else None)
         names, given = ("q", "k", "v", "attn_bias"), (q, k, v, None if is_mask else shown)
-        found = gradients_in_parts(_plain, options, names, given, needed, grad_outputs[:1])
-        return (*found[: len(grad_inputs)], *grad_inputs[len(inputs) :])
+        grads = gradients_in_parts(_plain, options, names, given, needed, grad_outputs[:1])
+        return (*grads[: len(grad_inputs)], *grad_inputs[len(inputs) :])
 
     node.register_hook(replaced)
 

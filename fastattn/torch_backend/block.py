@@ -87,9 +87,9 @@ def _each_sequence(
         )
         dlse_n = None if dlse is None else dlse[None, :, rows]
         results = (do_n, dlse_n, q_n, k_n, v_n, o_n, lse[None, :, rows])
-        found, delta_n = gradients(*results, of_sequence, learned, first_row=n)
+        grads, delta_n = gradients(*results, of_sequence, learned, first_row=n)
         delta[:, rows] = delta_n[0]
-        for name, total, grad in zip(("q", "k", "v", *learned), totals, found, strict=True):
+        for name, total, grad in zip(("q", "k", "v", *learned), totals, grads, strict=True):
             if grad.dim() == 4:
                 part = rows if LAID_AS.get(name, name) == "q" else keys
                 total[part] = grad[0].transpose(0, 1)
@@ -122,8 +122,8 @@ def mod_gradients(
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             weights, of_rows = _weights(x, lse[:, :, rows]), (do[:, :, rows], v_own)
             ds = _score_gradient(weights, *of_rows, delta[:, :, rows], own, n, first)
-            found = torch.autograd.grad(x, leaves, ds, allow_unused=True)
-        for summed, grad in zip(sums, found, strict=True):
+            grads = torch.autograd.grad(x, leaves, ds, allow_unused=True)
+        for summed, grad in zip(sums, grads, strict=True):
             if grad is not None:
                 summed += grad
     return sums

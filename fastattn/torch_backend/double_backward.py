@@ -50,7 +50,7 @@ def gradients_with_graph(
             for y, dy in zip(outputs, gradients, strict=True)
             if dy is not None and y.requires_grad
         ]
-        found = iter(
+        grads = iter(
             torch.autograd.grad(
                 [y for y, _ in pairs],
                 wanted,
@@ -59,7 +59,7 @@ def gradients_with_graph(
                 allow_unused=True,
             )
         )
-    return [next(found) if need else None for need in needed]
+    return [next(grads) if need else None for need in needed]
 
 
 def _by_transform(
@@ -84,8 +84,8 @@ def _by_transform(
         of_wanted, *(inputs[i] for i in places)
     )
     given = [dy for dy in gradients if dy is not None]
-    found = pullback(tuple(dy.to(y.dtype) for y, dy in zip(outputs, given, strict=True)))
-    by_place = dict(zip(places, found, strict=True))
+    grads = pullback(tuple(dy.to(y.dtype) for y, dy in zip(outputs, given, strict=True)))
+    by_place = dict(zip(places, grads, strict=True))
     return [by_place.get(i) for i in range(len(inputs))]
 
 
@@ -166,10 +166,10 @@ class _Function(NamedTuple):
         def compute(part: Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
             inputs, of_results = tensors[:count], tensors[count:]
             function = partial(self.compute, part)
-            found = gradients_with_graph(function, inputs, needed, of_results)
+            grads = gradients_with_graph(function, inputs, needed, of_results)
             return tuple(
                 torch.zeros_like(x) if dx is None else dx
-                for x, dx, need in zip(inputs, found, needed, strict=True)
+                for x, dx, need in zip(inputs, grads, needed, strict=True)
                 if need and x is not None
             )
 
@@ -205,8 +205,8 @@ class _Parts(torch.autograd.Function):
         for part in parts(q, k, function.options, _SCORES):
             given = [_leaf(x, lie, part) for x, lie in zip(tensors, function.inputs, strict=True)]
             with torch.enable_grad(), wide:
-                found = function.compute(part, *given)
-            for total, lie, x in zip(sums, function.results, found, strict=True):
+                grads = function.compute(part, *given)
+            for total, lie, x in zip(sums, function.results, grads, strict=True):
                 _of_part(total, lie, part).add_(x.detach())
         return tuple(total.to(x.dtype) for total, x in zip(sums, results, strict=True))
 

@@ -328,10 +328,10 @@ def each_sequence(
         outputs, lses = [outputs[0] + nothing], [lses[0] + nothing]
     for n, rows, keys, of_sequence in sequences(options, q.shape[0], k.shape[0]):
         one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        found = attend(*one, of_sequence, return_lse=return_lse, first_row=n)
-        if isinstance(found, tuple):
-            lses.append(found[1][0])
-        outputs.append((found[0] if isinstance(found, tuple) else found)[0].transpose(0, 1))
+        results = attend(*one, of_sequence, return_lse=return_lse, first_row=n)
+        if isinstance(results, tuple):
+            lses.append(results[1][0])
+        outputs.append((results[0] if isinstance(results, tuple) else results)[0].transpose(0, 1))
     o = torch.cat(outputs)
     return (o, torch.cat(lses, dim=1)) if return_lse else o
 

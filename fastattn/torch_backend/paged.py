@@ -48,13 +48,13 @@ def attend(
         of_batch = {lengths[b] for b in batch}
         own = view._replace(batch_index=rows[index], length_bound=max(of_batch))
         uniform = own.length_bound if len(of_batch) == 1 else None
-        found = decode.attend(
+        results = decode.attend(
             q[tokens].view(R, n, H_q, D).transpose(1, 2), own, None,
             _of_rows(options, index, tokens, n, own), return_lse, uniform, first_row=batch[0],
         )  # fmt: skip
-        if isinstance(found, tuple):
-            found, lse[:, tokens] = found[0], found[1].transpose(0, 1).reshape(H_q, R * n)
-        o[tokens] = found.transpose(1, 2).reshape(R * n, H_q, D_v)
+        if isinstance(results, tuple):
+            results, lse[:, tokens] = results[0], results[1].transpose(0, 1).reshape(H_q, R * n)
+        o[tokens] = results.transpose(1, 2).reshape(R * n, H_q, D_v)
     return o, lse
 
 

@@ -64,10 +64,10 @@ def differentiable(
     compute: Compute, q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
 ) -> Statistics:
     """compute(q, k, lse, top, options) with gradients, by the formula in chunks of rows."""
-    found: Statistics = _Differentiable.apply(  # type: ignore[no-untyped-call]
+    statistics: Statistics = _Differentiable.apply(  # type: ignore[no-untyped-call]
         compute, top, options, q, k, lse, *options.differentiable
     )
-    return found
+    return statistics
 
 
 class _Differentiable(torch.autograd.Function):
@@ -77,12 +77,12 @@ class _Differentiable(torch.autograd.Function):
     ) -> Statistics:
         q, k, lse = tensors[:3]
         assert q is not None and k is not None
-        found = compute(q, k, lse, top, options)
+        results = compute(q, k, lse, top, options)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(found[3])
+        ctx.mark_non_differentiable(results[3])
         ctx.save_for_backward(*tensors)
         ctx.top, ctx.options = top, options
-        return found
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -99,11 +99,11 @@ class _Differentiable(torch.autograd.Function):
             options = ctx.options._replace(**dict(zip(LEARNED, learned, strict=True)))
             for rows, own in _chunks(q, k, options):
                 of_rows = None if lse is None else lse[:, :, rows]
-                found = _of_rows(q[:, :, rows], k, of_rows, ctx.top, own)
+                results = _of_rows(q[:, :, rows], k, of_rows, ctx.top, own)
                 # What a key receives has a gradient for every row.
                 pairs = [
                     (y, dy if n == 1 else dy[:, :, rows])
-                    for n, (y, dy) in enumerate(zip(found, grads, strict=True))
+                    for n, (y, dy) in enumerate(zip(results, grads, strict=True))
                     if dy is not None
                 ]
                 of = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs])

@@ -119,10 +119,10 @@ def _evaluated(
 
     def run(x: Tensor | None, places: Places) -> Tensor:
         scores = () if x is None else (Value(x.to(real), real),)
-        found = function(*scores, *(Value(at, real) for at in places.arguments()), *pointers)
-        if isinstance(found, Value):
-            return found.x
-        return torch.as_tensor(found, device=places.q_pos.device).expand(places.shape)
+        result = function(*scores, *(Value(at, real) for at in places.arguments()), *pointers)
+        if isinstance(result, Value):
+            return result.x
+        return torch.as_tensor(result, device=places.q_pos.device).expand(places.shape)
 
     try:
         return run(x, places)
@@ -282,13 +282,13 @@ class Pointer:
         if mask is None:
             return Value(flat[offset], self.real)
         filler = 0 if other is None else other.x if isinstance(other, Value) else other
-        found = flat[torch.where(inside & mask.x, offset, 0)]
-        return Value(torch.where(mask.x, found, filler).to(flat.dtype), self.real)
+        loaded = flat[torch.where(inside & mask.x, offset, 0)]
+        return Value(torch.where(mask.x, loaded, filler).to(flat.dtype), self.real)
 
 
 def _fraction(x: Any, real: torch.dtype) -> Tensor:
-    found = _operand(x, real, True)
-    return found if isinstance(found, Tensor) else torch.tensor(found, dtype=real)
+    fraction = _operand(x, real, True)
+    return fraction if isinstance(fraction, Tensor) else torch.tensor(fraction, dtype=real)
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -148,11 +148,11 @@ def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[st
     (name,) = names
     content = manifest.read(name)
     try:
-        found: dict[str, Tensor] = torch_format.load(content)
+        loaded: dict[str, Tensor] = torch_format.load(content)
     # The Rust side raises an exception of its own, the Python side what it meets.
     except Exception as error:
         raise CheckpointError(f"{manifest.folder / name} is corrupt: {error}") from None
-    return found
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,9 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
         CheckpointError: as `load_checkpoint`, the checkpoint holds another kind of model, or its
             parts do not belong together.
     """
-    found = load_trained(path, "gpt", device=device)
-    assert isinstance(found.model, GPT)
-    return found.model, found.tokenizer
+    trained = load_trained(path, "gpt", device=device)
+    assert isinstance(trained.model, GPT)
+    return trained.model, trained.tokenizer
 
 
 def kind_of(checkpoint: Checkpoint) -> Kind:
@@ -285,19 +285,19 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: names or shapes differ: the checkpoint is of another configuration.
     """
-    found = dataclasses.replace(checkpoint, model=separated(model, checkpoint.model))
-    check_shapes(model.state_dict(), found)
+    parts = dataclasses.replace(checkpoint, model=separated(model, checkpoint.model))
+    check_shapes(model.state_dict(), parts)
 
 
 def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     """Check shapes like `check_fits`, for the tensors of a model by name."""
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
-    for name in sorted({*wanted, *found}):
-        if wanted.get(name) != found.get(name):
+    saved = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
+    for name in sorted({*wanted, *saved}):
+        if wanted.get(name) != saved.get(name):
             raise CheckpointError(
                 f"{checkpoint.source} is of another configuration: {name} has shape "
-                f"{found.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
+                f"{saved.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
             )
 
 

@@ -66,10 +66,10 @@ def import_hf(
     path = _file_in(folder, _CONFIG)
     with _naming(path):
         config = gpt2.config_from_hf(read_json(path))
-    found = _tokenizer_of(folder) if tokenizer is None else load_tokenizer(tokenizer)
+    vocabulary = _tokenizer_of(folder) if tokenizer is None else load_tokenizer(tokenizer)
     with _naming(folder):
         weights = gpt2.weights_from_hf(_read_weights(folder), config)
-    return _save(config, weights, found, out_dir, folder, "Hugging Face folder")
+    return _save(config, weights, vocabulary, out_dir, folder, "Hugging Face folder")
 
 
 def export_hf(path: str | Path, folder: str | Path) -> Path:
@@ -153,15 +153,16 @@ def import_nanogpt(
     with _naming(path):
         weights = gpt2.weights_from_nanogpt(stored["model"], config)
     if tokenizer is not None:
-        found = load_tokenizer(tokenizer)
+        vocabulary = load_tokenizer(tokenizer)
     else:
         assert text is not None
-        found = CharacterTokenizer(read_text_file(Path(text)))
-        if found.vocab_size != config.vocab_size:
+        vocabulary = CharacterTokenizer(read_text_file(Path(text)))
+        size = vocabulary.vocab_size
+        if size != config.vocab_size:
             raise ValueError(
-                f"text must have the model's {config.vocab_size} characters, got {found.vocab_size}"
+                f"text must have the model's {config.vocab_size} characters, got {size}"
             )
-    return _save(config, weights, found, out_dir, Path(path), "nanoGPT checkpoint")
+    return _save(config, weights, vocabulary, out_dir, Path(path), "nanoGPT checkpoint")
 
 
 def _save(
@@ -223,7 +224,7 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the files that its index names."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name in _weight_files(folder):
         path = _file_in(folder, name)
         if not path.exists():
@@ -232,11 +233,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 "hold code"
             )
         try:
-            found.update(torch_format.load_file(path))
+            weights.update(torch_format.load_file(path))
         # The Rust side raises an exception of its own for a file that it cannot read.
         except Exception as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
-    return found
+    return weights
 
 
 def _weight_files(folder: Path) -> list[str]:

@@ -43,7 +43,7 @@ class Map:
     keys: Sequence[str]
 
 
-def attention_maps(found: Trained, text: str, *, target: str | None = None) -> list[Map]:
+def attention_maps(trained: Trained, text: str, *, target: str | None = None) -> list[Map]:
     """The weights of every attention layer of a model that reads a text.
 
     Args:
@@ -59,41 +59,41 @@ def attention_maps(found: Trained, text: str, *, target: str | None = None) -> l
         DataError: a text is empty or too long for the model, or there is a target for a model that
             takes none.
     """
-    tokenizer = found.tokenizer
-    if found.kind.name == "seq2seq":
-        limit = found.config.source_length
+    tokenizer = trained.tokenizer
+    if trained.kind.name == "seq2seq":
+        limit = trained.config.source_length
         read = encode_texts([(text, "--text")], tokenizer, limit)
         if target is None:
-            written = translate_ids(found.model, tokenizer, read)[0]
+            written = translate_ids(trained.model, tokenizer, read)[0]
         else:
-            limit = found.config.target_length
+            limit = trained.config.target_length
             (ids,) = encode_texts([(target, "--target")], tokenizer, limit, side="target")
             written = list(ids)
         rows = [list(read[0]), [tokenizer.special_id("begin"), *written]]
         # The decoder reads so many tokens; the last one of a long translation is not read again.
-        rows[1] = rows[1][: found.config.target_length]
+        rows[1] = rows[1][: trained.config.target_length]
     elif target is not None:
-        raise DataError(f"--target is for an encoder-decoder, not {found.kind.title}")
+        raise DataError(f"--target is for an encoder-decoder, not {trained.kind.title}")
     else:
-        rows = [_tokens(found, text)]
-    calls = _record(found.model, rows)
+        rows = [_tokens(trained, text)]
+    calls = _record(trained.model, rows)
     labels = [_labels(tokenizer, row) for row in rows]
     return [_map(name, weights, labels) for name, weights in calls]
 
 
-def _tokens(found: Trained, text: str) -> list[int]:
+def _tokens(trained: Trained, text: str) -> list[int]:
     """The tokens of a text, as the model has learned to read it."""
-    limit = found.config.context_length
-    if found.kind.name == "tagger":
+    limit = trained.config.context_length
+    if trained.kind.name == "tagger":
         words = [
             word
-            for line in split_words(text, "--text", python=found.data["python"])
+            for line in split_words(text, "--text", python=trained.data["python"])
             for word in line
         ]
-        rows = cut_rows(words, found.tokenizer, limit) if words else []
+        rows = cut_rows(words, trained.tokenizer, limit) if words else []
         tokens = [token for row in rows for token in row.tokens]
     else:
-        tokens = found.tokenizer.encode(text)
+        tokens = trained.tokenizer.encode(text)
     if not tokens:
         raise DataError("--text: the text has no token")
     if len(tokens) > limit:

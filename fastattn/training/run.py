@@ -123,24 +123,24 @@ def _train(
     say: Callable[[str], None],
     ranks: Ranks,
 ) -> TrainResult:
-    found = ranks.decided(lambda: latest_checkpoint(out_dir)) if resume else None
-    if resume and found is None:
+    latest = ranks.decided(lambda: latest_checkpoint(out_dir)) if resume else None
+    if resume and latest is None:
         say(f"no checkpoint in {out_dir}: starting a new run")
     together = ranks.split.size > 1
     # Of several ranks each reads its part, when it has one.
     place = "meta" if together else "cpu"
-    checkpoint = None if found is None else load_checkpoint(found, device=place)
+    checkpoint = None if latest is None else load_checkpoint(latest, device=place)
     if checkpoint is not None:
         if source := checkpoint.state.get("imported"):
-            raise CheckpointError(f"{found} comes from {source}: it is no run that could go on")
+            raise CheckpointError(f"{latest} comes from {source}: it is no run that could go on")
         options = _continued(options, checkpoint, kind_of(checkpoint))
         if checkpoint.require("state", "finished"):
             loss = checkpoint.require("state", "validation_loss")
             say(f"the run in {out_dir} is finished: {checkpoint.step} steps")
-            assert found is not None
+            assert latest is not None
             scores = checkpoint.state.get("scores", {})
-            return TrainResult(checkpoint.step, True, found, loss, 0.0, scores)
-    trainer = _build(options, out_dir, checkpoint, found if together else checkpoint, say, ranks)
+            return TrainResult(checkpoint.step, True, latest, loss, 0.0, scores)
+    trainer = _build(options, out_dir, checkpoint, latest if together else checkpoint, say, ranks)
     try:
         return trainer.run(should_stop)
     finally:
@@ -348,11 +348,11 @@ class Pretrained:
     """
 
     def __init__(self, path: str | Path) -> None:
-        found = load_trained(path, "masked")
-        assert isinstance(found.model, MaskedLM)
-        self._path, self._encoder = path, found.model.encoder
-        self._config: EncoderConfig = found.config
-        self.tokenizer: Tokenizer = found.tokenizer
+        trained = load_trained(path, "masked")
+        assert isinstance(trained.model, MaskedLM)
+        self._path, self._encoder = path, trained.model.encoder
+        self._config: EncoderConfig = trained.config
+        self.tokenizer: Tokenizer = trained.tokenizer
 
     def fields(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The encoder's configuration, with what a run may have of its own, but the vocabulary.

@@ -77,8 +77,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    found = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    return [(name, cast(Tensor, x)) for name, x in found.items() if name.startswith(_STATE)]
+    state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    return [(name, cast(Tensor, x)) for name, x in state.items() if name.startswith(_STATE)]
 
 
 class ShardWriter(HuggingFaceStorageWriter):
@@ -104,13 +104,13 @@ class ShardWriter(HuggingFaceStorageWriter):
                 # A file has one entry a name: the others would be lost.
                 raise CheckpointError(f"{name} has {count} parts on a rank, of which one is kept")
         written = super().write_data(plan, planner).wait()
-        found = [
+        results = [
             # torch's own flush comes before the end of its buffer is written.
             WriteResult(MetadataIndex(name), 0, _flushed_entry(Path(self.path) / name))
             for name in sorted({result.storage_data.relative_path for result in written})
         ]
         done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result(found)
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -190,10 +190,13 @@ class ShardedWriter:
         tensors = apart({**checkpoint.model, **checkpoint.training})
         writer = ShardWriter(final, checkpoint)
         if self._background:
-            found = state_dict_saver.async_save(
+            saving = state_dict_saver.async_save(
                 tensors, storage_writer=writer, process_group=self._group
             )
-            self._pending = final, found if isinstance(found, Future) else found.upload_completion
+            self._pending = (
+                final,
+                saving if isinstance(saving, Future) else saving.upload_completion,
+            )
             return final
         try:
             state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group)
@@ -252,14 +255,14 @@ def restore_sharded(
     """
     group = _group_or_all("restore_sharded", group)
     model_part = model_tensors(model)
-    found: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
 
     def look() -> None:
-        found.append(load_checkpoint(path, device="meta"))
-        check_shapes(model_part, found[0])
+        checkpoints.append(load_checkpoint(path, device="meta"))
+        check_shapes(model_part, checkpoints[0])
 
     agree(look, group)
-    (checkpoint,) = found
+    (checkpoint,) = checkpoints
     saved = {name for name in checkpoint.training if name.startswith(_OPTIMIZER)}
     state: dict[str, Any] = {}
     if optimizer is not None and saved:
@@ -283,9 +286,9 @@ def restore_sharded(
 def _group_or_all(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(f"{name} needs a process group: torch.distributed has none")
-    found = dist.group.WORLD if group is None else group
-    assert found is not None
-    return found
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None
+    return process_group
 
 
 def _state_like(

@@ -51,12 +51,12 @@ class ShardReader(HuggingFaceStorageReader):
             self._manifest.check(path.name, content=False)
         folder = self._manifest.folder
         try:
-            found = self.read_metadata().state_dict_metadata
+            entries = self.read_metadata().state_dict_metadata
         # The Rust side raises an exception of its own, the Python side what it meets.
         except Exception as error:
             raise CheckpointError(f"checkpoint {folder} is corrupt: {error}") from None
         shapes = {}
-        for name, entry in found.items():
+        for name, entry in entries.items():
             assert isinstance(entry, TensorStorageMetadata)
             shapes[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
@@ -121,10 +121,10 @@ def agree(check: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     except CheckpointError as caught:
         error = caught
     if group is None:
-        found = [error]
+        errors = [error]
     else:
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, error, group)
-    for error in found:
+        errors = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group)
+    for error in errors:
         if error is not None:
             raise error

@@ -144,13 +144,13 @@ def _backend(name: str) -> Iterator[None]:
 
 def as_dict(timing: StepTiming) -> dict[str, Any]:
     """The figures as JSON values, without the backend."""
-    found = {
+    fields = {
         "step_ms": round(timing.step_ms, 3),
         "tokens_per_second": round(timing.tokens_per_second),
         "model_tflops": float(f"{timing.model_tflops:.4g}"),
     }
     if timing.mfu is not None:
-        found["mfu"] = round(timing.mfu, 4)
+        fields["mfu"] = round(timing.mfu, 4)
     if timing.peak_mib is not None:
-        found["peak_mib"] = round(timing.peak_mib)
-    return found
+        fields["peak_mib"] = round(timing.peak_mib)
+    return fields

@@ -81,8 +81,8 @@ class Manifest:
         return self._shards("2") if self.sharded else [TRAINING]
 
     def _shards(self, number: str) -> list[str]:
-        found = {name: _SHARD.fullmatch(name) for name in self.files}
-        return sorted(name for name, match in found.items() if match and match[2] == number)
+        matches = {name: _SHARD.fullmatch(name) for name in self.files}
+        return sorted(name for name, match in matches.items() if match and match[2] == number)
 
     def check(self, name: str, *, content: bool = True) -> None:
         """A file is the one that the manifest describes, judged without holding it in memory.
@@ -131,8 +131,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = file_in(folder, MANIFEST)
     fields = read_json(path)
     if fields.get("format") != _FORMAT:
-        found = fields.get("format")
-        raise CheckpointError(f"{path} is not a checkpoint of fastattn: its format is {found!r}")
+        written = fields.get("format")
+        raise CheckpointError(f"{path} is not a checkpoint of fastattn: its format is {written!r}")
     version = fields.get("version")
     if version not in (_VERSION, _SHARDED_VERSION) or isinstance(version, bool):
         raise CheckpointError(
@@ -310,12 +310,12 @@ def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that a path means: itself, or the newest in a run's folder."""
     path = Path(path)
     if (path / MANIFEST).exists() or _FOLDER.fullmatch(path.name):
-        found: Path | None = path if path.is_dir() else None
+        folder: Path | None = path if path.is_dir() else None
     else:
-        found = latest_checkpoint(path)
-    if found is None:
+        folder = latest_checkpoint(path)
+    if folder is None:
         raise CheckpointError(f"there is no checkpoint in {path}")
-    return found
+    return folder
 
 
 def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
@@ -335,13 +335,13 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     A parameter may have two names, such as a token embedding that two sides share.
     """
     seen: set[int] = set()
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         local: Tensor = getattr(tensor, "to_local", lambda x=tensor: x)()  # of a DTensor its part
         shared = local.data_ptr() in seen and local.numel() > 0
-        found[name] = tensor.detach().clone() if shared else tensor.detach()
+        copies[name] = tensor.detach().clone() if shared else tensor.detach()
         seen.add(local.data_ptr())
-    return found
+    return copies
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -337,7 +337,7 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Paramet
 
     One torch operation on several DTensors wants them on one mesh.
     """
-    found: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        found[getattr(parameter, "device_mesh", None)].append(parameter)
-    return found
+        by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
+    return by_mesh

@@ -102,11 +102,11 @@ class Usage:
         Args:
             tokens_per_second: speed of all ranks together.
         """
-        found = {"tokens_per_second": round(tokens_per_second, 1)}
+        figures = {"tokens_per_second": round(tokens_per_second, 1)}
         if self._ranks > 1:
-            found["tokens_per_second_per_rank"] = round(tokens_per_second / self._ranks, 1)
+            figures["tokens_per_second_per_rank"] = round(tokens_per_second / self._ranks, 1)
         if (peak := peak_mib(self._device)) is not None:
-            found["peak_mib"] = round(peak)
+            figures["peak_mib"] = round(peak)
         if self._share is not None:
-            found["mfu"] = round(self._share * tokens_per_second, 4)
-        return found
+            figures["mfu"] = round(self._share * tokens_per_second, 4)
+        return figures

@@ -107,11 +107,11 @@ by_direction = False
 
 def choices(device: torch.device) -> Choices:
     """The findings about a device, read at the first call."""
-    found = _known.get(device)
-    if found is None:
+    stored = _known.get(device)
+    if stored is None:
         rows = read(device) if applies(device) else {}
-        found = adopt(device, rows)
-    return found
+        stored = adopt(device, rows)
+    return stored
 
 
 def adopt(device: torch.device, rows: Rows) -> Choices:
@@ -126,9 +126,9 @@ def adopt(device: torch.device, rows: Rows) -> Choices:
     wrong = any(row.get("verdict") != "right" for row in verification.values())
     by_direction = by_direction or wrong or bool(backends)
     multiprocessors = environment(device).multiprocessors if backends else 0
-    found = Choices(verification, tiles, backends, passes, splits, multiprocessors)
-    _known[device] = found
-    return found
+    adopted = Choices(verification, tiles, backends, passes, splits, multiprocessors)
+    _known[device] = adopted
+    return adopted
 
 
 def forget() -> None:
@@ -178,13 +178,13 @@ def read(device: torch.device) -> Rows:
 def _read_file(path: Path, here: Environment) -> Rows:
     """The findings of a file, if they are of this environment."""
     try:
-        found = findings.read(path)
+        stored = findings.read(path)
     except (OSError, Unreadable) as error:
         warn_once(f"fastattn ignores {TUNED}={path}: {error}")
         return {}
-    if found.environment == here:
-        return found.rows
-    warn_once(f"fastattn ignores {TUNED}={path}: it has {difference(found.environment, here)}")
+    if stored.environment == here:
+        return stored.rows
+    warn_once(f"fastattn ignores {TUNED}={path}: it has {difference(stored.environment, here)}")
     return {}
 
 
@@ -305,8 +305,8 @@ def _bucket(
 # so by hand: torch.compiler.assume_constant_result would import torch._dynamo.
 def any_about(device: torch.device) -> bool:
     """Whether a device has findings."""
-    found = choices(device)
-    return bool(found.verification or found.backends or found.passes)
+    stored = choices(device)
+    return bool(stored.verification or stored.backends or stored.passes)
 
 
 def quarantined(

@@ -49,9 +49,9 @@ def environment(device: torch.device | str) -> Environment:
     return Environment(gpu, multiprocessors, driver, torch.__version__, triton, _sources())
 
 
-def difference(found: Environment, here: Environment) -> str:
+def difference(stored: Environment, here: Environment) -> str:
     """The fields in which two environments differ, as a sentence."""
-    pairs = zip(Environment._fields, found, here, strict=True)
+    pairs = zip(Environment._fields, stored, here, strict=True)
     return ", ".join(f"{name} {x} instead of {y}" for name, x, y in pairs if x != y)
 
 
@@ -60,11 +60,11 @@ def _driver() -> str:
     """The driver's version, read from files: nvidia-smi is too slow for a first call."""
     for path in _DRIVERS:
         try:
-            found = re.search(r"\d+(\.\d+)+", path.read_text("utf-8"))
+            version = re.search(r"\d+(\.\d+)+", path.read_text("utf-8"))
         except OSError:
             continue
-        if found is not None:
-            return found[0]
+        if version is not None:
+            return version[0]
     # A container may hide the files; torch knows at least what the driver supports.
     supported = getattr(torch._C, "_cuda_getDriverVersion", None)
     return str(supported() if supported is not None else torch.version.hip)
@@ -73,12 +73,12 @@ def _driver() -> str:
 @cache
 def _sources() -> str:
     """Hash of the kernels: their code, and the tiles that they are launched with."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, file in sorted(_files(resources.files(_KERNELS), "")):
         # What git or an archive does to the ends of lines is no other kernel.
         text = file.read_bytes().replace(b"\r\n", b"\n")
-        found.update(f"{name} {len(text)}\n".encode() + text)
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 def _files(folder: Any, prefix: str) -> Iterator[tuple[str, Any]]:

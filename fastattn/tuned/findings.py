@@ -86,13 +86,13 @@ def read(path: Path) -> Findings:
         OSError: the file is missing or may not be read.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
-        if found["format"] != FORMAT:
-            raise Unreadable(f"its format is {found['format']}, and this fastattn reads {FORMAT}")
-        environment = Environment(**found["environment"])
+        content = json.loads(path.read_text("utf-8"))
+        if content["format"] != FORMAT:
+            raise Unreadable(f"its format is {content['format']}, and this fastattn reads {FORMAT}")
+        environment = Environment(**content["environment"])
         if not all(isinstance(value, str | int) for value in environment):
             raise ValueError("its environment has a field that is no text or number")
-        rows = {kind: found[kind] for kind in KEYS if kind in found}
+        rows = {kind: content[kind] for kind in KEYS if kind in content}
         for kind, of_kind in rows.items():
             for row in of_kind:
                 _check_row(kind, row)

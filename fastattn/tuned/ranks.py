@@ -32,11 +32,11 @@ def share(group: "ProcessGroup | None" = None, device: torch.device | str | None
     device = torch.device(device)
     here: list[str] = [""] * distributed.get_world_size(group)
     distributed.all_gather_object(here, environment(device).hash, group)
-    for rank, found in enumerate(here):
-        if found != here[0]:
+    for rank, other in enumerate(here):
+        if other != here[0]:
             raise RuntimeError(
                 f"ranks 0 and {rank} differ in GPU, driver, torch, triton or fastattn: findings of "
-                f"{here[0]} are not those of {found}"
+                f"{here[0]} are not those of {other}"
             )
     first = distributed.get_rank(group) == 0
     rows: list[Any] = [choices.read(device) if first else None]

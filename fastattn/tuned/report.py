@@ -40,9 +40,9 @@ def _tiles() -> Iterator[str]:
             yield f"  {kernel}, {size} bytes: {origins}"
     for kernel in tiles.HOPPER:
         others = ((D, tiles.other_row(kernel, D)) for D in _HEAD_DIMS)
-        found = [f"{D} {_origin(row)}" for D, row in others if row is not None]
-        if found:
-            yield f"  {kernel}: {', '.join(found)}"
+        listed = [f"{D} {_origin(row)}" for D, row in others if row is not None]
+        if listed:
+            yield f"  {kernel}: {', '.join(listed)}"
 
 
 def _origin(row: Any) -> str:
@@ -68,13 +68,16 @@ def _fastest(rows: choices.Rows) -> Iterator[str]:
 
 def _verified(rows: choices.Rows, where: str) -> list[str]:
     """How many families are right, and which are not."""
-    found = rows.get("verification", ())
-    if not found:
+    verifications = rows.get("verification", ())
+    if not verifications:
         return [f"not verified {where}: run fastattn verify"]
-    right = [row for row in found if row["verdict"] == "right"]
-    last = max(row["date"] for row in found)
-    said = f"verified {where}, last {last}: {len(right)} of {len(found)} families of kernels right"
-    return [said, *(f"  {_failed(row)}" for row in found if row not in right)]
+    right = [row for row in verifications if row["verdict"] == "right"]
+    last = max(row["date"] for row in verifications)
+    counts = f"{len(right)} of {len(verifications)} families of kernels right"
+    return [
+        f"verified {where}, last {last}: {counts}",
+        *(f"  {_failed(row)}" for row in verifications if row not in right),
+    ]
 
 
 def _failed(row: Row) -> str:

@@ -94,20 +94,20 @@ class Store:
             OSError: it cannot be read.
             ValueError: it is no such file, or of another environment.
         """
-        found = findings.read(Path(path))
-        if found.environment != self.environment:
-            other = difference(found.environment, self.environment)
+        saved = findings.read(Path(path))
+        if saved.environment != self.environment:
+            other = difference(saved.environment, self.environment)
             raise ValueError(f"{path} is of another environment: it has {other}")
-        return sum(len(rows) for kind, rows in found.rows.items() if rows and self.put(kind, *rows))
+        return sum(len(rows) for kind, rows in saved.rows.items() if rows and self.put(kind, *rows))
 
     def _rows(self, kind: str) -> list[Row]:
         try:
-            found = findings.read(self.path(kind))
+            stored = findings.read(self.path(kind))
         except FileNotFoundError:
             return []
-        if found.environment != self.environment:
+        if stored.environment != self.environment:
             raise Unreadable("it is of another environment than its folder")
-        return found.rows.get(kind, [])
+        return stored.rows.get(kind, [])
 
     def _locked(self, change: Callable[[], None]) -> bool:
         """Change the folder under its lock; return whether that succeeded."""

@@ -221,8 +221,8 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
         sizes = (*q.shape[:3], k.shape[2], tile.BLOCK_M, tile.BLOCK_N)
         key = _table_key(mask, sizes, of_keys, q.device)
     if key in kept:
-        found, _ = kept[key]
-        return mask._replace(**found)
+        fields, _ = kept[key]
+        return mask._replace(**fields)
     table = _empty_table(options, q, k, tile, of_keys=of_keys)
     _blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys)(())
     if key is not None and mod.may_keep(q.device):

@@ -123,10 +123,10 @@ def split_packed(
     H_q, total = q.shape[1:3]
     G = H_q // cache.k.shape[1]
     few = _FEW_ROWS // G
-    found = []
+    groups = []
     if few:
         tile = decode_tile(q, cache, few=True)
-        found.append(_packed(q, cache, options, tile, (1, min(few, longest)), B, B, invariant))
+        groups.append(_packed(q, cache, options, tile, (1, min(few, longest)), B, B, invariant))
     if longest > few:
         tile = decode_tile(q, cache, few=False)
         if options.registers in ("scores", "heavy"):
@@ -137,8 +137,8 @@ def split_packed(
         most = total * G // tile.BLOCK_M + rows
         # Of the tokens, so many at least are in longer rows.
         least = max(1, (total - few * B) * G // tile.BLOCK_M)
-        found.append(_packed(q, cache, options, tile, (few + 1, longest), most, least, invariant))
-    return found
+        groups.append(_packed(q, cache, options, tile, (few + 1, longest), most, least, invariant))
+    return groups
 
 
 def _packed(

@@ -82,13 +82,13 @@ def quick(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
             operand = data.dtype.type(other or 0)  # Triton drops the sign of -0.0
         if name not in dtypes or block is None:
             return slow(self, other, **kwargs)
-        found = function(operand, data) if reflected else function(data, operand)
+        result = function(operand, data) if reflected else function(data, operand)
         if compares:
             dtype = tl.int1
             block = tl.block_type(dtype, block.shape) if block.is_block() else dtype
-        elif 8 * found.itemsize != dtype.primitive_bitwidth and name != "int1":
+        elif 8 * result.itemsize != dtype.primitive_bitwidth and name != "int1":
             return slow(self, other, **kwargs)
-        return tl.tensor(TensorHandle(found, dtype), block)
+        return tl.tensor(TensorHandle(result, dtype), block)
 
     return method
 

@@ -145,21 +145,21 @@ def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> Non
     Raises:
         ValueError: a row is none of a kernel here; nothing is installed.
     """
-    found = []
+    installed = []
     for row in rows:
         plain = row.get("calls", "plain") == "plain"
         kind = row["kernel"] if plain else f"{row['kernel']}_{row['calls']}"
         if kind not in {*KINDS, *HEAVY, *MASKED, *BIAS, *SCORES, *SHARED, *HOPPER}:
             raise ValueError(f"there is no kernel {kind}: {dict(row)}")
         _check_row(kind, row)
-        found.append({**row, "kernel": kind, "source": "tuned"})
+        installed.append({**row, "kernel": kind, "source": "tuned"})
     programs = {(device, row["element_size"], row["BLOCK_D"]): row["programs"] for row in splits}
     if not all(_takes(_PROGRAMS, x) for x in programs.values()):
         raise ValueError(f"these are no numbers of programs: {list(programs.values())}")
     for key in [key for key in _programs if key[0] == device]:
         del _programs[key]
     _programs.update(programs)
-    _replace(device, found)
+    _replace(device, installed)
 
 
 def _check_row(kind: str, row: Row) -> None:

@@ -30,15 +30,15 @@ def at_most(x, limit, also=None):
     bit from its word again. With `also` a comparison is one instruction still.
     """
     if x.dtype != tl.int32 or limit.dtype != tl.int32 or not cuda_capability_geq(8):
-        found = x <= limit
+        within = x <= limit
         if also is not None:
-            found = found & also
+            within = within & also
     elif also is None:
-        found = tl.inline_asm_elementwise(
+        within = tl.inline_asm_elementwise(
             "setp.le.s32 $0, $1, $2;", "=b,r,r", [x, limit], tl.int1, True, 1
         )
     else:
-        found = tl.inline_asm_elementwise(
+        within = tl.inline_asm_elementwise(
             "setp.le.and.s32 $0, $1, $2, $3;", "=b,r,r,b", [x, limit, also], tl.int1, True, 1
         )
-    return found
+    return within

@@ -147,13 +147,13 @@ def has_slot(positions, pages):
 
     A row ends where its columns of the block table end, or its page; a ring has no end.
     """
-    found = positions >= 0
+    valid = positions >= 0
     if pages.block_table_ptr is not None:
-        found = found & (_page_number(positions, pages) < value(pages.table_width))
+        valid = valid & (_page_number(positions, pages) < value(pages.table_width))
     else:
         if pages.keep_first is None:
-            found = found & (positions < value(pages.page_size))
-    return found
+            valid = valid & (positions < value(pages.page_size))
+    return valid
 
 
 @triton.jit

@@ -128,22 +128,22 @@ def _plan_by_ranges(lo, full_lo, full_hi, hi, kept):
 def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
     """Which key blocks a query tile visits: (full blocks, boundary blocks, plan)."""
     if mask.blocks_ptr is not None:
-        found = _plan_by_table(tile, row.b, h, mask)
+        plan = _plan_by_table(tile, row.b, h, mask)
     else:
         lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
-        found = _plan_by_ranges(lo, full_lo, full_hi, hi, kept)
-    return found
+        plan = _plan_by_ranges(lo, full_lo, full_hi, hi, kept)
+    return plan
 
 
 @triton.jit
 def query_plan(tile, k_first, k_last, h, row, mask, BLOCK_M: tl.constexpr):
     """Which query blocks of head h a key tile visits, as `key_plan`."""
     if mask.blocks_ptr is not None:
-        found = _plan_by_table(tile, row.b, h, mask)
+        plan = _plan_by_table(tile, row.b, h, mask)
     else:
         lo, full_lo, full_hi, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
-        found = _plan_by_ranges(lo, full_lo, full_hi, hi, 0)
-    return found
+        plan = _plan_by_ranges(lo, full_lo, full_hi, hi, 0)
+    return plan
 
 
 @triton.jit

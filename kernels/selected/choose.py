@@ -43,7 +43,7 @@ def block_scores_kernel(
     query = m_first + tl.arange(0, BLOCK_M)
     in_rows = query < first_query + rows
     position = query + (offset[0] >> 2)
-    found = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
+    best = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     first_key = tile * BLOCKS * PER_BLOCK
     # A tile that begins behind the last query has nothing to show.
     last = (H_q // H_s) * (s_head + 1)
@@ -67,10 +67,10 @@ def block_scores_kernel(
                 place = (b * H_q + h).to(tl.int64) * T_q + query
                 lse = load_vector(lse_ptr + place, in_rows, float("inf"))
                 p = weights(s, lse[:, None], scale * LOG2E, keep)
-                found = tl.where(keep, tl.maximum(found, 0.0) + p, found)
+                best = tl.where(keep, tl.maximum(best, 0.0) + p, best)
             else:
-                found = tl.maximum(found, tl.where(keep, s * scale, float("-inf")))
-    of_blocks = found.reshape(BLOCK_M, BLOCKS, PER_BLOCK)
+                best = tl.maximum(best, tl.where(keep, s * scale, float("-inf")))
+    of_blocks = best.reshape(BLOCK_M, BLOCKS, PER_BLOCK)
     score = tl.max(of_blocks, 2)
     if lse_ptr is not None:
         total = tl.sum(tl.maximum(of_blocks, 0.0), 2)

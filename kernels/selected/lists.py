@@ -173,9 +173,9 @@ def inverted(lists: Tensor, key_blocks: int) -> tuple[Tensor, Tensor]:
     lists: int32 [B, H_s, R, n], blocks of each list behind which all are `key_blocks`. One sort,
     which keeps the order of equals: the same sums in every run.
     """
-    found, places = lists.flatten(2).sort(dim=-1, stable=True)
+    blocks, places = lists.flatten(2).sort(dim=-1, stable=True)
     numbers = torch.arange(key_blocks + 1, dtype=torch.int32, device=lists.device)
-    starts = torch.searchsorted(found, numbers.expand(*found.shape[:2], -1).contiguous())
+    starts = torch.searchsorted(blocks, numbers.expand(*blocks.shape[:2], -1).contiguous())
     return (places // max(lists.shape[3], 1)).to(torch.int32), starts.to(torch.int32)
 
 

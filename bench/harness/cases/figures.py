@@ -83,10 +83,10 @@ def figures(case: Case, ms: float) -> dict[str, float]:
         tflops, by convention, in 1e12 operations a second; for decoding also kv_gbps, 1e9 bytes of
         keys and values a second.
     """
-    found = {"tflops": flops(case) / ms / 1e9}
+    rates = {"tflops": flops(case) / ms / 1e9}
     if case.family == "decode":
-        found["kv_gbps"] = key_value_bytes(case) / ms / 1e6
-    return found
+        rates["kv_gbps"] = key_value_bytes(case) / ms / 1e6
+    return rates
 
 
 def exponential_limit(D: int, sm_count: int, clock_mhz: float) -> float:

@@ -75,13 +75,13 @@ def _groups(
     names: Mapping[str, tuple[str, str]],
 ) -> dict[tuple[Any, ...], list[Bar]]:
     """Bars of a figure of all timed records that are chosen by their case, by a key of it."""
-    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    groups: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in timed(data["results"]):
         if figure in record and record["implementation"] in names and chosen(record["case"]):
-            found.setdefault(key(record["case"]), {})[record["implementation"]] = record[figure]
+            groups.setdefault(key(record["case"]), {})[record["implementation"]] = record[figure]
     return {
         group: [(names[n][1], values[n], names[n][0]) for n in names if n in values]
-        for group, values in sorted(found.items())
+        for group, values in sorted(groups.items())
     }
 
 

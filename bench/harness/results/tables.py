@@ -280,7 +280,7 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
         ValueError: it is neither, or of no GPU.
     """
     try:
-        found = findings.read(path)
+        stored = findings.read(path)
     except Unreadable as error:
         try:
             data = Report.load(path).data
@@ -292,13 +292,13 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
         copy = results / f"{slug(gpu['name'])}-{data['started'][:10]}.json"
         Report(copy, data).save()
         return [copy]
-    environment, rows = found
+    environment, rows = stored
     if not rows or environment.gpu == "interpreter":
         raise ValueError(f"{path} has no findings of a GPU")
     copy = results / "tuned" / f"{slug(environment.gpu)}-{_date(rows)}.json"
     copy.parent.mkdir(exist_ok=True)
-    findings.write(copy, found)
-    return [copy, *tuning.ship(found, shipped)]
+    findings.write(copy, stored)
+    return [copy, *tuning.ship(stored, shipped)]
 
 
 def slug(gpu: str) -> str:

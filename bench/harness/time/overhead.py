@@ -65,7 +65,7 @@ def host_costs(
                 call()
             means[name].append(1e6 * (time.perf_counter() - begin) / _CALLS)
     synchronize()
-    return {name: of(found) for name, found in means.items()}
+    return {name: of(times) for name, times in means.items()}
 
 
 def calls(device: str, row: str = "plain") -> dict[str, Function]:
@@ -83,17 +83,17 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
     """
     call, tensors = ROWS[row](device)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    found: dict[str, Function] = {
+    functions: dict[str, Function] = {
         "bare launch": bare_launch(lambda: call(*tensors)),
         "fastattn": lambda: call(*tensors),
     }
     if not row.startswith("decode"):
-        found["fastattn with grad"] = lambda: call(*leaves)
+        functions["fastattn with grad"] = lambda: call(*leaves)
     if device == "cuda" and row == "plain":
         sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
-        found["sdpa"] = lambda: sdpa(*tensors)
-        found["sdpa with grad"] = lambda: sdpa(*leaves)
-    return found
+        functions["sdpa"] = lambda: sdpa(*tensors)
+        functions["sdpa with grad"] = lambda: sdpa(*leaves)
+    return functions
 
 
 Row: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
@@ -155,8 +155,8 @@ ROWS: dict[str, Callable[[str], Row]] = {
 def call_costs() -> dict[str, float]:
     """Host microseconds of each of `calls` on a GPU: the median."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = calls("cuda")
-        return host_costs(found, of=statistics.median, synchronize=torch.cuda.synchronize)
+        functions = calls("cuda")
+        return host_costs(functions, of=statistics.median, synchronize=torch.cuda.synchronize)
 
 
 def bare_launch(call: Function) -> Function:

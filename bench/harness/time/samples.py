@@ -197,8 +197,8 @@ class Bench:
         self, functions: Mapping[str, Function], announce: Announce = silent
     ) -> dict[str, Timing | Exception]:
         """Summaries of `samples`."""
-        found = self.samples(functions, announce)
-        return {n: x if isinstance(x, Exception) else Timing.of(x) for n, x in found.items()}
+        results = self.samples(functions, announce)
+        return {n: x if isinstance(x, Exception) else Timing.of(x) for n, x in results.items()}
 
     def samples(
         self, functions: Mapping[str, Function], announce: Announce = silent
@@ -218,23 +218,23 @@ class Bench:
         if self.alone and len(functions) > 1:
             each = (self.samples({n: function}, announce) for n, function in functions.items())
             return {name: x for timed in each for name, x in timed.items()}
-        found: dict[str, list[float] | Exception] = {}
+        errors: dict[str, list[float] | Exception] = {}
         starts: dict[str, tuple[Start, int]] = {}
         for name, function in functions.items():
             try:
                 starts[name] = self._warm_up(name, function, announce)
             except Exception as error:
-                found[name] = error
+                errors[name] = error
                 raise_if_lost(error, name, self.timer.synchronize)
         self.sleep(self.effort.pause)
         who = next(iter(functions)) if len(functions) == 1 else TIMING
         announce(who, RUNS)
         samples: dict[str, list[float]] = {name: [] for name in starts}
         for turn in range(max((count for _, count in starts.values()), default=0)):
-            due = {n: s for n, (s, count) in starts.items() if turn < count and n not in found}
-            for name, ms in self._turn(turn, due, found, who):
+            due = {n: s for n, (s, count) in starts.items() if turn < count and n not in errors}
+            for name, ms in self._turn(turn, due, errors, who):
                 samples[name].append(ms)
-        return {n: found[n] if n in found else samples[n] for n in functions}
+        return {n: errors[n] if n in errors else samples[n] for n in functions}
 
     def _warm_up(self, name: str, function: Function, announce: Announce) -> tuple[Start, int]:
         """Issuer of samples of a function, and how many are due."""
@@ -249,7 +249,7 @@ class Bench:
         return start, self.effort.samples(first())
 
     def _turn(
-        self, turn: int, starts: dict[str, Start], found: dict[str, Any], who: str
+        self, turn: int, starts: dict[str, Start], errors: dict[str, Any], who: str
     ) -> list[tuple[str, float]]:
         """Milliseconds of one call of each function; errors go to `found`."""
         pending: list[tuple[str, Callable[[], float]]] = []
@@ -257,7 +257,7 @@ class Bench:
             try:
                 pending.append((name, starts[name]()))
             except Exception as error:
-                found[name] = error
+                errors[name] = error
                 # The fault may be an earlier function's: calls of a turn run after they are issued.
                 raise_if_lost(error, who, self.timer.synchronize)
         if turn % 4 == 3:

@@ -146,21 +146,21 @@ def shapes_of(
     """
     if model is None and heads is None and kv_heads is None and not head_dims and not dtypes:
         return list(USUAL_SHAPES)
-    found = {} if model is None else _configuration(Path(model))
-    heads = heads or found.get("heads")
-    head_dims = head_dims or ([found["head_dim"]] if found else [128, 64])
+    model_shape = {} if model is None else _configuration(Path(model))
+    heads = heads or model_shape.get("heads")
+    head_dims = head_dims or ([model_shape["head_dim"]] if model_shape else [128, 64])
     made = []
     for dtype, D in itertools.product(dtypes or ("bfloat16",), head_dims):
         if dtype not in SIZES:
             raise ValueError(f"dtype must be one of {', '.join(SIZES)}, got {dtype!r}")
         H_q = heads or usual_shape(D).H_q
-        H_k = kv_heads or found.get("kv_heads") or H_q
+        H_k = kv_heads or model_shape.get("kv_heads") or H_q
         if not 1 <= D <= 256 or H_q < 1 or H_q % H_k:
             raise ValueError(
                 f"a head dim is 1 to 256, and heads are a multiple of kv_heads; got head dim "
                 f"{D}, {H_q} heads on {H_k}"
             )
-        made.append(Shape(D, H_q, H_k, dtype, found.get("tokens", 4096)))
+        made.append(Shape(D, H_q, H_k, dtype, model_shape.get("tokens", 4096)))
     return made
 
 
@@ -170,14 +170,14 @@ def _configuration(path: Path) -> dict[str, int]:
     data = json.loads(file.read_text("utf-8"))
     for part in ("config", "model", "text_config"):
         data = {**data, **data.get(part, {})}
-    found = {
+    shape = {
         name: next(data[field] for field in fields if data.get(field))
         for name, fields in _FIELDS.items()
         if any(data.get(field) for field in fields)
     }
-    if "heads" not in found or not {"head_dim", "width"} & found.keys():
+    if "heads" not in shape or not {"head_dim", "width"} & shape.keys():
         raise ValueError(f"{file} says neither {_FIELDS['heads'][0]} nor what goes with it")
-    found.setdefault("head_dim", found.get("width", 0) // found["heads"])
-    if "tokens" in found:
-        found["tokens"] = min(found["tokens"], _MOST_TOKENS)
-    return found
+    shape.setdefault("head_dim", shape.get("width", 0) // shape["heads"])
+    if "tokens" in shape:
+        shape["tokens"] = min(shape["tokens"], _MOST_TOKENS)
+    return shape

@@ -17,16 +17,16 @@ FOLDER = Path(tiles.__file__).parent / "tuning"
 TILE = tuple(field.name for field in fields(TileConfig))
 
 
-def ship(found: Findings, folder: Path = FOLDER) -> Iterator[Path]:
+def ship(stored: Findings, folder: Path = FOLDER) -> Iterator[Path]:
     """Put the tiles that `fastattn tune` stored into the tables of a folder; the files written.
 
     Those of a GPU whose table is another's are left out, and shapes of the Hopper kernels, which
     stand in `kernels.hopper.tile_table`.
     """
     made: dict[str, list[dict[str, Any]]] = {}
-    for row in found.rows.get("tiles", ()):
+    for row in stored.rows.get("tiles", ()):
         if row["kernel"] not in tiles.HOPPER and row["arch"] in tiles.TABLES:
-            made.setdefault(row["arch"], []).append(_shipped(row, found))
+            made.setdefault(row["arch"], []).append(_shipped(row, stored))
     for name, rows in made.items():
         path = folder / f"{name}.json"
         merged = _merged(json.loads(path.read_text("utf-8")), rows)
@@ -35,11 +35,11 @@ def ship(found: Findings, folder: Path = FOLDER) -> Iterator[Path]:
         yield path
 
 
-def _shipped(row: Mapping[str, Any], found: Findings) -> dict[str, Any]:
+def _shipped(row: Mapping[str, Any], stored: Findings) -> dict[str, Any]:
     """A finding as a row of a table."""
     calls = "" if row["calls"] == "plain" else f"_{row['calls']}"
     kept = ("element_size", "BLOCK_D", *TILE)
-    about = found.environment
+    about = stored.environment
     return {
         "kernel": row["kernel"] + calls,
         **{name: row[name] for name in kept},

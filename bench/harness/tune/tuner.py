@@ -100,8 +100,8 @@ class Tuner:
         if (why_not := wrong(choice.shipped)) and choice.kind != "backends":
             return [{"step": choice.name, "text": why_not}]
         # Tiles that were found for other kernels are in use; a candidate's own are forced.
-        found = {kind: self.store.read(kind) for kind in ("tiles", "splits")}
-        choices.adopt(self.device, found)
+        rows = {kind: self.store.read(kind) for kind in ("tiles", "splits")}
+        choices.adopt(self.device, rows)
         times: dict[str, float] = {}
         tried: list[dict[str, Any]] = []
 
@@ -225,7 +225,7 @@ def _verify(
         quick=quick,
     )
 
-    def progress(count: int, of: int, found: object) -> None:
+    def progress(count: int, of: int, result: object) -> None:
         show(f"{count} of {of}")
 
     for _ in verification.run(scope, device, store=store, progress=progress):

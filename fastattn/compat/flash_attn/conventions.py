@@ -94,7 +94,7 @@ def e4m3_scales(
     """
     if not isinstance(q, Tensor) or q.dtype != torch.float8_e4m3fn:
         return None
-    found: dict[str, Tensor | None] = {}
+    scales: dict[str, Tensor | None] = {}
     shape = (rows, k.shape[-2])
     for name in ("q", "k", "v"):
         x = newer.pop(f"{name}_descale", None)
@@ -103,8 +103,8 @@ def e4m3_scales(
             raise RuntimeError(f"{name}_descale must have shape {list(shape)}, got {got}")
         if x is not None and name == "q":
             x = x.repeat_interleave(q.shape[-2] // shape[1], dim=1)
-        found[f"{name}_scale"] = x
-    return found
+        scales[f"{name}_scale"] = x
+    return scales
 
 
 def second_product(
@@ -142,10 +142,10 @@ def checked(name: str, x: Tensor, dims: int, packed: tuple[int, int] | None = No
 
 
 def returned(
-    found: Any, with_lse: bool, triple: bool, layout: Callable[[Tensor], Tensor]
+    result: Any, with_lse: bool, triple: bool, layout: Callable[[Tensor], Tensor]
 ) -> Result:
     """Arrange o and lse as flash-attn returns them for these flags."""
     if not with_lse:
-        return layout(found).contiguous()
-    o, lse = found
+        return layout(result).contiguous()
+    o, lse = result
     return (layout(o).contiguous(), lse, None) if triple else (layout(o).contiguous(), lse)

@@ -156,8 +156,8 @@ def _of_rows(name: str, x: Any, B: int, beside: Tensor, dims: int = 1) -> Tensor
     """x as int32: integers [B], or [B, N] with dims=2, on the device of the cache."""
     checks.check_integers(name, x)
     checks.check_placement(name, x, (B,) if dims == 1 else (B, *x.shape[-1:]), beside)
-    found: Tensor = x
-    return found.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
+    positions: Tensor = x
+    return positions.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
 
 
 def _rotated(

@@ -97,9 +97,9 @@ def _flash_attn_backward(**given: Any) -> Tensor:
     """
     tensors = [checked(name, given[name], 4).transpose(1, 2) for name in _OF_BACKWARD]
     shape = tuple(tensors[1].shape[:3])
-    found = _backward(tensors, shape, (), given)
-    _write(given, [x.transpose(1, 2) for x in found[:3]])
-    return found.delta
+    gradients = _backward(tensors, shape, (), given)
+    _write(given, [x.transpose(1, 2) for x in gradients[:3]])
+    return gradients.delta
 
 
 @of_version(2)
@@ -111,9 +111,9 @@ def _flash_attn_varlen_backward(**given: Any) -> Tensor:
     """
     tensors = [checked(name, given[name], 3) for name in _OF_BACKWARD]
     shape = (tensors[1].shape[1], tensors[1].shape[0])
-    found = _backward(tensors, shape, (given["cu_seqlens_q"], given["cu_seqlens_k"]), given)
-    _write(given, found[:3])
-    return found.delta
+    gradients = _backward(tensors, shape, (given["cu_seqlens_q"], given["cu_seqlens_k"]), given)
+    _write(given, gradients[:3])
+    return gradients.delta
 
 
 # There the same functions as operators that torch.compile keeps whole; diffusers takes these names.

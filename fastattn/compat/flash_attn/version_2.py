@@ -108,8 +108,8 @@ def flash_attn_func(
     attend = _dense if scales is None else partial(_dense_fp8, **scales)
     options |= second_product(qv, q, v, options, 2)
     with errors_of_flash_attn():
-        found = attend(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
-    return returned(found, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
+        result = attend(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)
+    return returned(result, with_lse, return_attn_probs, lambda o: o.transpose(1, 2))
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
@@ -190,7 +190,7 @@ def flash_attn_varlen_func(
         if seqused_k is None or max_seqlen_q is None:
             raise RuntimeError("block_table needs max_seqlen_q, and cu_seqlens_k or seqused_k")
         with errors_of_flash_attn():
-            found = packed.attend_packed(
+            result = packed.attend_packed(
                 q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, block_table, options, with_lse
             )
     else:
@@ -204,8 +204,8 @@ def flash_attn_varlen_func(
                 options["key_lengths"] = seqused_k
             attend = _packed if scales is None else partial(_packed_fp8, **scales)
             options |= second_product(qv, q, v, options, 1)
-            found = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
-    return returned(found, with_lse, return_attn_probs, lambda o: o)
+            result = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=with_lse, **options)
+    return returned(result, with_lse, return_attn_probs, lambda o: o)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Result:
@@ -292,7 +292,7 @@ def flash_attn_with_kvcache(
         one_of("block_table", block_table, "page_table", page_table),
     )
     with errors_of_flash_attn():
-        found = append_and_attend(
+        result = append_and_attend(
             checked("q", q, 4),
             cache,
             new=(_if_given("k", k, 4), _if_given("v", v, 4)),
@@ -303,7 +303,7 @@ def flash_attn_with_kvcache(
             return_lse=with_lse,
             qv=_if_given("qv", qv, 4),
         )
-    return returned(found, with_lse, False, lambda o: o.transpose(1, 2))
+    return returned(result, with_lse, False, lambda o: o.transpose(1, 2))
 
 
 def _if_given(name: str, x: Tensor | None, dims: int) -> Tensor | None:

@@ -60,8 +60,8 @@ def flash_attn_with_kvcache(*, max_seqlen_q: int | None = None, **given: Any) ->
 
     In the last two places flash-attn 3 returns what its splits of the keys gave; that is not kept.
     """
-    found = version_2.flash_attn_with_kvcache(**given)
-    return (*found, None, None) if given.get("return_softmax_lse") else found
+    result = version_2.flash_attn_with_kvcache(**given)
+    return (*result, None, None) if given.get("return_softmax_lse") else result
 
 
 def flash_attn_combine(

@@ -18,8 +18,8 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 @of_version(4)
 def flash_attn_func(**given: Any) -> tuple[Tensor, Tensor | None]:
     """(o [B, T_q, H_q, D_v], lse [B, H_q, T_q] or None)."""
-    found = version_2.flash_attn_func(**given)
-    return found if given.get("return_lse") else (found, None)
+    result = version_2.flash_attn_func(**given)
+    return result if given.get("return_lse") else (result, None)
 
 
 @of_version(4)
@@ -33,5 +33,5 @@ def flash_attn_varlen_func(**given: Any) -> tuple[Tensor, Tensor | None]:
             "cu_seqlens_q=None, for padded queries, is not served by "
             "fastattn.compat.flash_attn.version_4; fastattn.attention takes key_lengths"
         )
-    found = version_2.flash_attn_varlen_func(**given)
-    return found if given.get("return_lse") else (found, None)
+    result = version_2.flash_attn_varlen_func(**given)
+    return result if given.get("return_lse") else (result, None)

@@ -122,13 +122,13 @@ def _functions(module: nn.Module) -> tuple[Any, ...]:
     """Functions of the classes of a module and its parts, on which torch.compile does not guard."""
     kinds = {type(x): None for x in (*module.modules(), *vars(module).values())}
     kinds = {kind: None for kind in kinds if kind.__module__ != "builtins"}
-    found: list[Any] = []
+    functions: list[Any] = []
     for base in {base: None for kind in kinds for base in kind.__mro__[:-1]}:
         if base.__module__.startswith("torch."):
-            found.append(vars(base).get("forward"))
+            functions.append(vars(base).get("forward"))
         else:
-            found += [x for x in vars(base).values() if isinstance(x, _FUNCTIONS)]
-    return tuple(found)
+            functions += [x for x in vars(base).values() if isinstance(x, _FUNCTIONS)]
+    return tuple(functions)
 
 
 def _why(error: Exception) -> str:

@@ -54,16 +54,16 @@ def _is_in_place(node: fx.Node) -> bool:
 
 def _memory(node: fx.Node) -> set[Any]:
     """The nodes whose memory a node may share; "given" for all that the graph is given."""
-    found: set[Any] = set()
+    storages: set[Any] = set()
     waiting = [node]
     while waiting:
         x = waiting.pop()
-        if x in found:
+        if x in storages:
             continue
-        found.add(x)
+        storages.add(x)
         if x.op in ("placeholder", "get_attr"):
-            found.add("given")
+            storages.add("given")
         # einsum of one tensor is a view.
         elif name_of(x) not in FRESH or name_of(x) == "einsum":
             waiting += x.all_input_nodes
-    return found
+    return storages

@@ -42,7 +42,7 @@ class Unmatched(Exception):
 
 
 @dataclass
-class _Found:
+class _Match:
     """A softmax of scores, and what is known of it on the way up to the product.
 
     scale: of what is found above. factors: of the queries, tensors. terms: what is added, each with
@@ -87,10 +87,10 @@ def _name(node: Any) -> str:
 
 
 def _value(node: Any) -> Tensor:
-    found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    if not isinstance(found, Tensor):
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor):
         raise Unmatched(f"{node} is no tensor")
-    return found
+    return value
 
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -114,37 +114,37 @@ def _without_in_place(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
-    found = _Found([softmax])
+    match = _Match([softmax])
     scores: Any = softmax.args[0]
     rank = _value(scores).dim()
     if _argument(softmax, 1, "dim") not in (-1, rank - 1) or rank not in (3, 4):
         raise Unmatched("a softmax is not of the last of 3 or 4 dims")
-    product = _product_of_weights(softmax, found)
-    q, k = _product_of_scores(scores, found)
-    if (reason := why_not_moved(graph, found.chain)) is not None:
+    product = _product_of_weights(softmax, match)
+    q, k = _product_of_scores(scores, match)
+    if (reason := why_not_moved(graph, match.chain)) is not None:
         raise Unmatched(reason)
-    if any(_value(x).dtype not in _FLOATS for x in found.chain):
+    if any(_value(x).dtype not in _FLOATS for x in match.chain):
         raise Unmatched("scores or weights are rounded to something else than 16, 32 or 64 bits")
-    if _value(found.chain[-1]).shape != _value(scores).shape:
+    if _value(match.chain[-1]).shape != _value(scores).shape:
         raise Unmatched("scores have another shape in their softmax than in their product")
     with graph.inserting_before(product):
         v, order = _values(product)
         _check_sizes(q, k, v)
-        if not 0 < found.scale < math.inf:
-            raise Unmatched(f"scores are multiplied by {found.scale}")
+        if not 0 < match.scale < math.inf:
+            raise Unmatched(f"scores are multiplied by {match.scale}")
         dtype = _value(product).dtype
-        given = (q, k, v, found.scale, found.dropout, found.factors, found.terms, dtype)
+        given = (q, k, v, match.scale, match.dropout, match.factors, match.terms, dtype)
         out = graph.call_function(fused, given)
         if order is not None:
             out = graph.call_method("permute", (out, order))
     out.meta = dict(product.meta)
     product.replace_all_uses_with(out)
-    for node in sorted({*found.chain, product}, reverse=True):
+    for node in sorted({*match.chain, product}, reverse=True):
         if not node.users:
             graph.erase_node(node)
 
 
-def _product_of_weights(softmax: fx.Node, found: _Found) -> fx.Node:
+def _product_of_weights(softmax: fx.Node, match: _Match) -> fx.Node:
     """The node that multiplies the weights by the values."""
     node = softmax
     while True:
@@ -162,21 +162,21 @@ def _product_of_weights(softmax: fx.Node, found: _Found) -> fx.Node:
             if not isinstance(training, bool) or user.kwargs.get("inplace"):
                 raise Unmatched("dropout is decided by a tensor, or in place")
             if training and p != 0:
-                if found.dropout != 0 or p == 1:
+                if match.dropout != 0 or p == 1:
                     raise Unmatched("weights are dropped twice, or all of them")
-                found.dropout = p
+                match.dropout = p
         else:
             raise Unmatched(f"attention weights are changed by {user.target}")
-        found.chain.append(user)
+        match.chain.append(user)
         node = user
 
 
-def _product_of_scores(node: Any, found: _Found) -> tuple[fx.Node, fx.Node]:
+def _product_of_scores(node: Any, match: _Match) -> tuple[fx.Node, fx.Node]:
     """Queries [..., T_q, D] and keys [..., D, T_k], whose product the scores are made of."""
     while True:
         if not isinstance(node, fx.Node) or len(node.users) != 1:
             raise Unmatched("scores have other uses than their softmax")
-        found.chain.append(node)
+        match.chain.append(node)
         name = _name(node).removesuffix("_")
         if name == "matmul":
             q, k = node.args[:2]
@@ -184,36 +184,36 @@ def _product_of_scores(node: Any, found: _Found) -> tuple[fx.Node, fx.Node]:
         if name == "einsum":
             return _einsum_scores(node)
         if name == "baddbmm":
-            return _biased_product(node, found)
-        node = _step(node, name, found)
+            return _biased_product(node, match)
+        node = _step(node, name, match)
 
 
-def _step(node: fx.Node, name: str, found: _Found) -> Any:
+def _step(node: fx.Node, name: str, match: _Match) -> Any:
     """The scores that a node takes; what it does with them is noted."""
     if name in _CASTS:
         return node.args[0]
     if name in ("view", "reshape"):
-        return _viewed(node, found)
+        return _viewed(node, match)
     if name in ("mul", "div", "add"):
         scores, other = node.args[:2]
         if name != "div" and (not isinstance(scores, fx.Node) or not _same(scores, node)):
             scores, other = other, scores
         if name == "add":
-            _add(scores, other, node, found)
+            _add(scores, other, node, match)
         else:
-            _multiply(scores, other, node, name, found)
+            _multiply(scores, other, node, name, match)
         return scores
     if name == "masked_fill":
         scores = node.args[0]
         mask, value = _argument(node, 1, "mask"), _argument(node, 2, "value")
-        _fill(node, mask, value, found, hides=True)
+        _fill(node, mask, value, match, hides=True)
     elif name == "where":
         condition, chosen, other = node.args
         if node.op == "call_method":
             condition, chosen = chosen, condition
         hides = _is_number(chosen)
         scores, value = (other, chosen) if hides else (chosen, other)
-        _fill(node, condition, value, found, hides)
+        _fill(node, condition, value, match, hides)
     else:
         raise Unmatched(f"scores are changed by {node.target}")
     if not _same(scores, node):
@@ -221,13 +221,13 @@ def _step(node: fx.Node, name: str, found: _Found) -> Any:
     return scores
 
 
-def _viewed(node: fx.Node, found: _Found) -> Any:
+def _viewed(node: fx.Node, match: _Match) -> Any:
     """The scores that a node views in other sizes; what was found is for those sizes."""
     sizes: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
     sizes = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
-    if found.factors or not all(isinstance(x, (int, fx.Node)) for x in sizes):
+    if match.factors or not all(isinstance(x, (int, fx.Node)) for x in sizes):
         raise Unmatched(f"scores are changed by {node.target}")
-    found.terms = [(x, number, sizes if of is None else of) for x, number, of in found.terms]
+    match.terms = [(x, number, sizes if of is None else of) for x, number, of in match.terms]
     return node.args[0]
 
 
@@ -235,16 +235,16 @@ def _same(x: Any, node: fx.Node) -> bool:
     return isinstance(x, fx.Node) and _value(x).shape == _value(node).shape
 
 
-def _multiply(scores: Any, other: Any, node: fx.Node, name: str, found: _Found) -> None:
+def _multiply(scores: Any, other: Any, node: fx.Node, name: str, match: _Match) -> None:
     if node.kwargs or not _same(scores, node):
         raise Unmatched(f"scores are changed by {node.target}")
     if _is_number(other):
-        found.scale *= 1 / other if name == "div" and other else other
+        match.scale *= 1 / other if name == "div" and other else other
     elif _is_of_rows(other):
         if name == "div":
             with node.graph.inserting_before(node):
                 other = node.graph.call_function(operator.truediv, (1.0, other))
-        found.factors.append(other)
+        match.factors.append(other)
     else:
         raise Unmatched("scores are multiplied by a tensor, another for each key")
 
@@ -257,18 +257,18 @@ def _is_of_rows(x: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
-def _add(scores: Any, other: Any, node: fx.Node, found: _Found) -> None:
+def _add(scores: Any, other: Any, node: fx.Node, match: _Match) -> None:
     fits = not node.kwargs and _same(scores, node) and isinstance(other, fx.Node)
-    if not fits or not _value(other).is_floating_point() or found.factors:
+    if not fits or not _value(other).is_floating_point() or match.factors:
         raise Unmatched("something else than a bias is added to scores")
     # Of two tensors of one shape, the scores are what a product leads to.
-    found.terms.append((other, found.scale, None))
+    match.terms.append((other, match.scale, None))
 
 
-def _fill(node: fx.Node, mask: Any, value: Any, found: _Found, hides: bool) -> None:
-    if not _is_number(value) or _value(mask).dtype != torch.bool or found.factors:
+def _fill(node: fx.Node, mask: Any, value: Any, match: _Match, hides: bool) -> None:
+    if not _is_number(value) or _value(mask).dtype != torch.bool or match.factors:
         raise Unmatched("scores are filled by a tensor, or scaled by one later")
-    number = value if value == -math.inf else value * found.scale
+    number = value if value == -math.inf else value * match.scale
     if not hides:
         if value != -math.inf:
             raise Unmatched(f"scores are filled with {value} where a mask is False")
@@ -277,19 +277,19 @@ def _fill(node: fx.Node, mask: Any, value: Any, found: _Found, hides: bool) -> N
     elif number > _LOWEST:
         raise Unmatched(f"scores are filled with {value}, and not with -inf")
     # What scores are multiplied by later may take a finite number further than fp32 goes.
-    found.terms.append((mask, number if number == -math.inf else max(number, LOWEST_BIAS), None))
+    match.terms.append((mask, number if number == -math.inf else max(number, LOWEST_BIAS), None))
 
 
-def _biased_product(node: fx.Node, found: _Found) -> tuple[fx.Node, fx.Node]:
+def _biased_product(node: fx.Node, match: _Match) -> tuple[fx.Node, fx.Node]:
     bias: Any
     bias, q, k = node.args[:3]
     beta: Any = node.kwargs.get("beta", 1)
     alpha: Any = node.kwargs.get("alpha", 1)
-    if not _is_number(beta) or not _is_number(alpha) or (found.factors and beta):
+    if not _is_number(beta) or not _is_number(alpha) or (match.factors and beta):
         raise Unmatched("a product is scaled by a tensor")
     if beta:
-        found.terms.append((bias, found.scale * beta, None))
-    found.scale *= alpha
+        match.terms.append((bias, match.scale * beta, None))
+    match.scale *= alpha
     return q, k  # type: ignore[return-value]
 
 

@@ -23,7 +23,7 @@ def _names_in(kind: Any) -> frozenset[str]:
         if not base.__module__.startswith("torch.") and base is not object
         for member in vars(base).values()
     ]
-    found: set[str] = set()
+    names: set[str] = set()
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -31,12 +31,12 @@ def _names_in(kind: Any) -> frozenset[str]:
             continue
         for code in _codes(function.__code__):
             seen.add(code)
-            found.update(code.co_names)
+            names.update(code.co_names)
             named = (function.__globals__.get(name) for name in code.co_names)
             waiting += [
                 x for x in named if str(getattr(x, "__module__", "")).partition(".")[0] == package
             ]
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

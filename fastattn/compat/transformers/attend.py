@@ -385,8 +385,8 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
 def _check_version(version: str) -> None:
     """Warn, once in a process, about a version that was not tested."""
     first, last = _TESTED
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if not first <= found <= last:
+    installed = tuple(int(part) for part in version.split(".")[:2])
+    if not first <= installed <= last:
         shown = [".".join(map(str, bound)) for bound in _TESTED]
         warnings.warn(
             f"transformers {version} is outside the versions that fastattn was tested with, "

@@ -93,8 +93,8 @@ class SpreadModels:
         @wraps(find)
         def call(position_ids: Tensor) -> Tensor | None:
             whole = gather_sequence(position_ids, 1, self.plan, Ranks.of(self.mesh))
-            found = find(whole)
-            return None if found is None else shard(found, 1, self.plan, self.mesh)
+            positions = find(whole)
+            return None if positions is None else shard(positions, 1, self.plan, self.mesh)
 
         return call
 
@@ -191,9 +191,9 @@ def check_model(model: Any, T: int) -> None:
     convolutions = (x for x in model.modules() if isinstance(x, nn.Conv1d))
     convolved = [x for x in convolutions if x.kernel_size != (1,)]
     if model._is_stateful or kinds or convolved:
-        found = sorted(kinds) or [type(x).__name__ for x in convolved[:1]] or ["a state"]
+        causes = sorted(kinds) or [type(x).__name__ for x in convolved[:1]] or ["a state"]
         raise ValueError(
-            f"{name} is not served under ContextParallel: it has {found[0]}, which sees the "
+            f"{name} is not served under ContextParallel: it has {causes[0]}, which sees the "
             "tokens of one rank"
         )
     for part, reason in unserved(model, attend.NAME)[1].items():
@@ -239,8 +239,8 @@ def _others(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Keyword arguments of a call beyond the named parameters; changes to the dict take effect."""
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found: dict[str, Any] = bound.arguments.setdefault(name, {})
-            return found
+            others: dict[str, Any] = bound.arguments.setdefault(name, {})
+            return others
     return {}
 
 
@@ -252,8 +252,8 @@ def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _signature(model: Any, bound: inspect.BoundArguments) -> tuple[Any, ...]:
-    found = _given(bound).items()
-    shapes = ((name, tuple(x.shape)) for name, x in found if isinstance(x, Tensor))
+    arguments = _given(bound).items()
+    shapes = ((name, tuple(x.shape)) for name, x in arguments if isinstance(x, Tensor))
     return (type(model).__name__, *sorted(shapes))
 
 

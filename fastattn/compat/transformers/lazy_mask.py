@@ -49,14 +49,14 @@ class Rule(NamedTuple):
         offset = self.query_offset
         if isinstance(offset, Tensor):
             offset = offset.reshape(1).expand(batch_size)
-        found: dict[str, Any] = {"causal": self.causal, "query_offset": offset}
+        options: dict[str, Any] = {"causal": self.causal, "query_offset": offset}
         if self.left is not None or self.right is not None:
-            found["window"] = (self.left, self.right)
+            options["window"] = (self.left, self.right)
         if self.padding is not None:
-            found["key_padding_mask"] = self.padding
+            options["key_padding_mask"] = self.padding
         if self.documents is not None:
-            found["documents"] = self.documents
-        return found
+            options["documents"] = self.documents
+        return options
 
 
 # Metadata of a tensor: what needs no entries.

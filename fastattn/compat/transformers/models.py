@@ -124,13 +124,13 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 def _named(function: FunctionType) -> set[str]:
     """The globals and attributes that a function names, those of functions inside it too."""
-    found: set[str] = set()
+    names: set[str] = set()
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        found.update(code.co_names)
+        names.update(code.co_names)
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    return found
+    return names
 
 
 @torch.compiler.assume_constant_result

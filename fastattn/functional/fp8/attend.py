@@ -339,10 +339,10 @@ def _view(v: PackedValues, in_sequences: bool) -> Tensor:
 
 
 def _check_length(v: PackedValues, cu_seqlens: Tensor | None) -> None:
-    of, found = "" if cu_seqlens is None else " with cu_seqlens_k", v.codes.shape[3]
-    if found != fp8.packed_length(v.length, cu_seqlens):
+    of, length = "" if cu_seqlens is None else " with cu_seqlens_k", v.codes.shape[3]
+    if length != fp8.packed_length(v.length, cu_seqlens):
         raise ValueError(
-            f"v must be packed by pack_values{of}, got codes of {found} keys for {v.length}"
+            f"v must be packed by pack_values{of}, got codes of {length} keys for {v.length}"
         )
 
 

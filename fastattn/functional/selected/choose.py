@@ -76,7 +76,7 @@ def select_blocks(
     B, _, T_q, _ = q.shape
     count = -(-(T_q + offset) // block_k)
     step = max(1, _AT_ONCE // max(1, B * q.shape[1] * (count if by_kernel else k.shape[2])))
-    found = [q.new_empty(B, H_s, 0, n, dtype=torch.int32)]
+    parts = [q.new_empty(B, H_s, 0, n, dtype=torch.int32)]
     for start in range(0, T_q, step):
         part = start, min(start + step, T_q)
         if by_kernel:
@@ -86,8 +86,8 @@ def select_blocks(
             scores = formula.block_scores(
                 *rows, lse, H_s, per_block, pool, count, part, offset, scale, causal
             )
-        found.append(_best(scores, n, block_k, part[0] + offset, causal, first, latest))
-    return torch.cat(found, 2)
+        parts.append(_best(scores, n, block_k, part[0] + offset, causal, first, latest))
+    return torch.cat(parts, 2)
 
 
 def _best(

@@ -39,26 +39,26 @@ def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
     if isinstance(blocks, Tensor) and blocks.layout is torch.sparse_bsr:
         blocks = blocks.crow_indices(), blocks.col_indices()
     if isinstance(blocks, Tensor):
-        found = _of_map(blocks)
+        indices = _of_map(blocks)
     elif hasattr(blocks, "kv_num_blocks"):
         given = (blocks.kv_num_blocks, blocks.kv_indices)
         full = (blocks.full_kv_num_blocks, blocks.full_kv_indices)
-        found = _of_counts(*given, *(() if full[0] is None else full))
+        indices = _of_counts(*given, *(() if full[0] is None else full))
     elif isinstance(blocks, tuple) and all(isinstance(x, Tensor) for x in blocks):
         by_rows = len(blocks) == 2 and blocks[0].dim() == 1
-        found = _of_rows(*blocks) if by_rows else _of_counts(*blocks)
+        indices = _of_rows(*blocks) if by_rows else _of_counts(*blocks)
     else:
         raise TypeError(
             "blocks must be a bool map, a BlockMask, pairs of counts and numbers, or BSR, got "
             f"{checks.type_name(blocks)}"
         )
     if most is None:
-        return found
-    lost = found[..., most:]
+        return indices
+    lost = indices[..., most:]
     if tracing.host_knows(lost) and bool((lost >= 0).any()):
-        longest = int((found >= 0).sum(-1).max())
+        longest = int((indices >= 0).sum(-1).max())
         raise ValueError(f"most must be at least {longest}, the longest list, got {most}")
-    return found[..., :most]
+    return indices[..., :most]
 
 
 def _of_map(seen: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def _of_counts(*given: Tensor) -> Tensor:
 def _packed(listed: Tensor, numbers: Tensor) -> Tensor:
     """The numbers that are listed from the front of each row, in order; -1 behind them."""
     past = torch.iinfo(torch.int32).max
-    found = torch.where(listed, numbers, past).to(torch.int32).sort(dim=-1).values
-    return found.masked_fill(found == past, -1)
+    indices = torch.where(listed, numbers, past).to(torch.int32).sort(dim=-1).values
+    return indices.masked_fill(indices == past, -1)
 
 
 def _of_rows(starts: Tensor, numbers: Tensor) -> Tensor:
@@ -100,5 +100,5 @@ def _of_rows(starts: Tensor, numbers: Tensor) -> Tensor:
     R, n = lengths.shape[0], int(lengths.max()) if len(lengths) else 0
     rows = torch.arange(R, device=starts.device).repeat_interleave(lengths)
     places = torch.arange(numbers.shape[0], device=starts.device) - starts[:-1].long()[rows]
-    found = torch.full((R, n), -1, dtype=torch.int32, device=starts.device)
-    return found.index_put((rows, places), numbers.to(torch.int32))[None, None]
+    indices = torch.full((R, n), -1, dtype=torch.int32, device=starts.device)
+    return indices.index_put((rows, places), numbers.to(torch.int32))[None, None]

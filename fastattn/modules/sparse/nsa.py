@@ -70,8 +70,8 @@ class NativeSparseAttention(SparseLayer):
             return x[:, :, :0]
         places = getattr(self, f"{name}_places")
         stretches = x.unfold(2, length, step).transpose(-1, -2) + places
-        found: Tensor = getattr(self, f"{name}_pool")(stretches.flatten(-2))
-        return found
+        pooled: Tensor = getattr(self, f"{name}_pool")(stretches.flatten(-2))
+        return pooled
 
     def repr_values(self) -> dict[str, Any]:
         return {**self.how, "pool": self.pool}

@@ -80,7 +80,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
     q, k, v, o, lse, kept = saved(ctx)
     (lists, counts), options = kept.mod_tensors, kept._replace(mod_tensors=())
     needed = ctx.needs_input_grad
-    found: list[Tensor | None] = [None] * len(needed)
+    results: list[Tensor | None] = [None] * len(needed)
     places = (0, 1, 2, _SINKS)
     if torch.is_grad_enabled():
         inputs = (q, k, v, options.sinks)
@@ -96,8 +96,8 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
             grads.append(formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"])
             grads[-1] = grads[-1].to(sinks.dtype)
     for place, grad in zip(places, grads, strict=False):
-        found[place] = grad
-    return tuple(found)
+        results[place] = grad
+    return tuple(results)
 
 
 def _differentiable_gradients(

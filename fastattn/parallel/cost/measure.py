@@ -43,8 +43,8 @@ class Measured(NamedTuple):
         yield f"ranks: {self.nodes[0]} x {self.nodes[1]} (nodes x ranks of a node)"
         for name in ("intra", "inter"):
             assumed = Link(getattr(self.rates, f"{name}_latency"), getattr(self.rates, name))
-            found = self.links.get(name)
-            yield f"{name}: {found or assumed}, {'measured' if found else 'assumed'}"
+            link = self.links.get(name)
+            yield f"{name}: {link or assumed}, {'measured' if link else 'assumed'}"
         yield f"attention: {self.rates.flops / 1e12:.3g} TFLOP/s a rank, measured"
 
 
@@ -87,10 +87,10 @@ def measure(rates: Rates) -> Measured:
     mesh = init_device_mesh(device.type, nodes, mesh_dim_names=("inter", "intra"))
     links = measure_links(mesh)
     flops = measure_flops(device, 4096 if device.type == "cuda" else 256)
-    found: dict[str, Any] = {"flops": flops, "node": node}
+    measured: dict[str, Any] = {"flops": flops, "node": node}
     for name, link in links.items():
-        found |= {name: link.bandwidth, f"{name}_latency": link.latency}
-    return Measured(nodes, links, rates._replace(**found))
+        measured |= {name: link.bandwidth, f"{name}_latency": link.latency}
+    return Measured(nodes, links, rates._replace(**measured))
 
 
 def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
@@ -133,9 +133,9 @@ def measure_flops(device: torch.device, T: int) -> float:
     def run() -> None:
         torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
 
-    found = torch.tensor(_seconds(run, device), dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return 2 * H * D * T * T * (1 + BACKWARD) / float(found)
+    seconds = torch.tensor(_seconds(run, device), dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return 2 * H * D * T * T * (1 + BACKWARD) / float(seconds)
 
 
 def _measure_link(group: ProcessGroup, device_type: str) -> Link:

@@ -79,7 +79,7 @@ def cost(method: str, shape: Shape, gpus: int, rates: Rates, inner: int | None =
         inner: for "usp", the ranks of the inner dimension; default: those of a node.
     """
     inner = inner or min(gpus, rates.node)
-    sent = sum(found.sent for found in messages(method, shape, gpus, inner).values())
+    sent = sum(message.sent for message in messages(method, shape, gpus, inner).values())
     if method == "gather":
         return _gather(shape, gpus, rates, sent)
     return _exchange_and_ring(shape, gpus, rates, _degree(method, gpus, inner), sent)

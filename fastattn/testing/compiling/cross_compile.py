@@ -279,8 +279,8 @@ def _digest(ptx: str) -> bytes:
 
 
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    found = kept(_code(kernel), "ptxas", lambda: asdict(_assembled(kernel)), _READER)
-    return PtxasReport(**found | {"warnings": tuple(found["warnings"])})
+    report = kept(_code(kernel), "ptxas", lambda: asdict(_assembled(kernel)), _READER)
+    return PtxasReport(**report | {"warnings": tuple(report["warnings"])})
 
 
 def _assembled(kernel: Any) -> PtxasReport:

@@ -25,8 +25,8 @@ def load_function(function: str) -> Callable[..., Any]:
     if not separator:
         raise ValueError(f'job must be "module:function" or "file.py:function", got {function!r}')
     imported = _import_file(module) if module.endswith(".py") else importlib.import_module(module)
-    found: Callable[..., Any] = getattr(imported, name)
-    return found
+    python: Callable[..., Any] = getattr(imported, name)
+    return python
 
 
 def _import_file(path: str) -> ModuleType:

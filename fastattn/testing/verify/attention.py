@@ -117,8 +117,8 @@ def _repeats_forward(setting: Setting) -> float:
     inputs = setting.qkv(requires_grad=False)
 
     def run() -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = setting.attention(*inputs, causal=True, return_lse=True)
-        return found
+        outputs: tuple[Tensor, ...] = setting.attention(*inputs, causal=True, return_lse=True)
+        return outputs
 
     return same_bits(run)
 

@@ -100,7 +100,7 @@ def _packed(setting: Setting, *, lengths: tuple[int, ...] = (47, 33, 4)) -> floa
     tokens = q.transpose(1, 2)
     packed = torch.cat((tokens[0], tokens[1, :1]))
     offsets = torch.tensor([0, 23, 24, 24], dtype=torch.int32, device=setting.device)
-    found = attention_paged(
+    actual = attention_paged(
         packed, filled.view, offsets, return_lse=True, backend=setting.subject.backend
     )
 
@@ -110,7 +110,7 @@ def _packed(setting: Setting, *, lengths: tuple[int, ...] = (47, 33, 4)) -> floa
 
     exact = run(torch.float64)
     naive = worst_naive(exact, lambda: run(setting.dtype))
-    return assert_all_within_budget(("o", "lse"), found, exact, naive)
+    return assert_all_within_budget(("o", "lse"), actual, exact, naive)
 
 
 def _repeats(setting: Setting) -> float:
@@ -146,11 +146,11 @@ def _like(setting: Setting) -> dict[str, Any]:
 def _append(
     setting: Setting, *, make: Callable[..., KVCache | PagedKVCache], quantize: str | None
 ) -> float:
-    found, expected = (
+    actual, expected = (
         _appended(setting, make(setting, quantize=quantize, **_like(setting)), backend)
         for backend in (setting.subject.backend, "torch")
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours, theirs), f"{int((ours != theirs).sum())} numbers differ"
     return 0.0
 
@@ -186,10 +186,10 @@ def _merge(setting: Setting) -> float:
     outputs = [o.to(setting.dtype) for o, _ in (first, second)]
     lses = [lse.float() for _, lse in (first, second)]
     parts = outputs[0], lses[0], outputs[1], lses[1]
-    found = merge_parts(*parts, backend=setting.subject.backend)
+    actual = merge_parts(*parts, backend=setting.subject.backend)
     exact = _merged(*(x.double() for x in parts))
     naive = worst_naive(exact, lambda: _merged(*parts))
-    return assert_all_within_budget(("o", "lse"), found, exact, naive)
+    return assert_all_within_budget(("o", "lse"), actual, exact, naive)
 
 
 def _merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

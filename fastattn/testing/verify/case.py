@@ -54,8 +54,8 @@ class Setting(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.subject.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.subject.dtype)
+        return dtype
 
     @property
     def lengths(self) -> tuple[int, int]:

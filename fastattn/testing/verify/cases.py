@@ -66,10 +66,10 @@ class Scope(NamedTuple):
 
     def cases(self, subject: Subject) -> list[Case]:
         """The cases of a subject."""
-        found = FAMILIES[subject.family]()
+        cases = FAMILIES[subject.family]()
         if self.interpreted:
-            return [case for case in found if case.interpreted]
-        return [case for case in found if case.quick or not self.quick]
+            return [case for case in cases if case.interpreted]
+        return [case for case in cases if case.quick or not self.quick]
 
     def _asks_for(self, subject: Subject) -> bool:
         asked = (self.backends, self.families, self.dtypes, self.head_dims)

@@ -44,18 +44,18 @@ def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell
     cases = {case.name: case for case in FAMILIES[subject.family]()}
     for name in names:
         tell(at=name)
-        found = outcome(cases[name], Setting(subject, device))
-        tell(outcome=found)
-        if found.verdict == CRASH and _is_lost(device):
+        result = outcome(cases[name], Setting(subject, device))
+        tell(outcome=result)
+        if result.verdict == CRASH and _is_lost(device):
             return False
     return True
 
 
 def outcome(case: Case, setting: Setting) -> Outcome:
     """Run a case and return its outcome."""
-    found = _checked(case, setting)
+    result = _checked(case, setting)
     if not attend.uncompiled:
-        return found
+        return result
     # A call of it was served by other kernels, or was the next after such a one.
     why = attend.uncompiled[0]
     attend.uncompiled.clear()

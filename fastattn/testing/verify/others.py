@@ -107,9 +107,9 @@ def _codes(setting: Setting) -> float:
     x = x * torch.tensor([1.0, 1e3], device=setting.device, dtype=x.dtype)[:, None, None]
     lengths = torch.tensor([x.shape[2], x.shape[2] // 3])
     codes, scale = quantize_fp8(x.cpu(), lengths)
-    found, found_scale = fp8_ops.quantize(x, lengths.to(setting.device), None, False)
-    assert torch.equal(found_scale.cpu(), scale), "scales differ from torch's"
-    assert torch.equal(found.cpu().float(), codes.float()), "codes differ from torch's"
+    actual, actual_scale = fp8_ops.quantize(x, lengths.to(setting.device), None, False)
+    assert torch.equal(actual_scale.cpu(), scale), "scales differ from torch's"
+    assert torch.equal(actual.cpu().float(), codes.float()), "codes differ from torch's"
     return 0.0
 
 

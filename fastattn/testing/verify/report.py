@@ -50,10 +50,10 @@ class Steps:
         if done and self._bar is not None:
             self._bar.update()
 
-    def advance(self, count: int, total: int, found: Finding | None) -> None:
+    def advance(self, count: int, total: int, finding: Finding | None) -> None:
         """See `verification.Progress`."""
-        said = "no kernel serves it, or memory is short" if found is None else str(found)
-        self.show(count, total, said, kept=found is not None and found.verdict != RIGHT)
+        said = "no kernel serves it, or memory is short" if finding is None else str(finding)
+        self.show(count, total, said, kept=finding is not None and finding.verdict != RIGHT)
 
 
 def bar(total: int, stream: TextIO) -> Any:
@@ -72,18 +72,18 @@ def name_of(device: torch.device) -> str:
     return "the CPU, interpreted: no kernel is compiled"
 
 
-def table(found: Sequence[Finding]) -> list[str]:
+def table(results: Sequence[Finding]) -> list[str]:
     """A line for each family of a backend, with its worst case; then one for each failure."""
-    rows = [_HEAD, *_rows(found)]
+    rows = [_HEAD, *_rows(results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return [*lines, *(str(x) for x in found if x.verdict != RIGHT)]
+    return [*lines, *(str(x) for x in results if x.verdict != RIGHT)]
 
 
-def _rows(found: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
+def _rows(results: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
     listed = [(x, y) for x in BACKENDS for y in FAMILIES]
-    for backend, family in sorted({(x.backend, x.family) for x in found}, key=listed.index):
-        of_family = [x for x in found if (x.backend, x.family) == (backend, family)]
+    for backend, family in sorted({(x.backend, x.family) for x in results}, key=listed.index):
+        of_family = [x for x in results if (x.backend, x.family) == (backend, family)]
         worst = worst_of(of_family)
         yield (
             backend,
@@ -96,12 +96,12 @@ def _rows(found: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def conclusions(found: Sequence[Finding], device: torch.device) -> list[str]:
+def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
     """Conclusions: how much is right, which kernels are skipped, and what was not checked."""
-    cases, wrong = sum(x.cases for x in found), [x for x in found if x.verdict != RIGHT]
-    if not found:
+    cases, wrong = sum(x.cases for x in results), [x for x in results if x.verdict != RIGHT]
+    if not results:
         return ["none of the cases is about these"]
-    kinds = f"{len(found)} kind{'s' * (len(found) > 1)} of kernels"
+    kinds = f"{len(results)} kind{'s' * (len(results) > 1)} of kernels"
     said = f"{len(wrong)} not right" if wrong else "all are within their budgets"
     lines = [f"{cases} cases of {kinds}: {said}"]
     if wrong and device.type == "cuda":
@@ -114,14 +114,14 @@ def conclusions(found: Sequence[Finding], device: torch.device) -> list[str]:
             "Not checked, for want of a GPU: compiled kernels, the Hopper kernels, repeated bits, "
             "more tiles than multiprocessors."
         )
-    if left := _left_out(found):
+    if left := _left_out(results):
         lines.append(f"Not among these cases: {left}.")
     return lines
 
 
-def _left_out(found: Sequence[Finding]) -> str:
+def _left_out(results: Sequence[Finding]) -> str:
     """Families, dtypes and head dims that no finding is about."""
-    seen = {x for one in found for x in one[1:4]}
+    seen = {x for one in results for x in one[1:4]}
     known: tuple[tuple[str, Sequence[Any]], ...] = (
         ("family", tuple(FAMILIES)),
         ("dtype", DTYPES),

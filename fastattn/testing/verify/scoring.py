@@ -66,21 +66,21 @@ def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[s
     options = _in_dtype(options, q.dtype)
     exact = statistics_oracle(q.double(), k.double(), **_in_dtype(options, torch.float64))
     naive = worst_naive(exact, lambda: statistics_oracle(q, k, **options))
-    found = attention_statistics(q, k, top=top, backend=backend, **options)
+    statistics = attention_statistics(q, k, top=top, backend=backend, **options)
     weights = attention_weights(q, k, backend=backend, **options)
     names = ("entropy", "received", "weights", "distance")
-    ours = (found.entropy, found.received, weights, found.distance)
+    ours = (statistics.entropy, statistics.received, weights, statistics.distance)
     share = assert_all_within_budget(names, ours, exact, naive)
 
-    positions, T_k = found.top_positions, k.shape[2]
+    positions, T_k = statistics.top_positions, k.shape[2]
     expected, rounded = (
         pad(x[2].sort(-1, descending=True).values[..., :top], (0, max(0, top - T_k)))
         for x in (exact, naive)
     )
-    of_top = assert_within_budget("top_weights", found.top_weights, expected, rounded)
+    of_top = assert_within_budget("top_weights", statistics.top_weights, expected, rounded)
     seen = expected > 0
     assert torch.equal(positions == -1, ~seen), "keys without weight are listed"
-    assert torch.all(found.top_weights[~seen] == 0), "a key without weight has some"
+    assert torch.all(statistics.top_weights[~seen] == 0), "a key without weight has some"
     if not T_k:
         return max(share, of_top)
     # Of two weights that rounding cannot tell apart either may come first.

@@ -67,11 +67,11 @@ def finding(subject: Subject, outcomes: Sequence[Outcome]) -> Finding | None:
     return Finding(*subject, len(served), worst.share, worst.verdict, worst.case, worst.reason)
 
 
-def worst_of(found: Sequence[Verdict]) -> Verdict:
+def worst_of(verdicts: Sequence[Verdict]) -> Verdict:
     """The outcome or finding that says most about a kernel."""
     # Without a number a result is farther off than with any.
     return min(
-        found,
+        verdicts,
         key=lambda x: (_WORST.index(x.verdict), x.share is not None, -(x.share or 0.0)),
     )
 

@@ -118,12 +118,12 @@ def run(
     start = start or partial(_start, device, children)
     for count, ended in enumerate(supervise(deque(jobs), start, children=children), 1):
         subject, outcomes = outcomes_of(ended)
-        found = finding(subject, outcomes)
-        if found is not None:
-            _keep(store, found, outcomes)
-            yield found
+        result = finding(subject, outcomes)
+        if result is not None:
+            _keep(store, result, outcomes)
+            yield result
         if progress is not None:
-            progress(count, len(jobs), found)
+            progress(count, len(jobs), result)
 
 
 def outcomes_of(ended: Ended) -> tuple[Subject, list[Outcome]]:
@@ -162,12 +162,12 @@ def available(device: torch.device) -> tuple[str, ...]:
 
 
 def _checked(name: str, given: Iterable[Any] | None, known: tuple[Any, ...]) -> tuple[Any, ...]:
-    found = known if given is None else tuple(given)
-    for x in found:
+    cases = known if given is None else tuple(given)
+    for x in cases:
         if x not in known:
             names = ", ".join(map(str, known))
             raise ValueError(f"{name} must be some of {names} here, got {x!r}")
-    return found
+    return cases
 
 
 def _children(device: torch.device) -> int:
@@ -188,9 +188,9 @@ def _start(device: torch.device, children: int) -> Child:
     return ChildProcess(python("fastattn.testing.verify.child", str(device)), environment)
 
 
-def _keep(store: Store, found: Finding, outcomes: list[Outcome]) -> None:
+def _keep(store: Store, result: Finding, outcomes: list[Outcome]) -> None:
     """Store a verdict, unless what is stored of the same kernels says more."""
-    same = (row for row in store.read(KIND) if [row[x] for x in KEYS[KIND]] == [*found.subject])
+    same = (row for row in store.read(KIND) if [row[x] for x in KEYS[KIND]] == [*result.subject])
     if not any(still_holds(row, outcomes) for row in same):
-        store.put(KIND, found._asdict())
+        store.put(KIND, result._asdict())
         choices.forget()

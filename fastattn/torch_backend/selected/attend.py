@@ -25,10 +25,10 @@ def ordered_lists(indices: Tensor, counts: Tensor | None, key_blocks: int) -> tu
     if counts is not None:
         places = torch.arange(indices.shape[-1], device=indices.device)
         listed = listed & (places < counts[..., None])
-    found = torch.where(listed, indices, key_blocks).to(torch.int32).sort(dim=-1).values
-    again = F.pad(found[..., 1:] == found[..., :-1], (min(1, indices.shape[-1]), 0))
-    found = found.masked_fill(again, key_blocks).sort(dim=-1).values
-    return found, (found < key_blocks).sum(-1, dtype=torch.int32)
+    ordered = torch.where(listed, indices, key_blocks).to(torch.int32).sort(dim=-1).values
+    again = F.pad(ordered[..., 1:] == ordered[..., :-1], (min(1, indices.shape[-1]), 0))
+    ordered = ordered.masked_fill(again, key_blocks).sort(dim=-1).values
+    return ordered, (ordered < key_blocks).sum(-1, dtype=torch.int32)
 
 
 def attention(
@@ -63,10 +63,10 @@ def attention(
         own = lists[:, :, start : start + step]
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, exists, own, rows.start, block, options)
         if torch.is_grad_enabled() and not tracing.transforming():
-            found = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+            part = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            found = _attend(*inputs)
-        parts.append(found)
+            part = _attend(*inputs)
+        parts.append(part)
     o, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return o.to(dtype), lse
 

@@ -22,7 +22,7 @@ def block_scores(
         x = (x - lse[:, :, own, None]).exp()
     x = torch.where(seen, x, float("-inf")).reshape(B, H_s, H_q // H_s, *x.shape[2:])
     x = _over(x, 2, lse is not None)
-    found = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
+    scores = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
     for back in range(pool[0] // pool[1]):
         # Key i counts where it begins and, `back` strides on, where it reaches into another block.
         moved = torch.nn.functional.pad(x, (back, 0), value=float("-inf"))
@@ -30,8 +30,8 @@ def block_scores(
         missing = count * per_block - moved.shape[-1]
         moved = torch.nn.functional.pad(moved, (0, missing), value=float("-inf"))
         part = _over(moved.reshape(*x.shape[:3], count, per_block), -1, lse is not None)
-        found = _over(torch.stack((found, part)), 0, lse is not None)
-    return found
+        scores = _over(torch.stack((scores, part)), 0, lse is not None)
+    return scores
 
 
 def best(scores: Tensor, n: int) -> Tensor:

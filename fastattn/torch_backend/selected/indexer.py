@@ -62,10 +62,10 @@ def loss(
         named = None if lists is None else lists[:, 0, rows].long()
         inputs = (*queries, k, named, own)
         if torch.is_grad_enabled() and not tracing.transforming():
-            found = checkpoint(_divergence, *inputs, use_reentrant=False, preserve_rng_state=False)
+            part = checkpoint(_divergence, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            found = _divergence(*inputs)
-        parts.append(found)
+            part = _divergence(*inputs)
+        parts.append(part)
     return torch.cat(parts, 1)
 
 

@@ -88,9 +88,9 @@ def prepare(
             raise ValueError(f"{name} must be one of {choice}, got {value!r}")
     if not texts:
         raise ValueError("texts must name a file, got none")
-    out_dir, found = Path(out_dir), [(str(Path(path).resolve()), *_stat(path)) for path in texts]
+    out_dir, stats = Path(out_dir), [(str(Path(path).resolve()), *_stat(path)) for path in texts]
     request = {
-        "sources": {"files": len(texts), "sha256": _sha256(json.dumps(found))},
+        "sources": {"files": len(texts), "sha256": _sha256(json.dumps(stats))},
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "documents": documents,
@@ -100,7 +100,7 @@ def prepare(
         if not _is_finished(out_dir, request):
             if errors == "skip":
                 say(f"checking that {len(texts):,} files are UTF-8")
-            files = [(path, size) for path, size, _ in found if errors != "skip" or _is_utf8(path)]
+            files = [(path, size) for path, size, _ in stats if errors != "skip" or _is_utf8(path)]
             with _all_or_nothing(out_dir):
                 source = _Texts(files, SEPARATORS[documents], errors)
                 coder = _make_tokenizer(source, tokenizer, vocab_size)
@@ -111,10 +111,10 @@ def prepare(
 def _stat(path: str | Path) -> tuple[int, int]:
     """Size of a file, and when it was changed."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise DataError(f"cannot read text file {path}: {error.strerror}") from None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_finished(out_dir: Path, request: dict[str, object]) -> bool:
@@ -243,10 +243,10 @@ def _make_tokenizer(texts: _Texts, name: str, vocab_size: int) -> Tokenizer:
     if name not in TOKENIZER_KINDS:
         return load_tokenizer(name)
     if name == "char":
-        found: set[str] = set()
+        characters: set[str] = set()
         for piece in texts.pieces():
-            found.update(piece.text)
-        return CharacterTokenizer(found)
+            characters.update(piece.text)
+        return CharacterTokenizer(characters)
     sample: list[str] = []
     size = 0
     for piece in texts.pieces():
@@ -359,7 +359,7 @@ class _Writer:
 
 
 def _little(code: str, values: Sequence[int]) -> bytes:
-    found = array(code, values)
+    numbers = array(code, values)
     if sys.byteorder == "big":
-        found.byteswap()
-    return found.tobytes()
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -99,9 +99,9 @@ class PreparedText:
             )
         names = ("dtype", "tokens", "documents", "fingerprint", "files")
         counts = (fields.get(name, 0) for name in ("skipped", "replaced"))
-        found = cls(folder, tokenizer, *(fields[name] for name in names), *counts)
-        found._check_documents()
-        return found
+        prepared = cls(folder, tokenizer, *(fields[name] for name in names), *counts)
+        prepared._check_documents()
+        return prepared
 
     def check(self) -> None:
         """Reads every file and compares its digest.
@@ -158,8 +158,8 @@ class PreparedText:
         rows = [ids[start : start + length].long() for start in starts.tolist()]
         tokens = torch.stack(rows) & (256**size - 1)
         places = starts[:, None] + torch.arange(length)
-        found = torch.searchsorted(ends, places, right=True)
-        return tokens, (found - found[:, :1]).int()
+        documents = torch.searchsorted(ends, places, right=True)
+        return tokens, (documents - documents[:, :1]).int()
 
 
 def _map(path: Path, count: int, dtype: torch.dtype) -> Tensor:
@@ -195,11 +195,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         DOCUMENTS: fields["documents"] * DOCUMENT_BYTES,
         TOKENIZER: fields["files"][TOKENIZER]["bytes"],
     }
-    for name, size in sizes.items():
-        found = file_in(folder, name).stat().st_size
-        if found != size:
+    for name, expected in sizes.items():
+        size = file_in(folder, name).stat().st_size
+        if size != expected:
             raise DataError(
-                f"{folder / name} is truncated or changed: it has {found} bytes, "
-                f"{size} belong to it"
+                f"{folder / name} is truncated or changed: it has {size} bytes, expected {expected}"
             )
     return fields

@@ -78,14 +78,14 @@ def _conll_sentences(path: Path) -> list[Sentence]:
 
 def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence]:
     """The lines of the standard library's source, tagged; see `standard_library_sources`."""
-    found: list[Sentence] = []
+    sentences: list[Sentence] = []
     for name, source in standard_library_sources(max_characters).items():
         try:
-            found += python_sentences(source, name)
+            sentences += python_sentences(source, name)
         except DataError:
             # Some files are there to be wrong: templates, and what another version would read.
             continue
-    return found
+    return sentences
 
 
 def python_sentences(source: str, name: str = "the text") -> list[Sentence]:

@@ -79,11 +79,11 @@ def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
     The source is a docstring's first line, the target the name with spaces for underscores:
     "Return the current time." and "time now". Each pair comes once; see `standard_library_sources`.
     """
-    found: dict[tuple[str, str], Pair] = {}
+    pairs: dict[tuple[str, str], Pair] = {}
     for name, source in standard_library_sources(max_characters).items():
         for pair in _docstrings(source, name):
-            found.setdefault((pair.source, pair.target), pair)
-    return list(found.values())
+            pairs.setdefault((pair.source, pair.target), pair)
+    return list(pairs.values())
 
 
 def date_pairs() -> list[Pair]:

@@ -46,8 +46,8 @@ class Place(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """This rank's part of x [B, T, ...] or, without a plan, [B, ...]; 0 in padding."""
-        found = x.index_select(0, self.rows.clamp(max=self.B - 1).to(x.device))
-        return found if self.plan is None else own_tokens(found, 1, self.plan, self.rank)
+        rows = x.index_select(0, self.rows.clamp(max=self.B - 1).to(x.device))
+        return rows if self.plan is None else own_tokens(rows, 1, self.plan, self.rank)
 
     def batch(self, batch: Batch) -> Batch:
         """This rank's part of a batch, of all rows or of its own; padding has no target."""

@@ -105,20 +105,20 @@ class Degrees:
         known = [x for x in (dp, fsdp, self.context_parallel, self.tensor_parallel) if x != REST]
         given = math.prod(map(int, known))
         rest = ranks // given
-        found = Split(
+        split = Split(
             rest if dp == REST else int(dp),
             rest if fsdp == REST else int(fsdp),
             self.context_parallel,
             self.tensor_parallel,
         )
-        if found.size != ranks:
+        if split.size != ranks:
             product = " x ".join(f"{name} {degree}" for name, degree in self._degrees().items())
             hint = "" if ranks > 1 else ": torchrun --nproc-per-node N -m fastattn train starts N"
             raise SplitError(
                 f"the degrees must multiply to the {ranks} rank{'s' * (ranks > 1)} that there "
                 f"{'are' if ranks > 1 else 'is'}, got {product}{hint}"
             )
-        return found
+        return split
 
 
 def ranks_started() -> int:

@@ -67,8 +67,8 @@ class Ranks:
         batch = part.batch
         count = {} if part.targets is None else {"target_count": part.targets}
         _, loss = forward(*batch.inputs, batch.targets, **batch.keywords, **count)
-        found: Tensor = loss
-        return found
+        mean: Tensor = loss
+        return mean
 
     def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         """Adds to the gradients; those of all ranks are summed up by the last pass of a step."""
@@ -108,10 +108,10 @@ class Ranks:
         """Waits for what is written in the background, and raises its error."""
 
     def restore(
-        self, found: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, source: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Checkpoint:
         """Reads model and optimizer from a checkpoint, of any split."""
-        checkpoint = load_checkpoint(found) if isinstance(found, Path) else found
+        checkpoint = load_checkpoint(source) if isinstance(source, Path) else source
         restore_model(model, checkpoint)
         if checkpoint.step > 0:
             saved = separated(model, checkpoint.training, "optimizer.")

@@ -181,10 +181,10 @@ class Together(Ranks):
             self._writer.wait()
 
     def restore(
-        self, found: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, source: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Checkpoint:
-        assert isinstance(found, Path), "each rank reads its part of the file"
-        return sharded.restore_sharded(found, model, optimizer)
+        assert isinstance(source, Path), "each rank reads its part of the file"
+        return sharded.restore_sharded(source, model, optimizer)
 
     def agree(self, flag: bool) -> bool:
         # On the CPU, where nobody waits for a GPU.
@@ -283,8 +283,8 @@ def synchronise(model: nn.Module, split: Split, last: bool) -> None:
 
 def whole(x: Tensor) -> Tensor:
     """x itself, or a DTensor's value, gathered from all ranks."""
-    found: Tensor = getattr(x, "full_tensor", lambda: x)()
-    return found
+    full: Tensor = getattr(x, "full_tensor", lambda: x)()
+    return full
 
 
 @torch.no_grad()

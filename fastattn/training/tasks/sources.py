@@ -147,8 +147,8 @@ def language_source(config: DataConfig) -> Source:
 
 def tagged_source(config: DataConfig) -> Source:
     """Read words with tags."""
-    found = read_conll(config.text) if config.text else standard_library_sentences()
-    train, validation = _split(found, read_conll(config.validation), "sentences")
+    sentences = read_conll(config.text) if config.text else standard_library_sentences()
+    train, validation = _split(sentences, read_conll(config.validation), "sentences")
     tags = tags_of(train)
     check_tags(validation, tags)
     digest = sentences_fingerprint([*train, *validation])
@@ -166,8 +166,8 @@ def tagged_source(config: DataConfig) -> Source:
 def pair_source(config: DataConfig) -> Source:
     """Read, or make, pairs of texts."""
     import_sacrebleu()
-    found = read_pairs(config.text) if config.text else _PAIRS[config.pairs or "names"]()
-    train, validation = _split(found, read_pairs(config.validation), "pairs")
+    examples = read_pairs(config.text) if config.text else _PAIRS[config.pairs or "names"]()
+    train, validation = _split(examples, read_pairs(config.validation), "pairs")
     digest = pairs_fingerprint([*train, *validation])
     lines = "\n".join(line for pair in train for line in (pair.source, pair.target))
 
@@ -217,14 +217,14 @@ DATA: Mapping[str, Data] = {
 
 
 def _split(
-    found: Sequence[_Item], validation: Sequence[_Item], what: str
+    items: Sequence[_Item], validation: Sequence[_Item], what: str
 ) -> tuple[Sequence[_Item], Sequence[_Item]]:
     """All for training where there is other data to measure on, else 90 % of it."""
     if validation:
-        return found, validation
-    cut = len(found) - max(1, len(found) // 10)
+        return items, validation
+    cut = len(items) - max(1, len(items) // 10)
     if cut < 1:
         raise DataError(
-            f"there are too few {what}: {len(found)}, at least 2 are needed, one to measure on"
+            f"there are too few {what}: {len(items)}, at least 2 are needed, one to measure on"
         )
-    return found[:cut], found[cut:]
+    return items[:cut], items[cut:]

@@ -92,14 +92,14 @@ class TaggingTask(RowsTask[tuple[list[int], list[int]]]):
         self.extent = f"{words[0]:,} training and {words[1]:,} validation words {kinds}"
 
         def rows(sentences: Sequence[Sentence]) -> list[tuple[list[int], list[int]]]:
-            found = []
+            examples = []
             for sentence in sentences:
                 try:
                     cut = cut_rows(sentence.words, tokenizer, context_length)
                 except TokenizerError as error:
                     raise DataError(f"{sentence.places[0]}: {error}") from None
-                found += [_with_targets(row, sentence, numbers) for row in cut]
-            return found
+                examples += [_with_targets(row, sentence, numbers) for row in cut]
+            return examples
 
         numbers = {tag: i for i, tag in enumerate(self.tags)}
         super().__init__(rows(train), rows(validation))

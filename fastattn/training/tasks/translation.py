@@ -72,7 +72,7 @@ def encode_texts(
     """
     begin = side == "target"
     extra = int(begin)
-    room, found = length - extra, []
+    room, rows = length - extra, []
     encoded = tokenizer.encode_batch([text for text, _ in texts])
     for (_, place), ids in zip(texts, encoded, strict=True):
         kept = ids[:room] if truncate else ids
@@ -85,8 +85,8 @@ def encode_texts(
                 f"{place}: the {side} has {len(ids) + extra} tokens{with_begin}, the model reads "
                 f"at most {length}; --truncate cuts what is longer"
             )
-        found.append(tuple(kept))
-    return found
+        rows.append(tuple(kept))
+    return rows
 
 
 class TranslationTask(RowsTask[EncodedPair]):

@@ -41,8 +41,8 @@ class BackendTokenizer(Tokenizer):
         return [encoding.ids for encoding in encodings]
 
     def find_id(self, token: str) -> int | None:
-        found: int | None = self.backend.token_to_id(token)
-        return found
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
 
     def decoder(self) -> TokenDecoder:
         return _StreamDecoder(self)

@@ -83,25 +83,25 @@ class Tokenizer(ABC):
         Raises:
             TokenizerError: the tokenizer has no such token.
         """
-        found = self._find_special(special)
-        if found is None:
+        token = self._find_special(special)
+        if token is None:
             names = " or ".join(SPECIAL_NAMES[special])
             raise TokenizerError(f"the tokenizer has no {special} token, such as {names}")
-        return found
+        return token
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of all the special tokens that there are."""
-        found = (self._find_special(special) for special in SPECIAL_NAMES)
-        return frozenset(token for token in found if token is not None)
+        tokens = (self._find_special(special) for special in SPECIAL_NAMES)
+        return frozenset(token for token in tokens if token is not None)
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def _find_special(self, special: Special) -> int | None:
-        found = (self.find_id(name) for name in SPECIAL_NAMES[special])
-        return next((token for token in found if token is not None), None)
+        tokens = (self.find_id(name) for name in SPECIAL_NAMES[special])
+        return next((token for token in tokens if token is not None), None)
 
     def check_id(self, token: int) -> None:
         """Raises TokenizerError if an id is not in 0 .. vocab_size - 1."""
