@@ -42,7 +42,7 @@ def main() -> int:
         return 2
     minutes = arguments.budget_minutes or (9 if arguments.quick else 60)
     name = torch.cuda.get_device_name()
-    known = reports(CHECKOUT / "bench" / "results")
+    records = reports(CHECKOUT / "bench" / "results")
     report = run_all(
         arguments.out,
         CHECKOUT,
@@ -50,7 +50,7 @@ def main() -> int:
         60 * minutes,
         command_line(),
         skip=arguments.skip,
-        earlier=[data for data in known if data["environment"]["gpu"]["name"] == name],
+        earlier=[data for data in records if data["environment"]["gpu"]["name"] == name],
         say=say,
     )
     sys.stdout.write((arguments.out / "results.md").read_text(encoding="utf-8")[-6000:])

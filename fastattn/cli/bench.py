@@ -42,19 +42,19 @@ def _bench(arguments: argparse.Namespace) -> int:
     device = resolve_device(arguments.device)
     small = device.type == "cpu"
 
-    def given(value: int | None, on_gpu: int, on_cpu: int) -> int:
+    def default(value: int | None, on_gpu: int, on_cpu: int) -> int:
         return value if value is not None else on_cpu if small else on_gpu
 
     config = GPTConfig(
-        vocab_size=given(arguments.vocab_size, 50304, 256),
-        context_length=given(arguments.context, 1024, 128),
-        num_layers=given(arguments.layers, 12, 2),
-        num_heads=given(arguments.heads, 12, 4),
+        vocab_size=default(arguments.vocab_size, 50304, 256),
+        context_length=default(arguments.context, 1024, 128),
+        num_layers=default(arguments.layers, 12, 2),
+        num_heads=default(arguments.heads, 12, 4),
         num_kv_heads=arguments.kv_heads,
-        embed_dim=given(arguments.embed_dim, 768, 128),
+        embed_dim=default(arguments.embed_dim, 768, 128),
     )
     dtype = TrainConfig(dtype=arguments.dtype).resolve_dtype(device)
-    batch = given(arguments.batch, 16, 4)
+    batch = default(arguments.batch, 16, 4)
     lines = [f"{'backend':8}{'ms/step':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'MiB':>10}"]
     timed = 0
     # On a CPU auto takes torch.

@@ -90,7 +90,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ValueError on options that exclude each other."""
 
-    def given(*names: str) -> list[str]:
+    def passed(*names: str) -> list[str]:
         return [
             "--" + name.replace("_", "-") for name in names if getattr(arguments, name) is not None
         ]
@@ -100,7 +100,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         *("repetition_penalty", "greedy", "seed"),
     ]
     if arguments.beams is not None:
-        excluded = given(*drawn, "draft", "past_context") + ["--cuda-graph"] * arguments.cuda_graph
+        excluded = passed(*drawn, "draft", "past_context") + ["--cuda-graph"] * arguments.cuda_graph
         if excluded:
             raise ValueError(f"--beams searches for the most likely text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
@@ -132,16 +132,16 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 def _sampling(arguments: argparse.Namespace) -> Sampling:
     from ..models.sampling import Sampling
 
-    def given(value: float | None, default: float) -> float:
+    def or_default(value: float | None, default: float) -> float:
         return default if value is None else value
 
     return Sampling(
-        temperature=given(arguments.temperature, _TEMPERATURE),
+        temperature=or_default(arguments.temperature, _TEMPERATURE),
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
         epsilon_cutoff=arguments.epsilon_cutoff,
-        repetition_penalty=given(arguments.repetition_penalty, 1.0),
+        repetition_penalty=or_default(arguments.repetition_penalty, 1.0),
         greedy=bool(arguments.greedy),
     )
 

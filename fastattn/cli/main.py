@@ -62,10 +62,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             hints = []
             for word in (word for word in unknown if word.startswith("--")):
-                known = difflib.get_close_matches(
+                closest = difflib.get_close_matches(
                     word.partition("=")[0], self._option_string_actions, 1
                 )
-                hints += [f"; the closest to {word} is {known[0]}"] if known else []
+                hints += [f"; the closest to {word} is {closest[0]}"] if closest else []
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
         return parsed, unknown
 

@@ -237,18 +237,18 @@ def _train_here(arguments: argparse.Namespace) -> int:
     from ..training.distributed.degrees import is_first
     from ..training.run import Options, train
 
-    given = vars(arguments)
+    chosen = vars(arguments)
     parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "data": {}, "parallel": {}}
-    for name, value in given.items():
+    for name, value in chosen.items():
         part, _, field = name.partition(".")
         if field:
             parts[part][field] = tuple(value) if isinstance(value, list) else value
     kind = None
-    if "model" in given or "task" in given:
+    if "model" in chosen or "task" in chosen:
         from ..training.tasks.kinds import find_kind
 
-        kind = find_kind(given.get("model"), given.get("task"))
-    out = given.get("out", os.path.join("runs", "gpt" if kind is None else kind.model))
+        kind = find_kind(chosen.get("model"), chosen.get("task"))
+    out = chosen.get("out", os.path.join("runs", "gpt" if kind is None else kind.model))
     options = Options(**parts, kind=None if kind is None else kind.name)
     try:
         with _stop_signals() as stop:

@@ -59,9 +59,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     with Steps(sys.stderr) as status:
 
         def show(progress: Any) -> None:
-            said = f"{progress.step}: {progress.text}"
-            place = f"{max(0.0, progress.left):4.0f} s left  "
-            status.show(progress.number, progress.steps, said, place=place, done=progress.done)
+            text = f"{progress.step}: {progress.text}"
+            prefix = f"{max(0.0, progress.left):4.0f} s left  "
+            status.show(progress.number, progress.steps, text, prefix=prefix, done=progress.done)
             if arguments.export is not None and progress.done:
                 store.export(arguments.export)  # for whoever ends this process
 

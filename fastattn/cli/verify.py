@@ -45,8 +45,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         store.clear(verification.KIND)
         sys.stdout.write(f"forgot what was verified on {report.name_of(device)}\n")
         return 0
-    asked = {"backends": arguments.backend, "families": arguments.family}
-    scope = verification.scope_of(device, **asked, quick=arguments.quick)
+    choice = {"backends": arguments.backend, "families": arguments.family}
+    scope = verification.scope_of(device, **choice, quick=arguments.quick)
     say(f"verifying the kernels on {report.name_of(device)}")
     with report.Steps(sys.stderr) as progress:
         results = list(verification.run(scope, device, store=store, progress=progress.advance))

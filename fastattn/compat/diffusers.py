@@ -130,8 +130,8 @@ def backward_op(
 
     What is not given is what `forward_op` saved.
     """
-    given = (query, key, value, out, lse)
-    pairs = zip(given, ctx.saved_tensors, strict=True)
+    inputs = (query, key, value, out, lse)
+    pairs = zip(inputs, ctx.saved_tensors, strict=True)
     q, k, v, o, lse = ((saved if x is None else x).transpose(1, 2) for x, saved in pairs)
     do, lse = grad_out.transpose(1, 2).contiguous(), lse.contiguous()
     gradients = attention_block_backward(do, q, k, v, o, lse, **ctx.fastattn_options)

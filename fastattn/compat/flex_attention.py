@@ -94,8 +94,8 @@ Sizes = tuple[int, int, int, int]
 
 def _everywhere(function: Callable[..., Any], sizes: Sizes, device: torch.device) -> Any:
     """function(b, h, q_idx, kv_idx) of every place: [B, H_q, T_q, T_k], expanded over the rest."""
-    for place in (3, 2, 1, 0):
-        dims = tuple(0 if n == place else None for n in range(4))
+    for dim in (3, 2, 1, 0):
+        dims = tuple(0 if n == dim else None for n in range(4))
         function = torch.vmap(function, in_dims=dims)
     return function(*(torch.arange(n, dtype=torch.int32, device=device) for n in sizes))
 
@@ -179,8 +179,8 @@ class _Score:
             raise _refused("takes tanh of a score that something was added to")
         return replace(self, outer=1.0)
 
-    def to(self, *given: Any, **named: Any) -> "_Score":
-        for x in (*given, *named.values()):
+    def to(self, *args: Any, **named: Any) -> "_Score":
+        for x in (*args, *named.values()):
             if isinstance(x, torch.dtype) and not (x.is_floating_point and x.itemsize > 1):
                 raise _refused("rounds the score")
         return self
@@ -193,17 +193,17 @@ class _Score:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, _: Any, arguments: tuple[Any, ...], given: Any = None
+        cls, function: Any, _: Any, arguments: tuple[Any, ...], kwargs: Any = None
     ) -> Any:
         name = function.__name__.strip("_")
-        if name == "where" and len(arguments) == 3 and not given:
+        if name == "where" and len(arguments) == 3 and not kwargs:
             return _either(*arguments)
         if name == "tanh" and len(arguments) == 1:
             return arguments[0].tanh()
-        if name in ("add", "radd", "mul", "rmul") and len(arguments) == 2 and not given:
+        if name in ("add", "radd", "mul", "rmul") and len(arguments) == 2 and not kwargs:
             x, y = arguments if isinstance(arguments[0], cls) else arguments[::-1]
             return x + y if name.endswith("add") else x * y
-        if name in ("sub", "div", "true_divide") and isinstance(arguments[0], cls) and not given:
+        if name in ("sub", "div", "true_divide") and isinstance(arguments[0], cls) and not kwargs:
             x, y = arguments
             return x - y if name == "sub" else x / y
         raise _refused(f"calls {function.__name__} with the score")
@@ -235,8 +235,8 @@ def _recorded(
     """Record score_mod: its changes to a score, the places that it keeps, and its bias at each."""
     done: list[_Score] = []
 
-    def terms(*place: Tensor) -> tuple[Tensor, Tensor]:
-        score = score_mod(_Score(), *place)
+    def terms(*indices: Tensor) -> tuple[Tensor, Tensor]:
+        score = score_mod(_Score(), *indices)
         if not isinstance(score, _Score):
             raise _refused("returns what is not made of the score")
         done[:] = [score]

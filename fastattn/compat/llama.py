@@ -71,9 +71,9 @@ class LlamaAttention(nn.Module):
         if (cache_k is None) != (cache_v is None):
             there = "cache_v" if cache_k is None else "cache_k"
             raise ValueError(f"cache_k and cache_v go together, got {there} alone")
-        for name, given in (("cache_k", cache_k), ("cache_v", cache_v)):
-            if given is not None:
-                check_tensor(name, given)
+        for name, old in (("cache_k", cache_k), ("cache_v", cache_v)):
+            if old is not None:
+                check_tensor(name, old)
         cache = _GivenCache(cache_k, cache_v, x.shape[0], x.device)
         out = self.attention(x, rotary_tables=freqs_cis, cache=cache, key_padding_mask=mask)
         if not use_kv_cache:

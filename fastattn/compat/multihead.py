@@ -315,9 +315,9 @@ def _with_weights(
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
         o, lse = attend.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
-        known = None if q.dtype == torch.float64 else lse  # fp32, which weights in fp64 would show
+        saved = None if q.dtype == torch.float64 else lse  # fp32, which weights in fp64 would show
         weights = statistics.attention_weights(
-            q, k, lse=known, max_elements=2**63, backend=layer.backend, **masks
+            q, k, lse=saved, max_elements=2**63, backend=layer.backend, **masks
         )
         return o, weights.to(narrow)
     q, k, v, _ = autocast(q, k, v, {})
@@ -357,8 +357,8 @@ def _nothing(self: nn.Module, input: tuple[Tensor]) -> None:
 def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
     if mask is None:
         return True
-    known = mask.dtype == torch.bool or mask.is_floating_point()
-    return known and tuple(mask.shape) in shapes
+    right_dtype = mask.dtype == torch.bool or mask.is_floating_point()
+    return right_dtype and tuple(mask.shape) in shapes
 
 
 def _same(change: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,8 +31,8 @@ def _patched_attention(
 ) -> Tensor:
     calls = running.innermost() if _swapped else None
     if calls is None and _active:
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        return scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
     call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if calls is not None:
         served = served_attention(call)

@@ -81,39 +81,39 @@ def scaled_dot_product_attention(
     Raises:
         Exception: what torch raises.
     """
-    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    served = served_attention(given)
-    return by_torch(given) if isinstance(served, str) else served
+    arguments = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    served = served_attention(arguments)
+    return by_torch(arguments) if isinstance(served, str) else served
 
 
-def served_attention(given: Arguments) -> Tensor | str:
+def served_attention(arguments: Arguments) -> Tensor | str:
     """Compute `scaled_dot_product_attention` by the kernels, or return why they do not serve it."""
-    call = _translated(_decided(given))
+    call = _translated(_decided(arguments))
     if isinstance(call, str):
         return call
     return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
-def _decided(given: Arguments) -> Arguments:
+def _decided(arguments: Arguments) -> Arguments:
     """Comparisons of sizes, symbols under torch.compile, as the bools that torch takes."""
     if not torch.compiler.is_compiling():
-        return given
+        return arguments
     is_causal, enable_gqa = (
         decided(x) if isinstance(x, (bool, torch.SymBool)) else x
-        for x in (given.is_causal, given.enable_gqa)
+        for x in (arguments.is_causal, arguments.enable_gqa)
     )
-    return given._replace(is_causal=is_causal, enable_gqa=enable_gqa)
+    return arguments._replace(is_causal=is_causal, enable_gqa=enable_gqa)
 
 
-def by_torch(given: Arguments) -> Tensor:
+def by_torch(arguments: Arguments) -> Tensor:
     """torch's own function, whatever stands under its name: overrides and CausalBias see torch's.
 
     Results and errors are those of `scaled_dot_product_attention`.
     """
-    *call, scale, enable_gqa = _decided(given)
+    *call, scale, enable_gqa = _decided(arguments)
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    mask = given.attn_mask
-    if overridden(given.query, given.key, given.value, _without_causal_bias(mask)):
+    mask = arguments.attn_mask
+    if overridden(arguments.query, arguments.key, arguments.value, _without_causal_bias(mask)):
         return by_overrides(*call, **options)
     if _causal_bias(mask) is not None:
         # What its __torch_function__ does, which looks for torch's function by torch's name.
@@ -145,9 +145,9 @@ def explain(
     return attend.explain(call.q, call.k, call.v, **call.options)
 
 
-def _translated(given: Arguments) -> _Call | str:
+def _translated(arguments: Arguments) -> _Call | str:
     """The call in our terms, or why torch's own function has to serve it."""
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     # torch takes numpy's numbers too, and tensors of no dims.
     dropout_p, scale = checks.as_python(dropout_p), checks.as_python(scale)
     reason = _not_plain(query, key, value, attn_mask)

@@ -127,8 +127,8 @@ class _Backend:
         lengths = _lengths(fb, n)
         if n is None:
             offsets = torch.nn.functional.pad(fb.extend_seq_lens.cumsum(0), (1, 0)).int()
-            known = fb.extend_seq_lens_cpu
-            n = None if known is None else max(map(int, known), default=0)
+            cpu_lengths = fb.extend_seq_lens_cpu
+            n = None if cpu_lengths is None else max(map(int, cpu_lengths), default=0)
         else:
             offsets = torch.arange(0, n * (lengths.shape[0] + 1), n, device=lengths.device).int()
         table, rows = self.req_to_token_pool.req_to_token, fb.req_pool_indices
@@ -227,10 +227,10 @@ class _Backend:
             )
         scales: list[Tensor | None] = [None, None]
         if k.dtype == torch.float8_e4m3fn:
-            given = (layer.k_scale, layer.v_scale)
+            layer_scales = (layer.k_scale, layer.v_scale)
             scales = [
                 torch.ones((), device=k.device) if x is None else x.detach().float().to(k.device)
-                for x in given
+                for x in layer_scales
             ]
         nothing = torch.zeros(1, dtype=torch.int32, device=k.device)
         return view_of_tensors(
@@ -247,8 +247,8 @@ class _Backend:
         """How many new tokens each row has, None where they differ."""
         mode = fb.forward_mode
         if mode.is_target_verify():
-            given = 0 if fb.spec_info is None else fb.spec_info.num_tokens_per_req
-            return int(given) if given > 0 else self._drafts
+            tokens = 0 if fb.spec_info is None else fb.spec_info.num_tokens_per_req
+            return int(tokens) if tokens > 0 else self._drafts
         return 1 if mode.is_decode() else None
 
 
@@ -277,9 +277,9 @@ def _tree_of(fb: Any, n: int | None) -> Tensor | None:
     width = older.long() + n
     first = (n * width).cumsum(0) - n * width
     step = torch.arange(n, device=mask.device)
-    place = (first[:, None] + step * width[:, None] + older[:, None])[..., None] + step
+    offset = (first[:, None] + step * width[:, None] + older[:, None])[..., None] + step
     # Of requests that pad a graph's batch there is no mask.
-    return mask[place.clamp(max=mask.numel() - 1)].bool().view(B * n, n)
+    return mask[offset.clamp(max=mask.numel() - 1)].bool().view(B * n, n)
 
 
 def _options(layer: Any, kwargs: dict[str, Any], tree: bool) -> dict[str, Any]:

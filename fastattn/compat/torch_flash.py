@@ -62,10 +62,10 @@ def _registered(key: str) -> _Registration:
 
 
 def _refuse(**unserved: Any) -> None:
-    given = [name for name, value in unserved.items() if value is not None and value is not False]
-    if given:
+    refused = [name for name, value in unserved.items() if value is not None and value is not False]
+    if refused:
         raise NotImplementedError(
-            f"{', '.join(given)} of torch's flash operators not served by fastattn: call "
+            f"{', '.join(refused)} of torch's flash operators not served by fastattn: call "
             "fastattn.attention_varlen or fastattn.attention_paged, or restore torch's own by "
             "torch.nn.attention.restore_flash_attention_impl()"
         )
@@ -126,9 +126,9 @@ def _backward(
         options["dropout_seed"] = state.view(torch.int64)
     # The gradient of a sum has strides of 0.
     grad, q, k, v, o = tensors
-    given = (grad.contiguous(), q, k, v, o, lse.contiguous())
+    inputs = (grad.contiguous(), q, k, v, o, lse.contiguous())
     with _autograd():
-        gradients = attention_block_backward(*given, *offsets, **options)
+        gradients = attention_block_backward(*inputs, *offsets, **options)
     return gradients[:3]
 
 
@@ -227,13 +227,13 @@ def _of_rows(
 
 
 def _flash_attention_backward(
-    *given: Any,
+    *arguments: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Take `given` in the order of torch's schema, tensors as in `_flash_attention_forward`."""
-    *tensors, lse, cu_q, cu_k, _, _, dropout_p, is_causal, state, _ = given
+    *tensors, lse, cu_q, cu_k, _, _, dropout_p, is_causal, state, _ = arguments
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
     if cu_q is not None:
         return _backward(tensors, lse, (cu_q, cu_k), state, options)
@@ -259,9 +259,9 @@ def _sdpa_forward(
     return out, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
 
 
-def _sdpa_backward(*given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+def _sdpa_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, ...]:
     """Take `given` in the order of torch's schema, tensors as in `_sdpa_forward`."""
-    *tensors, lse, _, _, _, _, dropout_p, is_causal, state, _ = given
+    *tensors, lse, _, _, _, _, dropout_p, is_causal, state, _ = arguments
     options = _options(dropout_p, is_causal, scale, None, None)
     return _backward(tensors, lse, (), state, options)
 

@@ -37,8 +37,8 @@ def put(function: Callable[..., Tensor]) -> None:
         _ours, _wanted = function, True
         # torch.jit.script knows builtins by a table that it makes of what torch's modules hold when
         # it is first used: made under a patch, that would lack torch's function for good.
-        for known in (torch_attention, function):
-            _builtins._register_builtin(known, f"aten::{_NAME}")
+        for kernel in (torch_attention, function):
+            _builtins._register_builtin(kernel, f"aten::{_NAME}")
         _apply()
 
 

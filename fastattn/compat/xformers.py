@@ -177,13 +177,13 @@ def _places(
     starts = bias.k_seqinfo.seqstart_py
     places = []
     for block, (span, length) in enumerate(zip(spans, held, strict=True)):
-        place = torch.arange(span, device=device).clamp(max=max(length - 1, 0))
+        slot = torch.arange(span, device=device).clamp(max=max(length - 1, 0))
         if kind.keys != "pages" and length:
-            place = place + starts[block]
+            slot = slot + starts[block]
         if "pages" in kind.keys:
             size = bias.page_size
-            place = bias.block_tables[block].to(device).long()[place // size] * size + place % size
-        places.append(place)
+            slot = bias.block_tables[block].to(device).long()[slot // size] * size + slot % size
+        places.append(slot)
     return torch.cat(places)
 
 

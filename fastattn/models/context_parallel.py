@@ -67,13 +67,13 @@ class ContextParallel(ParallelStyle):
         inner = self._placed(module.forward, module)
 
         @wraps(inner)
-        def forward(x: Tensor, **given: Any) -> Tensor:
-            if isinstance(given.get("rotary_tables"), (tuple, Tensor)):
+        def forward(x: Tensor, **kwargs: Any) -> Tensor:
+            if isinstance(kwargs.get("rotary_tables"), (tuple, Tensor)):
                 raise ValueError(
                     "rotary_tables may be those of other positions: as a context manager "
                     "ContextParallel sees to them"
                 )
-            return inner(x, **given)
+            return inner(x, **kwargs)
 
         setattr(module, "forward", forward)  # noqa: B010
         return module
@@ -84,9 +84,9 @@ class ContextParallel(ParallelStyle):
         forward, style = GQAttention.forward, self
 
         @wraps(forward)
-        def placed(layer: GQAttention, *args: Any, **given: Any) -> Tensor:
+        def placed(layer: GQAttention, *args: Any, **kwargs: Any) -> Tensor:
             whole = forward.__get__(layer)
-            output: Tensor = style._placed(whole, layer)(*args, **given)
+            output: Tensor = style._placed(whole, layer)(*args, **kwargs)
             return output
 
         self._set(GQAttention, "forward", placed)
@@ -131,22 +131,22 @@ class ContextParallel(ParallelStyle):
         """A layer's forward, whose tokens stand where the plan says."""
 
         @wraps(forward)
-        def call(x: Tensor, **given: Any) -> Tensor:
-            if given.get("cache") is not None:
+        def call(x: Tensor, **kwargs: Any) -> Tensor:
+            if kwargs.get("cache") is not None:
                 raise ValueError("cache: a sequence that is spread over ranks has none")
             if layer.scoring == "additive":
                 raise ValueError('scoring="additive" is not served over ranks')
             if layer.relative is not None and layer.relative.has_values:
                 raise ValueError("relative values are not served over ranks")
-            tables = given.get("rotary_tables")
-            if given.get("positions") is None and (tables is None or _of_start(tables)):
+            tables = kwargs.get("rotary_tables")
+            if kwargs.get("positions") is None and (tables is None or _of_start(tables)):
                 rank = Ranks.of(self.mesh).rank
                 positions = self.plan.indices(rank).to(x.device) if layer.rotary else None
-                given |= {"positions": positions, "rotary_tables": None}
+                kwargs |= {"positions": positions, "rotary_tables": None}
             before = vars(self_attention)["attention"]
             setattr(self_attention, "attention", self.attention)  # noqa: B010
             try:
-                return forward(x, **given)
+                return forward(x, **kwargs)
             finally:
                 setattr(self_attention, "attention", before)  # noqa: B010
 

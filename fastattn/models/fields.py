@@ -28,13 +28,13 @@ def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
         ValueError: a field is unknown, missing, of another type than it is declared with, or, as
             the dataclass says, out of range.
     """
-    known = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
+    allowed = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
     if not isinstance(fields, Mapping):
         raise ValueError(f"{record.__name__} must be {_NAMES[Mapping]}, got {fields!r}")
-    if unknown := sorted(set(fields) - set(known)):
-        raise ValueError(f"{record.__name__} has no field {unknown[0]!r}, only {sorted(known)}")
+    if unknown := sorted(set(fields) - set(allowed)):
+        raise ValueError(f"{record.__name__} has no field {unknown[0]!r}, only {sorted(allowed)}")
     types_of = get_type_hints(record)
-    for name, field in known.items():
+    for name, field in allowed.items():
         if name in fields:
             check_type(name, fields[name], types_of[name])
         elif field.default is dataclasses.MISSING:

@@ -82,9 +82,9 @@ def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
     _check_types(fields, _HF_TYPES)
     activation = _ACTIVATIONS.get(fields.get("activation_function", "gelu_new"))
     if activation is None:
-        known = ", ".join(_ACTIVATIONS)
+        choices = ", ".join(_ACTIVATIONS)
         raise UnsupportedModelError(
-            f"activation_function must be one of {known}, got {fields['activation_function']!r}"
+            f"activation_function must be one of {choices}, got {fields['activation_function']!r}"
         )
     dropouts = fields.get("resid_pdrop", 0.1), fields.get("embd_pdrop", 0.1)
     if dropouts[0] != dropouts[1]:

@@ -252,7 +252,7 @@ def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLaten
     """A layer's self-attention where keys and values come of a latent."""
     assert config.kv_latent_dim is not None, "else its keys and values are of its heads"
     names = ("kv_latent_dim", "v_head_dim", "window", "softcap", "sinks", "rotary_base", "bias")
-    given = {name: getattr(config, name) for name in (*names, "dropout", "attention_dropout")}
+    shared = {name: getattr(config, name) for name in (*names, "dropout", "attention_dropout")}
     return MultiheadLatentAttention(
         config.embed_dim,
         config.num_heads,
@@ -261,7 +261,7 @@ def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLaten
         rope_dim=config.rotary_dim,
         rotary=config.rotary_style,
         norm_eps=config.norm_eps,
-        **given,
+        **shared,
     )
 
 

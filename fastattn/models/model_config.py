@@ -254,8 +254,8 @@ class TransformerConfig:
             ValueError: there is no such preset, or the changes do not suit it.
         """
         if name not in cls.presets:
-            known = ", ".join(cls.presets) or "none"
-            raise ValueError(f"{cls.__name__} has the presets {known}, got {name!r}")
+            presets = ", ".join(cls.presets) or "none"
+            raise ValueError(f"{cls.__name__} has the presets {presets}, got {name!r}")
         return cls.from_dict({**cls.presets[name], **changes})
 
 

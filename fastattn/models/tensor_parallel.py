@@ -155,7 +155,7 @@ class _Style(ParallelStyle):
         """Change the module."""
         raise NotImplementedError
 
-    def place(self, module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str) -> None:
+    def shard(self, module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str) -> None:
         """Make parameters of a module DTensors; all that it holds by itself, if none is named."""
         for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
             x = getattr(module, name)
@@ -166,13 +166,13 @@ class _Style(ParallelStyle):
 
     def column(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Share out the rows of a linear layer's weight, and so its outputs."""
-        self.place(module, mesh, Shard(0))
+        self.shard(module, mesh, Shard(0))
         module.__class__ = _Column
 
     def row(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Share out the columns of a linear layer's weight, and so its inputs."""
-        self.place(module, mesh, Shard(1), "weight")
-        self.place(module, mesh, Replicate(), "bias")
+        self.shard(module, mesh, Shard(1), "weight")
+        self.shard(module, mesh, Replicate(), "bias")
         module.__class__ = _Row
         cast(Any, module).mesh = mesh
 
@@ -195,10 +195,10 @@ class HeadParallel(_Style):
         self.row(layer.out_proj, mesh)
         for name, dim in _OF_HEADS.items():
             if hasattr(layer, name):
-                self.place(layer, mesh, Shard(dim), name)
+                self.shard(layer, mesh, Shard(dim), name)
         if layer.qk_norm:
-            self.place(layer.q_norm, mesh, Replicate())
-            self.place(layer.k_norm, mesh, Replicate())
+            self.shard(layer.q_norm, mesh, Replicate())
+            self.shard(layer.k_norm, mesh, Replicate())
         if getattr(layer, "relative", None) is not None:
             self.relative(layer, mesh)
         layer.num_heads //= ranks
@@ -212,7 +212,7 @@ class HeadParallel(_Style):
 
     def shared(self, proj: nn.Module, mesh: DeviceMesh, head: int, heads: int) -> None:
         """Leave a projection whole; this rank computes one of its heads."""
-        self.place(proj, mesh, Replicate())
+        self.shard(proj, mesh, Replicate())
         size = cast(Any, proj).out_features // heads
         proj.__class__ = _Column
         cast(Any, proj).rows = slice(head * size, (head + 1) * size)
@@ -221,14 +221,14 @@ class HeadParallel(_Style):
         """The tables of a layer's relative terms: by heads, or whole where all heads share one."""
         scheme: Any = cast(Any, layer).relative
         if isinstance(scheme, RelativeScalar):
-            self.place(scheme, mesh, Shard(0), "bias")
+            self.shard(scheme, mesh, Shard(0), "bias")
         elif isinstance(scheme, RelativeTransformerXL):
-            self.place(scheme, mesh, Shard(0), "u", "v")
+            self.shard(scheme, mesh, Shard(0), "u", "v")
         for table in scheme.modules():
             if isinstance(table, DistanceVectors):
                 placement = Shard(0) if table.num_heads > 1 else Replicate()
                 for owner in (table, *([table.proj] if table.proj is not None else [])):
-                    self.place(owner, mesh, placement)
+                    self.shard(owner, mesh, placement)
 
 
 class HiddenParallel(_Style):
@@ -254,7 +254,7 @@ class _Whole(_Style):
         self.called = called
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.place(module, mesh, Replicate())
+        self.shard(module, mesh, Replicate())
         if self.called:
             module.register_forward_pre_hook(partial(_as_whole, mesh))
             module.register_forward_hook(_as_local)
@@ -264,7 +264,7 @@ class _OfVocabulary(_Style):
     """Parameters with a row for each token, which `stack.token_logits` reads."""
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.place(module, mesh, Shard(0))
+        self.shard(module, mesh, Shard(0))
 
 
 class _TokenEmbedding(_OfVocabulary):
@@ -322,8 +322,8 @@ def _enter_memory(layer: CrossGQAttention, mesh: DeviceMesh) -> None:
     """Sum the gradient of a memory over the ranks, whoever projects it."""
     project = layer.project_memory
 
-    def project_memory(memory: Tensor, *args: Any, **given: Any) -> Any:
-        return project(enter(memory, mesh), *args, **given)
+    def project_memory(memory: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return project(enter(memory, mesh), *args, **kwargs)
 
     setattr(layer, "project_memory", project_memory)  # noqa: B010
 

@@ -141,9 +141,9 @@ def decomposed_positions(
     grid = q.reshape(*q.shape[:2], H, W, -1) / scale
     by_row = torch.einsum("bhyxd,yud->bhyxu", grid, rows[y[:, None] - y + H - 1])
     by_column = torch.einsum("bhyxd,xud->bhyxu", grid, columns[x[:, None] - x + W - 1])
-    place = torch.arange(H * W, device=q.device)
+    index = torch.arange(H * W, device=q.device)
     hot = torch.cat(
-        [torch.nn.functional.one_hot(place // W, H), torch.nn.functional.one_hot(place % W, W)], 1
+        [torch.nn.functional.one_hot(index // W, H), torch.nn.functional.one_hot(index % W, W)], 1
     )
     wide_q = torch.cat((q, by_row.flatten(2, 3), by_column.flatten(2, 3)), 3)
     wide_k = torch.cat((k, hot.to(k.dtype).expand(*k.shape[:2], -1, -1)), 3)

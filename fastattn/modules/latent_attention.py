@@ -189,12 +189,12 @@ class MultiheadLatentAttention(nn.Module):
             RuntimeError: a cache is used while grad mode is on and the latents require grad.
         """
         module_checks.check_vectors("x", x, self.embed_dim)
-        given = module_checks.checked_tables(x, positions, rotary_tables, self.rope_dim or None)
+        shared = module_checks.checked_tables(x, positions, rotary_tables, self.rope_dim or None)
         dropout = self.attention_dropout if self.training else 0
         as_cache: Any = cache  # appends one tensor, where a LayerCache takes two
         if cache is not None:
             self._check_cache(x, as_cache, key_padding_mask, key_lengths, documents, dropout > 0)
-        q_nope, q_rope, kv = self._projected(x, self._tables(x, positions, given, cache))
+        q_nope, q_rope, kv = self._projected(x, self._tables(x, positions, shared, cache))
         if cache is None:
             o = self._expanded(
                 q_nope, q_rope, kv, dropout=dropout, key_padding_mask=key_padding_mask,
@@ -240,8 +240,8 @@ class MultiheadLatentAttention(nn.Module):
         heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)
         second = {} if q_rope is None else {"query2": q_rope, "key2": k_rope}
-        given: Any = {**second, **self._options(), **options}
-        o: Tensor = attention(q_nope, k_nope, v, **given)
+        every: Any = {**second, **self._options(), **options}
+        o: Tensor = attention(q_nope, k_nope, v, **every)
         return o
 
     def _absorbed(
@@ -274,13 +274,13 @@ class MultiheadLatentAttention(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None,
-        given: RotaryPositions | _Tables,
+        shared: RotaryPositions | _Tables,
         cache: LatentCache | None,
     ) -> _Tables:
         """(cos, sin) of x's tokens; None without rotation."""
         own = self.rotary_positions
-        if own is None or isinstance(given, tuple):
-            return given if isinstance(given, tuple) else None
+        if own is None or isinstance(shared, tuple):
+            return shared if isinstance(shared, tuple) else None
         if positions is not None:
             return rotary_tables(positions, own.rotary_dim, base=own.base, scaling=own.scaling)
         T = bound = x.shape[1]
@@ -288,7 +288,7 @@ class MultiheadLatentAttention(nn.Module):
         if cache is not None:
             n = cache.uniform_length
             first, bound = cache.lengths if n is None else n, cache.length_bound + T
-        return (given or own).at(first, T, bound, x.device)
+        return (shared or own).at(first, T, bound, x.device)
 
     def _check_cache(
         self, x: Tensor, cache: Any, padding: Tensor | None, lengths: Tensor | None,

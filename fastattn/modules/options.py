@@ -95,7 +95,7 @@ def passed_as(kind: type, part: str) -> tuple[str, ...]:
     return tuple(name for name, row in table(kind).items() if row.passed_as == part)
 
 
-def complete(kind: type, given: Mapping[str, Any], taker: str) -> dict[str, Any]:
+def complete(kind: type, options: Mapping[str, Any], taker: str) -> dict[str, Any]:
     """All options of a class, those not given at their defaults, numbers as Python's own.
 
     Raises:
@@ -103,12 +103,12 @@ def complete(kind: type, given: Mapping[str, Any], taker: str) -> dict[str, Any]
         ValueError: one is out of its range.
     """
     rows = table(kind)
-    for name in given:
+    for name in options:
         if name not in rows:
             raise TypeError(f"{taker}.__init__() got an unexpected keyword argument {name!r}")
     values = {}
     for name, row in rows.items():
-        value = checks.as_python(given.get(name, row.default))
+        value = checks.as_python(options.get(name, row.default))
         values[name] = value if value is None or row.check is None else row.check(name, value)
     return values
 

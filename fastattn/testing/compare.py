@@ -115,5 +115,5 @@ def results(
 
 def _floats(arguments: dict[str, Any]) -> tuple[str, ...]:
     """Names of the differentiable arguments, in the order of DIFFERENTIABLE."""
-    given = (name for name in DIFFERENTIABLE if arguments.get(name) is not None)
-    return tuple(name for name in given if arguments[name].is_floating_point())
+    tensors = (name for name in DIFFERENTIABLE if arguments.get(name) is not None)
+    return tuple(name for name in tensors if arguments[name].is_floating_point())

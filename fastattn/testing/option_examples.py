@@ -25,8 +25,8 @@ def near_or_striped(b, h, q_pos, k_pos, table, ends):  # type: ignore[no-untyped
 
 @triton.jit
 def squash(x, b, h, q_pos, k_pos, table, ends):  # type: ignore[no-untyped-def]
-    known = tl.load(ends + k_pos) - tl.load(ends + tl.maximum(q_pos, 0))
-    return tl.where(k_pos % 2 == 0, x * tl.sigmoid(x), x) + tl.load(table + h) * (b + 1) * known
+    length = tl.load(ends + k_pos) - tl.load(ends + tl.maximum(q_pos, 0))
+    return tl.where(k_pos % 2 == 0, x * tl.sigmoid(x), x) + tl.load(table + h) * (b + 1) * length
 
 
 @triton.jit

@@ -261,11 +261,11 @@ def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:
         CheckpointError: it has not: the tokenizer belongs to another model.
     """
     for name in ("vocab_size", "source_vocab_size", "target_vocab_size"):
-        known = getattr(config, name, tokenizer.vocab_size)
-        if tokenizer.vocab_size > known:
+        size = getattr(config, name, tokenizer.vocab_size)
+        if tokenizer.vocab_size > size:
             raise CheckpointError(
                 f"{owner} has a tokenizer that does not belong to it: of {tokenizer.vocab_size} "
-                f"ids, its model's {name} is {known}"
+                f"ids, its model's {name} is {size}"
             )
 
 

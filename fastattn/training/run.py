@@ -128,8 +128,8 @@ def _train(
         say(f"no checkpoint in {out_dir}: starting a new run")
     together = ranks.split.size > 1
     # Of several ranks each reads its part, when it has one.
-    place = "meta" if together else "cpu"
-    checkpoint = None if latest is None else load_checkpoint(latest, device=place)
+    device = "meta" if together else "cpu"
+    checkpoint = None if latest is None else load_checkpoint(latest, device=device)
     if checkpoint is not None:
         if source := checkpoint.state.get("imported"):
             raise CheckpointError(f"{latest} comes from {source}: it is no run that could go on")
@@ -222,22 +222,22 @@ def _build(
     )
 
 
-def _check_names(options: Mapping[str, Any], known: Container[str], owner: str) -> None:
+def _check_names(options: Mapping[str, Any], allowed: Container[str], owner: str) -> None:
     for name in options:
-        if name not in known:
+        if name not in allowed:
             raise ValueError(f"{name} is no option of {owner}")
 
 
 def _model_fields(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the model's config but those of its vocabulary; a preset's where one is named."""
-    asked = {name: value for name, value in options.items() if name != "preset"}
-    _check_names(asked, _field_names(kind.config), f"model {kind.model}")
+    chosen = {name: value for name, value in options.items() if name != "preset"}
+    _check_names(chosen, _field_names(kind.config), f"model {kind.model}")
     preset = options.get("preset")
     if preset is None:
-        return asked
+        return chosen
     placeholders = dict.fromkeys(_vocabulary_fields(kind), 1)
     fields = kind.config.preset(preset, **placeholders).to_dict()
-    return {name: fields[name] for name in fields if name not in placeholders} | asked
+    return {name: fields[name] for name in fields if name not in placeholders} | chosen
 
 
 def _model_config(kind: Kind, fields: Mapping[str, Any], vocab_size: int) -> Any:
@@ -294,15 +294,15 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
         saved = dict(checkpoint.config.get(part, {}))
         if part == "model":
             saved = config_of(checkpoint).to_dict()
-        asked = getattr(options, part)
-        for name, value in asked.items():
+        chosen = getattr(options, part)
+        for name, value in chosen.items():
             value = list(value) if isinstance(value, tuple) else value
             if name not in _CHANGEABLE and saved.get(name) != value:
                 raise CheckpointError(
                     f"{checkpoint.source} is of another configuration: its {name} is "
                     f"{saved.get(name)!r}, not {value!r}"
                 )
-        merged[part] = saved | {k: v for k, v in asked.items() if k in _CHANGEABLE}
+        merged[part] = saved | {k: v for k, v in chosen.items() if k in _CHANGEABLE}
     for name in _vocabulary_fields(kind):
         merged["model"].pop(name, None)
     merged["data"] = _data_fields(kind, merged["data"])
@@ -329,11 +329,11 @@ def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
 
 def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields of a run's "data" that its data configuration takes; the rest are facts."""
-    known = DATA[kind.name].defaults
+    defaults = DATA[kind.name].defaults
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in saved.items()
-        if name in known
+        if name in defaults
     }
 
 
@@ -354,7 +354,7 @@ class Pretrained:
         self._config: EncoderConfig = trained.config
         self.tokenizer: Tokenizer = trained.tokenizer
 
-    def fields(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def fields(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The encoder's configuration, with what a run may have of its own, but the vocabulary.
 
         Args:
@@ -362,13 +362,13 @@ class Pretrained:
         """
         fields = self._config.to_dict()
         del fields["vocab_size"]
-        for name, value in asked.items():
+        for name, value in chosen.items():
             if name not in _OWN_FIELDS and fields[name] != value:
                 raise CheckpointError(
                     f"the encoder in {self._path} is of another configuration: its {name} is "
                     f"{fields[name]!r}, not {value!r}"
                 )
-        return {**fields, **asked}
+        return {**fields, **chosen}
 
     def give(self, model: nn.Module) -> None:
         """Copies the encoder's parameters into a model of `fields`."""

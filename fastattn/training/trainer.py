@@ -254,8 +254,8 @@ class Trainer:
     ) -> None:
         record = {"step": self.step, "validation_loss": loss}
         self._append({**record, "scores": scores} if scores else record)
-        place = f"step {self.step}/{self.config.steps}"
-        self.progress.note(f"{place}: validation loss {loss:.4f} ({how})")
+        prefix = f"step {self.step}/{self.config.steps}"
+        self.progress.note(f"{prefix}: validation loss {loss:.4f} ({how})")
 
     def _append(self, record: Mapping[str, Any]) -> None:
         if self.ranks.first:

@@ -42,8 +42,8 @@ def flops_per_token(config: GPTConfig, parameters: int) -> float:
 
 def dense_bf16_tflops(name: str) -> float | None:
     """The data sheet's dense bf16 rate of a GPU, None if this table does not have it."""
-    for known, rate in _DENSE_BF16.items():
-        if known in name:
+    for gpu, rate in _DENSE_BF16.items():
+        if gpu in name:
             return rate
     return None
 

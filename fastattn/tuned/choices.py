@@ -78,12 +78,12 @@ class Choices(NamedTuple):
 
 def verdict(row: Row) -> str:
     """The verdict of `fastattn verify` as a sentence."""
-    said = f"fastattn verify found {row['family']} {row.get('verdict')} on this device"
+    summary = f"fastattn verify found {row['family']} {row.get('verdict')} on this device"
     if row.get("verdict") != "right":
-        return f"{said} ({row['date']}): {row.get('reason') or row.get('case')}"
+        return f"{summary} ({row['date']}): {row.get('reason') or row.get('case')}"
     share = row.get("share")
     worst = "" if share is None else f", worst error {share:.2f} of its budget"
-    return f"{said} ({row['date']}): {row.get('cases')} cases{worst}"
+    return f"{summary} ({row['date']}): {row.get('cases')} cases{worst}"
 
 
 def tuned(row: Row) -> str:
@@ -95,8 +95,8 @@ def tuned(row: Row) -> str:
 def faster(name: str, row: Row) -> str:
     """The fastest choice of `fastattn tune`, as a sentence."""
     times = row.get("ms")
-    said = [f"{x} {ms} ms" for x, ms in times.items()] if isinstance(times, dict) else []
-    on = f"on this device ({', '.join(said)})" if said else "on this device"
+    listed = [f"{x} {ms} ms" for x, ms in times.items()] if isinstance(times, dict) else []
+    on = f"on this device ({', '.join(listed)})" if listed else "on this device"
     return f"fastattn tune found {name} faster {on}, {row['date']}"
 
 

@@ -62,8 +62,8 @@ def _fastest(rows: choices.Rows) -> Iterator[str]:
     """How often each backend is the fastest, in the buckets that were timed."""
     count = Counter(row["backend"] for row in rows.get("backends", ()))
     if count:
-        said = ", ".join(f"{name} {n}" for name, n in count.most_common())
-        yield f"fastest backend of {sum(count.values())} kinds of plain calls: {said}"
+        counts = ", ".join(f"{name} {n}" for name, n in count.most_common())
+        yield f"fastest backend of {sum(count.values())} kinds of plain calls: {counts}"
 
 
 def _verified(rows: choices.Rows, where: str) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_terminal_shows_how_far_a_step_is():
     with Steps(stream) as status:
         status.show(1, 3, "step: 1 of 9; best so far A", done=False)
         under_way = stream.getvalue()
-        status.show(1, 3, "step: done", place="   9 s left  ")
+        status.show(1, 3, "step: done", prefix="   9 s left  ")
         status.show(2, 3, "all right", kept=False)
     assert "0/3" in under_way
     assert under_way.endswith("step: 1 of 9; best so far A]")

@@ -117,11 +117,11 @@ class Run:
             Planned(by_kernel), QUICK, sleep=lambda seconds: None, expected=trial.expect_all
         )
         self.store, self.ahead, self.verdict = store or Kept(), NothingAhead(refused), verdict
-        self.broken, self.verified, self.said, self.announced = broken or {}, [], [], []
+        self.broken, self.verified, self.notes, self.announced = broken or {}, [], [], []
         self._left, self._done = left, []
 
     def tell(self, **message):
-        self.said += [message["said"]] if "said" in message else []
+        self.notes += [message["note"]] if "note" in message else []
         self.announced += [(message["at"], message.get("doing"))] if "at" in message else []
         self._done += message.get("records", [])
 

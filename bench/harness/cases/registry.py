@@ -163,8 +163,8 @@ def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
         else:
             return None
     words = [str(warning.message).split(" (Triggered")[0] for warning in caught]
-    said = [text for text in words if "disabled" not in text]
-    return " ".join(" ".join(said).split())[:300] or "torch says no, without a reason"
+    kept = [text for text in words if "disabled" not in text]
+    return " ".join(" ".join(kept).split())[:300] or "torch says no, without a reason"
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

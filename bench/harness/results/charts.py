@@ -144,9 +144,9 @@ def _chart(title: str, source: str, groups: list[Group]) -> str:
     parts = [_text(16, 26, title, weight=600), _text(16, 46, source)]
     y = 66
     for (heading, bars, _), limits in zip(groups, shown, strict=True):
-        said = "; ".join(f"{name} {x:.0f}" for name, x in limits.items())
+        legend = "; ".join(f"{name} {x:.0f}" for name, x in limits.items())
         parts += [_text(16, y + 14, heading, weight=600)]
-        parts += [_text(LEFT + ROOM, y + 14, said, anchor="end")] if said else []
+        parts += [_text(LEFT + ROOM, y + 14, legend, anchor="end")] if legend else []
         top = y = y + 20
         for label, value, colour in bars:
             size = f'width="{value * scale:.1f}" height="{STEP - 4}"'

@@ -42,8 +42,8 @@ def _heading(data: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {x}" for name, x in environment.get("versions", {}).items())
     driver = (environment.get("gpu") or {}).get("driver")
     software = f"{versions}, cuDNN {environment.get('cudnn')}, driver {driver}"
-    said = f"`{data['command']}`" if data["command"] else "single probes"
-    lines = [f"{data['started'][:10]}, {said}: {software}. {data.get('method', '')}"]
+    command = f"`{data['command']}`" if data["command"] else "single probes"
+    lines = [f"{data['started'][:10]}, {command}: {software}. {data.get('method', '')}"]
     if limits:
         lines.append(
             f"In the same run a bf16 matrix product of size 8192 reached "
@@ -176,8 +176,8 @@ def page(folder: Path) -> str:
     for data in reports(folder):
         by_gpu.setdefault(data["environment"]["gpu"]["name"], []).append(data)
     notes = folder / "notes.md"
-    said = notes.read_text(encoding="utf-8") if notes.exists() else "# Results"
-    before, _, behind = said.partition("<!-- tables -->")
+    text = notes.read_text(encoding="utf-8") if notes.exists() else "# Results"
+    before, _, behind = text.partition("<!-- tables -->")
     parts = [before, "## Measured" if by_gpu else _NOTHING]
     parts += [markdown(*of_gpu) for of_gpu in by_gpu.values()]
     parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]

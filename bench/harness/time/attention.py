@@ -198,10 +198,10 @@ def _memory(case: Case, work: Function) -> Record:
     work()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    given = figures.input_bytes(case)
+    inputs = figures.input_bytes(case)
     return {
         "peak_mib": round(peak / 2**20, 1),
-        "memory_ratio": round((peak + given) / figures.least_memory(case), 3),
+        "memory_ratio": round((peak + inputs) / figures.least_memory(case), 3),
     }
 
 

@@ -113,8 +113,8 @@ def smi(run: Run = _run) -> dict[str, Any]:
 def _query(run: Run, *fields: str) -> list[str]:
     """Ask nvidia-smi for fields of the first GPU."""
     names = f"--query-gpu={','.join(fields)}"
-    said = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", names])
-    return said.splitlines()[0].split(", ")
+    output = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", names])
+    return output.splitlines()[0].split(", ")
 
 
 class ClockReader:

@@ -51,16 +51,16 @@ def measure(
     Returns:
         How it ended: FINISHED, TIME_IS_UP, or what went wrong.
     """
-    known, broken = data["jobs"], data["broken"]
+    statuses, broken = data["jobs"], data["broken"]
 
     def open_jobs() -> list[str]:
-        ended = {name for name, job in known.items() if job["status"] in (DONE, BROKEN)}
+        ended = {name for name, job in statuses.items() if job["status"] in (DONE, BROKEN)}
         return [job.name for job in jobs if job.name not in ended]
 
     def request(name: str) -> dict[str, Any]:
         kinds = by_name[name].kinds
         out = {who: why for kind in kinds for who, why in broken.get(kind, {}).items()}
-        return {"job": name, "broken": out, "alone": known.get(name, {}).get("alone", False)}
+        return {"job": name, "broken": out, "alone": statuses.get(name, {}).get("alone", False)}
 
     by_name = {job.name: job for job in jobs}
     waiting = deque(open_jobs())
@@ -72,19 +72,19 @@ def measure(
                 blame(data, by_name[ended.job], ended.at, ended.why)
                 waiting.extendleft([ended.job] if ended.job in open_jobs() else [])
             else:
-                last = ended.told[-1]
+                last = ended.messages[-1]
                 for record in last.get("records", ()):
                     if "environment" in record:
                         data.update(record)
                     else:
                         data["results"].append(record)
-                known[ended.job] = {"status": DONE, "seconds": ended.seconds}
+                statuses[ended.job] = {"status": DONE, "seconds": ended.seconds}
                 if "failed" in last:
-                    known[ended.job] = {"status": BROKEN, "reason": last["failed"]}
+                    statuses[ended.job] = {"status": BROKEN, "reason": last["failed"]}
             save()
     except ChildProcessError as error:
         return str(error)
-    known.update({name: {"status": LEFT, "reason": TIME_IS_UP} for name in waiting})
+    statuses.update({name: {"status": LEFT, "reason": TIME_IS_UP} for name in waiting})
     save()
     return TIME_IS_UP if waiting else FINISHED
 

@@ -68,7 +68,7 @@ def summary(path: Path, code: int | None) -> dict[str, Any]:
     return {
         "status": "the time was up" if code is None else ended,
         **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
-        "failures": sorted(name for name, said in outcomes.items() if said == "failed")[:40],
+        "failures": sorted(name for name, verdict in outcomes.items() if verdict == "failed")[:40],
     }
 
 

@@ -57,7 +57,7 @@ class Ended(NamedTuple):
     """
 
     job: Any
-    told: list[Message]
+    messages: list[Message]
     at: str
     seconds: float
     why: str = ""
@@ -189,8 +189,8 @@ class _Worker:
             return f"broke the device: {lost[-1]}"
         how = f"ended with exit code {code}"
         if code < 0:
-            known = {x.value for x in signal.Signals}
-            how = f"ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
+            codes = {x.value for x in signal.Signals}
+            how = f"ended by {signal.Signals(-code).name if -code in codes else f'signal {-code}'}"
         return f"{how}: {self._child.last_words()}"
 
 

@@ -120,15 +120,15 @@ def tune(
         return end - time.monotonic()
 
     def start(names: list[str]) -> ChildProcess:
-        given = json.dumps({**settings, "names": names, "seconds": left()})
-        return ChildProcess(python("fastattn.bench.tune.tuner", given), variables())
+        request = json.dumps({**settings, "names": names, "seconds": left()})
+        return ChildProcess(python("fastattn.bench.tune.tuner", request), variables())
 
     def heard(name: str, message: Message) -> None:
         done = "done" in message
         text = message.get("failed") or next((x["text"] for x in message.get("records", ())), "")
-        if done or "said" in message:
-            said = text if done else message["said"]
-            show(Progress(numbers[name], len(plan), left(), name, said, done))
+        if done or "note" in message:
+            note = text if done else message["note"]
+            show(Progress(numbers[name], len(plan), left(), name, note, done))
 
     data: dict[str, Any] = {"jobs": {}, "broken": {}, "results": []}
     try:
@@ -151,13 +151,13 @@ def tune(
 def unknown_first(plan: list[Step], store: Store) -> list[Step]:
     """The plan, with choices that have a finding already behind those that have none."""
 
-    def known(step: Step) -> bool:
+    def verified(step: Step) -> bool:
         return isinstance(step, Choice) and any(
             step.key.items() <= row.items() for row in stored[step.kind]
         )
 
     stored = {step.kind: store.read(step.kind) for step in plan if isinstance(step, Choice)}
-    return sorted(plan, key=known)
+    return sorted(plan, key=verified)
 
 
 def gpu_of(device: torch.device) -> Gpu:

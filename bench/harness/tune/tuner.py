@@ -84,13 +84,13 @@ class Tuner:
     ) -> list[Record]:
         announce("the verification", WAITS)  # which ends what hangs
         keys = {pair: (*pair, step.dtype, step.head_dim) for pair in step.families}
-        known = self._verdicts()
-        unknown = tuple(pair for pair, key in keys.items() if key not in known)
+        stored = self._verdicts()
+        unknown = tuple(pair for pair, key in keys.items() if key not in stored)
         if unknown:
-            self.verify(step._replace(families=unknown), lambda said: self.tell(said=said))
-            known = self._verdicts()
-        verdicts = {pair: known.get(key, "not verified") for pair, key in keys.items()}
-        bad = [f"{' '.join(pair)}: {said}" for pair, said in verdicts.items() if said != RIGHT]
+            self.verify(step._replace(families=unknown), lambda note: self.tell(note=note))
+            stored = self._verdicts()
+        verdicts = {pair: stored.get(key, "not verified") for pair, key in keys.items()}
+        bad = [f"{' '.join(pair)}: {x}" for pair, x in verdicts.items() if x != RIGHT]
         return [{"step": step.name, "text": "; ".join(bad) or "all right"}]
 
     def _choose(
@@ -106,12 +106,12 @@ class Tuner:
         tried: list[dict[str, Any]] = []
 
         def remember(candidate: Candidate, outcome: float | str) -> None:
-            said = "ms" if isinstance(outcome, float) else "reason"
-            tried.append({**choice.key, **candidate.row, said: outcome})
+            field = "ms" if isinstance(outcome, float) else "reason"
+            tried.append({**choice.key, **candidate.row, field: outcome})
             if isinstance(outcome, float):
                 times[candidate.name] = outcome
             best = _best_so_far(choice, times)
-            self.tell(said=f"{len(tried)} of {len(choice.candidates)}{best}")
+            self.tell(note=f"{len(tried)} of {len(choice.candidates)}{best}")
 
         def why_passed_over(candidate: Candidate) -> str | None:
             if candidate.name in broken:

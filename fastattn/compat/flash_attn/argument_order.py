@@ -80,20 +80,20 @@ def of_version(version: int) -> Callable[[Callable[..., Any]], Callable[..., Any
         needed, others = (part.split() for part in ORDERS[version][name].split("|"))
         names = [*needed, *others]
 
-        def call(*arguments: Any, **given: Any) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
             if len(arguments) > len(names):
                 raise TypeError(f"{name}() takes at most {len(names)} arguments: {len(arguments)}")
-            for place, x in zip(names, arguments, strict=False):
-                if place in given:
-                    raise TypeError(f"{name}() got multiple values for argument {place!r}")
-                given[place] = x
-            unknown = [key for key in given if key not in names]
+            for argument, x in zip(names, arguments, strict=False):
+                if argument in kwargs:
+                    raise TypeError(f"{name}() got multiple values for argument {argument!r}")
+                kwargs[argument] = x
+            unknown = [key for key in kwargs if key not in names]
             if unknown:
                 raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}")
-            missing = [key for key in needed if key not in given]
+            missing = [key for key in needed if key not in kwargs]
             if missing:
                 raise TypeError(f"{name}() lacks {', '.join(missing)}")
-            return function(**given)
+            return function(**kwargs)
 
         call.__name__, call.__qualname__, call.__doc__ = name, name, function.__doc__
         call.__module__ = function.__module__

@@ -48,7 +48,7 @@ def options_of(
 ) -> dict[str, Any]:
     """Options of `fastattn.attention`, those that are not given left out."""
     window = _window(window_size)
-    given = {
+    options = {
         "window": None if window == (None, None) else window,
         "dropout": dropout_p or None,
         "scale": softmax_scale,
@@ -56,7 +56,7 @@ def options_of(
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
     }
-    return {"causal": bool(causal), **{name: x for name, x in given.items() if x is not None}}
+    return {"causal": bool(causal), **{name: x for name, x in options.items() if x is not None}}
 
 
 def _window(window_size: Any) -> Window:

@@ -44,7 +44,7 @@ _OF_BACKWARD = ("dout", "q", "k", "v", "out")
 
 
 @of_version(2)
-def _flash_attn_forward(**given: Any) -> Forward:
+def _flash_attn_forward(**call: Any) -> Forward:
     """(out, lse, weights, rng_state) of `flash_attn_func`'s arguments.
 
     Args:
@@ -56,13 +56,13 @@ def _flash_attn_forward(**given: Any) -> Forward:
         out [B, T_q, H_q, D_v]; lse fp32 [B, H_q, T_q]; an empty tensor; int64 [2], which the
         backward needs to drop the same weights. None has a gradient.
     """
-    heads_first = [checked(name, given[name], 4).transpose(1, 2) for name in "qkv"]
-    o, lse, weights, seed = _forward(attention, heads_first, given)
+    heads_first = [checked(name, call[name], 4).transpose(1, 2) for name in "qkv"]
+    o, lse, weights, seed = _forward(attention, heads_first, call)
     return o.transpose(1, 2).contiguous(), lse, weights, seed
 
 
 @of_version(2)
-def _flash_attn_varlen_forward(**given: Any) -> Forward:
+def _flash_attn_varlen_forward(**call: Any) -> Forward:
     """`_flash_attn_forward` of packed sequences.
 
     Args:
@@ -74,15 +74,15 @@ def _flash_attn_varlen_forward(**given: Any) -> Forward:
         As there, with out [total_q, H_q, D_v] and lse fp32 [H_q, total_q].
     """
     for name in ("block_table", "leftpad_k", "seqused_k"):
-        if given.get(name) is not None:
+        if call.get(name) is not None:
             raise NotImplementedError(f"{name} is not served by _flash_attn_varlen_forward")
-    tensors = [given[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
-    o, lse, weights, seed = _forward(attention_varlen, tensors, given)
+    tensors = [call[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+    o, lse, weights, seed = _forward(attention_varlen, tensors, call)
     return o.contiguous(), lse, weights, seed
 
 
 @of_version(2)
-def _flash_attn_backward(**given: Any) -> Tensor:
+def _flash_attn_backward(**call: Any) -> Tensor:
     """Write the gradients of q, k and v into dq, dk and dv.
 
     Args:
@@ -95,24 +95,24 @@ def _flash_attn_backward(**given: Any) -> Tensor:
     Returns:
         fp32 [B, H_q, T_q]: dout.out.
     """
-    tensors = [checked(name, given[name], 4).transpose(1, 2) for name in _OF_BACKWARD]
+    tensors = [checked(name, call[name], 4).transpose(1, 2) for name in _OF_BACKWARD]
     shape = tuple(tensors[1].shape[:3])
-    gradients = _backward(tensors, shape, (), given)
-    _write(given, [x.transpose(1, 2) for x in gradients[:3]])
+    gradients = _backward(tensors, shape, (), call)
+    _write(call, [x.transpose(1, 2) for x in gradients[:3]])
     return gradients.delta
 
 
 @of_version(2)
-def _flash_attn_varlen_backward(**given: Any) -> Tensor:
+def _flash_attn_varlen_backward(**call: Any) -> Tensor:
     """`_flash_attn_backward` of packed sequences.
 
     softmax_lse and the result are fp32 [H_q, total_q]. max_seqlen_q, max_seqlen_k and zero_tensors
     change nothing.
     """
-    tensors = [checked(name, given[name], 3) for name in _OF_BACKWARD]
+    tensors = [checked(name, call[name], 3) for name in _OF_BACKWARD]
     shape = (tensors[1].shape[1], tensors[1].shape[0])
-    gradients = _backward(tensors, shape, (given["cu_seqlens_q"], given["cu_seqlens_k"]), given)
-    _write(given, gradients[:3])
+    gradients = _backward(tensors, shape, (call["cu_seqlens_q"], call["cu_seqlens_k"]), call)
+    _write(call, gradients[:3])
     return gradients.delta
 
 
@@ -123,15 +123,15 @@ _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    window = (given.get("window_size_left", -1), given.get("window_size_right", -1))
-    scores = (given["softmax_scale"], given["causal"], window, given.get("softcap", 0.0))
-    return options_of(given["dropout_p"], *scores, given.get("alibi_slopes"), None)
+def _options(call: dict[str, Any]) -> dict[str, Any]:
+    window = (call.get("window_size_left", -1), call.get("window_size_right", -1))
+    scores = (call["softmax_scale"], call["causal"], window, call.get("softcap", 0.0))
+    return options_of(call["dropout_p"], *scores, call.get("alibi_slopes"), None)
 
 
-def _forward(attend: Any, tensors: list[Tensor], given: dict[str, Any]) -> Forward:
+def _forward(attend: Any, tensors: list[Tensor], call: dict[str, Any]) -> Forward:
     """o, lse, no weights, and the seed of the dropped ones."""
-    options, device = _options(given), tensors[0].device
+    options, device = _options(call), tensors[0].device
     with errors_of_flash_attn(), torch.no_grad():
         seed = torch.zeros(2, dtype=torch.int64, device=device)
         if "dropout" in options:
@@ -144,14 +144,14 @@ def _backward(
     tensors: list[Tensor],
     shape: tuple[int, ...],
     offsets: tuple[Tensor, ...],
-    given: dict[str, Any],
+    call: dict[str, Any],
 ) -> BlockGradients:
     """Gradients of `_OF_BACKWARD`'s q, k and v; shape is that of softmax_lse."""
-    options, lse = _options(given), given["softmax_lse"]
+    options, lse = _options(call), call["softmax_lse"]
     do, q, k, v, o = tensors
     with errors_of_flash_attn(), torch.no_grad():
         if "dropout" in options:
-            options["dropout_seed"] = given.get("rng_state")
+            options["dropout_seed"] = call.get("rng_state")
             if options["dropout_seed"] is None:
                 raise ValueError("rng_state must be the one that the forward returned, got None")
         for name, x in (("dout", do), ("out", o)):
@@ -164,7 +164,7 @@ def _backward(
         return attention_block_backward(do, q, k, v, o, lse, *offsets, **options)
 
 
-def _write(given: dict[str, Any], grads: Sequence[Tensor]) -> None:
+def _write(call: dict[str, Any], grads: Sequence[Tensor]) -> None:
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-        if given[name] is not None:
-            given[name].copy_(grad)
+        if call[name] is not None:
+            call[name].copy_(grad)

@@ -73,9 +73,9 @@ def apply_rotary(
 
 def table_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [..., R / 2] of both tables at integer positions [...]; past their end, no rotation."""
-    known = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
+    in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
     row = positions.clamp(0, cos.shape[0] - 1).long()
-    return torch.where(known, cos[row], 1.0), torch.where(known, sin[row], 0.0)
+    return torch.where(in_table, cos[row], 1.0), torch.where(in_table, sin[row], 0.0)
 
 
 def _positions(x: Tensor, first: int | Tensor, cu_seqlens: Tensor | None, bound: int) -> Tensor:
@@ -121,9 +121,9 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """`apply_rotary`, differentiable in x."""
-    given: dict[str, Any] = {"interleaved": interleaved, "inplace": inplace}
-    given |= {"seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens}
-    turned: Tensor = _turned(x, partial(apply_rotary, cos=cos, sin=sin, **given))
+    options: dict[str, Any] = {"interleaved": interleaved, "inplace": inplace}
+    options |= {"seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens}
+    turned: Tensor = _turned(x, partial(apply_rotary, cos=cos, sin=sin, **options))
     return turned
 
 

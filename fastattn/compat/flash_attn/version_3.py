@@ -25,14 +25,14 @@ __all__ = [
 
 
 @of_version(3)
-def flash_attn_func(*, return_attn_probs: bool = False, **given: Any) -> Result:
+def flash_attn_func(*, return_attn_probs: bool = False, **kwargs: Any) -> Result:
     """o [B, T_q, H_q, D_v], or with return_attn_probs (o, lse [B, H_q, T_q])."""
-    return version_2.flash_attn_func(**given, return_lse=return_attn_probs)
+    return version_2.flash_attn_func(**kwargs, return_lse=return_attn_probs)
 
 
 @of_version(3)
 def flash_attn_qkvpacked_func(
-    *, qkv: Tensor, num_heads_q: int | None = None, **given: Any
+    *, qkv: Tensor, num_heads_q: int | None = None, **kwargs: Any
 ) -> Result:
     """`flash_attn_func` of qkv [B, T, 3, H, D], or [B, T, H_q + 2 H_k, D] with num_heads_q."""
     if num_heads_q is None:
@@ -45,23 +45,23 @@ def flash_attn_qkvpacked_func(
                 f"got {list(qkv.shape)}"
             )
         q, k, v = torch.split(qkv, [num_heads_q, heads_k, heads_k], dim=2)
-    return flash_attn_func(q, k, v, **given)
+    return flash_attn_func(q, k, v, **kwargs)
 
 
 @of_version(3)
-def flash_attn_varlen_func(*, return_attn_probs: bool = False, **given: Any) -> Result:
+def flash_attn_varlen_func(*, return_attn_probs: bool = False, **kwargs: Any) -> Result:
     """o [total_q, H_q, D_v], or with return_attn_probs (o, lse [H_q, total_q])."""
-    return version_2.flash_attn_varlen_func(**given, return_lse=return_attn_probs)
+    return version_2.flash_attn_varlen_func(**kwargs, return_lse=return_attn_probs)
 
 
 @of_version(3)
-def flash_attn_with_kvcache(*, max_seqlen_q: int | None = None, **given: Any) -> Result:
+def flash_attn_with_kvcache(*, max_seqlen_q: int | None = None, **kwargs: Any) -> Result:
     """o [B, T_q, H_q, D_v], or with return_softmax_lse (o, lse, None, None).
 
     In the last two places flash-attn 3 returns what its splits of the keys gave; that is not kept.
     """
-    result = version_2.flash_attn_with_kvcache(**given)
-    return (*result, None, None) if given.get("return_softmax_lse") else result
+    result = version_2.flash_attn_with_kvcache(**kwargs)
+    return (*result, None, None) if kwargs.get("return_softmax_lse") else result
 
 
 def flash_attn_combine(

@@ -93,8 +93,8 @@ def _value(node: Any) -> Tensor:
     return value
 
 
-def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def _is_number(x: Any) -> bool:
@@ -133,8 +133,8 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         if not 0 < match.scale < math.inf:
             raise Unmatched(f"scores are multiplied by {match.scale}")
         dtype = _value(product).dtype
-        given = (q, k, v, match.scale, match.dropout, match.factors, match.terms, dtype)
-        out = graph.call_function(fused, given)
+        arguments = (q, k, v, match.scale, match.dropout, match.factors, match.terms, dtype)
+        out = graph.call_function(fused, arguments)
         if order is not None:
             out = graph.call_method("permute", (out, order))
     out.meta = dict(product.meta)
@@ -341,10 +341,10 @@ def _permuted(x: Any, letters: str, wanted: str) -> fx.Node:
     order = [letters.index(name) for name in wanted if name in letters]
     node: fx.Node = x.graph.call_method("permute", (x, order))
     value = shape.permute(order)
-    for place, name in enumerate(wanted):
+    for dim, name in enumerate(wanted):
         if name not in letters:
-            node = x.graph.call_method("unsqueeze", (node, place))
-            value = value.unsqueeze(place)
+            node = x.graph.call_method("unsqueeze", (node, dim))
+            value = value.unsqueeze(dim)
         node.meta["example_value"] = value
     return node
 
@@ -418,5 +418,5 @@ def _masks(
 
 def _as_scores(x: Tensor, sizes: list[int], shape: tuple[int, ...]) -> Tensor:
     """A bias or a mask for a view of the scores in some sizes, in shape [..., T_q, T_k]."""
-    known = math.prod(n for n in sizes if n != -1)
-    return x.expand([math.prod(shape) // known if n == -1 else n for n in sizes]).reshape(shape)
+    explicit = math.prod(n for n in sizes if n != -1)
+    return x.expand([math.prod(shape) // explicit if n == -1 else n for n in sizes]).reshape(shape)

@@ -63,12 +63,12 @@ class Swap:
         }
         in_vain = [name for name in served if self._in_vain(name)]
         # A class that is only named as attention may hold what is.
-        known = served | left | self._left
+        listed = served | left | self._left
         left = {
             name: why
             for name, why in left.items()
             if not _SOFTMAX.isdisjoint(names_in(self._watched[name]))
-            or not any(x != name and x.startswith(name and f"{name}.") for x in known)
+            or not any(x != name and x.startswith(name and f"{name}.") for x in listed)
         }
         left |= {name: why for name, why in self._left.items() if name not in served}
         return left | {x: f"{served[x]}. None was: {self.calls[x].reason}" for x in in_vain}

@@ -135,8 +135,8 @@ def attention_forward(
         _refuse_beside_cache(causal, beside, output_attentions, dropout)
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         del options["dropout"]
-        given = (attention_mask, sliding_window, cu_seq_lens_q, cache, options, kwargs)
-        return attend_paged(module, query, key, value, *given), None
+        arguments = (attention_mask, sliding_window, cu_seq_lens_q, cache, options, kwargs)
+        return attend_paged(module, query, key, value, *arguments), None
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if position_bias is not None:
@@ -177,11 +177,11 @@ def attention_forward(
     return o, (weights if share is None else weights * share).to(query.dtype)
 
 
-def _refuse_beside_cache(causal: bool, *given: Any) -> None:
+def _refuse_beside_cache(causal: bool, *values: Any) -> None:
     """Refuse what continuous batching does not bring, and offsets alone would drop."""
     names = ("scores of the caller's own", "output_attentions", "dropout")
     wrong = [] if causal else ["is_causal=False"]
-    wrong += [name for name, x in zip(names, given, strict=True) if x]
+    wrong += [name for name, x in zip(names, values, strict=True) if x]
     if wrong:
         raise NotImplementedError(
             f"cache beside {', '.join(wrong)}: fastattn does not serve it over the pages of "
@@ -318,9 +318,9 @@ def _packed(
 ) -> Tensor:
     """Attention inside each of the sequences that lie behind one another in a batch of one."""
     of_rows = ("query_offset", "key_padding_mask", "documents")
-    given = {name: x for name, x in options.items() if x is not None and name not in of_rows}
+    passed = {name: x for name, x in options.items() if x is not None and name not in of_rows}
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_varlen(q, k, v, *offsets, **given)[None].contiguous()
+    return attention_varlen(q, k, v, *offsets, **passed)[None].contiguous()
 
 
 def _packed_ids(

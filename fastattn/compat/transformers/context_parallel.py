@@ -102,8 +102,8 @@ class SpreadModels:
         """A model's `__call__` with the tokens of a rank."""
 
         @wraps(inner)
-        def call(model: Any, *args: Any, **given: Any) -> Any:
-            bound, error = inspect.signature(model.forward).bind_partial(*args, **given), None
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            bound, error = inspect.signature(model.forward).bind_partial(*args, **kwargs), None
             try:
                 self._place(model, bound)
             except ValueError as problem:
@@ -228,10 +228,10 @@ def _frequencies_hold_until(module: nn.Module) -> int | None:
     named = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
     if not any(kind == "longrope" or "dynamic" in kind for kind in named if kind):
         return None
-    given = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-    nested = [x for x in given.values() if isinstance(x, dict)]
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    nested = [x for x in parameters.values() if isinstance(x, dict)]
     key = "original_max_position_embeddings"
-    bounds = [x[key] for x in (given, *nested) if x.get(key)]
+    bounds = [x[key] for x in (parameters, *nested) if x.get(key)]
     return min(bounds, default=getattr(module, "original_max_seq_len", 0))
 
 

@@ -105,8 +105,8 @@ class LazyMask(Tensor):
         shape: tuple[int, ...],
         device: torch.device | str,
     ) -> "LazyMask":
-        place = torch.device(device)
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=place)
+        on = torch.device(device)
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=on)
         mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
         mask._hides, mask.extent = None, shape
         return mask

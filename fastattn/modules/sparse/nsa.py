@@ -43,10 +43,10 @@ class NativeSparseAttention(SparseLayer):
         first: int = 1, latest: int = 2, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, num_kv_heads, options)
-        given = {"block_k": block_k, "n": n, "window": window, "first": first, "latest": latest}
+        sizes = {"block_k": block_k, "n": n, "window": window, "first": first, "latest": latest}
         self.how: dict[str, Any] = {
             name: checks.check_count(name, x, 0 if name in ("first", "latest") else 1)
-            for name, x in given.items()
+            for name, x in sizes.items()
         }
         self.pool = pool
         factory: Any = self.factory

@@ -227,7 +227,7 @@ def count_compilations(function: Callable[[], Any]) -> int:
 def describe(kernel: Any) -> CompiledFacts:
     """The facts of a kernel from `compiling_for`, whether compiled or from a cache."""
     gpu = kernel.metadata.target
-    target = next(name for name, known in TARGETS.items() if known.gpu == gpu)
+    target = next(name for name, kind in TARGETS.items() if kind.gpu == gpu)
     is_cuda = gpu.backend == "cuda"
     assembly = kernel.asm["ptx" if is_cuda else "amdgcn"]
     report = _ptxas_report(kernel) if is_cuda else _amd_report(assembly)

@@ -56,8 +56,8 @@ def options(registers: str) -> Iterator[Case]:
     once of those that take most.
     """
     for name in _examples(registers):
-        known = name in _TYPICAL
-        yield Case(name, partial(_example, name=name), quick=known, interpreted=known)
+        typical = name in _TYPICAL
+        yield Case(name, partial(_example, name=name), quick=typical, interpreted=typical)
     examples = _all_examples(_FEW, _FEW, 16)
     sets = sets_that_cover_pairs({name: examples[name] for name in _DEMANDING}, _AT_ONCE)
     sets = [names for names in sets if _registers(together(examples, names)) == registers]

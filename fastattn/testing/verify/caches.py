@@ -48,8 +48,8 @@ def decode() -> Iterator[Case]:
         yield Case(f"num_splits={splits}", partial(_decode, num_splits=splits))
     yield Case("batch_invariant", partial(_decode, batch_invariant=True))
     yield Case("long rows", partial(_decode, lengths=(5000, 1, 2049)))
-    for name, given in _OPTIONS.items():
-        yield Case(name, partial(_decode, options=given), quick=False)
+    for name, example in _OPTIONS.items():
+        yield Case(name, partial(_decode, options=example), quick=False)
     yield Case("20 repeats", _repeats)
     yield Case("packed queries", _packed, interpreted=True)
     yield Case("packed queries, long rows", partial(_packed, lengths=(5000, 100, 2049)))

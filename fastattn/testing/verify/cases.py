@@ -72,8 +72,8 @@ class Scope(NamedTuple):
         return [case for case in cases if case.quick or not self.quick]
 
     def _asks_for(self, subject: Subject) -> bool:
-        asked = (self.backends, self.families, self.dtypes, self.head_dims)
-        return all(some is None or x in some for some, x in zip(asked, subject, strict=True))
+        filters = (self.backends, self.families, self.dtypes, self.head_dims)
+        return all(some is None or x in some for some, x in zip(filters, subject, strict=True))
 
     def _has(self, subject: Subject) -> bool:
         backend, family, dtype, head_dim = subject

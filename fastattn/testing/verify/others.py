@@ -52,8 +52,8 @@ def additive() -> Iterator[Case]:
 
 def selected() -> Iterator[Case]:
     """o, lse and gradients over lists of key blocks, of heads together and of each head."""
-    for name, given in {"tokens": (1, (1, 16)), "blocks": (_H_Q, (16, 8))}.items():
-        case = partial(_selected, H_s=given[0], block=given[1])
+    for name, sizes in {"tokens": (1, (1, 16)), "blocks": (_H_Q, (16, 8))}.items():
+        case = partial(_selected, H_s=sizes[0], block=sizes[1])
         yield Case(name, case, quick=True, interpreted=name == "tokens")
 
 

@@ -31,9 +31,9 @@ class Steps:
         self,
         number: int,
         of: int,
-        said: str,
+        text: str,
         *,
-        place: str = "",
+        prefix: str = "",
         done: bool = True,
         kept: bool = True,
     ) -> None:
@@ -41,19 +41,19 @@ class Steps:
         if self._bar is None and self._stream.isatty():
             self._bar = bar(of, self._stream)
         if self._bar is not None:
-            self._bar.set_postfix_str(said[:80], refresh=not done)
+            self._bar.set_postfix_str(text[:80], refresh=not done)
         if done and (kept or self._bar is None):
             if self._bar is not None:
                 self._bar.clear()
-            self._stream.write(f"{number:3}/{of} {place}{said}\n")
+            self._stream.write(f"{number:3}/{of} {prefix}{text}\n")
             self._stream.flush()
         if done and self._bar is not None:
             self._bar.update()
 
     def advance(self, count: int, total: int, finding: Finding | None) -> None:
         """See `verification.Progress`."""
-        said = "no kernel serves it, or memory is short" if finding is None else str(finding)
-        self.show(count, total, said, kept=finding is not None and finding.verdict != RIGHT)
+        text = "no kernel serves it, or memory is short" if finding is None else str(finding)
+        self.show(count, total, text, kept=finding is not None and finding.verdict != RIGHT)
 
 
 def bar(total: int, stream: TextIO) -> Any:
@@ -102,8 +102,8 @@ def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
     if not results:
         return ["none of the cases is about these"]
     kinds = f"{len(results)} kind{'s' * (len(results) > 1)} of kernels"
-    said = f"{len(wrong)} not right" if wrong else "all are within their budgets"
-    lines = [f"{cases} cases of {kinds}: {said}"]
+    verdict = f"{len(wrong)} not right" if wrong else "all are within their budgets"
+    lines = [f"{cases} cases of {kinds}: {verdict}"]
     if wrong and device.type == "cuda":
         lines.append(
             "Calls that would take what is not right take another backend; `fastattn verify "
@@ -122,14 +122,14 @@ def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
 def _left_out(results: Sequence[Finding]) -> str:
     """Families, dtypes and head dims that no finding is about."""
     seen = {x for one in results for x in one[1:4]}
-    known: tuple[tuple[str, Sequence[Any]], ...] = (
+    columns: tuple[tuple[str, Sequence[Any]], ...] = (
         ("family", tuple(FAMILIES)),
         ("dtype", DTYPES),
         ("head dim", HEAD_DIMS),
     )
     parts = (
         f"{name} {' '.join(str(x) for x in every if x not in seen)}"
-        for name, every in known
+        for name, every in columns
         if not seen.issuperset(every)
     )
     return ", ".join(parts)

@@ -63,16 +63,16 @@ def verify(
         ValueError: an unknown name, or a backend or device that is not here.
         ChildProcessError: no case can run here.
     """
-    place = device_of(device)
+    resolved = device_of(device)
     scope = scope_of(
-        place,
+        resolved,
         backends=backends,
         families=families,
         dtypes=dtypes,
         head_dims=head_dims,
         quick=quick,
     )
-    return list(run(scope, place, progress=progress))
+    return list(run(scope, resolved, progress=progress))
 
 
 def scope_of(
@@ -128,7 +128,7 @@ def run(
 
 def outcomes_of(ended: Ended) -> tuple[Subject, list[Outcome]]:
     """The outcomes of a subject's cases, up to the first that its process did not survive."""
-    outcomes = [Outcome(*message["outcome"]) for message in ended.told if "outcome" in message]
+    outcomes = [Outcome(*message["outcome"]) for message in ended.messages if "outcome" in message]
     # A case that lost the device has an outcome already.
     if ended.why and ended.at not in {x.case for x in outcomes}:
         verdict = HANG if ended.hung else CRASH
@@ -144,16 +144,16 @@ def device_of(device: torch.device | str | None) -> torch.device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() and not call.interpreting() else "cpu"
-    place = torch.device(device)
-    if place.type not in ("cuda", "cpu"):
+    resolved = torch.device(device)
+    if resolved.type not in ("cuda", "cpu"):
         raise ValueError(
-            f"device must be a GPU or the CPU, got {place}: kernels exist for no other"
+            f"device must be a GPU or the CPU, got {resolved}: kernels exist for no other"
         )
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that is here, got {place}: torch finds no GPU")
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
-    return place
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that is here, got {resolved}: torch finds no GPU")
+    if resolved.type == "cuda" and resolved.index is None:
+        resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
 
 
 def available(device: torch.device) -> tuple[str, ...]:
@@ -161,11 +161,11 @@ def available(device: torch.device) -> tuple[str, ...]:
     return BACKENDS if attend.on_hopper(device) else BACKENDS[:1]
 
 
-def _checked(name: str, given: Iterable[Any] | None, known: tuple[Any, ...]) -> tuple[Any, ...]:
-    cases = known if given is None else tuple(given)
+def _checked(name: str, chosen: Iterable[Any] | None, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
+    cases = allowed if chosen is None else tuple(chosen)
     for x in cases:
-        if x not in known:
-            names = ", ".join(map(str, known))
+        if x not in allowed:
+            names = ", ".join(map(str, allowed))
             raise ValueError(f"{name} must be some of {names} here, got {x!r}")
     return cases
 

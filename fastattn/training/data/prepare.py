@@ -79,12 +79,12 @@ def prepare(
         TokenizerError: as `train_tokenizer` and `load_tokenizer`, or a text cannot be encoded.
         LockedError: another call is writing out_dir.
     """
-    for name, value, known in (
+    for name, value, allowed in (
         ("documents", documents, tuple(SEPARATORS)),
         ("errors", errors, get_args(Errors)),
     ):
-        if value not in known:
-            choice = ", ".join(map(repr, known))
+        if value not in allowed:
+            choice = ", ".join(map(repr, allowed))
             raise ValueError(f"{name} must be one of {choice}, got {value!r}")
     if not texts:
         raise ValueError("texts must name a file, got none")

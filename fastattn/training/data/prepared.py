@@ -188,8 +188,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is corrupt: {error}") from None
     if fields["dtype"] not in DTYPES:
-        known = " or ".join(DTYPES)
-        raise DataError(f"{path} is corrupt: dtype must be {known}, got {fields['dtype']!r}")
+        choices = " or ".join(DTYPES)
+        raise DataError(f"{path} is corrupt: dtype must be {choices}, got {fields['dtype']!r}")
     sizes = {
         TOKENS: fields["tokens"] * DTYPES[fields["dtype"]][0],
         DOCUMENTS: fields["documents"] * DOCUMENT_BYTES,

@@ -154,13 +154,13 @@ def tags_of(sentences: Iterable[Sentence]) -> tuple[str, ...]:
     return tuple(sorted({tag for sentence in sentences for tag in sentence.tags}))
 
 
-def check_tags(sentences: Iterable[Sentence], known: Iterable[str]) -> None:
+def check_tags(sentences: Iterable[Sentence], allowed: Iterable[str]) -> None:
     """All tags are known ones."""
-    known = tuple(known)
+    allowed = tuple(allowed)
     for sentence in sentences:
         for tag, place in zip(sentence.tags, sentence.places, strict=True):
-            if tag not in known:
-                raise DataError(f"{place}: unknown tag {tag!r}; the run's are {', '.join(known)}")
+            if tag not in allowed:
+                raise DataError(f"{place}: unknown tag {tag!r}; the run's are {', '.join(allowed)}")
 
 
 def sentences_fingerprint(sentences: Iterable[Sentence]) -> str:

@@ -94,17 +94,16 @@ class Degrees:
         return {name: x for name, x in vars(self).items() if name != "timeout"}
 
     def split(self, ranks: int) -> Split:
-        """The arrangement of so many ranks.
+        """The number of ranks along each kind of parallelism.
 
         Raises:
-            SplitError: the degrees do not multiply to them.
+            SplitError: the product of the degrees is not `ranks`.
         """
         dp, fsdp = self.data_parallel, self.fsdp
         if dp == REST and fsdp == REST:
             dp = 1
-        known = [x for x in (dp, fsdp, self.context_parallel, self.tensor_parallel) if x != REST]
-        given = math.prod(map(int, known))
-        rest = ranks // given
+        fixed = [x for x in (dp, fsdp, self.context_parallel, self.tensor_parallel) if x != REST]
+        rest = ranks // math.prod(map(int, fixed))
         split = Split(
             rest if dp == REST else int(dp),
             rest if fsdp == REST else int(fsdp),

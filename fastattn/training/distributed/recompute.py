@@ -54,15 +54,15 @@ def recompute(block: nn.Module, how: Recompute) -> None:
     if how == "selective":
         context["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
-    def forward(*args: Any, **given: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(*args, **given)
-        return checkpoint(inner, *args, use_reentrant=False, **context, **given)
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **context, **kwargs)
 
     setattr(block, "forward", forward)  # noqa: B010
 
 
-def _policy(_: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
+def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     namespace, _, name = op.name().partition("::")
     if name in _KEPT.get(namespace, ()):
         return CheckpointPolicy.MUST_SAVE

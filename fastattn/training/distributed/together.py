@@ -193,14 +193,14 @@ class Together(Ranks):
         return bool(flags)
 
     def decided(self, decide: Callable[[], _Value]) -> _Value:
-        said: list[Any] = [None, None]
+        shared: list[Any] = [None, None]
         if self.first:
             try:
-                said[0] = decide()
+                shared[0] = decide()
             except Exception as problem:
-                said[1] = problem
-        dist.broadcast_object_list(said)
-        value, error = said
+                shared[1] = problem
+        dist.broadcast_object_list(shared)
+        value, error = shared
         if error is not None:
             raise error
         return cast(_Value, value)

@@ -67,9 +67,9 @@ def find_kind(model: str | None = None, task: str | None = None) -> Kind:
         ValueError: there is no such model or task, or the model has no such task.
     """
     for name, value in (("model", model), ("task", task)):
-        known = list(dict.fromkeys(getattr(kind, name) for kind in _ALL))
-        if value not in (None, *known):
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        choices = list(dict.fromkeys(getattr(kind, name) for kind in _ALL))
+        if value not in (None, *choices):
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     if model is None and task is None:
         model = "gpt"
     fitting = [kind for kind in _ALL if model in (None, kind.model) and task in (None, kind.task)]

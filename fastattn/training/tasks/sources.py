@@ -82,8 +82,8 @@ class DataConfig:
         if self.prepared is not None and self.text:
             raise ValueError("prepared data are in place of a text: leave out one of the two")
         if self.pairs not in (None, *_PAIRS):
-            known = " or ".join(map(repr, _PAIRS))
-            raise ValueError(f"pairs must be {known}, got {self.pairs!r}")
+            choices = " or ".join(map(repr, _PAIRS))
+            raise ValueError(f"pairs must be {choices}, got {self.pairs!r}")
         if self.pairs is not None and self.text:
             raise ValueError("pairs are made where there is no text: leave out one of the two")
 

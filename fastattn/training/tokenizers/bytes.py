@@ -78,8 +78,8 @@ class BPETokenizer(BackendTokenizer):
         to_byte = _byte_of_printable()
         table = [b""] * self.vocab_size
         for token, i in self.backend.get_vocab(with_added_tokens=False).items():
-            known = all(character in to_byte for character in token)
-            table[i] = bytes(map(to_byte.__getitem__, token)) if known else token.encode("utf-8")
+            encodes = all(character in to_byte for character in token)
+            table[i] = bytes(map(to_byte.__getitem__, token)) if encodes else token.encode("utf-8")
         # Special tokens are written as they are.
         for i, token in self.backend.get_added_tokens_decoder().items():
             table[i] = token.content.encode("utf-8")

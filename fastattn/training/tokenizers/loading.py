@@ -40,8 +40,8 @@ def train_tokenizer(
         return BPETokenizer.train(text, vocab_size, special=special)
     if kind in TOKENIZER_KINDS:
         return PieceTokenizer.train(kind, text, vocab_size)
-    known = ", ".join(repr(known) for known in TOKENIZER_KINDS)
-    raise TokenizerError(f"tokenizer must be one of {known}, got {kind!r}")
+    kinds = ", ".join(repr(kinds) for kinds in TOKENIZER_KINDS)
+    raise TokenizerError(f"tokenizer must be one of {kinds}, got {kind!r}")
 
 
 def from_json(text: str, *, source: str = "the tokenizer") -> Tokenizer:

@@ -72,7 +72,7 @@ def test_one_child_does_all_jobs() -> None:
         deque(["x", "y"]), request=str.upper, heard=lambda job, told: heard.append((job, told))
     )
     assert ends(actual) == [("x", "a", ""), ("y", "a", "")]
-    assert actual[0].told == [A, DONE] and actual[0].seconds > 0
+    assert actual[0].messages == [A, DONE] and actual[0].seconds > 0
     assert host.children[0].sent == ["X", "Y"]
     assert heard == [("x", A), ("x", DONE), ("y", A), ("y", DONE)]
 

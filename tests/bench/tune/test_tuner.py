@@ -48,7 +48,7 @@ def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
     assert ("ms_full" in row) == (kernel == "forward")
     assert [tried["ms"] for tried in record["tried"]] == [3.0, 1.0, 2.0]
     assert run.ahead.submitted == [NAMES[tile] for tile in (A, B, C)]
-    assert run.said[1:] == [
+    assert run.notes[1:] == [
         f"{n} of 3; best so far (16, 32, 4, 1) 1 ms, 66.7 % less" for n in (2, 3)
     ]
 
@@ -111,7 +111,7 @@ def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(
     run.store.before["verification"] = [known | {"verdict": "right"}]
     records = run.run([VERIFY, choice(), choice("backward_dq"), VERIFY])
     assert run.verified == [(("triton", "backward"),)]
-    assert ("the verification", "waits") in run.announced and "1 of 1" in run.said
+    assert ("the verification", "waits") in run.announced and "1 of 1" in run.notes
     assert records[0]["text"] == records[3]["text"] == "triton backward: hang"
     assert records[1]["text"] == WINS
     assert records[2]["text"] == "verification of triton backward says: hang"
