@@ -261,13 +261,13 @@ def _head_counts(H_q: int, H_k: int, H_v: int, enable_gqa: bool) -> tuple[int, i
 
 def _common(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     """Shape that shapes of equal length broadcast to, or None."""
-    sizes = []
+    shape = []
     for sizes in zip(*shapes, strict=True):
         size = next((size for size in sizes if size != 1), 1)
         if any(other not in (1, size) for other in sizes):
             return None
-        sizes.append(size)
-    return tuple(sizes)
+        shape.append(size)
+    return tuple(shape)
 
 
 def _mask_options(
