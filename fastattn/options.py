@@ -1,8 +1,8 @@
-"""The table of options: one row for each option of a call, and the record of a checked call.
+"""The table of options, and the record of a checked call.
 
-`ROWS` and `Options` say all there is to an option: the first its type, the calls that take it, its
-default, its check, and why another call refuses it; the second what backends read once it is
-checked, and what they have to know of that. `arguments.py` is written from the rows.
+`OPTIONS` holds the type, calls, default and check of each option, and why other calls refuse it.
+`Options` holds the checked values that backends read, with their tags. `arguments.py` is generated
+from the table.
 """
 
 import re
@@ -37,7 +37,7 @@ _SCALED = (_EVERY | _SELECTED) - _ADDITIVE
 _TRAINED = _DENSE | _PACKED
 
 
-class Row(NamedTuple):
+class OptionSpec(NamedTuple):
     """One option.
 
     type: of the argument.
@@ -67,37 +67,41 @@ _NO_GRADIENTS = "there are no gradients"
 _IN_LATENT_CACHE = "a LatentCache holds the keys of both products"
 
 # In an order in which what an option needs comes before it.
-ROWS: dict[str, Row] = {
-    "causal": Row(bool, _EVERY | _SELECTED, lambda x, call: checks.check_flag("causal", x), False),
-    "window": Row(
+OPTIONS: dict[str, OptionSpec] = {
+    "causal": OptionSpec(
+        bool, _EVERY | _SELECTED, lambda x, call: checks.check_flag("causal", x), False
+    ),
+    "window": OptionSpec(
         Window,
         _EVERY | _SELECTED,
         lambda x, call: checks.check_window(x),
         fields=("left", "right"),
     ),
-    "keep_first": Row(int, _EVERY, lambda x, call: checks.check_keep_first(x, call.windowed), 0),
-    "stride": Row(int | None, _ALL_BUT_FP8, lambda x, call: checks.check_stride(x)),
-    "mod_tensors": Row(tuple[Tensor, ...], _ALL_BUT_FP8, score_checks.check_mod_tensors, ()),
-    "mask_mod": Row(Any, _ALL_BUT_FP8, score_checks.check_mask_mod),
-    "heads": Row(
+    "keep_first": OptionSpec(
+        int, _EVERY, lambda x, call: checks.check_keep_first(x, call.windowed), 0
+    ),
+    "stride": OptionSpec(int | None, _ALL_BUT_FP8, lambda x, call: checks.check_stride(x)),
+    "mod_tensors": OptionSpec(tuple[Tensor, ...], _ALL_BUT_FP8, score_checks.check_mod_tensors, ()),
+    "mask_mod": OptionSpec(Any, _ALL_BUT_FP8, score_checks.check_mask_mod),
+    "heads": OptionSpec(
         tuple[int, int] | None,
         _ALL_BUT_FP8,
         score_checks.check_heads,
         fields=("first_head", "all_heads"),
     ),
-    "prefix_lengths": Row(
+    "prefix_lengths": OptionSpec(
         int | Tensor | None,
         _EVERY - _CACHE,
         _prefix_lengths,
         cache="new tokens stand behind every prefix",
     ),
-    "key_lengths": Row(
+    "key_lengths": OptionSpec(
         Tensor | None,
         (_EVERY | _SELECTED) - _CACHE,
         lambda x, call: checks.check_key_lengths(x, call.B, call.q),
         cache="the cache knows the lengths of its rows",
     ),
-    "query_offset": Row(
+    "query_offset": OptionSpec(
         int | Tensor | None,
         _DENSE | _FP8 | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_query_offset(x, call.q),
@@ -105,21 +109,21 @@ ROWS: dict[str, Row] = {
         packed="the last query of each sequence stands at its last key",
         cache="the last query of each row stands at its last key",
     ),
-    "attn_mask": Row(
+    "attn_mask": OptionSpec(
         Tensor | None,
         _DENSE | _DECODE | _ADDITIVE,
         score_checks.check_mask_or_bias,
         fields=("attn_mask", "attn_bias"),
         packed="mask_mod computes a mask inside the kernels",
     ),
-    "key_padding_mask": Row(
+    "key_padding_mask": OptionSpec(
         Tensor | None,
         _DENSE | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_key_padding_mask(x, call.k),
         packed="key_lengths [N] says how many keys of each sequence exist",
         cache="the cache's starts say where rows are padded",
     ),
-    "documents": Row(
+    "documents": OptionSpec(
         Tensor | tuple[Tensor, Tensor] | None,
         _DENSE | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_documents(x, call.q, call.k),
@@ -127,7 +131,7 @@ ROWS: dict[str, Row] = {
         packed="cu_seqlens separates the sequences",
         cache="a row of a cache is one document; attn_mask and mask_mod hide parts of it",
     ),
-    "positions": Row(
+    "positions": OptionSpec(
         tuple[Tensor, Tensor] | None,
         _DENSE,
         score_checks.check_positions,
@@ -135,36 +139,42 @@ ROWS: dict[str, Row] = {
         packed="queries and keys of a sequence stand where they lie",
         cache="the cache knows where its keys stand",
     ),
-    "query2": Row(Tensor | None, _TRAINED, score_checks.check_query2, cache=_IN_LATENT_CACHE),
-    "key2": Row(Tensor | None, _TRAINED, score_checks.check_key2, cache=_IN_LATENT_CACHE),
-    "scale": Row(float | None, _SCALED, lambda x, call: checks.check_positive("scale", x)),
-    "softcap": Row(float | None, _SCALED, lambda x, call: checks.check_positive("softcap", x)),
-    "sinks": Row(Tensor | None, _SCALED, score_checks.check_sinks),
-    "attn_bias": Row(
+    "query2": OptionSpec(
+        Tensor | None, _TRAINED, score_checks.check_query2, cache=_IN_LATENT_CACHE
+    ),
+    "key2": OptionSpec(Tensor | None, _TRAINED, score_checks.check_key2, cache=_IN_LATENT_CACHE),
+    "scale": OptionSpec(float | None, _SCALED, lambda x, call: checks.check_positive("scale", x)),
+    "softcap": OptionSpec(
+        float | None, _SCALED, lambda x, call: checks.check_positive("softcap", x)
+    ),
+    "sinks": OptionSpec(Tensor | None, _SCALED, score_checks.check_sinks),
+    "attn_bias": OptionSpec(
         Tensor | None,
         _DENSE | _DECODE,
         score_checks.check_attn_bias,
         packed="relative_bias and score_mod compute a bias inside the kernels",
     ),
-    "relative_keys": Row(
+    "relative_keys": OptionSpec(
         Tensor | None,
         _TRAINED,
         score_checks.check_relative_keys,
         cache="there is no kernel for them",
     ),
-    "relative_query": Row(
+    "relative_query": OptionSpec(
         Tensor | None,
         _TRAINED,
         score_checks.check_relative_query,
         cache="there is no kernel for relative keys",
     ),
-    "score_mod_grad": Row(Any, _TRAINED, score_checks.check_score_mod_grad, cache=_NO_GRADIENTS),
+    "score_mod_grad": OptionSpec(
+        Any, _TRAINED, score_checks.check_score_mod_grad, cache=_NO_GRADIENTS
+    ),
     # An int: torch.compile would make a default that is a float dynamic.
-    "dropout": Row(float, _TRAINED, score_checks.check_dropout, 0, cache=_NO_TRAINING),
-    "dropout_seed": Row(
+    "dropout": OptionSpec(float, _TRAINED, score_checks.check_dropout, 0, cache=_NO_TRAINING),
+    "dropout_seed": OptionSpec(
         Tensor | None, _TRAINED, score_checks.check_dropout_seed, cache=_NO_TRAINING
     ),
-    "deterministic": Row(
+    "deterministic": OptionSpec(
         bool,
         _TRAINED,
         lambda x, call: (not checks.check_flag("deterministic", x),),
@@ -172,9 +182,9 @@ ROWS: dict[str, Row] = {
         ("atomic_dq",),
         cache=_NO_GRADIENTS,
     ),
-    "alibi_slopes": Row(Tensor | None, _TRAINED | _CACHE, score_checks.check_alibi_slopes),
-    "relative_bias": Row(Tensor | None, _TRAINED | _CACHE, score_checks.check_relative_bias),
-    "score_mod": Row(Any, _TRAINED | _CACHE, score_checks.check_score_mod),
+    "alibi_slopes": OptionSpec(Tensor | None, _TRAINED | _CACHE, score_checks.check_alibi_slopes),
+    "relative_bias": OptionSpec(Tensor | None, _TRAINED | _CACHE, score_checks.check_relative_bias),
+    "score_mod": OptionSpec(Any, _TRAINED | _CACHE, score_checks.check_score_mod),
 }
 
 

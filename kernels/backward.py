@@ -47,7 +47,7 @@ from .rules.blocks import (
 from .rules.product import add_weighted_rows
 from .rules.relative import further_keys, relative_query, unskewed
 from .rules.score import load_bias
-from .rules.score_gradient import Rows, load_lse, store_delta, tile_gradient
+from .rules.score_gradient import QueryRows, load_lse, store_delta, tile_gradient
 from .rules.tile import load_rows
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def attention_backward_dq_kernel(
     )
     keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
     values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
-    operands = (Rows(q, query, do, lse, delta), keys, values, bias_desc)
+    operands = (QueryRows(q, query, do, lse, delta), keys, values, bias_desc)
     dq, dquery = over_key_blocks(_grow_dq, state, tile, operands, mask, score, const)
     store_queries(dq_ptr, dq_strides, tile, dq * score.scale, BLOCK_D, const.D, const)
     if score.query_ptr is not None:

@@ -32,7 +32,7 @@ from .rules.mask import any_key, valid_keys, visible
 from .rules.plans import key_blocks
 from .rules.relative import relative_query, vectors_of_tile
 from .rules.score import load_bias
-from .rules.score_gradient import Rows, load_lse, tile_gradient
+from .rules.score_gradient import QueryRows, load_lse, tile_gradient
 from .rules.tile import load_tile, load_vector
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def attention_backward_bias_kernel(
             if score.keys_ptr is not None:
                 vectors = vectors_of_tile(tile.first, n_first, h_q, H_q, row, score, const)
             stats = tile.statistics + tile.rows
-            queries = Rows(
+            queries = QueryRows(
                 q,
                 query,
                 load_queries(do_ptr, do_strides, tile, const.BLOCK_DV, const.D_V, const),

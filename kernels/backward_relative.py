@@ -37,7 +37,7 @@ from .rules.softmax import weights
 from .rules.tile import (
     FARTHEST,
     ORDERED,
-    Row,
+    BatchRow,
     at_keys,
     at_queries,
     batch_row,
@@ -92,7 +92,9 @@ def _of_block(row, n_first, mask):
     row = at_keys(row, n_first, mask)
     start = tl.maximum(row.start, n_first)
     end = tl.minimum(row.end, n_first + ORDERED)
-    return Row(row.b, row.T_q, row.T_k, row.offset, start, end, row.solid, row.prefix, row.shift)
+    return BatchRow(
+        row.b, row.T_q, row.T_k, row.offset, start, end, row.solid, row.prefix, row.shift
+    )
 
 
 @triton.jit

@@ -34,7 +34,7 @@ EARLY_FROM, EARLY_UNTIL = tl.constexpr(90), tl.constexpr(120)
 _CAPTURING_DRIVER = 12030
 
 
-class Rows(NamedTuple):
+class Strided(NamedTuple):
     """[B, H, T, width] in memory; strides in the form of `runtime_int`."""
 
     ptr: Any
@@ -43,9 +43,9 @@ class Rows(NamedTuple):
     stride_t: int | None
 
 
-def rows_of(x: Tensor) -> Rows:
+def strided(x: Tensor) -> Strided:
     """[B, H, T, width] as kernels take it."""
-    return Rows(x, *map(runtime_int, x.stride()[:3]))
+    return Strided(x, *map(runtime_int, x.stride()[:3]))
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def launch_merge_prefix(
     """
     T, H, width = o.shape
     if T * H:
-        prefix_rows, rows = (rows_of(x.transpose(0, 1)[None]) for x in (prefix, o))
+        prefix_rows, rows = (strided(x.transpose(0, 1)[None]) for x in (prefix, o))
         merge_prefix_kernel[(H * T,)](
             prefix_rows, prefix_lse, rows, lse, offsets, offsets.shape[0] - 1, T, width,
             block_dim(width), num_warps=1,

@@ -34,7 +34,7 @@ from .combine import (
     part_facts,
     place_packed,
     row_pointers,
-    rows_of,
+    strided,
 )
 from .launch.arguments import (
     block_dim,
@@ -463,7 +463,7 @@ def _plan(
     columns = [max(fewest, block_dim(width)) for width in widths(cache)]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        rows_of(q), o if o is None else rows_of(o), lse, parts if parts is None else rows_of(parts),
+        strided(q), o if o is None else strided(o), lse, parts if parts is None else strided(parts),
         *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
         pages_of(cache), lengths, mask, kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,

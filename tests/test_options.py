@@ -19,14 +19,14 @@ import fastattn
 from fastattn import attention
 from fastattn.functional import warmup
 from fastattn.functional.call_options import FOREIGN
-from fastattn.options import CALLS, ROWS, TAGS, Options
+from fastattn.options import CALLS, OPTIONS, TAGS, Options
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import caches
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 ARGUMENTS = CHECKOUT / "fastattn" / "arguments.py"
-TAKEN_BY = {call: {x: row for x, row in ROWS.items() if call in row.calls} for call in CALLS}
+TAKEN_BY = {call: {x: row for x, row in OPTIONS.items() if call in row.calls} for call in CALLS}
 q, k, v = make_qkv(B=1, H_q=2, H_k=1, T_q=4, T_k=4, D=16, requires_grad=False)
 NONE = torch.full((1, 1, 4, 1), -1)
 
@@ -64,17 +64,17 @@ CALLS: dict[str, Any] = {
 
 
 def test_rows_and_fields_agree() -> None:
-    for name, row in ROWS.items():
+    for name, row in OPTIONS.items():
         for field in row.fields or (name,):
             assert field in Options._fields, name
-    given = {field for name, row in ROWS.items() for field in row.fields or (name,)}
+    given = {field for name, row in OPTIONS.items() for field in row.fields or (name,)}
     of_calls = {"cu_seqlens_q", "cu_seqlens_k", "fp32_results", "tree_mask", "tree_starts"}
     assert set(Options._fields) - given == of_calls
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_who_refuses_an_option_says_why(name: str) -> None:
-    row = ROWS[name]
+    row = OPTIONS[name]
     assert ("attention_varlen" in row.calls) == (not row.packed)
     assert ("decode_attention" in row.calls) == (not row.cache)
     assert ("attention_paged" in row.calls) <= (not row.cache)
@@ -119,8 +119,8 @@ def test_an_unknown_option_is_refused_with_the_closest_known_one(call: str) -> N
 
 
 def test_names_of_other_libraries_are_no_names_here_and_stand_for_options() -> None:
-    assert not FOREIGN.keys() & ROWS.keys()
-    assert set(FOREIGN.values()) <= ROWS.keys()
+    assert not FOREIGN.keys() & OPTIONS.keys()
+    assert set(FOREIGN.values()) <= OPTIONS.keys()
     # What users of flash-attn and torch write first.
     flash = ("softmax_scale", "dropout_p", "window_size", "s_aux")
     assert [FOREIGN[name] for name in flash] == ["scale", "dropout", "window", "sinks"]
@@ -281,7 +281,7 @@ LISTS: dict[str, tuple[Iterable[str], str, set[str]]] = {
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_beside_the_table_has_every_option_that_it_does_not_leave_out(name: str) -> None:
     listed, call, left_out = LISTS[name]
-    assert set(listed) & set(ROWS) == set(TAKEN_BY[call]) - left_out
+    assert set(listed) & set(OPTIONS) == set(TAKEN_BY[call]) - left_out
     assert left_out <= set(TAKEN_BY[call])
 
 

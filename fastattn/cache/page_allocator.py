@@ -48,7 +48,7 @@ class Changes:
 
 
 @dataclass
-class _Row:
+class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
     latest: int = 0  # tokens counted last, 0 once something else has happened to the row
@@ -76,7 +76,7 @@ class PageAllocator:
         self._free_pages = list(range(num_pages))[::-1]
         self._free_rows = list(range(max_rows))[::-1]
         self._holders = [0] * num_pages
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _Sequence] = {}
 
     @property
     def free_pages(self) -> int:
@@ -109,7 +109,7 @@ class PageAllocator:
         if not self._free_rows:
             raise OutOfRows(self.max_rows)
         row = self._free_rows.pop()
-        self._rows[row] = _Row()
+        self._rows[row] = _Sequence()
         return row
 
     def free(self, row: int) -> None:
@@ -125,7 +125,7 @@ class PageAllocator:
         pages = source.pages[: self._pages_for(source.length)]
         for page in pages:
             self._holders[page] += 1
-        self._rows[twin] = _Row(pages, source.length)
+        self._rows[twin] = _Sequence(pages, source.length)
         entries = {(twin, column): page for column, page in enumerate(pages)}
         return twin, Changes(entries=entries, lengths={twin: source.length})
 
@@ -157,7 +157,7 @@ class PageAllocator:
         for i in moved:
             self._release(self._rows[rows[i]].pages)
             pages, length = held[i]
-            self._rows[rows[i]] = _Row(pages, length)
+            self._rows[rows[i]] = _Sequence(pages, length)
             changes.entries.update({(rows[i], column): p for column, p in enumerate(pages)})
             changes.lengths[rows[i]] = length
         return changes
@@ -219,7 +219,7 @@ class PageAllocator:
             self._rows[row].length += count
             self._rows[row].latest = count
 
-    def _row(self, row: int) -> _Row:
+    def _row(self, row: int) -> _Sequence:
         if row not in self._rows:
             raise ValueError(f"row must be one in use, got {row}")
         return self._rows[row]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from .. import checks
-from ..options import ROWS, Options, Row
+from ..options import OPTIONS, Options, OptionSpec
 from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,8 +33,8 @@ class Callee(NamedTuple):
     """A function that takes options: which, and why it refuses another option of the table."""
 
     name: str
-    taken: dict[str, Row]
-    why_not: Callable[[Row], str]
+    taken: dict[str, OptionSpec]
+    why_not: Callable[[OptionSpec], str]
     defaults: dict[str, Any]
 
     def refuse_others(self, given: dict[str, Any]) -> None:
@@ -43,8 +43,8 @@ class Callee(NamedTuple):
             return
         name = next(name for name in given if name not in self.taken)
         reason = "there is no such argument"
-        if name in ROWS:
-            reason = self.why_not(ROWS[name])
+        if name in OPTIONS:
+            reason = self.why_not(OPTIONS[name])
         elif FOREIGN.get(name) in self.taken:
             reason = f"here it is {FOREIGN[name]}"
         elif close := difflib.get_close_matches(name, self.taken, 1):
@@ -63,8 +63,10 @@ class Callee(NamedTuple):
         return function
 
 
-def _callee(name: str, why_not: Callable[[Row], str] = lambda row: "", **defaults: Any) -> Callee:
-    taken = {option: row for option, row in ROWS.items() if name in row.calls}
+def _callee(
+    name: str, why_not: Callable[[OptionSpec], str] = lambda row: "", **defaults: Any
+) -> Callee:
+    taken = {option: row for option, row in OPTIONS.items() if name in row.calls}
     return Callee(name, taken, why_not, defaults)
 
 
@@ -80,13 +82,13 @@ ADDITIVE = _callee(
 SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
 
 # Of named tuples the host would look up every field by its name.
-_ROWS = tuple((name, row.default, row.check, row.fields) for name, row in ROWS.items())
+_OPTIONS = tuple((name, row.default, row.check, row.fields) for name, row in OPTIONS.items())
 
 
 def _checked(call: Checking) -> Options:
     """The record of a call. Each call on a GPU waits for this: only what is given is looked at."""
     given, fields = call.given, call.fields
-    for name, default, check, names in _ROWS:
+    for name, default, check, names in _OPTIONS:
         if name in given:
             x = given[name]
             if x is default:

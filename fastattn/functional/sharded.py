@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..options import ROWS, TENSORS, along
+from ..options import OPTIONS, TENSORS, along
 from ..score_checks import COUNTING
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _FIELDS = {
     "new_lengths": "key_lengths",
     **{
         name: next(field for field in row.fields if field in TENSORS)
-        for name, row in ROWS.items()
+        for name, row in OPTIONS.items()
         if not set(TENSORS).isdisjoint(row.fields)
     },
 }

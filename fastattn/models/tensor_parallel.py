@@ -173,7 +173,7 @@ class _Style(ParallelStyle):
         """Share out the columns of a linear layer's weight, and so its inputs."""
         self.shard(module, mesh, Shard(1), "weight")
         self.shard(module, mesh, Replicate(), "bias")
-        module.__class__ = _Row
+        module.__class__ = _RowParallelLinear
         cast(Any, module).mesh = mesh
 
 
@@ -288,7 +288,7 @@ class _Column(nn.Linear):
         return F.linear(x, weight, bias)
 
 
-class _Row(nn.Linear):
+class _RowParallelLinear(nn.Linear):
     """Some columns of a linear layer's weight, and the sum of what all ranks make of theirs."""
 
     mesh: DeviceMesh

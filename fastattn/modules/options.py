@@ -21,7 +21,7 @@ OutputGate = Literal["head", "element"]
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
-class Row(NamedTuple):
+class ModuleOption(NamedTuple):
     """One option.
 
     default: where it is not given.
@@ -49,42 +49,42 @@ def check_output_gate(name: str, value: Any) -> Any:
 class SharedOptions(TypedDict, total=False):
     """Options of self- and cross-attention; `fastattn.GQAttention` explains them."""
 
-    head_dim: Annotated[int | None, Row()]
-    v_head_dim: Annotated[int | None, Row(None, partial(checks.check_count, least=1))]
-    qkv_bias: Annotated[bool, Row(False, checks.check_flag)]
-    out_bias: Annotated[bool, Row(False, checks.check_flag)]
-    qk_norm: Annotated[bool, Row(False, checks.check_flag)]
-    output_gate: Annotated[OutputGate | None, Row(None, check_output_gate)]
-    scoring: Annotated[Scoring, Row("scaled_dot")]
-    softcap: Annotated[float | None, Row(None, checks.check_positive, "score", _SCORES)]
-    sinks: Annotated[bool, Row(False, checks.check_flag, excluded_by=_SCORES)]
-    dropout: Annotated[float, Row(0.0)]
-    attention_dropout: Annotated[float, Row(0.0, excluded_by=_SCORES)]
-    scale: Annotated[float | None, Row()]
-    backend: Annotated[str | None, Row()]
-    device: Annotated[torch.device | str | None, Row()]
-    dtype: Annotated[torch.dtype | None, Row()]
+    head_dim: Annotated[int | None, ModuleOption()]
+    v_head_dim: Annotated[int | None, ModuleOption(None, partial(checks.check_count, least=1))]
+    qkv_bias: Annotated[bool, ModuleOption(False, checks.check_flag)]
+    out_bias: Annotated[bool, ModuleOption(False, checks.check_flag)]
+    qk_norm: Annotated[bool, ModuleOption(False, checks.check_flag)]
+    output_gate: Annotated[OutputGate | None, ModuleOption(None, check_output_gate)]
+    scoring: Annotated[Scoring, ModuleOption("scaled_dot")]
+    softcap: Annotated[float | None, ModuleOption(None, checks.check_positive, "score", _SCORES)]
+    sinks: Annotated[bool, ModuleOption(False, checks.check_flag, excluded_by=_SCORES)]
+    dropout: Annotated[float, ModuleOption(0.0)]
+    attention_dropout: Annotated[float, ModuleOption(0.0, excluded_by=_SCORES)]
+    scale: Annotated[float | None, ModuleOption()]
+    backend: Annotated[str | None, ModuleOption()]
+    device: Annotated[torch.device | str | None, ModuleOption()]
+    dtype: Annotated[torch.dtype | None, ModuleOption()]
 
 
 class SelfOptions(SharedOptions, total=False):
     """Options of self-attention, but `causal`."""
 
-    window: Annotated[Window, Row(excluded_by=("values",))]
+    window: Annotated[Window, ModuleOption(excluded_by=("values",))]
     stride: Annotated[
-        int | None, Row(None, partial(checks.check_count, least=1), "mask", ("values",))
+        int | None, ModuleOption(None, partial(checks.check_count, least=1), "mask", ("values",))
     ]
-    keep_first: Annotated[int, Row(0, passed_as="mask")]
-    rotary: Annotated[RotaryStyle | None, Row()]
-    rotary_base: Annotated[float, Row(10000.0)]
-    rotary_dim: Annotated[int | None, Row()]
-    alibi: Annotated[bool, Row(False, checks.check_flag, excluded_by=_SCORES)]
-    relative_bias: Annotated[int | None, Row(excluded_by=("additive",))]
-    relative_max_distance: Annotated[int | None, Row()]
-    relative: Annotated[RelativeScheme | None, Row(excluded_by=("additive",))]
+    keep_first: Annotated[int, ModuleOption(0, passed_as="mask")]
+    rotary: Annotated[RotaryStyle | None, ModuleOption()]
+    rotary_base: Annotated[float, ModuleOption(10000.0)]
+    rotary_dim: Annotated[int | None, ModuleOption()]
+    alibi: Annotated[bool, ModuleOption(False, checks.check_flag, excluded_by=_SCORES)]
+    relative_bias: Annotated[int | None, ModuleOption(excluded_by=("additive",))]
+    relative_max_distance: Annotated[int | None, ModuleOption()]
+    relative: Annotated[RelativeScheme | None, ModuleOption(excluded_by=("additive",))]
 
 
 @cache
-def table(kind: type) -> Mapping[str, Row]:
+def table(kind: type) -> Mapping[str, ModuleOption]:
     """The rows of a class of options, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..functional import call_options, inputs
 from ..functional.attend import attention
-from ..options import LEARNED, ROWS, along
+from ..options import LEARNED, OPTIONS, along
 from ..torch_backend import dropout
 from . import heads, hops
 from .choose import MethodExplanation, choose, explanation
@@ -200,7 +200,7 @@ def _check_options(
 
 
 def _is_default(name: str, x: Any) -> bool:
-    return x is None or (isinstance(x, (bool, int, float)) and x == ROWS[name].default)
+    return x is None or (isinstance(x, (bool, int, float)) and x == OPTIONS[name].default)
 
 
 def _signature(

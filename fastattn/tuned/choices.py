@@ -17,7 +17,7 @@ from ..ops import call
 from ..options import Options
 from . import findings
 from .environment import Environment, difference, environment
-from .findings import Row, Unreadable
+from .findings import Record, Unreadable
 from .store import Store, warn_once
 
 TUNED = "FASTATTN_TUNED"
@@ -26,18 +26,18 @@ HEAD_DIMS = (64, 128, 256, 512)
 # A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
 # they do not so many times.
 _ROWS, _SOME = 128, 4
-Rows = Mapping[str, list[Row]]
+Records = Mapping[str, list[Record]]
 Key = tuple[Any, ...]
 
 
 class Choices(NamedTuple):
     """Findings of one device, by the fields of their keys: see `findings.KEYS`."""
 
-    verification: dict[Key, Row]
-    tiles: dict[Key, Row]
-    backends: dict[Key, Row]
-    passes: dict[Key, Row]
-    splits: dict[Key, Row]
+    verification: dict[Key, Record]
+    tiles: dict[Key, Record]
+    backends: dict[Key, Record]
+    passes: dict[Key, Record]
+    splits: dict[Key, Record]
     multiprocessors: int
 
     def quarantined(
@@ -71,12 +71,12 @@ class Choices(NamedTuple):
 
     def fastest(
         self, direction: str, dtype: torch.dtype, head_dim: int, causal: bool, waves: str
-    ) -> Row | None:
+    ) -> Record | None:
         """The finding about the fastest backend of plain attention; the arguments are its key."""
         return self.backends.get((direction, _name(dtype), head_dim, causal, waves))
 
 
-def verdict(row: Row) -> str:
+def verdict(row: Record) -> str:
     """The verdict of `fastattn verify` as a sentence."""
     summary = f"fastattn verify found {row['family']} {row.get('verdict')} on this device"
     if row.get("verdict") != "right":
@@ -86,13 +86,13 @@ def verdict(row: Row) -> str:
     return f"{summary} ({row['date']}): {row.get('cases')} cases{worst}"
 
 
-def tuned(row: Row) -> str:
+def tuned(row: Record) -> str:
     """The tile that `fastattn tune` chose, as a sentence."""
     times = f"{row.get('ms')} ms, shipped {row.get('ms_shipped')} ms"
     return f"fastattn tune found the tile of {row['kernel']} ({row['date']}): {times}"
 
 
-def faster(name: str, row: Row) -> str:
+def faster(name: str, row: Record) -> str:
     """The fastest choice of `fastattn tune`, as a sentence."""
     times = row.get("ms")
     listed = [f"{x} {ms} ms" for x, ms in times.items()] if isinstance(times, dict) else []
@@ -114,7 +114,7 @@ def choices(device: torch.device) -> Choices:
     return stored
 
 
-def adopt(device: torch.device, rows: Rows) -> Choices:
+def adopt(device: torch.device, rows: Records) -> Choices:
     """Use these findings on the device: its verdicts and timings, and its kernels' tiles."""
     global by_direction
     verification, tiles, backends, passes, splits = (
@@ -140,7 +140,7 @@ def forget() -> None:
     by_direction = False
 
 
-def _install(device: torch.device, tiles: Iterable[Row], splits: Iterable[Row]) -> None:
+def _install(device: torch.device, tiles: Iterable[Record], splits: Iterable[Record]) -> None:
     """Replace the tuned tiles of the kernels, and clear the memo of calls."""
     index = -1 if call.interpreting() else device.index
     try:
@@ -154,7 +154,7 @@ def applies(device: torch.device) -> bool:
     return device.type == "cuda" and call.TRITON_INSTALLED and not call.interpreting()
 
 
-def read(device: torch.device) -> Rows:
+def read(device: torch.device) -> Records:
     """The stored findings about a device, by kind."""
     setting = os.environ.get(TUNED, "")
     if setting == "0":
@@ -175,7 +175,7 @@ def read(device: torch.device) -> Rows:
     return rows
 
 
-def _read_file(path: Path, here: Environment) -> Rows:
+def _read_file(path: Path, here: Environment) -> Records:
     """The findings of a file, if they are of this environment."""
     try:
         stored = findings.read(path)

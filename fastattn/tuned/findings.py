@@ -31,14 +31,14 @@ _READ = {
 }
 # Levels of a row: itself, and lists or objects in it.
 _DEEPEST = 4
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 
 class Findings(NamedTuple):
     """Contents of a file of findings. rows: by kind, a key of KEYS."""
 
     environment: Environment
-    rows: dict[str, list[Row]]
+    rows: dict[str, list[Record]]
 
 
 class Unreadable(ValueError):
@@ -52,14 +52,14 @@ def check_kind(kind: str) -> str:
     return kind
 
 
-def dated(kind: str, row: Mapping[str, Any]) -> Row:
+def dated(kind: str, row: Mapping[str, Any]) -> Record:
     """The row to store: dated today, unless it has a date."""
     row = {**row, "date": row.get("date") or str(datetime.now(timezone.utc).date())}
     _check_row(kind, row)
     return row
 
 
-def merged(kind: str, *rows: Row) -> list[Row]:
+def merged(kind: str, *rows: Record) -> list[Record]:
     """Merge rows; of several with one key, keep the last."""
     return list({tuple(row[field] for field in KEYS[kind]): row for row in rows}.values())
 

@@ -8,7 +8,7 @@ import torch
 
 from ..ops import call
 from . import choices
-from .findings import Row
+from .findings import Record
 
 _HEAD_DIMS = (64, 128, 256)
 
@@ -50,7 +50,7 @@ def _origin(row: Any) -> str:
     return f"tuned here {row['date']}" if source == "tuned" else source
 
 
-def _splits(rows: choices.Rows) -> Iterator[str]:
+def _splits(rows: choices.Records) -> Iterator[str]:
     """The tuned number of decoding programs a multiprocessor."""
     for row in rows.get("splits", ()):
         which = f"{row['element_size']} bytes, {row['BLOCK_D']}"
@@ -58,7 +58,7 @@ def _splits(rows: choices.Rows) -> Iterator[str]:
         yield f"  splits of decode, {which}: {programs}, tuned here {row['date']}"
 
 
-def _fastest(rows: choices.Rows) -> Iterator[str]:
+def _fastest(rows: choices.Records) -> Iterator[str]:
     """How often each backend is the fastest, in the buckets that were timed."""
     count = Counter(row["backend"] for row in rows.get("backends", ()))
     if count:
@@ -66,7 +66,7 @@ def _fastest(rows: choices.Rows) -> Iterator[str]:
         yield f"fastest backend of {sum(count.values())} kinds of plain calls: {counts}"
 
 
-def _verified(rows: choices.Rows, where: str) -> list[str]:
+def _verified(rows: choices.Records, where: str) -> list[str]:
     """How many families are right, and which are not."""
     verifications = rows.get("verification", ())
     if not verifications:
@@ -80,6 +80,6 @@ def _verified(rows: choices.Rows, where: str) -> list[str]:
     ]
 
 
-def _failed(row: Row) -> str:
+def _failed(row: Record) -> str:
     what = f"{row['backend']} {row['family']} {row['dtype']} {row['head_dim']}"
     return f"{what}: {row['verdict']}: {row.get('reason') or row.get('case')}"

@@ -14,7 +14,7 @@ from ..files.lock import locked
 from ..files.replace import remove_partial
 from . import findings
 from .environment import Environment, difference
-from .findings import Findings, Row, Unreadable
+from .findings import Findings, Record, Unreadable
 
 CACHE_DIR = "FASTATTN_CACHE_DIR"
 _warned: set[str] = set()
@@ -37,7 +37,7 @@ class Store:
         """The file of a kind of findings, a key of `findings.KEYS`."""
         return self.folder / f"{findings.check_kind(kind)}.json"
 
-    def read(self, kind: str) -> list[Row]:
+    def read(self, kind: str) -> list[Record]:
         """The rows of a kind; none where nothing is stored, or nothing that can be read."""
         path = self.path(kind)
         try:
@@ -100,7 +100,7 @@ class Store:
             raise ValueError(f"{path} is of another environment: it has {other}")
         return sum(len(rows) for kind, rows in saved.rows.items() if rows and self.put(kind, *rows))
 
-    def _rows(self, kind: str) -> list[Row]:
+    def _rows(self, kind: str) -> list[Record]:
         try:
             stored = findings.read(self.path(kind))
         except FileNotFoundError:

@@ -57,7 +57,7 @@ class Tile(NamedTuple):
     """A tile of head h of a batch row, and the blocks that it meets.
 
     first: number of its first query (or key) of the `length` that the batch row has. row: the
-    `tile.Row`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
+    `BatchRow`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
     number of boundary blocks, of all blocks, and where they are. Of keys, h counts the
     parts of all K/V heads, see `heads_of_part`.
     """

@@ -77,9 +77,9 @@ _forced: dict[str, Any] = {}
 _given: dict[tuple[str, int, int], TileConfig] = {}
 _smaller: dict[tuple[str, int, int], TileConfig] = {}
 _SMALLEST = 16
-Row = Mapping[str, Any]
+TileRow = Mapping[str, Any]
 # By device, what takes the place of rows of its table; and how often that has changed.
-_installed: dict[int, tuple[Row, ...]] = {}
+_installed: dict[int, tuple[TileRow, ...]] = {}
 _installs = 0
 # By device, element size and head dim; see `programs_at_once`.
 _programs: dict[tuple[int, int, int], int] = {}
@@ -131,7 +131,7 @@ def lookup(
     return tile
 
 
-def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> None:
+def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()) -> None:
     """On this device, look up these rows instead of the table's with the same key.
 
     They replace those of an earlier call.
@@ -162,7 +162,7 @@ def install(rows: Iterable[Row], device: int, splits: Iterable[Row] = ()) -> Non
     _replace(device, installed)
 
 
-def _check_row(kind: str, row: Row) -> None:
+def _check_row(kind: str, row: TileRow) -> None:
     """Raise ValueError where no kernel of this kind takes a row's numbers."""
     hopper = kind in HOPPER
     required = _HOPPER_REQUIRED if hopper else _TILE_REQUIRED
@@ -211,7 +211,7 @@ def take_back_hopper() -> bool:
     return _take_back(lambda row: row["kernel"] in HOPPER)
 
 
-def _take_back(refused: Callable[[Row], bool]) -> bool:
+def _take_back(refused: Callable[[TileRow], bool]) -> bool:
     """Whether there were such rows among those installed, instead of which the table's serve."""
     device = current_device()
     rows = _installed.get(device, ())
@@ -221,7 +221,7 @@ def _take_back(refused: Callable[[Row], bool]) -> bool:
     return len(kept) < len(rows)
 
 
-def _replace(device: int, rows: Iterable[Row]) -> None:
+def _replace(device: int, rows: Iterable[TileRow]) -> None:
     global _installs
     _installed[device] = tuple(rows)
     _installs += 1
@@ -240,7 +240,7 @@ def other(kernel: str, D: int) -> Any:
     return config if config is not None and config.D == D else None
 
 
-def other_row(kernel: str, D: int) -> Row | None:
+def other_row(kernel: str, D: int) -> TileRow | None:
     """The fields of a `HopperConfig` that was installed for one of HOPPER, or None."""
     for row in _installed.get(current_device(), ()) if _installed else ():
         if row["kernel"] == kernel and row["BLOCK_D"] == D:
@@ -357,10 +357,10 @@ def tile_of(
 @cache
 def row_of(
     arch: str, kernel: str, element_size: int, BLOCK_D: int, device: int | None = None
-) -> Row:
+) -> TileRow:
     """The row that the tile of `tile_of` is from. "source": "modelled", "measured" or "tuned"."""
     name = table_for(arch)
-    by_key: dict[tuple[Any, ...], Row]
+    by_key: dict[tuple[Any, ...], TileRow]
     by_key = {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in table(name)}
     if device is not None:
         rows = _installed.get(device, ())
@@ -383,5 +383,5 @@ def row_of(
     )
 
 
-def _config(row: Row) -> TileConfig:
+def _config(row: TileRow) -> TileConfig:
     return TileConfig(**{field: row[field] for field in _FIELDS if field in row})

@@ -14,7 +14,7 @@ import triton.language as tl
 from .mask import padded_keys, padding_words, valid_keys, visible
 from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
-    Row,
+    BatchRow,
     at_keys,
     at_queries,
     batch_row,
@@ -209,7 +209,7 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
     HOLES: tl.constexpr = mask.padding_ptr is not None and mask.blocks_ptr is None
     row = tile.row
     if HOLES:
-        row = Row(
+        row = BatchRow(
             row.b, row.T_q, row.T_k, row.offset, row.start, row.end, True, row.prefix, row.shift
         )
     full, boundary, plan = key_plan(tile.number, tile.first, tile.last, tile.h, row, mask, BLOCK_N)

@@ -38,7 +38,7 @@ def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
     return delta
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """Operands from a tile's queries for the gradients of its scores.
 
     q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: what further keys are multiplied by.

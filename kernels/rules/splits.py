@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .integers import value
 from .plans import key_blocks
-from .tile import FARTHEST, Row, batch_row, int32_within
+from .tile import FARTHEST, BatchRow, batch_row, int32_within
 
 
 class Lengths(NamedTuple):
@@ -79,7 +79,7 @@ FEWEST_BLOCKS = tl.constexpr(4)
 
 @triton.jit
 def cache_row_of(b, T_q, lengths, mask):
-    """The row of the cache that batch row b reads, and its facts as `Row`."""
+    """The row of the cache that batch row b reads, and its facts as `BatchRow`."""
     if lengths.ptr is None:
         cache_row = b
         row = batch_row(b, T_q, value(lengths.capacity), mask)
@@ -108,7 +108,7 @@ def _row_of_lengths(b, T_q, lengths):
         start = int32_within(tl.load(lengths.starts_ptr + cache_row), 0, FARTHEST)
     # A replayed graph may count past the end, where nothing is stored.
     end = int32_within(length, 0, value(lengths.capacity))
-    return cache_row, Row(b, T_q, end, length - count, start, end, True, 0, 0)
+    return cache_row, BatchRow(b, T_q, end, length - count, start, end, True, 0, 0)
 
 
 @triton.jit

@@ -215,7 +215,7 @@ def add_tile(
     tl.atomic_add(pointers, tile, mask=mask, sem="relaxed")
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """A row of the batch, or a packed sequence, as kernels know it.
 
     b: its number. offset: position of query 0. start, end: its keys. solid: they have no holes.
@@ -288,7 +288,7 @@ def batch_row(b, T_q, T_k, mask):
         if mask.k_positions_ptr is not None:
             last = FARTHEST
         prefix = int32_within(tl.load(mask.prefix_ptr + b), 0, last)
-    return Row(b, T_q, T_k, offset, start, end, solid, prefix, 0)
+    return BatchRow(b, T_q, T_k, offset, start, end, solid, prefix, 0)
 
 
 @triton.jit
@@ -298,7 +298,7 @@ def at_queries(row, m_first, mask):
     if mask.q_positions_ptr is not None:
         row_ptr = mask.q_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[0])
         offset = tl.load(row_ptr + m_first) - m_first
-    return Row(
+    return BatchRow(
         row.b, row.T_q, row.T_k, offset, row.start, row.end, row.solid, row.prefix, row.shift
     )
 
@@ -310,7 +310,7 @@ def at_keys(row, n_first, mask):
     if mask.k_positions_ptr is not None:
         row_ptr = mask.k_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[1])
         shift = tl.load(row_ptr + n_first) - n_first
-    return Row(
+    return BatchRow(
         row.b, row.T_q, row.T_k, row.offset, row.start, row.end, row.solid, row.prefix, shift
     )
 

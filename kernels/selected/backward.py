@@ -25,7 +25,7 @@ from ..rules.integers import value
 from ..rules.mask import any_key, valid_keys, visible
 from ..rules.product import add_weighted_rows, rows_by_rows
 from ..rules.score import gradient, modified
-from ..rules.score_gradient import Rows, load_lse, store_delta, tile_gradient
+from ..rules.score_gradient import QueryRows, load_lse, store_delta, tile_gradient
 from ..rules.softmax import weights
 from ..rules.tile import batch_row, load_vector
 from .lists import (
@@ -63,7 +63,7 @@ def selected_backward_dq_kernel(
     do = load_rows_at(do_ptr, b, h, tile.rows, do_strides, there, BLOCK_DV, const.D_V)
     o = load_rows_at(o_ptr, b, h, tile.rows, o_strides, there, BLOCK_DV, const.D_V)
     delta = store_delta(o, do, dlse_ptr, delta_ptr, tile.statistics, there)
-    rows = Rows(q, None, do, load_lse(lse_ptr + tile.statistics, there, score), delta)
+    rows = QueryRows(q, None, do, load_lse(lse_ptr + tile.statistics, there, score), delta)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in range(0, tile.steps):
         k_pos, valid = list_keys(i, tile, mask, shape, const.BLOCK_N)

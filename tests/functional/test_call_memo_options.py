@@ -13,7 +13,7 @@ from fastattn import attention, attention_varlen, decode_attention
 from fastattn.cache.views import view_of_tensors
 from fastattn.functional import call_memo, call_options
 from fastattn.kernels.launch import launches
-from fastattn.options import LEARNED, ROWS
+from fastattn.options import LEARNED, OPTIONS
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -27,7 +27,7 @@ NOT_KNOWN = {
     "attention_varlen": FUNCTIONS | {"relative_query", "query2", "key2"},
     "decode_attention": FUNCTIONS | {"heads"},  # which counts in functions alone
 }
-EACH = [(call, name) for call in CALLS for name, row in ROWS.items() if call in row.calls]
+EACH = [(call, name) for call in CALLS for name, row in OPTIONS.items() if call in row.calls]
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def run(call: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.T
 
 
 def test_every_option_is_tried(device: str) -> None:
-    assert set(values("attention", device, 0)) == set(ROWS)
+    assert set(values("attention", device, 0)) == set(OPTIONS)
 
 
 @pytest.mark.parametrize(("call", "name"), EACH)
@@ -332,7 +332,7 @@ def test_grad_mode_is_seen_by_decode(learned: str, device: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_that_a_call_brought_is_kept(call: str, device: str) -> None:
-    names = {name for name, row in ROWS.items() if call in row.calls} - NOT_KNOWN[call]
+    names = {name for name, row in OPTIONS.items() if call in row.calls} - NOT_KNOWN[call]
     given = {name: x for name, x in values(call, device, 0).items() if name in names}
     given = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     for name in ("dropout_seed", "query2", "key2"):  # of which relative_keys go without

@@ -15,7 +15,7 @@ from fuzz.judges import check
 from fuzz.values import VALUES
 
 import fastattn
-from fastattn.options import CALLS, ROWS
+from fastattn.options import CALLS, OPTIONS
 
 FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
 # Backends by how many tests there are, and calls in each.
@@ -37,7 +37,7 @@ CALLED_WITHIN = {
 
 
 def test_every_option_and_every_function_is_generated() -> None:
-    assert VALUES.keys() == ROWS.keys()
+    assert VALUES.keys() == OPTIONS.keys()
     exported = {name: getattr(fastattn, name) for name in fastattn.__all__}
     functions = {name for name, x in exported.items() if isinstance(x, FunctionType)}
     generated = {name for name in functions if CALLED_WITHIN.get(name, name) in TAKES}
@@ -61,7 +61,7 @@ def test_generated_calls(backend: str, turn: int, one_thread: None, device: str)
 @pytest.mark.parametrize("backend", PAIRS)
 def test_every_pair_of_options_is_in_a_case(backend: str) -> None:
     met = {pair for case in PAIRS[backend] for pair in itertools.combinations(case.options, 2)}
-    missing = set(itertools.combinations(ROWS, 2)) - met
+    missing = set(itertools.combinations(OPTIONS, 2)) - met
     apart = itertools.product(("query2", "key2"), ("relative_keys", "relative_query"))
     assert missing == {("query_offset", "positions"), *apart}
 

@@ -96,23 +96,23 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
     return functions
 
 
-Row: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
+Call: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
 
 
-def _dense(device: str, **options: Tensor) -> Row:
+def _dense(device: str, **options: Tensor) -> Call:
     on_device = {name: x.to(device) for name, x in options.items()}
     tensors = [torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
     return partial(attend.attention, causal=True, backend="triton", **on_device), tensors
 
 
-def _packed(device: str) -> Row:
+def _packed(device: str) -> Call:
     call, tensors = _dense(device)
     offsets = torch.tensor([0, 30, _SHAPE[2]], dtype=torch.int32, device=device)
     call = partial(attend.attention_varlen, cu_seqlens_q=offsets, causal=True, backend="triton")
     return call, [x[0].transpose(0, 1).contiguous() for x in tensors]
 
 
-def _decode(device: str, paged: bool) -> Row:
+def _decode(device: str, paged: bool) -> Call:
     """One new token to a cache of 64, its keys not split."""
     k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(2))
     lengths = torch.tensor([60], dtype=torch.int32, device=device)
@@ -122,7 +122,7 @@ def _decode(device: str, paged: bool) -> Row:
     return call, [k[:, :, :1].contiguous()]
 
 
-def _autocast(device: str) -> Row:
+def _autocast(device: str) -> Call:
     """A region of its own for each call, as a training step has one; nothing is to be cast."""
     call, tensors = _dense(device)
 
@@ -135,7 +135,7 @@ def _autocast(device: str) -> Row:
 
 
 # By what is given beside q, k and v.
-ROWS: dict[str, Callable[[str], Row]] = {
+ROWS: dict[str, Callable[[str], Call]] = {
     "plain": _dense,
     "key_lengths": lambda device: _dense(device, key_lengths=torch.tensor([60])),
     "sinks": lambda device: _dense(device, sinks=torch.zeros(_SHAPE[1])),

@@ -22,7 +22,7 @@ from ...functional.attend import attention, attention_varlen
 from ...functional.decode import decode_attention
 from ...functional.selected import selected_attention
 from ...functional.statistics import attention_weights
-from ...options import ROWS
+from ...options import OPTIONS
 from ...position_tables import document_ids
 from ..sdpa import bounded_bias
 from .continuous import NAME as NAME
@@ -360,7 +360,7 @@ def _lists(
 
 
 # What `selected_attention` takes beside the lists; a dropout of 0 is none.
-_BESIDE_LISTS = {x for x, row in ROWS.items() if "selected_attention" in row.calls} | {"dropout"}
+_BESIDE_LISTS = {x for x, row in OPTIONS.items() if "selected_attention" in row.calls} | {"dropout"}
 
 
 def _go_by_lists(lists: Tensor, size: int, key: Tensor, options: dict[str, Any]) -> bool:

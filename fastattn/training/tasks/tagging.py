@@ -14,11 +14,11 @@ from ..data.tagged_text import Sentence
 from ..data.text import DataError
 from ..tokenizers.base import Tokenizer, TokenizerError
 from .scores import confusion, tag_scores
-from .task import Batch, RowsTask
+from .task import Batch, ExampleTask
 
 
 @dataclass(frozen=True)
-class Row:
+class Segment:
     """Tokens of adjoining words that a model reads together.
 
     Args:
@@ -32,7 +32,7 @@ class Row:
     words: tuple[int, ...]
 
 
-def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Row]:
+def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Segment]:
     """Tokenizes words one by one and cuts the sentence between words where it is too long.
 
     A word of more tokens than a row has loses the last of them. One without any token becomes the
@@ -46,22 +46,22 @@ def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Ro
     Raises:
         TokenizerError: a word has no token and the tokenizer no unknown token.
     """
-    rows: list[Row] = []
+    rows: list[Segment] = []
     tokens: list[int] = []
     starts: list[int] = []
     first = 0
     for i, ids in enumerate(tokenizer.encode_batch(words)):
         pieces = (ids or [tokenizer.special_id("unknown")])[:length]
         if len(tokens) + len(pieces) > length:
-            rows.append(Row(tuple(tokens), tuple(starts), tuple(range(first, i))))
+            rows.append(Segment(tuple(tokens), tuple(starts), tuple(range(first, i))))
             tokens, starts, first = [], [], i
         starts.append(len(tokens))
         tokens += pieces
-    rows.append(Row(tuple(tokens), tuple(starts), tuple(range(first, len(words)))))
+    rows.append(Segment(tuple(tokens), tuple(starts), tuple(range(first, len(words)))))
     return rows
 
 
-class TaggingTask(RowsTask[tuple[list[int], list[int]]]):
+class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
     """Tags of words, learned from sentences that have them.
 
     Args:
@@ -123,7 +123,7 @@ class TaggingTask(RowsTask[tuple[list[int], list[int]]]):
 
 
 def _with_targets(
-    row: Row, sentence: Sentence, numbers: dict[str, int]
+    row: Segment, sentence: Sentence, numbers: dict[str, int]
 ) -> tuple[list[int], list[int]]:
     """A row's tokens, and the tags of the words at their first tokens."""
     targets = [IGNORED] * len(row.tokens)

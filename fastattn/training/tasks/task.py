@@ -17,7 +17,7 @@ from ..data.text import TextDataset, check_counts
 _VALIDATION_SEED = 0
 
 Split = Literal["train", "validation"]
-_Row = TypeVar("_Row")
+_Example = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ class Task:
         return {}
 
 
-class RowsTask(Task, Generic[_Row]):
+class ExampleTask(Task, Generic[_Example]):
     """A task whose batches are made of rows, each as likely as any other.
 
     Args:
         train, validation: not empty.
     """
 
-    def __init__(self, train: Sequence[_Row], validation: Sequence[_Row]) -> None:
-        self.rows: Mapping[Split, Sequence[_Row]] = {"train": train, "validation": validation}
+    def __init__(self, train: Sequence[_Example], validation: Sequence[_Example]) -> None:
+        self.rows: Mapping[Split, Sequence[_Example]] = {"train": train, "validation": validation}
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
         rows = self.rows[split]
@@ -122,7 +122,7 @@ class RowsTask(Task, Generic[_Row]):
         for i in range(0, len(rows), batch_size):
             yield self.batch(rows[i : i + batch_size])
 
-    def batch(self, rows: Sequence[_Row]) -> Batch:
+    def batch(self, rows: Sequence[_Example]) -> Batch:
         """Make a batch of some rows."""
         raise NotImplementedError
 

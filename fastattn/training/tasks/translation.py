@@ -15,7 +15,7 @@ from ..data.text import DataError
 from ..data.text_pairs import Pair
 from ..tokenizers.base import Tokenizer
 from .scores import text_scores
-from .task import Batch, RowsTask
+from .task import Batch, ExampleTask
 
 # Decoding is a step a token; so many pairs estimate the scores well enough.
 _SCORED_PAIRS = 500
@@ -89,7 +89,7 @@ def encode_texts(
     return rows
 
 
-class TranslationTask(RowsTask[EncodedPair]):
+class TranslationTask(ExampleTask[EncodedPair]):
     """Targets of sources, each token learned from the source and the target's tokens before it.
 
     Args:

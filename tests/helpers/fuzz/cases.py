@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from fastattn.kernels.hopper import host
-from fastattn.options import CALLS, ROWS, Options
+from fastattn.options import CALLS, OPTIONS, Options
 from fastattn.testing.option_examples import cover_pairs
 
 # Functions by the options that they take.
 TAKES: dict[str, frozenset[str]] = {
-    call: frozenset(name for name, row in ROWS.items() if call in row.calls) for call in CALLS
+    call: frozenset(name for name, row in OPTIONS.items() if call in row.calls) for call in CALLS
 }
 _DENSE = TAKES["attention"]
 TAKES |= {
@@ -249,7 +249,7 @@ def legal(case: Case) -> Case:
     if few and "dropout" in options and case.dtype in (torch.float16, torch.bfloat16):
         case = replace(case, traits=case.traits | {"forward"})
     # The checks go through the table in its order, and so do the values here.
-    return replace(case, options=tuple(name for name in ROWS if name in options))
+    return replace(case, options=tuple(name for name in OPTIONS if name in options))
 
 
 def _for_hopper(case: Case) -> Case:
@@ -272,7 +272,7 @@ def _hopper_knows(name: str) -> bool:
     x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
     if name in ("attn_mask", "attn_bias"):
         return False  # their strides and heads decide
-    fields: dict[str, Any] = {field: object() for field in ROWS[name].fields or (name,)}
+    fields: dict[str, Any] = {field: object() for field in OPTIONS[name].fields or (name,)}
     return host.why_not_hopper(x, x, x, Options(**fields)) is None
 
 
@@ -282,7 +282,7 @@ def pair_cases(backend: str, largest: int) -> list[Case]:
     Each has two blocks and a remainder of queries and of keys, and gradients of all that learns.
     Kernels have one head, since the interpreter takes as long for each.
     """
-    names = cover_pairs(ROWS, lambda a, b: {a, b} not in _APART, largest)
+    names = cover_pairs(OPTIONS, lambda a, b: {a, b} not in _APART, largest)
     by_torch = backend == "torch"
     dtype = torch.float64 if by_torch else torch.float32
     B, H_k, G = (2, 2, 3) if by_torch else (1, 1, 1)
