@@ -1,1 +1,1 @@
-"""Training the models: tokenizers, data, tasks, the loop, checkpoints, and what was learned."""
+"""Training: tokenizers, data, tasks, the training loop, checkpoints and attention maps."""

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: safetensors and JSON, written so that a kill at any moment leaves one whole.
+"""Checkpoints: safetensors and JSON files, written atomically, so that a kill leaves a whole one.
 
 A run's folder holds its checkpoints as folders `step-NNNNNNNN`:
 
@@ -7,12 +7,11 @@ A run's folder holds its checkpoints as folders `step-NNNNNNNN`:
     training.safetensors   optimizer moments and random generator states
     tokenizer.json         the tokenizer
 
-Those that several ranks write together (`fastattn.training.sharded`) have a file a rank,
-`shard-RANK-model-00001-of-00002.safetensors`, in place of the one, and another in place of the
-other. They are read here as well.
+In a sharded checkpoint (`fastattn.training.sharded`) each rank writes its own two safetensors
+files, such as `shard-RANK-model-00001-of-00002.safetensors`. They are read here as well.
 
-A checkpoint is written and flushed under a temporary name, renamed in one step, and only then are
-older ones removed. So a folder with such a name is complete, and the highest number is the newest.
+A checkpoint is written and flushed under a temporary name, then renamed; older ones are removed
+last. So every folder `step-*` is complete, and the highest number is the newest.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .tokenizers import Tokenizer, TokenizerError, from_json
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a run needs to go on.
+    """State from which a run can resume.
 
     Args:
         step: optimizer steps done.
@@ -50,7 +49,7 @@ class Checkpoint:
         config: the run's configuration, JSON values only; "kind" names the kind of the model (see
             `fastattn.training.tasks.kinds`), "model" holds its config's `to_dict`.
         state: further progress, JSON values only.
-        source: what messages call it.
+        source: its name in error messages.
     """
 
     step: int
@@ -62,7 +61,7 @@ class Checkpoint:
     source: str = "the checkpoint"
 
     def require(self, *names: str) -> Any:
-        """A value of "config" or "state", by the names that lead to it.
+        """Value in "config" or "state" at a path of keys.
 
         Raises:
             CheckpointError: there is none.
@@ -78,7 +77,7 @@ class Checkpoint:
 def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
     """Writes a checkpoint into a run's folder, then removes the older ones.
 
-    Nothing is done if the folder has a checkpoint of this step already.
+    If the folder already holds a checkpoint of this step, do nothing.
 
     Returns:
         The checkpoint's folder.
@@ -102,13 +101,13 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
 def load_checkpoint(
     path: str | Path, *, device: torch.device | str = "cpu", training: bool = True
 ) -> Checkpoint:
-    """Reads a checkpoint whole and checks it against its own sizes and digests.
+    """Reads a checkpoint and checks the sizes and digests of its files.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
-        device: where the model's tensors go; the others stay on the CPU. "meta" = of tensors only
-            names, dtypes and shapes are read, and of files only the sizes are checked.
-        training: read what only training needs as well, not the model and tokenizer alone.
+        device: of the model's tensors; the others stay on the CPU. "meta" = read only names, dtypes
+            and shapes, and check only file sizes.
+        training: also read the tensors that only training needs.
 
     Raises:
         CheckpointError: there is none, or it is truncated, changed, or of another format.
@@ -137,7 +136,7 @@ def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[st
     """The tensors of some files of a checkpoint."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     if manifest.sharded or only_shapes:
-        # It is slow to import, and most checkpoints are not sharded.
+        # Slow to import, and most checkpoints are not sharded.
         from .shards import ShardReader, read_tensors
 
         tensors = ShardReader(manifest, names).shapes()
@@ -149,7 +148,7 @@ def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[st
     content = manifest.read(name)
     try:
         loaded: dict[str, Tensor] = torch_format.load(content)
-    # The Rust side raises an exception of its own, the Python side what it meets.
+    # The Rust code raises its own exception type, the Python code any.
     except Exception as error:
         raise CheckpointError(f"{manifest.folder / name} is corrupt: {error}") from None
     return loaded
@@ -164,7 +163,7 @@ class Trained:
         model: the model, in evaluation mode.
         config: configuration of the model.
         tokenizer: tokenizer of its texts.
-        data: description of its training data, as the run has kept it.
+        data: description of its training data, from the run's configuration.
     """
 
     kind: Kind
@@ -189,7 +188,7 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
 
 
 def kind_of(checkpoint: Checkpoint) -> Kind:
-    """The kind that a checkpoint says it is of; one that says nothing is a GPT.
+    """The checkpoint's kind of model; GPT where it names none.
 
     Raises:
         CheckpointError: this version has no such kind.
@@ -237,7 +236,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """The configuration of a checkpoint's model.
 
     Raises:
-        CheckpointError: it is of no known kind, or its configuration is missing or unusable.
+        CheckpointError: its kind is unknown, or its configuration is missing or unusable.
     """
     fields = checkpoint.require("config", "model")
     try:
@@ -255,10 +254,10 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:
-    """The model has an embedding for every id of the tokenizer.
+    """Check that the model has an embedding for every id of the tokenizer.
 
     Raises:
-        CheckpointError: it has not: the tokenizer belongs to another model.
+        CheckpointError: it does not: the tokenizer belongs to another model.
     """
     for name in ("vocab_size", "source_vocab_size", "target_vocab_size"):
         size = getattr(config, name, tokenizer.vocab_size)
@@ -280,7 +279,7 @@ def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """A checkpoint's parameters are those of this model.
+    """Check that a checkpoint has this model's parameters.
 
     Raises:
         CheckpointError: names or shapes differ: the checkpoint is of another configuration.
@@ -290,7 +289,7 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Check shapes like `check_fits`, for the tensors of a model by name."""
+    """`check_fits` for tensors by name."""
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     saved = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
     for name in sorted({*wanted, *saved}):
@@ -302,7 +301,7 @@ def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
 
 
 def check_build(build: Callable[[], nn.Module], checkpoint: Checkpoint) -> None:
-    """Check a model like `check_fits` before it is built: its sizes may be impossibly large.
+    """`check_fits` before the model is built, as its sizes may be impossibly large.
 
     Raises:
         CheckpointError: as `check_fits`, or no memory could ever hold the model.

@@ -1,7 +1,7 @@
-"""Checkpoints of other libraries: GPT-2 in Hugging Face's layout, in and out; nanoGPT's, in.
+"""Conversion: GPT-2 from and to Hugging Face's layout, and from nanoGPT checkpoints.
 
-Nothing that is read can run code: weights come from safetensors, or from torch's format restricted
-to tensors and plain numbers.
+Reading never runs code from a file: weights come from safetensors, or from torch's format with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .tokenizers.backend import BackendTokenizer
 
 _CONFIG = "config.json"
 _WEIGHTS, _SHARDS = "model.safetensors", "model.safetensors.index.json"
-# A character tokenizer has no equal among Hugging Face's, and is kept in a file of its own.
+# Hugging Face has no character tokenizer, so it gets a file of its own.
 _CHARACTERS, _TOKENIZER = "characters.json", "tokenizer.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 
@@ -44,7 +44,7 @@ _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 def import_hf(
     folder: str | Path, out_dir: str | Path, *, tokenizer: str | Path | None = None
 ) -> Path:
-    """Makes a checkpoint of a GPT-2 that Hugging Face transformers has saved.
+    """Makes a checkpoint from a GPT-2 saved by Hugging Face transformers.
 
     Args:
         folder: holds config.json, model.safetensors (or its shards) and a tokenizer: tokenizer.json
@@ -56,9 +56,8 @@ def import_hf(
         The checkpoint's folder; `load_model` reads it.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, a field of it is unusable, a name leads
-            out of the folder (or of the hub's cache that it belongs to), or out_dir holds a run
-            already.
+        CheckpointError: a file is missing or unreadable, a field is unusable, a path leaves the
+            folder (or its hub cache), or out_dir already holds a run.
         UnsupportedModelError: the model is of a kind that `GPT` does not compute.
         TokenizerError: the tokenizer is unusable.
     """
@@ -73,10 +72,10 @@ def import_hf(
 
 
 def export_hf(path: str | Path, folder: str | Path) -> Path:
-    """Writes a checkpoint as a GPT-2 for Hugging Face transformers; `import_hf` reads it too.
+    """Writes a checkpoint as a Hugging Face GPT-2, which `import_hf` reads back.
 
-    A tokenizer of Hugging Face's is written as tokenizer.json. A `CharacterTokenizer` is for
-    `import_hf` alone, as transformers has none of that kind.
+    A Hugging Face tokenizer is written as tokenizer.json. Only `import_hf` reads a
+    `CharacterTokenizer`, as transformers has no such kind.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
@@ -87,7 +86,7 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
 
     Raises:
         CheckpointError: the checkpoint is unreadable, or `folder` holds a model already.
-        UnsupportedModelError: the model has what GPT-2 has not.
+        UnsupportedModelError: the model has a feature that GPT-2 lacks.
     """
     checkpoint = load_checkpoint(path, training=False)
     if (kind := kind_of(checkpoint)).name != "gpt":
@@ -120,14 +119,14 @@ def import_nanogpt(
     tokenizer: str | Path | None = None,
     text: str | Path | None = None,
 ) -> Path:
-    """Makes a checkpoint of nanoGPT's ckpt.pt.
+    """Makes a checkpoint from nanoGPT's ckpt.pt.
 
     Args:
-        path: the file. It is read with weights_only=True, so that no code in it runs.
+        path: the file, read with weights_only=True, so that no code in it runs.
         out_dir: the folder of the new run.
         tokenizer: a tokenizer's JSON file, such as GPT-2's tokenizer.json.
-        text: instead of it, the text that a character-level nanoGPT was trained on (input.txt),
-            whose sorted characters are its ids. Its meta.pkl is not read: that would run code.
+        text: or the training text of a character-level nanoGPT (input.txt): its sorted characters
+            are the ids. meta.pkl is not read, as that would run code.
 
     Returns:
         The checkpoint's folder; `load_model` reads it.
@@ -135,8 +134,8 @@ def import_nanogpt(
     Raises:
         CheckpointError: the file is missing, unreadable or no such checkpoint, a field of it is
             unusable, or out_dir holds a run already.
-        ValueError: not one of tokenizer and text is given, the text is unreadable (DataError), or
-            its ids do not fit the model.
+        ValueError: not exactly one of tokenizer and text is passed, the text is unreadable
+            (DataError), or its ids do not fit the model.
         UnsupportedModelError: the weights do not fit the configuration.
     """
     if (tokenizer is None) == (text is None):
@@ -194,7 +193,7 @@ def _save(
 
 @contextmanager
 def _naming(source: str | Path) -> Iterator[None]:
-    """Errors in what another library has stored say where it stands."""
+    """Name the source in errors about another library's files."""
     try:
         yield
     except gpt2.UnsupportedModelError as error:
@@ -204,7 +203,7 @@ def _naming(source: str | Path) -> Iterator[None]:
 
 
 def _file_in(folder: Path, name: str) -> Path:
-    """A file of a folder; in the hub's cache, whose snapshots are links, one of the cache's."""
+    """A file of a folder. Snapshots of the hub's cache are links: there, a file of the cache."""
     snapshots = folder.resolve().parent
     blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
     return file_in(folder, name, *blobs)
@@ -234,7 +233,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             )
         try:
             weights.update(torch_format.load_file(path))
-        # The Rust side raises an exception of its own for a file that it cannot read.
+        # The Rust code raises its own exception type for an unreadable file.
         except Exception as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
     return weights

@@ -1,4 +1,4 @@
-"""Imports of training's optional packages, with an error that says how to install them."""
+"""Imports of optional packages, with an error that says how to install them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def import_extra(module: str, purpose: str) -> Any:
 
 
 def find_extra(module: str) -> Any:
-    """Returns a module that the program can do without, or None where it is not installed."""
+    """Return an optional module, or None where it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:

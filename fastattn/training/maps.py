@@ -32,9 +32,9 @@ class Map:
     """The weights of one layer.
 
     Args:
-        name: of the attention module within its model.
+        name: of the attention module.
         weights: [H, T_q, T_k]; rows add up to 1, with sinks to less.
-        queries, keys: their tokens as text.
+        queries, keys: tokens as text.
     """
 
     name: str
@@ -44,20 +44,18 @@ class Map:
 
 
 def attention_maps(trained: Trained, text: str, *, target: str | None = None) -> list[Map]:
-    """The weights of every attention layer of a model that reads a text.
+    """Weights of every attention layer of a model on a text.
 
     Args:
-        found: the model.
-        text: what it reads; the source of an encoder-decoder.
-        target: of an encoder-decoder, what the decoder has written; None = its own greedy
-            translation.
+        trained: the model.
+        text: the input; the source of an encoder-decoder.
+        target: decoder input of an encoder-decoder; None = its own greedy translation.
 
     Returns:
-        A map a layer, in the order in which the model calls them.
+        One map per layer, in call order.
 
     Raises:
-        DataError: a text is empty or too long for the model, or there is a target for a model that
-            takes none.
+        DataError: a text is empty or too long for the model, or the model takes no target.
     """
     tokenizer = trained.tokenizer
     if trained.kind.name == "seq2seq":
@@ -70,7 +68,7 @@ def attention_maps(trained: Trained, text: str, *, target: str | None = None) ->
             (ids,) = encode_texts([(target, "--target")], tokenizer, limit, side="target")
             written = list(ids)
         rows = [list(read[0]), [tokenizer.special_id("begin"), *written]]
-        # The decoder reads so many tokens; the last one of a long translation is not read again.
+        # The decoder reads at most this many tokens, without the last one of a long translation.
         rows[1] = rows[1][: trained.config.target_length]
     elif target is not None:
         raise DataError(f"--target is for an encoder-decoder, not {trained.kind.title}")
@@ -82,7 +80,7 @@ def attention_maps(trained: Trained, text: str, *, target: str | None = None) ->
 
 
 def _tokens(trained: Trained, text: str) -> list[int]:
-    """The tokens of a text, as the model has learned to read it."""
+    """Tokens of a text in the form of the model's training data."""
     limit = trained.config.context_length
     if trained.kind.name == "tagger":
         words = [
@@ -104,7 +102,7 @@ def _tokens(trained: Trained, text: str) -> list[int]:
 
 
 def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, Tensor]]:
-    """Name and weights [H, T_q, T_k] of every attention, from the inputs that it gets."""
+    """Name and weights [H, T_q, T_k] of every attention module, from its inputs."""
     calls: list[tuple[str, Tensor]] = []
     names = {layer: name for name, layer in model.named_modules()}
     kinds: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -129,7 +127,7 @@ def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, 
 
 
 def _map(name: str, weights: Tensor, labels: Sequence[Sequence[str]]) -> Map:
-    """A map with the tokens of its two sides; of two sequences the second is the decoder's."""
+    """A map with its queries' and keys' tokens; the second of two sequences is the decoder's."""
     queries, keys = labels[-1], labels[0]
     if len(labels) > 1 and not name.endswith(".cross"):
         queries = keys = labels[0] if name.startswith("encoder") else labels[1]
@@ -137,17 +135,17 @@ def _map(name: str, weights: Tensor, labels: Sequence[Sequence[str]]) -> Map:
 
 
 def _labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Each token's own text, with white space as it is written in Python."""
+    """Text of each token, with white space escaped as in Python."""
     texts = (tokenizer.decode([token]) for token in tokens)
     return [repr(text)[1:-1] if text != " " else "␣" for text in texts]
 
 
 def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
-    """Draws maps into a PNG file: a row a layer, a column a head; a colour bar shows the scale.
+    """Draw maps as a PNG file: one row per layer, one column per head, one colour bar.
 
     Args:
         maps: at least one.
-        path: the file; it is written when the whole picture is there.
+        path: the file, written once the picture is complete.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -167,7 +165,7 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
             image = row[head].imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
             row[head].set_title(f"{_title(one.name)}, head {head}", fontsize=8, parse_math=False)
             _name_tokens(row[head], one, first=head == 0)
-    # As tall as the middle row; all heads share the colours.
+    # All heads share one colour scale.
     middle = grid[(len(maps) - 1) // 2]
     bar = figure.colorbar(image, ax=middle[-1], label="attention weight", fraction=0.08)
     bar.ax.tick_params(labelsize=7)
@@ -183,12 +181,12 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
 
 
 def _title(name: str) -> str:
-    """A module's name in words: "decoder.blocks.1.cross" is "decoder layer 1 cross"."""
+    """Title from a module's name: "decoder.blocks.1.cross" gives "decoder layer 1 cross"."""
     return name.replace("blocks.", "layer ").removesuffix(".attention").replace(".", " ")
 
 
 def _name_tokens(axes: Any, one: Map, *, first: bool) -> None:
-    """Names keys below a head and queries beside a layer's first head, where there are few."""
+    """Label keys below a head, and queries left of a layer's first head, where there are few."""
     sides = ((axes.set_xticks, one.keys, 90), (axes.set_yticks, one.queries if first else [], 0))
     for set_ticks, tokens, rotation in sides:
         if len(tokens) > _LABELLED:

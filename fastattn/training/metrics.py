@@ -19,22 +19,22 @@ _LINE_INTERVAL = 10.0
 
 
 def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
-    """Adds one record, which has a "step", to a run's metrics.jsonl."""
+    """Append a record, which has a "step", to a run's metrics.jsonl."""
     path = run_dir / METRICS_FILE
     with _explained(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl; none if there is no such file.
+    """Records of a run's metrics.jsonl; empty if there is no such file.
 
-    A last line that a kill has cut short is left out.
+    An incomplete last line, left by a kill, is skipped.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    # What follows the last line break is empty, or a line that was never finished.
+    # After the last line break: nothing, or an incomplete line.
     return [json.loads(line) for line in lines[:-1]]
 
 
@@ -42,7 +42,7 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
     """Drops the records after a step, and starts the file if there is none."""
     path = run_dir / METRICS_FILE
     with _explained(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)  # a first checkpoint may be on its way
+        run_dir.mkdir(parents=True, exist_ok=True)  # a first checkpoint may still be written
         for name in (METRICS_FILE, CURVE_FILE):
             remove_partial(run_dir / name)
     records = [record for record in read_metrics(run_dir) if record["step"] <= step]
@@ -80,10 +80,10 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
 
 
 class Progress:
-    """Where a trainer reports to; this one shows nothing."""
+    """Interface of a progress display; this one shows nothing."""
 
     def advance(self, step: int, *, loss: float, **figures: float) -> None:
-        """Says that `step` steps are done.
+        """Report that `step` steps are done.
 
         Args:
             step: of the run.
@@ -102,8 +102,8 @@ class ProgressBar(Progress):
     """A tqdm bar with loss, speed, memory and time left; plain lines where stream is no terminal
     or tqdm is not installed.
 
-    The time left follows from the steps after the first `advance`: those before it hold what is
-    done once, such as compilation.
+    The time left is estimated from the steps after the first `advance`, as the earlier ones include
+    one-time work such as compilation.
 
     Args:
         total: steps of the whole run.
@@ -155,7 +155,7 @@ class ProgressBar(Progress):
 
 
 class Speed:
-    """Tokens a second over training steps, without what happens in pauses."""
+    """Tokens a second over training steps, without pauses."""
 
     def __init__(self) -> None:
         self.start()
@@ -209,7 +209,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns an error of the file system into one that says what it means for the run."""
+    """Add to an error of the file system that the run's checkpoints are kept."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A training run's folder: start a run, or resume the one that is there."""
+"""Start or resume a training run in its folder."""
 
 from __future__ import annotations
 
@@ -33,29 +33,28 @@ from .tokenizers import Tokenizer, from_json
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
 
-# What may differ when a run is continued: none of it changes what is computed from which numbers.
+# Options that may change when a run resumes, as they do not change its results.
 _CHANGEABLE = {
     *("device", "compile", "activation_checkpointing", "save_in_background"),
     *("log_interval", "eval_interval", "eval_batches", "checkpoint_interval"),
 }
-# What a tagger may have of its own that starts from a masked-token run: none of it changes the
+# Options that a tagger may change when it starts from a masked-token run, as they do not change the
 # encoder's parameters.
 _OWN_FIELDS = {"dropout", "attention_dropout", "label_smoothing"}
 
 
 @dataclass(frozen=True)
 class Options:
-    """A run's options as the user gave them; the others keep their defaults.
+    """Options that the user has set; the others keep their defaults.
 
     Args:
-        model: fields of the model's configuration but its vocabulary's size, which the tokenizer
-            gives; "preset" names a published configuration, from which the others differ.
+        model: fields of the model's configuration except the vocabulary size, which the tokenizer
+            sets; "preset" names a published configuration that the others change.
         training: fields of `TrainConfig`.
-        data: fields of `DataConfig` that the kind has.
-        parallel: fields of `Degrees`, for the ranks that torchrun has started; no part of the run,
-            which may be continued on others.
-        kind: of the model, see `tasks.kinds`; None = that of the run that is continued,
-            "gpt" for a new one.
+        data: fields of `DataConfig` for this kind.
+        parallel: fields of `Degrees` for torchrun's ranks; not part of the run, which may resume
+            with others.
+        kind: of the model, see `tasks.kinds`; None = the resumed run's, or "gpt" for a new one.
     """
 
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -73,23 +72,23 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Trains a model, in a folder of its own; on all ranks where torchrun has started several.
+    """Train a model in its own folder, on all ranks that torchrun has started.
 
     Args:
-        options: what differs from the defaults. Where a run is continued its own configuration
-            holds, and options may not contradict it.
+        options: changes to the defaults. A resumed run keeps its configuration, which options may
+            not contradict.
         out_dir: the run's folder.
-        resume: continue the run in out_dir; without one there, start it. A finished run is left as
-            it is. What torchrun restarts is continued too.
-        should_stop: asked before every step; True ends the call with a checkpoint.
+        resume: continue the run in out_dir, or start one if there is none. A finished run is left
+            unchanged. A run restarted by torchrun is also continued.
+        should_stop: called before every step; True ends the call with a checkpoint.
         say: shows a line to the user.
 
     Raises:
         CheckpointError: out_dir holds a run and resume is False, the run there is of another
             configuration or unreadable, or a checkpoint cannot be written.
-        LockedError: another run is at work in out_dir, which rank 0 locks as long as it lasts.
-        ValueError: an option is out of range, or the data is unusable (DataError, TokenizerError),
-            or the ranks cannot be arranged so (SplitError).
+        LockedError: another run is using out_dir, which rank 0 locks for the duration of the run.
+        ValueError: an option is out of range, the data is unusable (DataError, TokenizerError), or
+            the degrees do not fit (SplitError).
         TrainingError: the loss became infinite or NaN.
     """
     degrees = Degrees(**options.parallel)
@@ -105,11 +104,11 @@ def _silent(text: str) -> None: ...
 
 
 def ranks_for(degrees: Degrees) -> AbstractContextManager[Ranks]:
-    """The ranks that torchrun has started, as asked for, while the context lasts; or one alone."""
+    """Ranks of this process group for the duration of the context; one process without torchrun."""
     if ranks_started() == 1:
         degrees.split(1)
         return nullcontext(Ranks())
-    # One process needs none of what this imports.
+    # One process does not need these imports.
     from .distributed.together import started
 
     return started(degrees)
@@ -127,7 +126,7 @@ def _train(
     if resume and latest is None:
         say(f"no checkpoint in {out_dir}: starting a new run")
     together = ranks.split.size > 1
-    # Of several ranks each reads its part, when it has one.
+    # With several ranks, each reads its part later.
     device = "meta" if together else "cpu"
     checkpoint = None if latest is None else load_checkpoint(latest, device=device)
     if checkpoint is not None:
@@ -155,7 +154,7 @@ def _build(
     say: Callable[[str], None],
     ranks: Ranks,
 ) -> Trainer:
-    """Everything a run needs, checked as far as possible before anything is written."""
+    """Build a trainer; check as much as possible before anything is written."""
     kind = KINDS[options.kind or "gpt"]
     config = TrainConfig.from_dict(options.training)
     data = DATA[kind.name]
@@ -172,7 +171,7 @@ def _build(
         fields = pretrained.fields(fields)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
     check_split(ranks.split, config, _model_config(kind, fields, 1), kind)
-    # Before what may take long, so that a reader at the other end of a pipe sees that it runs.
+    # Before slow work, so that the reader of a pipe sees progress.
     prepared = data_config.prepared
     if prepared and "tokenizer" in options.data and checkpoint is None:
         raise ValueError("prepared data bring their own tokenizer: name no other one")
@@ -181,7 +180,7 @@ def _build(
     say(f"training {kind.title} in {out_dir}, on {files or 'data of this Python installation'}")
     source = data.read(data_config)
     if checkpoint is None:
-        # Of one rank for all: training one in several threads may end otherwise.
+        # Rank 0's for all, as training a tokenizer in threads is not deterministic.
         tokenizer = (
             pretrained.tokenizer
             if pretrained
@@ -229,7 +228,7 @@ def _check_names(options: Mapping[str, Any], allowed: Container[str], owner: str
 
 
 def _model_fields(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the model's config but those of its vocabulary; a preset's where one is named."""
+    """Fields of the model's config without the vocabulary's; from the preset, if named."""
     chosen = {name: value for name, value in options.items() if name != "preset"}
     _check_names(chosen, _field_names(kind.config), f"model {kind.model}")
     preset = options.get("preset")
@@ -253,9 +252,9 @@ def _field_names(config_class: Any) -> list[str]:
 
 
 def _start_in(out_dir: Path, resume: bool, say: Callable[[str], None], stack: ExitStack) -> bool:
-    """Whether to look for a run in the folder; torchrun's restarts do.
+    """Whether to look for a run in the folder, as torchrun's restarts do.
 
-    The folder is this run's until the stack is left.
+    Locks the folder until the stack closes.
     """
     resume = resume or restarted(str(out_dir))
     if out_dir.exists() and not out_dir.is_dir():
@@ -281,7 +280,7 @@ def _check_out_dir(out_dir: Path, resume: bool) -> None:
 
 
 def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
-    """A run's own options, with what may change taken from the new ones."""
+    """Options of a saved run, with the changeable ones taken from the new call."""
     if options.kind not in (None, kind.name):
         raise CheckpointError(
             f"{checkpoint.source} is of another configuration: it holds {kind.title}, "
@@ -310,10 +309,10 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
 
 
 def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
-    """A run's own options can be used.
+    """Check that a saved run's options are usable.
 
     Raises:
-        CheckpointError: one of them is of a wrong type or out of range.
+        CheckpointError: an option is of a wrong type or out of range.
     """
     config_of(checkpoint)
     data, part = checkpoint.config.get("data", {}), "training"
@@ -328,7 +327,7 @@ def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
 
 
 def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the fields of a run's "data" that its data configuration takes; the rest are facts."""
+    """Fields of a run's "data" that `DataConfig` takes; the rest are facts about the data."""
     defaults = DATA[kind.name].defaults
     return {
         name: tuple(value) if isinstance(value, list) else value
@@ -341,7 +340,7 @@ class Pretrained:
     """The encoder of a trained masked-token model.
 
     Args:
-        path: its run's folder, or one checkpoint's.
+        path: folder of a run or of a checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it holds another kind of model.
@@ -355,10 +354,10 @@ class Pretrained:
         self.tokenizer: Tokenizer = trained.tokenizer
 
     def fields(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The encoder's configuration, with what a run may have of its own, but the vocabulary.
+        """The encoder's configuration with the run's own options, without the vocabulary.
 
         Args:
-            asked: fields that the user has named.
+            chosen: fields that the user has set.
         """
         fields = self._config.to_dict()
         del fields["vocab_size"]
@@ -371,6 +370,6 @@ class Pretrained:
         return {**fields, **chosen}
 
     def give(self, model: nn.Module) -> None:
-        """Copies the encoder's parameters into a model of `fields`."""
+        """Copy the encoder's parameters into a model with these `fields`."""
         assert isinstance(model, Tagger)
         model.encoder.load_state_dict(self._encoder.state_dict())

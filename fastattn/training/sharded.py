@@ -1,6 +1,6 @@
-"""Checkpoints of a model that several ranks hold: written by all of them, read at any other split.
+"""Sharded checkpoints: written by all ranks, read with any other split.
 
-A trainer keeps one writer for a run, and gives it what it would give `save_checkpoint`:
+A trainer keeps one writer for a run, with the interface of `save_checkpoint`:
 
     writer = ShardedWriter(out_dir, background=True)
     ...
@@ -9,14 +9,14 @@ A trainer keeps one writer for a run, and gives it what it would give `save_chec
     ...
     writer.wait()  # at the end: an error of the last save is raised here
 
-and goes on, with as many ranks and such a split as it likes, by
+and resumes, with any number of ranks and any split, by
 
     path = latest_checkpoint(out_dir)
     shapes = load_checkpoint(path, device="meta")  # configuration and tokenizer, to build the model
     checkpoint = restore_sharded(path, model, optimizer)
     torch.set_rng_state(checkpoint.training["random.cpu"])
 
-Either kind of checkpoint is read by `load_checkpoint`, in one process, and by `restore_sharded`.
+`load_checkpoint` (in one process) and `restore_sharded` read both kinds of checkpoint.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _OPTIMIZER, _STATE = "optimizer.", "state."
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A model's tensors under the names of the plain model; what is sharded is a DTensor."""
+    """A model's tensors under the plain model's names; sharded ones are DTensors."""
     return cast(dict[str, Tensor], get_model_state_dict(model))
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """An optimizer's state: `optimizer.<parameter>.<step | exp_avg | exp_avg_sq>`, for AdamW.
 
-    There is none before its first step. Learning rates and the like are no state but configuration.
+    Empty before the first step. Learning rates and the like are configuration, not state.
     """
     if not optimizer.state:
         return {}
@@ -82,10 +82,10 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """Writes a checkpoint's shards, and publishes it when all ranks have written theirs."""
+    """Writes a rank's shards, and publishes the checkpoint when all ranks are done."""
 
     def __init__(self, final: Path, checkpoint: Checkpoint) -> None:
-        # By name of a tensor the number of its file: 1 = the model's, 2 = the others.
+        # Number of each tensor's file: 1 = the model's, 2 = the others.
         files = dict.fromkeys(checkpoint.model, 1) | dict.fromkeys(checkpoint.training, 2)
         super().__init__(str(storage.writing_path(final)), files, save_distributed=True)
         self._final, self._checkpoint = final, checkpoint
@@ -130,19 +130,19 @@ def _flushed_entry(path: Path) -> dict[str, Any]:
 
 
 class ShardedWriter:
-    """Writes a run's checkpoints, each rank its own part, so that a kill leaves a whole one.
+    """Writes a run's checkpoints, each rank its part; a kill leaves a whole one.
 
-    A checkpoint is written and flushed under a temporary name; when all ranks have done so the
-    first one renames it, and then removes older ones. So whatever ranks die at whatever moment, the
-    newest folder `step-NNNNNNNN` is complete, as `save_checkpoint` leaves it.
+    A checkpoint is written and flushed under a temporary name; when all ranks are done, rank 0
+    renames it, then removes older ones. So the newest folder `step-NNNNNNNN` is complete, whichever
+    ranks die.
 
-    All ranks of the group make a writer and call it, at the same steps. The folder is on storage
-    that all of them see.
+    All ranks of the group make a writer and call it at the same steps. The folder is on shared
+    storage.
 
     Args:
         run_dir: the run's folder.
-        group: a gloo group of the ranks that hold the model, for the writer alone, as a thread's
-            messages may not mix with those of training; None = a new one of all ranks.
+        group: a gloo group of the model's ranks, for the writer alone, as its thread's messages may
+            not mix with training's; None = a new group of all ranks.
         background: `save` copies the tensors to the CPU and returns, and a thread writes them. The
             next `save` waits for it.
 
@@ -163,20 +163,20 @@ class ShardedWriter:
         self._pending: tuple[Path, Future[Any]] | None = None
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Writes a checkpoint; nothing is done if there is one of this step already.
+        """Write a checkpoint, unless there already is one of this step.
 
         Args:
-            checkpoint: the same on every rank, but for the parts of tensors that each holds. A
-                tensor that is no DTensor is alike everywhere, and one rank writes it.
+            checkpoint: equal on every rank, except for the shards of DTensors. One rank writes each
+                other tensor.
 
         Returns:
-            The checkpoint's folder; with `background` it is there after the next call of `wait`.
+            The checkpoint's folder; with `background` it exists after the next `wait`.
 
         Raises:
             CheckpointError: this checkpoint, or with `background` the one before, cannot be
                 written and flushed, such as on a full disk. Older ones are kept, and all ranks
                 raise it.
-            ValueError: a tensor of the model and another one have the same name.
+            ValueError: model and training have a name in common.
         """
         self.wait()
         final = storage.checkpoint_path(self._run_dir, checkpoint.step)
@@ -205,7 +205,7 @@ class ShardedWriter:
         return final
 
     def wait(self) -> None:
-        """Waits for a checkpoint that is being written in the background.
+        """Wait for the checkpoint written in the background.
 
         Raises:
             CheckpointError: as `save`.
@@ -235,14 +235,14 @@ def restore_sharded(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Checkpoint:
-    """Reads a checkpoint of either kind into a model and an optimizer that ranks hold in any split.
+    """Read a checkpoint of either kind into a model and an optimizer with any split.
 
     All ranks of the group call it; each reads its own part.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
         model: the plain model, or one of sharded parameters.
-        optimizer: of the model's parameters; None = the model alone is wanted.
+        optimizer: of the model's parameters; None = restore the model alone.
         group: of the ranks that hold the model; None = all.
 
     Returns:
@@ -294,7 +294,7 @@ def _group_or_all(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGro
 def _state_like(
     checkpoint: Checkpoint, saved: set[str], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """An optimizer's state, made if there is none yet, for that of a checkpoint to be read into."""
+    """An optimizer's state, initialised if empty, as the target of a checkpoint's."""
     fresh = not optimizer.state
     state = dict(_state(model, optimizer))
     shapes = {_OPTIMIZER + name.removeprefix(_STATE): x.shape for name, x in state.items()}

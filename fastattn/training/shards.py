@@ -1,8 +1,8 @@
-"""Reading of shards: safetensors files that every rank has written its part of.
+"""Read sharded checkpoints: safetensors files written by every rank.
 
-Each rank writes two files, with its parts of the model's tensors and of the others; torch's format
-for them notes where each part belongs (`HuggingFaceStorageWriter`). There is no pickle. A plain
-safetensors file is read in the same way: each of its tensors is one part.
+Each rank writes two files, with its shards of the model's tensors and of the others. Their metadata
+holds the offset of each shard (torch's `HuggingFaceStorageWriter`); there is no pickle. A plain
+safetensors file is read in the same way, as one shard per tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .storage import CheckpointError, Manifest, file_in
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads the tensors that some files of a checkpoint hold.
+    """Reads tensors from files of a checkpoint.
 
     Args:
         manifest: of the checkpoint, sharded or not.
@@ -44,15 +44,15 @@ class ShardReader(HuggingFaceStorageReader):
         """The tensors on the meta device, by name.
 
         Raises:
-            CheckpointError: a file is missing or of another size than the manifest says, or no
-                such file, or a part of a tensor is missing.
+            CheckpointError: a file is missing or unreadable, its size differs from the manifest's,
+                or a part of a tensor is missing.
         """
         for path in self._paths:
             self._manifest.check(path.name, content=False)
         folder = self._manifest.folder
         try:
             entries = self.read_metadata().state_dict_metadata
-        # The Rust side raises an exception of its own, the Python side what it meets.
+        # The Rust code raises its own exception type, the Python code any.
         except Exception as error:
             raise CheckpointError(f"checkpoint {folder} is corrupt: {error}") from None
         shapes = {}
@@ -69,7 +69,7 @@ class ShardReader(HuggingFaceStorageReader):
 
 
 class _Listed(FileSystem):
-    """A file system of these files alone."""
+    """A file system with only these files."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -84,16 +84,16 @@ def read_tensors(
     tensors: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fills tensors from a checkpoint whose shards may be cut in any other way.
+    """Fill tensors from a checkpoint with any other split.
 
     Args:
         manifest: of the checkpoint, sharded or not.
         names: of the files that hold them.
-        tensors: by name; a DTensor takes its own part. They are of the checkpoint's shapes.
+        tensors: by name, in the checkpoint's shapes; a DTensor takes its own part.
         group: of the ranks that call this together; None = this process reads alone.
 
     Raises:
-        CheckpointError: a file is not the one that the manifest describes. All ranks raise it.
+        CheckpointError: a file differs from the manifest. All ranks raise it.
     """
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
@@ -104,7 +104,7 @@ def read_tensors(
     agree(check, group)
     reader = ShardReader(manifest, names)
     with warnings.catch_warnings():
-        # That one process reads alone is meant.
+        # A single process reads on purpose.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
             load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -114,7 +114,7 @@ def read_tensors(
 
 
 def agree(check: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Calls a check on every rank, and raises on all of them what the first one to fail raised."""
+    """Call a check on every rank; all ranks raise the first failing rank's error."""
     error = None
     try:
         check()

@@ -31,8 +31,7 @@ class StepTiming:
         step_ms: median milliseconds of an optimizer step, forward and backward included.
         tokens_per_second: at that pace.
         model_tflops: 1e12 operations a second, by `flops_per_token`.
-        mfu: share of the data sheet's dense bf16 rate; None on devices whose rate is not known
-            here, and in other dtypes.
+        mfu: share of the data sheet's dense bf16 rate; None on unknown devices and in other dtypes.
         peak_mib: most memory that torch held at once; None on a CPU.
     """
 
@@ -62,15 +61,15 @@ def time_training_steps(
         config: of the model; sequences have its context_length.
         batch_size: sequences a step.
         backend: "triton" or "torch".
-        device, dtype: where to run, and what autocast computes in; weights are float32.
+        device, dtype: where to run, and autocast's dtype; weights are float32.
         steps: timed steps, at least 1.
         warm_up: steps before them.
         clock: seconds.
-        issued: called when a step is compiled and issued, before it is waited for.
+        issued: called when a step is compiled and issued, before synchronisation.
 
     Raises:
-        ValueError: steps or batch_size is not positive, or the backend cannot serve there; the
-            message says why.
+        ValueError: steps or batch_size is not positive, or the backend cannot serve; the message
+            gives the reason.
         torch.OutOfMemoryError: the step does not fit the device.
     """
     for name, value in (("steps", steps), ("batch_size", batch_size)):
@@ -111,7 +110,7 @@ def time_training_steps(
 def _make_step(
     config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], None], int]:
-    """A function that trains for one step, and the model's number of parameters."""
+    """A function that runs one training step, and the number of parameters."""
     torch.manual_seed(0)
     model = GPT(config).to(device).train()
     optimizer = make_optimizer(model, TrainConfig(learning_rate=1e-4))

@@ -1,7 +1,7 @@
-"""Checkpoints on disk: checkpoint.json, checked, and folders that are written whole or not at all.
+"""Checkpoint folders: the manifest checkpoint.json, and atomic writes.
 
-What checkpoint.json says may be damaged or made up. So every field is checked for its type, and no
-name in it leads out of the checkpoint's folder.
+checkpoint.json may be damaged or malicious. So the type of every field is checked, and no file name
+may leave the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION, _SHARDED_VERSION = "fastattn-checkpoint", 1, 2
 _FOLDER = re.compile(r"step-(\d{8,})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
-# As torch.distributed.checkpoint names the files of rank 0, 1, ... with 1 the model's tensors and 2
-# the others.
+# File names of torch.distributed.checkpoint for rank 0, 1, ...: 1 = the model's tensors, 2 = the
+# others.
 _SHARD = re.compile(r"shard-(\d{5,})-model-0000([12])-of-00002\.safetensors")
 
 _FIELDS: Mapping[str, Any] = {"step": int, "config": Mapping, "state": Mapping, "files": Mapping}
@@ -67,7 +67,7 @@ class Manifest:
 
     @property
     def sharded(self) -> bool:
-        """Whether several ranks have written it."""
+        """Whether it is a sharded checkpoint."""
         return MODEL not in self.files
 
     @property
@@ -85,11 +85,11 @@ class Manifest:
         return sorted(name for name, match in matches.items() if match and match[2] == number)
 
     def check(self, name: str, *, content: bool = True) -> None:
-        """A file is the one that the manifest describes, judged without holding it in memory.
+        """Check a file against the manifest, without holding it in memory.
 
         Args:
             name: of the file.
-            content: compare the digest as well, not the size alone.
+            content: compare the digest as well as the size.
         """
         path, entry = file_in(self.folder, name), self.files[name]
         try:
@@ -103,7 +103,7 @@ class Manifest:
         """A file's content.
 
         Raises:
-            CheckpointError: it is unreadable, or not the one that the manifest describes.
+            CheckpointError: it is unreadable, or differs from the manifest.
         """
         path, entry = file_in(self.folder, name), self.files[name]
         content = read_bytes(path)
@@ -163,7 +163,7 @@ def write_manifest(
     state: Mapping[str, Any],
     files: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
-    """The manifest of a checkpoint with these files, by `entry_of` or `entry_of_file`."""
+    """Write the manifest; files: from `entry_of` or `entry_of_file`."""
     version = _VERSION if MODEL in files else _SHARDED_VERSION
     values: tuple[Any, ...] = (step, config, state, files)
     fields = {"format": _FORMAT, "version": version, **dict(zip(_FIELDS, values, strict=True))}
@@ -171,12 +171,12 @@ def write_manifest(
 
 
 def entry_of(content: bytes) -> dict[str, Any]:
-    """Make the manifest's entry for a file with this content."""
+    """Manifest entry of a file with this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def entry_of_file(path: Path) -> dict[str, Any]:
-    """Make `entry_of` for a file that may be too large for memory."""
+    """`entry_of` for a file that may not fit in memory."""
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
@@ -210,15 +210,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 def file_in(folder: Path, name: str, *others: Path) -> Path:
-    """The path of a plain file that stands in a folder, under a name that may be made up.
+    """The path of a plain file in a folder; rejects names that leave the folder.
 
     Args:
-        folder: where it stands.
-        name: without any folder, by the rules of any system.
-        others: further folders that a link there may lead into.
+        folder: of the file.
+        name: without a folder, by the rules of any system.
+        others: further folders that a link may lead to.
 
     Raises:
-        CheckpointError: the name is of another folder, or leads to one, or to no plain file.
+        CheckpointError: the name leads to another folder or to no plain file.
     """
     path = folder / name
     if not name.strip(".") or any(sign in name for sign in "/\\:\0"):
@@ -238,7 +238,7 @@ def file_in(folder: Path, name: str, *others: Path) -> Path:
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises ValueError on a value of a wrong type or out of range."""
+    """Raise ValueError on a value of a wrong type or out of range."""
     _check_types("", fields, _FIELDS)
     _check_at_least_0("step", fields["step"])
     config, state, files = fields["config"], fields["state"], fields["files"]
@@ -272,19 +272,19 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def writing_path(final: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Temporary folder of an unfinished checkpoint."""
     return final.with_name(f"{_WRITING}{final.name}")
 
 
 def begin(final: Path) -> None:
-    """Makes the folder that a checkpoint is written in, and removes what a kill has left."""
+    """Make the temporary folder of a checkpoint, after removing a killed write's."""
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(final.parent)
     writing_path(final).mkdir()
 
 
 def publish(final: Path, contents: Mapping[str, bytes]) -> None:
-    """Adds the last files of a checkpoint, names it, and removes the older ones."""
+    """Write the last files of a checkpoint, rename it, and remove the older ones."""
     run_dir, temporary = final.parent, writing_path(final)
     older = _checkpoints(run_dir)
     for name, content in contents.items():
@@ -297,7 +297,7 @@ def publish(final: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def discard(final: Path) -> None:
-    """Removes what there is of a checkpoint that cannot be written."""
+    """Remove the temporary folder of a failed write."""
     shutil.rmtree(writing_path(final), ignore_errors=True)
 
 
@@ -307,7 +307,7 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest in a run's folder."""
+    """The checkpoint at a path: the folder itself, or the newest of a run's folder."""
     path = Path(path)
     if (path / MANIFEST).exists() or _FOLDER.fullmatch(path.name):
         folder: Path | None = path if path.is_dir() else None
@@ -319,7 +319,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
-    """The error of a checkpoint that could not be written, with what is left; by: whom it met."""
+    """The error of a failed write, with the checkpoint that is left; by: the rank."""
     kept, cause = latest_checkpoint(final.parent), f"{by}{error.strerror or error}"
     if kept == final and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
         return CheckpointError(f"another run has written checkpoint {final} meanwhile")
@@ -330,14 +330,14 @@ def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each with memory of its own, as the format asks for.
+    """The tensors, each with its own memory, as safetensors requires.
 
-    A parameter may have two names, such as a token embedding that two sides share.
+    A parameter may have two names, such as a tied token embedding.
     """
     seen: set[int] = set()
     copies = {}
     for name, tensor in tensors.items():
-        local: Tensor = getattr(tensor, "to_local", lambda x=tensor: x)()  # of a DTensor its part
+        local: Tensor = getattr(tensor, "to_local", lambda x=tensor: x)()  # of a DTensor
         shared = local.data_ptr() in seen and local.numel() > 0
         copies[name] = tensor.detach().clone() if shared else tensor.detach()
         seen.add(local.data_ptr())
@@ -352,7 +352,7 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes names in a folder survive a power cut."""
+    """Flush a folder, so that its names survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -367,7 +367,7 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a checkpoint; it loses its name first, so that no half of it can be taken for one."""
+    """Remove a checkpoint, renamed first, so that half of it never looks complete."""
     doomed = folder.with_name(f"{_REMOVING}{folder.name}")
     try:
         os.rename(folder, doomed)

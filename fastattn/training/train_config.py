@@ -1,4 +1,4 @@
-"""Training settings: every field, its default and its check."""
+"""Training settings, their defaults and checks."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps.
-        batch_size: windows, sentences or pairs a forward pass.
-        accumulation: forward passes a step; their gradients are averaged.
-        learning_rate: of AdamW, at its highest, after warm-up.
+        batch_size: windows, sentences or pairs per forward pass.
+        accumulation: forward passes per step; their gradients are averaged.
+        learning_rate: of AdamW, after warm-up.
         min_learning_rate: at the last step; None = a tenth of learning_rate.
         warmup_steps: steps of linear rise before the cosine; None = 5 % of steps.
         weight_decay: of matrices; vectors (norms, biases) have none.
         beta1, beta2: AdamW's averaging factors.
         grad_clip: largest norm of all gradients together; 0 = no clipping.
         eval_interval: steps between two estimates of the validation loss.
-        eval_batches: batches an estimate; the final figure is over the whole split.
+        eval_batches: batches per estimate; the final loss is over the whole split.
         log_interval: steps between two lines of metrics.jsonl.
         checkpoint_interval: steps between two checkpoints.
         seed: of weights, batches and dropout.
         device: "auto" (a GPU if there is one) or a torch device.
         dtype: of activations, "float32", "bfloat16", "float16" or "auto" (bfloat16 on a GPU that
-            has it, else float32). Weights are always float32; ranks that share out a batch cast
-            them to it before they gather them, and sum gradients in float32.
-        compile: run the model through torch.compile; on several ranks each of its layers.
-        activation_checkpointing: what backward passes compute again: "none", "full" layers, or
-            "selective", all of them but attention.
-        save_in_background: go on while a checkpoint is written; of several ranks.
+            supports it, else float32). Weights are float32; sharded weights are gathered in this
+            dtype, and gradients are summed in float32.
+        compile: compile the model with torch.compile; on several ranks each layer.
+        activation_checkpointing: recomputation in backward passes: "none", "full" layers, or
+            "selective", layers without attention.
+        save_in_background: train while a checkpoint is written; on several ranks.
 
     Raises:
         ValueError: a field is out of range, or fields disagree.
@@ -96,7 +96,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TrainConfig:
-        """Builds a config from `to_dict`'s result.
+        """Inverse of `to_dict`.
 
         Raises:
             ValueError: a field is unknown, of a wrong type or out of range.
@@ -130,7 +130,7 @@ def resolve_device(name: str) -> torch.device:
     """A torch device by name; "auto" is the first GPU if torch sees one, else the CPU.
 
     Raises:
-        ValueError: the name is unknown, or it is a GPU that torch does not see.
+        ValueError: the name is unknown, or torch does not see this GPU.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -33,7 +33,7 @@ from .usage import Usage
 
 
 class TrainingError(FloatingPointError):
-    """Training cannot go on, because the loss is no number any more."""
+    """Training stopped because the loss is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class TrainResult:
     """How a call to `Trainer.run` ended.
 
     Args:
-        step: optimizer steps done in all.
-        finished: whether that is all of them.
+        step: optimizer steps done in total.
+        finished: whether that is the last one.
         checkpoint: folder of the checkpoint that holds this state.
         validation_loss: mean cross-entropy over the whole validation split in nats per token;
             None unless finished.
         scores: the task's further figures over the validation split; empty unless finished.
-        tokens_per_second: over the training steps of this call; evaluation, checkpoints and, where
-            there are others, the first step, which compiles, are not counted.
+        tokens_per_second: of this call's training steps, without evaluation, checkpoints and, if
+            there are others, the first step, which compiles.
     """
 
     step: int
@@ -60,25 +60,25 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains a model on a task, keeping checkpoints and metrics in a folder.
+    """Trains a model on a task, and writes checkpoints and metrics to a folder.
 
-    With the same seed, versions, machine and number of threads a run on the CPU is repeated bit for
-    bit, and so is one that is stopped and resumed. Seeds torch's global generator, which dropout
-    draws from; seed before the model is built to repeat its weights too.
+    On a CPU, runs with the same seed, versions, machine and number of threads are bitwise equal,
+    also if stopped and resumed. Seeds torch's global generator, for dropout; to repeat the weights
+    too, seed before the model is built.
 
     Args:
-        model: on the device to train on, alike on every rank. It has a `config` with `to_dict`, and
-            gives (logits, loss) for the task's batches.
-        data: what to train on: a task, or a text, whose task is to predict every next token.
-        tokenizer: of the data; goes into the checkpoints.
-        config: how to train.
+        model: on the training device, equal on every rank. It has a `config` with `to_dict`, and
+            returns (logits, loss) for the task's batches.
+        data: a task, or a text for next-token prediction.
+        tokenizer: of the data, saved in the checkpoints.
+        config: training settings.
         out_dir: folder for checkpoints, metrics.jsonl and loss.png.
-        data_config: what the data was, JSON values; goes into the checkpoints.
-        kind: what the model is, for the checkpoints; see `fastattn.training.tasks.kinds`.
-        progress: where to report to.
-        resume_from: a checkpoint of this run to go on from, or its folder.
-        ranks: that train together; each makes a trainer of the same arguments, and shards its model
-            in place. Batches are the same, whatever the split.
+        data_config: description of the data, JSON values, saved in the checkpoints.
+        kind: kind of the model, saved in the checkpoints; see `fastattn.training.tasks.kinds`.
+        progress: the display.
+        resume_from: a checkpoint of this run to resume from, or its folder.
+        ranks: process group; each rank makes a trainer with equal arguments, which shards the model
+            in place. Batches do not depend on the split.
 
     Raises:
         ValueError: config does not suit the device.
@@ -126,9 +126,9 @@ class Trainer:
             self._restore(self.ranks.restore(resume_from, model, self.optimizer))
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
-        """Trains to the last step, or until should_stop, asked before every step, says so.
+        """Train to the last step, or until should_stop(), called before every step, is true.
 
-        Either way a checkpoint of the state reached is left, and the loss curve is drawn.
+        Then write a checkpoint and draw the loss curve.
 
         Raises:
             TrainingError: the loss became infinite or NaN. No checkpoint of that state is written.
@@ -172,8 +172,8 @@ class Trainer:
     def estimate_loss(self) -> float:
         """Mean cross-entropy over eval_batches random batches of the validation split.
 
-        The same batches every time, so that estimates can be compared; training's own generators
-        are not touched.
+        Always the same batches, so that estimates are comparable; training's generators do not
+        advance.
         """
         config = self.config
         generator = torch.Generator().manual_seed(config.seed)
@@ -183,7 +183,7 @@ class Trainer:
         )
 
     def scores(self) -> dict[str, Any]:
-        """The task's figures beyond the loss, over the validation split."""
+        """The task's validation scores besides the loss."""
         with self._evaluating(), self._autocast():
             return self.task.scores(self.model, self.config.batch_size)
 
@@ -319,7 +319,7 @@ class Trainer:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW in its fused form, with weight decay on matrices and embeddings alone."""
+    """Fused AdamW, with weight decay on matrices and embeddings alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     vectors = [parameter for parameter in parameters if parameter.dim() < 2]
@@ -333,9 +333,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
-    """Parameters by the mesh that they are sharded over; None = they are whole on every rank.
+    """Parameters by the mesh of their shards; None = not sharded.
 
-    One torch operation on several DTensors wants them on one mesh.
+    A torch operation on several DTensors needs them on one mesh.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Use of a device by training: operations a token, share of the peak rate, memory."""
+"""Device use of training: operations per token, MFU, memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from ..models.gpt import GPTConfig
 
-# Dense bf16 matrix rate in TFLOP/s by the name torch gives the device. Sources: NVIDIA's data
-# sheets of A100, L40S, H100, H200 and B200, without sparsity; AMD's of MI300X.
+# Dense bf16 matrix rate in TFLOP/s by torch's device name. Sources: NVIDIA's data sheets of A100,
+# L40S, H100, H200 and B200, without sparsity; AMD's of MI300X.
 _DENSE_BF16 = {
     "A100": 312.0,
     "L40S": 362.0,
@@ -24,11 +24,11 @@ _DENSE_BF16 = {
 
 
 def flops_per_token(config: GPTConfig, parameters: int) -> float:
-    """Operations that training needs for one token, nothing being computed twice.
+    """Operations of training per token, without recomputation.
 
-    Six for every weight of a matrix product (Kaplan et al. 2020, section 2.1), the tied embedding
-    counting once, as the output layer; and for attention three times the 4 * C * T of a forward
-    pass in each layer, halved because the mask is causal.
+    Six per weight of a matrix product (Kaplan et al. 2020, section 2.1), the tied embedding counted
+    once, as the output layer. Plus attention, three times the 4 * C * T of a forward pass in each
+    layer, halved as the mask is causal.
     """
     C, T = config.embed_dim, config.context_length
     if config.positions == "learned":
@@ -41,7 +41,7 @@ def flops_per_token(config: GPTConfig, parameters: int) -> float:
 
 
 def dense_bf16_tflops(name: str) -> float | None:
-    """The data sheet's dense bf16 rate of a GPU, None if this table does not have it."""
+    """A GPU's dense bf16 rate from its data sheet; None for unknown GPUs."""
     for gpu, rate in _DENSE_BF16.items():
         if gpu in name:
             return rate
@@ -49,11 +49,11 @@ def dense_bf16_tflops(name: str) -> float | None:
 
 
 def full_rate(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The rate that MFU is a share of, in operations a second; None where none is known.
+    """Peak rate for MFU, in operations a second; None if unknown.
 
     Args:
-        device: that computes.
-        dtype: of matrix products; the table has those of 16 bits.
+        device: of the run.
+        dtype: of matrix products; the table has 16-bit rates only.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return None
@@ -62,9 +62,9 @@ def full_rate(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_mib(device: torch.device) -> float | None:
-    """Most memory so far in MiB: what torch has held of a GPU, or what this process has of a CPU's.
+    """Peak memory in MiB: torch's on a GPU, or this process's on a CPU.
 
-    None where the system does not tell, as on Windows.
+    None on Windows, which does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -77,13 +77,13 @@ def peak_mib(device: torch.device) -> float | None:
 
 
 class Usage:
-    """The figures of a run's progress that follow from how fast it is.
+    """Figures of a run's progress derived from its speed.
 
     Args:
-        config: of the model. Operations are counted for a GPT alone.
-        parameters: trained scalars of the whole model.
-        ranks: that train together.
-        device: of this one.
+        config: of the model; operations are counted only for a GPT.
+        parameters: number of trained scalars of the whole model.
+        ranks: number of ranks.
+        device: of this rank.
         dtype: of matrix products.
     """
 
@@ -92,12 +92,12 @@ class Usage:
     ) -> None:
         self._ranks, self._device = ranks, device
         rate = full_rate(device, dtype)
-        self._share: float | None = None  # of all ranks' rate, that a token a second takes
+        self._share: float | None = None  # MFU per token a second
         if rate is not None and isinstance(config, GPTConfig):
             self._share = flops_per_token(config, parameters) / (ranks * rate)
 
     def figures(self, tokens_per_second: float) -> dict[str, float]:
-        """JSON values by name: speed, on several ranks also a rank's; peak_mib and mfu if known.
+        """JSON values by name: speed (on several ranks also per rank), peak_mib and mfu if known.
 
         Args:
             tokens_per_second: speed of all ranks together.

@@ -1,4 +1,4 @@
-"""Text files to token files, a piece at a time: memory does not grow with the text."""
+"""Tokenize text files to token files piece by piece, in constant memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .prepared import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, VERSION, P
 from .text import DataError
 
 Errors = Literal["strict", "replace", "skip"]
-# What ends a document; "file" has the end of its file alone.
+# Separator that ends a document; "file": only the end of the file.
 SEPARATORS = {"file": "", "line": "\n", "paragraph": "\n\n"}
-# Characters that a tokenizer is trained on, other than "char".
+# Characters that tokenizers other than "char" are trained on.
 SAMPLE = 10_000_000
-# Bytes that are read at once. Texts are encoded one a core: many pieces make up a batch.
+# Bytes read at once. A batch has many pieces, as each core encodes one.
 PIECE_BYTES = 1 << 15
-# Characters that are encoded at once; opening a file takes as long as _FILE_COST of them.
+# Characters encoded at once; opening a file costs as much time as _FILE_COST characters.
 _BATCH, _FILE_COST = 1 << 21, 1 << 12
 _REPLACEMENT = "\ufffd"
 
@@ -55,27 +55,27 @@ def prepare(
     """Writes the ids of text files into a folder that `PreparedText` reads.
 
     Files are read in pieces of 32 kB, cut where a document or else a line ends, and encoded two
-    million characters at a time on all cores. An interrupted call leaves nothing, and one that is
-    killed leaves files that the next call replaces. Where there is a finished one it changes
-    nothing. A tokenizer's end token, where it has one, follows every document.
+    million characters at a time on all cores. An interrupted call leaves nothing; the next call
+    replaces the files of a killed one. A finished folder is left unchanged. The tokenizer's end
+    token, if any, follows every document.
 
     Args:
         texts: paths of UTF-8 files; a byte order mark is dropped.
         out_dir: the folder; made if it is not there.
         tokenizer: one of `TOKENIZER_KINDS`, trained on the first 10 MB of the text ("char" on all
             of it), or a path, as for `load_tokenizer`.
-        vocab_size: ids that a tokenizer that is trained aims at, but "char".
-        documents: what one is: "file", "line" (that is not empty) or "paragraph", which an empty
-            line ends.
-        errors: what becomes of a file that is not UTF-8: "strict" = DataError; "replace" = wrong
-            bytes become U+FFFD; "skip" = the file is left out. The result counts them.
-        progress: told the bytes that are done, and those that there are.
+        vocab_size: target number of ids of a trained tokenizer; ignored for "char".
+        documents: unit of a document: "file", "line" (not empty) or "paragraph" (ended by an empty
+            line).
+        errors: treatment of a file that is not UTF-8: "strict" = DataError; "replace" = wrong bytes
+            become U+FFFD; "skip" = leave the file out. The result counts them.
+        progress: called with the bytes done and the bytes in total.
         say: shows a line to the user.
 
     Raises:
-        ValueError: documents or errors is none of these, or texts is empty.
-        DataError: a file is missing, unreadable or not UTF-8; all are empty; or out_dir holds what
-            another call has prepared.
+        ValueError: documents or errors has another value, or texts is empty.
+        DataError: a file is missing, unreadable or not UTF-8; all are empty; or out_dir holds the
+            result of another call.
         TokenizerError: as `train_tokenizer` and `load_tokenizer`, or a text cannot be encoded.
         LockedError: another call is writing out_dir.
     """
@@ -118,7 +118,7 @@ def _stat(path: str | Path) -> tuple[int, int]:
 
 
 def _is_finished(out_dir: Path, request: dict[str, object]) -> bool:
-    """Whether a call of the same request has filled the folder; raises DataError on others'."""
+    """Whether the folder already holds this request's result; DataError if another's."""
     remove_partial(out_dir / MANIFEST)
     if not (out_dir / MANIFEST).exists():
         ours = (LOCK, TOKENS, DOCUMENTS, TOKENIZER)
@@ -139,7 +139,7 @@ def _is_finished(out_dir: Path, request: dict[str, object]) -> bool:
 
 @contextmanager
 def _all_or_nothing(out_dir: Path) -> Iterator[None]:
-    """Remove the files of a call that an error or an interrupt ends."""
+    """On an error or interrupt, remove this call's files."""
     out_dir.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -157,10 +157,10 @@ class Piece(NamedTuple):
     """A part of a text file.
 
     Args:
-        text: of it; a byte order mark at the file's beginning is left out.
-        done: bytes of the file that are read.
-        last: nothing of the file follows. The last piece may be empty.
-        replaced: how many characters of the text stand for bytes that are no UTF-8.
+        text: without a byte order mark.
+        done: bytes of the file read so far.
+        last: the file ends here; the piece may be empty.
+        replaced: number of characters that replace bytes that are not UTF-8.
     """
 
     text: str
@@ -197,7 +197,7 @@ def read_pieces(path: str, separator: str = "\n", errors: Errors = "strict") -> 
 
 
 def _cut(text: str, separator: str) -> int:
-    """Where to cut a text: behind its last separator."""
+    """Position after the last separator."""
     end = text.rfind(separator) + len(separator)
     # Line breaks at the end may be the first half of a separator.
     return end if end >= len(separator) else len(text.rstrip("\n"))
@@ -218,7 +218,7 @@ class _Texts(NamedTuple):
     errors: Errors
 
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of all files; `done` counts the bytes of all."""
+        """Pieces of all files; `done` counts over all files."""
         before = 0
         for path, size in self.files:
             for piece in read_pieces(path, self.separator or "\n", self.errors):
@@ -311,7 +311,7 @@ class _Writer:
         except TokenizerError:
             self._end = []
         self.tokens = self.documents = self._ended = 0
-        self._empty = True  # nothing of the next document was read yet
+        self._empty = True  # the next document has no text yet
         self._files = [(out_dir / name).open("wb") for name in (TOKENS, DOCUMENTS)]
 
     def __enter__(self) -> _Writer:
@@ -324,7 +324,7 @@ class _Writer:
             file.close()
 
     def add(self, batch: Sequence[Piece]) -> None:
-        """Goes on with pieces of files, which are encoded at once, on all cores."""
+        """Encode pieces of files together, on all cores, and write their ids."""
         parts = [self._parts(piece) for piece in batch]
         encoded = iter(self._tokenizer.encode_batch([part for each in parts for part in each]))
         for piece, each in zip(batch, parts, strict=True):
@@ -336,12 +336,12 @@ class _Writer:
                 self._end_document()
 
     def _parts(self, piece: Piece) -> list[str]:
-        """The texts of a piece: the first goes on with a document, each other begins one."""
+        """Texts of a piece: the first continues a document, each other begins one."""
         text = piece.text
         if self._separator and self._empty:
             text = text.lstrip("\n")
         parts = re.split(f"{self._separator}+", text) if self._separator else [text]
-        # A separator has ended it, or nothing of it was read before either.
+        # The document ended with a separator, or was empty.
         self._empty = piece.last or (not parts[-1] and (len(parts) > 1 or self._empty))
         return parts
 

@@ -1,4 +1,4 @@
-"""Token files: a text's ids on disk, read by memory map, with where its documents end.
+"""Token files: memory-mapped ids of a text, and the ends of its documents.
 
 A folder that `fastattn prepare` has made holds
 
@@ -48,18 +48,18 @@ _FIELDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class PreparedText:
-    """A text's ids in a folder. Nothing of them is held in memory.
+    """Ids of a text in a folder, read from disk on demand.
 
     Args:
-        folder: it.
+        folder: of the files.
         tokenizer: of the text.
         dtype: "uint16" or "uint32".
-        tokens: N, how many ids there are.
-        documents: how many texts they are of.
+        tokens: number of ids, N.
+        documents: number of documents.
         fingerprint: of text, tokenizer and documents.
         files: size in bytes and SHA-256 of each file.
-        skipped: how many text files were left out, because they are not UTF-8.
-        replaced: how many characters stand for bytes that are no UTF-8.
+        skipped: number of text files left out because they are not UTF-8.
+        replaced: number of characters that replace bytes that are not UTF-8.
     """
 
     folder: Path
@@ -74,11 +74,11 @@ class PreparedText:
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedText:
-        """Opens what `fastattn prepare` has made, and checks sizes, counts and document ends.
+        """Opens a folder made by `fastattn prepare`, and checks sizes, counts and document ends.
 
         Raises:
-            DataError: it is not there, not finished, of another format, a file is truncated, or
-                documents do not end one behind the other.
+            DataError: it is missing, unfinished or of another format, a file is truncated, or
+                document ends do not rise.
         """
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
@@ -136,23 +136,22 @@ class PreparedText:
     @property
     def counts(self) -> tuple[int, int]:
         """Tokens to train on, and for validation: the last tenth, a million at most."""
-        # Of a text of a billion tokens a tenth would take longer to measure than it tells.
+        # A tenth of a billion tokens would take long to evaluate and add little precision.
         validation = min(self.tokens // 10, 1_000_000)
         return self.tokens - validation, validation
 
     def windows(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Ids at some places, of which nothing else is read.
+        """Windows of ids; only these are read.
 
         Args:
             starts: int64 [B], in [0, N - length].
             length: T.
 
         Returns:
-            ids int64 [B, T], and int32 [B, T] the number of the document that each belongs to,
-            counted from a row's first one.
+            ids int64 [B, T], and their document numbers int32 [B, T], from 0 in each row.
         """
         size, signed = DTYPES[self.dtype]
-        # A map for each call: pages of one that is kept would count as this process's memory.
+        # One memory map a call: pages of a lasting map would count as this process's memory.
         ids = _map(self.folder / TOKENS, self.tokens, signed)
         ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
         rows = [ids[start : start + length].long() for start in starts.tolist()]
@@ -167,7 +166,7 @@ def _map(path: Path, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises DataError or CheckpointError on a manifest, or a file, that cannot be used."""
+    """Raises DataError or CheckpointError on an unusable manifest or file."""
     path = file_in(folder, MANIFEST)
     fields = read_json(path)
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:

@@ -20,7 +20,7 @@ class Padded:
 
     Args:
         tokens: int64 [B, T].
-        lengths: int64 [B], how many of a row's tokens are its own: `key_lengths` of the modules.
+        lengths: int64 [B], tokens of each row without padding: `key_lengths` of the modules.
     """
 
     tokens: Tensor
@@ -28,14 +28,14 @@ class Padded:
 
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Padded:
-    """Pads rows, at least one, on the right by an id to the longest one's length."""
+    """Pads rows (at least one) on the right with an id, to the longest row."""
     tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
     lengths = torch.tensor([len(row) for row in rows])
     return Padded(pad_sequence(tensors, batch_first=True, padding_value=fill), lengths)
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """The id of padding; 0 where the tokenizer has none of its own, as lengths hide it anyway."""
+    """Id of padding; 0 if the tokenizer has none, as lengths hide it anyway."""
     try:
         return tokenizer.special_id("pad")
     except TokenizerError:

@@ -17,7 +17,7 @@ from .text import DataError, fingerprint, read_text_file, standard_library_sourc
 _PYTHON_TAGS = {
     "NUMBER": "number",
     "STRING": "string",
-    # An f-string comes in parts from Python 3.12 on, a t-string from 3.14 on.
+    # f-strings are split into parts from Python 3.12 on, t-strings from 3.14.
     "FSTRING_START": "string",
     "FSTRING_MIDDLE": "string",
     "FSTRING_END": "string",
@@ -46,13 +46,13 @@ class Sentence:
 
 
 def read_conll(paths: Iterable[str | Path]) -> list[Sentence]:
-    """Reads files in CoNLL's form: a word a line, its tag in the last column, columns by space.
+    """Reads CoNLL files: a word a line, columns separated by space, the tag last.
 
-    An empty line ends a sentence; lines that begin with -DOCSTART- are left out.
+    An empty line ends a sentence; -DOCSTART- lines are skipped.
 
     Raises:
-        DataError: a file is unreadable or has no word, or a line has a word and no tag; the message
-            names the line.
+        DataError: a file is unreadable or has no word, or a word has no tag; the message names the
+            line.
     """
     return [sentence for path in paths for sentence in _conll_sentences(Path(path))]
 
@@ -83,7 +83,7 @@ def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence
         try:
             sentences += python_sentences(source, name)
         except DataError:
-            # Some files are there to be wrong: templates, and what another version would read.
+            # Some files are not valid Python of this version: templates and tests.
             continue
     return sentences
 
@@ -91,11 +91,11 @@ def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence
 def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
     """Tags the tokens of Python source, a sentence a line.
 
-    Of a token over several lines, such as a long string, the first line is the word.
+    The word of a token over several lines, such as a long string, is its first line.
 
     Args:
         source: the text.
-        name: what messages call it, such as the file's name.
+        name: its name in error messages.
 
     Raises:
         DataError: the text is not Python; the message names the line.
@@ -119,12 +119,12 @@ def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
 
 
 def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
-    """The words of every line of a text that has any, for a model to tag.
+    """Words of every non-empty line of a text, for a model to tag.
 
     Args:
         text: any.
-        name: what messages call it.
-        python: words are Python's tokens; else they are what stands between spaces.
+        name: its name in error messages.
+        python: words are Python's tokens; else the text is split at white space.
     """
     if python:
         return [sentence.words for sentence in python_sentences(text, name)]
@@ -132,7 +132,7 @@ def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
 
 
 def _python_tag(token: tokenize.TokenInfo) -> str | None:
-    """The tag of a token; None for what only lays out the source."""
+    """Tag of a token; None for layout tokens (line breaks, indentation)."""
     if token.type == tokenize.NAME:
         return "keyword" if keyword.iskeyword(token.string) else "name"
     return _PYTHON_TAGS.get(tokenize.tok_name[token.type])
@@ -150,12 +150,12 @@ def _sentence(rows: list[tuple[str, str, str]]) -> Sentence:
 
 
 def tags_of(sentences: Iterable[Sentence]) -> tuple[str, ...]:
-    """All tags in the order of the alphabet, numbered from 0."""
+    """All tags in alphabetical order."""
     return tuple(sorted({tag for sentence in sentences for tag in sentence.tags}))
 
 
 def check_tags(sentences: Iterable[Sentence], allowed: Iterable[str]) -> None:
-    """All tags are known ones."""
+    """Check that all tags are allowed."""
     allowed = tuple(allowed)
     for sentence in sentences:
         for tag, place in zip(sentence.tags, sentence.places, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..tokenizers.base import Tokenizer
 
-# Parts of the standard library that are tests, tables or data rather than code to learn from.
+# Parts of the standard library that are tests, tables or data.
 _SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "lib2to3", "turtledemo"),
     *("encodings", "pydoc_data", "__pycache__", "site-packages", "dist-packages"),
@@ -45,8 +45,8 @@ class TextDataset:
         """Splits and encodes a text.
 
         Raises:
-            DataError: a part is too short: training needs one window of context_length tokens
-                and the token behind it, validation needs two tokens.
+            DataError: a part is too short: training needs context_length + 1 tokens, validation
+                two.
             TokenizerError: the tokenizer does not know a character of the text.
         """
         train, validation = (
@@ -57,7 +57,7 @@ class TextDataset:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many tokens the two parts have."""
+        """Numbers of training and validation tokens."""
         return len(self.train), len(self.validation)
 
     @cached_property
@@ -65,12 +65,12 @@ class TextDataset:
         return torch.cat([self.train, self.validation])
 
     def windows(self, starts: Tensor, length: int) -> tuple[Tensor, None]:
-        """Read ids as `PreparedText.windows` does; the whole text is one document."""
+        """`PreparedText.windows` of one document."""
         return self._whole.unfold(0, length, 1)[starts].long(), None
 
 
 def check_counts(train: int, validation: int, context_length: int) -> None:
-    """Check that parts of so many tokens suffice; see `TextDataset.from_text`."""
+    """Raise DataError if the parts are too short; see `TextDataset.from_text`."""
     if train < context_length + 1 or validation < 2:
         raise DataError(
             f"the text is too short: it has {train} tokens for training and {validation} for "
@@ -90,7 +90,7 @@ def read_text_files(paths: Iterable[str | Path]) -> str:
 
 
 def standard_library_text(max_characters: int = 2_000_000) -> str:
-    """Source text of the running interpreter's standard library: a corpus that needs no network.
+    """Source text of the standard library: a corpus that needs no network.
 
     Args:
         max_characters: as for `standard_library_sources`.
@@ -99,11 +99,11 @@ def standard_library_text(max_characters: int = 2_000_000) -> str:
 
 
 def standard_library_sources(max_characters: int = 2_000_000) -> dict[str, str]:
-    """Source text of the running interpreter's standard library by file name.
+    """Source text of the standard library by file name.
 
-    Takes whole ASCII files, without tests and tables, until max_characters are reached. Files come
-    in the order of a hash of their names, so that the last 10 % are of the same mix as the rest;
-    one installation always gives the same text.
+    Takes whole ASCII files, without tests and tables, up to max_characters. A hash of their names
+    orders the files, so that the last 10 % are of the same mix; one installation always gives the
+    same text.
 
     Raises:
         DataError: the installation has no source files.

@@ -27,12 +27,12 @@ _FIRST = {
     **{"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"},
 }
 _FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%m/%d/%Y")
-_LONGEST_SUMMARY = 80  # characters; a docstring's first line that is longer is often no sentence
+_LONGEST_SUMMARY = 80  # characters; longer first lines of docstrings are often no sentence
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A text and what it is in the other language.
+    """A text and its translation.
 
     Args:
         source, target: not empty.
@@ -45,11 +45,10 @@ class Pair:
 
 
 def read_pairs(paths: Iterable[str | Path]) -> list[Pair]:
-    """Reads UTF-8 files of a pair a line: source, a tabulator, target.
+    """Reads UTF-8 TSV files: source, tabulator, target.
 
     Raises:
-        DataError: a file is unreadable or empty, or a line is not such a pair; the message names
-            the line.
+        DataError: a file is unreadable or empty, or a line is no pair; the message names the line.
     """
     return [pair for path in paths for pair in _pairs_of(Path(path))]
 
@@ -74,7 +73,7 @@ def _pairs_of(path: Path) -> Iterator[Pair]:
 
 
 def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
-    """Docstrings of the standard library's functions, each with the words of its function's name.
+    """Pairs of docstring and function name from the standard library.
 
     The source is a docstring's first line, the target the name with spaces for underscores:
     "Return the current time." and "time now". Each pair comes once; see `standard_library_sources`.
@@ -87,10 +86,10 @@ def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
 
 
 def date_pairs() -> list[Pair]:
-    """Every day from 1950 to 2049 in figures, each in one of three forms, and in words.
+    """Every day from 1950 to 2049, in figures (one of three forms) and in words.
 
-    "2026-11-21", "21.11.2026" or "11/21/2026" and "twenty-first of November twenty twenty-six". The
-    order, and which day has which form, follow a hash, so that any part is of the same mix.
+    "2026-11-21", "21.11.2026" or "11/21/2026" and "twenty-first of November twenty twenty-six". A
+    hash chooses order and form, so that every part is of the same mix.
     """
     pairs: dict[bytes, Pair] = {}
     for year in _YEARS:

@@ -1,1 +1,1 @@
-"""Training on several ranks: how they are arranged, what each computes, and what they send."""
+"""Training on several ranks: their mesh, their parts of a batch, and their communication."""

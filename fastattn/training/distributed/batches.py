@@ -1,4 +1,4 @@
-"""A rank's part of a global batch and its dropout: alike on every rank, whatever the split."""
+"""A rank's part of a global batch and its dropout, independent of the split."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
     Args:
         batch: the rank's rows and tokens.
-        targets: targets that count in the global batch, over which the loss is the mean; None =
-            the part is all of it.
+        targets: number of targets in the global batch, which divides the loss; None = the part is
+            the whole batch.
     """
 
     batch: Batch
@@ -30,13 +30,13 @@ class Part(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank's part lies in a global batch.
+    """Rows and tokens of a global batch that a rank holds.
 
     Args:
-        rows: int64 [b], rising; those from B on stand for padding.
+        rows: int64 [b], rising; numbers from B on are padding.
         B: rows of the global batch.
-        plan: which rank holds which tokens; None = each holds all tokens of its rows.
-        rank: this one's number in the plan.
+        plan: assignment of tokens to ranks; None = each holds all tokens of its rows.
+        rank: of this process in the plan.
     """
 
     rows: Tensor
@@ -50,7 +50,7 @@ class Place(NamedTuple):
         return rows if self.plan is None else own_tokens(rows, 1, self.plan, self.rank)
 
     def batch(self, batch: Batch) -> Batch:
-        """This rank's part of a batch, of all rows or of its own; padding has no target."""
+        """This rank's part of a batch (with all rows or its own); padding has no target."""
         if batch.whole_rows is not None:
             count = len(batch.targets)
             own = self._replace(rows=torch.arange(count), B=count)
@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
 
 def place(B: int, part: int, parts: int, plan: ContextPlan | None = None, rank: int = 0) -> Place:
-    """Part number `part` of the B rows dealt out in order; all parts have as many, B or not."""
+    """Part number `part` of B rows; parts have equal sizes, the last ones padded."""
     each = -(-B // parts)
     return Place(torch.arange(part * each, (part + 1) * each), B, plan, rank)
 
@@ -76,21 +76,20 @@ def plan_rows(
     T: int, ranks: int, *, window: int | None = None, documents: Tensor | None = None,
     heads: tuple[int, int] = (32, 8), head_dim: int = 128,
 ) -> ContextPlan:  # fmt: skip
-    """Which rank holds which tokens of causal rows; arguments as of `ContextPlan.make`."""
+    """`ContextPlan.make` for causal rows."""
     return ContextPlan.make(
         T, ranks, causal=True, window=window, documents=documents, heads=heads, head_dim=head_dim
     )
 
 
 class SplitDropout(TorchFunctionMode):
-    """In force, `F.dropout` of a rank's part [b, t, ...] drops what it would of the whole.
+    """Makes `F.dropout` of a rank's part [b, t, ...] a slice of the whole batch's dropout.
 
-    Every rank draws the mask of the whole global batch from torch's generator, which is in the same
-    state on every rank, and takes its own rows and tokens of it. That is what one process draws; it
-    costs each rank the random numbers of all. Dropout of attention weights counts positions
-    instead, inside the kernels.
+    Every rank draws the mask of the whole batch from torch's generator, whose state is equal on all
+    ranks, and takes its own rows and tokens. One process would draw the same mask. Dropout of
+    attention weights counts positions instead, inside the kernels.
 
-    Backward passes that compute a forward again have to be in it too.
+    Backward passes that recompute a forward must run in this mode too.
     """
 
     def __init__(self, place: Place) -> None:
@@ -111,6 +110,6 @@ class SplitDropout(TorchFunctionMode):
             return x
         place = self._place
         T = x.shape[1] if place.plan is None else place.plan.T
-        # What F.dropout calls, by its name: in code that torch 2.13 traces, a mode calls itself.
+        # torch.dropout, as in code traced by torch 2.13 a mode would call itself through F.dropout.
         scales = torch.dropout(x.new_ones(place.B, T, *x.shape[2:]), p, True)
         return x * place.of(scales)

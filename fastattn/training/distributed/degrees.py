@@ -1,4 +1,4 @@
-"""How many ranks share out the batch, the parameters, the tokens and the features."""
+"""Degrees of data, parameter, context and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from ..train_config import TrainConfig
 
 REST = "auto"
-# Seconds that ranks wait for each other: as long as a first compilation may take, or a slow disk.
+# Seconds that ranks wait for each other: enough for a first compilation or a slow disk.
 TIMEOUT = 600.0
 NAMES = ("dp", "fsdp", "cp", "tp")
 
 
 class SplitError(ValueError):
-    """The ranks cannot be arranged as the options say."""
+    """The degrees do not fit the ranks or the model."""
 
     exit_status = 2  # of the command: wrong options
 
 
 class Split(NamedTuple):
-    """Ranks in each dimension of the mesh, from the outermost to the innermost.
+    """Sizes of the mesh dimensions, outermost first.
 
     dp: replicas of the parameters. fsdp: ranks that parameters, gradients and optimizer states are
     sharded over. Both share out the rows of a batch. cp: ranks that share the tokens of a row, by
@@ -38,20 +38,20 @@ class Split(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return math.prod(self)
 
     @property
     def parts(self) -> int:
-        """How many parts the rows of a batch are dealt out in."""
+        """Number of parts of a batch's rows."""
         return self.dp * self.fsdp
 
     @property
     def data_ranks(self) -> tuple[int, int]:
-        """Replicas of the parameters, and ranks that share out each.
+        """Number of parameter replicas, and of ranks that shard each.
 
-        Ranks of cp see other tokens: for parameters they are data ranks. They shard the parameters
-        too where those are sharded, as torchtitan has it, else replicate.
+        For parameters, ranks of cp are data ranks: as in torchtitan, they shard the parameters
+        where fsdp does, and replicate them otherwise.
         """
         return (self.dp, self.fsdp * self.cp) if self.fsdp > 1 else (self.dp * self.cp, 1)
 
@@ -61,7 +61,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees of parallelism that `fastattn train` was asked for.
+    """Degrees of parallelism as `fastattn train` takes them.
 
     Args:
         data_parallel: for `Split.dp`; "auto" = the remaining ranks, or 1 where those go to fsdp.
@@ -121,17 +121,17 @@ class Degrees:
 
 
 def ranks_started() -> int:
-    """Processes that torchrun has started; 1 without it."""
+    """Number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this process is the one that talks to the user."""
+    """Whether this process prints for the user (rank 0)."""
     return os.environ.get("RANK", "0") == "0" or ranks_started() == 1
 
 
 def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> None:
-    """A run can be shared out so.
+    """Check that the split serves this run.
 
     Args:
         split: of the run.
@@ -139,7 +139,7 @@ def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> 
         kind: of the model.
 
     Raises:
-        SplitError: rows, tokens or heads do not divide, or kind or options are not served.
+        SplitError: rows, tokens or heads are not divisible, or kind or options are not served.
     """
     if training.batch_size % split.parts:
         raise SplitError(

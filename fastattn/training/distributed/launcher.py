@@ -1,6 +1,6 @@
 """Failure and restart under torchrun: an error is shown once, and a restarted run resumes.
 
-torchrun keeps a store of keys that outlives the processes it starts.
+torchrun's key-value store outlives the processes it starts.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-# Errors of the user, which all ranks find at about the same time.
+# User errors, which all ranks raise at about the same time.
 EXPECTED = (ValueError, OSError, FloatingPointError, ModuleNotFoundError)
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-# Seconds that others leave rank 0 to speak for all, and that they wait for torchrun's signal.
+# Seconds that other ranks wait for rank 0 to report, and for torchrun's signal.
 _FOR_FIRST, _FOR_END = 2.0, 3.0
-# Seconds until all ranks that wait for a silent one have given up too.
+# Seconds until all ranks that wait for a silent rank have given up.
 _FOR_OTHERS = 5.0
 
 
 def shown_once(call: Callable[[], int]) -> int:
-    """Calls on every rank, and raises on the one whose error came first.
+    """Call a function on every rank; only the rank with the first error raises.
 
-    An error of torch.distributed that a wait has ended in becomes a TimeoutError, which names the
-    ranks that have said nothing.
+    A torch.distributed timeout becomes a TimeoutError that names the silent ranks.
 
-    torchrun is told of an error that is no user's, for its report. The other ranks, whose errors
-    follow from the first or repeat it, stay quiet until torchrun ends them.
+    Errors other than the user's are passed to torchrun, for its report. The other ranks, whose
+    errors follow from the first, print nothing until torchrun ends them.
 
     Returns:
-        What the call returns; on the ranks that stay quiet, an exit status that is not 0.
+        The call's result; on the ranks that print nothing, a non-zero exit status.
     """
     try:
         return call()
@@ -55,25 +54,25 @@ def shown_once(call: Callable[[], int]) -> int:
 
 
 def attempt() -> int:
-    """How often torchrun has started these ranks again."""
+    """Number of torchrun's restarts of these ranks."""
     return int(os.environ.get(_RESTARTS, "0"))
 
 
 def begun(out_dir: str) -> None:
-    """Notes that a run in this folder has begun, for `restarted`."""
+    """Record for `restarted` that a run in this folder has begun."""
     if _RESTARTS in os.environ:
         _store("begun").set(out_dir, "yes")
 
 
 def restarted(out_dir: str) -> bool:
-    """Whether torchrun has started a run anew that has begun in this folder."""
+    """Whether torchrun restarted a run that had begun in this folder."""
     return attempt() > 0 and bool(_store("begun").check([out_dir]))
 
 
 def _silent(error: Exception) -> TimeoutError | None:
-    """Name the ranks that an error waited for in vain; None: it is another error.
+    """Name the ranks that a timeout waited for; None for other errors.
 
-    Every rank notes its own failure, so that the others do not take it for a silent one.
+    Every rank records its own failure, so that it does not count as silent.
     """
     try:
         store = _store(f"failed after {attempt()} restarts")

@@ -1,4 +1,4 @@
-"""Ranks that train together, as a trainer uses them; one process alone sends nothing."""
+"""The trainer's interface to ranks, and its implementation for one process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ _Value = TypeVar("_Value")
 
 
 class Ranks:
-    """Ranks that train together, as a trainer uses them: here one process, which sends nothing.
-
-    `together.Together` is several of them.
+    """Interface of the ranks of a run, implemented for one process; `together.Together` is for
+    several.
     """
 
     first = True
-    """Whether this is the one that writes files and talks to the user."""
+    """Whether this rank writes files and prints for the user."""
     split = Split()
 
     def device(self, name: str) -> torch.device:
@@ -42,28 +41,28 @@ class Ranks:
         return resolve_device(name)
 
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
-        """Shards a model, whose parameters are alike on every rank, and gives its forward."""
+        """Shards a model, whose parameters are equal on every rank, and returns its forward."""
         for block in blocks_of(model):
             recompute(block, config.activation_checkpointing)
         return torch.compile(model) if config.compile else model
 
     def draw(self, task: Task, batch_size: int, generator: torch.Generator) -> Batch:
-        """A global batch to train on, or of it the rows of this rank's part, for `part`."""
+        """A global training batch, or only this rank's rows, as input of `part`."""
         return task.draw("train", batch_size, generator)
 
     def part(self, batch: Batch, device: torch.device) -> AbstractContextManager[Part]:
-        """A context: this rank's `Part` of a global batch, for its forward and its backward."""
+        """Context with this rank's `Part` of a global batch, for its forward and backward."""
         return nullcontext(Part(batch.to(device), None))
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which any method of the model can be called, by all ranks alike.
+        """Context for calls of any of the model's methods, by all ranks.
 
-        Forward passes have come before, and nothing is trained in it.
+        At least one forward pass must come before; training is not possible in it.
         """
         return nullcontext()
 
     def loss(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        """This rank's share of the mean loss over the global batch: the shares' sum."""
+        """This rank's share of the global mean loss; the shares add up to it."""
         batch = part.batch
         count = {} if part.targets is None else {"target_count": part.targets}
         _, loss = forward(*batch.inputs, batch.targets, **batch.keywords, **count)
@@ -71,11 +70,11 @@ class Ranks:
         return mean
 
     def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        """Adds to the gradients; those of all ranks are summed up by the last pass of a step."""
+        """Accumulates gradients; the last pass of a step sums them over the ranks."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def clip(self, model: nn.Module, max_norm: float) -> None:
-        """Bounds the norm of all gradients together."""
+        """Clips the global norm of the gradients."""
         nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
 
     def total(self, x: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ class Ranks:
         return x
 
     def share(self, total: Tensor) -> Tensor:
-        """This rank's share of a value that all have; the inverse of `total`."""
+        """This rank's share of a common value; the inverse of `total`."""
         return total
 
     def model_tensors(self, model: nn.Module) -> dict[str, Tensor]:
@@ -93,7 +92,7 @@ class Ranks:
     def optimizer_tensors(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Tensor]:
-        """AdamW's for `save`: `optimizer.<parameter>.<step | exp_avg | exp_avg_sq>`."""
+        """AdamW's state for `save`: `optimizer.<parameter>.<step | exp_avg | exp_avg_sq>`."""
         return {
             f"optimizer.{name}.{key}": value
             for name, parameter in model.named_parameters()
@@ -105,7 +104,7 @@ class Ranks:
         return save_checkpoint(run_dir, checkpoint)
 
     def wait(self) -> None:
-        """Waits for what is written in the background, and raises its error."""
+        """Waits for background writes, and raises their error."""
 
     def restore(
         self, source: Checkpoint | Path, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -130,7 +129,7 @@ class Ranks:
         return checkpoint
 
     def agree(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether the flag is set on any rank."""
         return flag
 
     def decided(self, decide: Callable[[], _Value]) -> _Value:

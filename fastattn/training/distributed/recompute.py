@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a backward pass computes again instead of keeping it."""
+"""Activation checkpointing: recompute activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
 from ...models.layers import Block
 from ..train_config import Recompute
 
-# What selective checkpointing keeps: attention's outputs, by whatever computes it. Names, since
-# torch's differ from release to release.
+# Outputs that selective checkpointing keeps: attention's. Names, as torch's operators differ
+# between releases.
 _KEPT = {
     "fastattn": (
         *("attention_forward", "hopper_forward", "additive_forward", "merge_forward"),
@@ -40,12 +40,12 @@ def blocks_of(model: nn.Module) -> Iterator[Block]:
 
 
 def recompute(block: nn.Module, how: Recompute) -> None:
-    """Makes a layer forget activations, in place.
+    """Apply activation checkpointing to a layer, in place.
 
     Args:
-        block: its forward's output depends on its inputs and torch's generators alone.
-        how: "none"; "full" keeps the layer's inputs alone; "selective" keeps attention's outputs
-            too, which cost most to compute and least to keep in long sequences.
+        block: a layer whose output depends only on its inputs and torch's generators.
+        how: "none"; "full" keeps only the layer's inputs; "selective" also keeps attention's
+            outputs, the most costly to recompute in long sequences.
     """
     if how == "none":
         return

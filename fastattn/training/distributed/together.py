@@ -37,11 +37,11 @@ _Value = TypeVar("_Value")
 
 
 class Together(Ranks):
-    """`Ranks` of the process group, which has been started.
+    """`Ranks` of an initialised process group.
 
     Args:
-        split: how they are arranged.
-        timeout: seconds that they wait for each other.
+        split: sizes of the mesh.
+        timeout: seconds that ranks wait for each other.
     """
 
     def __init__(self, split: Split, timeout: float = TIMEOUT) -> None:
@@ -49,7 +49,7 @@ class Together(Ranks):
         self._patience = timedelta(seconds=timeout)
         self.first = dist.get_rank() == 0
         self._plans: dict[int, ContextPlan] = {}
-        # What plans go by, of the model.
+        # Model fields that a plan depends on.
         self._attention: dict[str, Any] = {}
         self._writer: sharded.ShardedWriter | None = None
 
@@ -64,7 +64,7 @@ class Together(Ranks):
 
     @property
     def _part(self) -> int:
-        """Which part of a batch's rows this rank has."""
+        """Number of this rank's part of a batch's rows."""
         dp, fsdp, *_ = self.mesh.get_coordinate() or (0, 0)
         return dp * self.split.fsdp + fsdp
 
@@ -96,7 +96,7 @@ class Together(Ranks):
     def _started(
         self, device_type: str, sizes: tuple[int, ...], names: tuple[str, ...]
     ) -> DeviceMesh:
-        """A mesh whose groups, which torch gives a timeout of its own, wait as long as all do."""
+        """Mesh whose groups have this run's timeout in place of torch's default."""
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         for group in mesh.get_all_groups():
             group.set_timeout(self._patience)
@@ -126,12 +126,12 @@ class Together(Ranks):
             yield part
 
     def _targets(self, batch: Batch) -> int:
-        """Count the targets in all rows; a rank may have read only its own."""
+        """Count the targets in all rows, as a rank may hold only its own."""
         if batch.whole_rows is None:
             return batch.num_targets
         count = torch.tensor(batch.num_targets)
         dist.all_reduce(count)
-        # Ranks of cp and tp have read the same.
+        # Ranks of cp and tp hold the same rows.
         return int(count) // (self.split.cp * self.split.tp)
 
     @contextmanager
@@ -139,8 +139,8 @@ class Together(Ranks):
         if not isinstance(model, FSDPModule):
             yield
             return
-        # Layers gather their own as they are called. What belongs to none is gathered by the
-        # model's forward, which other methods pass by, and stays whole without a backward pass.
+        # Each layer gathers its parameters when called. Only the model's forward gathers the
+        # others, and they stay gathered without a backward pass.
         model.unshard()
         try:
             yield
@@ -149,7 +149,7 @@ class Together(Ranks):
 
     def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
         synchronise(model, self.split, last)
-        # torch takes the mean over the ranks of the mesh, and these are shares of a sum.
+        # torch averages over the mesh, but these losses are shares of a sum.
         (loss * (self.split.parts * self.split.cp)).backward()  # type: ignore[no-untyped-call]
 
     def clip(self, model: nn.Module, max_norm: float) -> None:
@@ -187,7 +187,7 @@ class Together(Ranks):
         return sharded.restore_sharded(source, model, optimizer)
 
     def agree(self, flag: bool) -> bool:
-        # On the CPU, where nobody waits for a GPU.
+        # On the CPU, so that no GPU synchronises.
         flags = torch.tensor(int(flag))
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags)
@@ -206,7 +206,7 @@ class Together(Ranks):
         return cast(_Value, value)
 
     def _plan(self, T: int, documents: Tensor | None) -> ContextPlan:
-        """Plan rows of T tokens that the ranks of cp share, and the documents [rows, T] in them."""
+        """Context-parallel plan for rows of T tokens with documents [rows, T]."""
         if documents is not None:
             return plan_rows(T, self.split.cp, documents=documents, **self._attention)
         if T not in self._plans:
@@ -216,11 +216,11 @@ class Together(Ranks):
 
 @contextmanager
 def started(degrees: Degrees) -> Iterator[Together]:
-    """All ranks, as asked for, while the block runs."""
-    # gloo beside NCCL, for what is on the CPU.
+    """Start the process group for these degrees, while the block runs."""
+    # gloo in addition to NCCL, for CPU tensors.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store, rank, size = next(rendezvous("env://"))
-    # torchrun's store outlives a restart, and so would the addresses of ranks that have ended.
+    # torchrun's store outlives a restart, and with it the addresses of ended ranks.
     store = PrefixStore(f"attempt {attempt()}", store)
     wait = timedelta(seconds=degrees.timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
@@ -236,7 +236,7 @@ def shard_model(
     """Shards a model in place; its parameters become DTensors on the mesh.
 
     Args:
-        model: alike on every rank.
+        model: equal on every rank.
         mesh: dimensions dp, fsdp, tp.
         split: of the run.
         config: its compile and dtype.
@@ -245,7 +245,7 @@ def shard_model(
     if split.tp > 1:
         try:
             parallelize_module(model, mesh["tp"], tp_plan(model))
-        except ValueError as error:  # before it has changed anything
+        except ValueError as error:  # nothing has been changed yet
             raise SplitError(str(error)) from None
     for block in blocks_of(model):
         recompute(block, config.activation_checkpointing)
@@ -261,17 +261,17 @@ def shard_model(
     )
     data = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
     for block in blocks_of(model):
-        # Cross-attention projects its memory before its block runs: it stays with the whole model.
+        # Cross-attention projects its memory before its block runs, so the root module owns it.
         for part in [block] if block.cross is None else [block.attention, block.mlp]:
             fully_shard(part, mesh=data, mp_policy=policy)
     fully_shard(model, mesh=data, mp_policy=policy)
 
 
 def synchronise(model: nn.Module, split: Split, last: bool) -> None:
-    """Says whether the backward passes that follow are a step's last.
+    """Set whether the next backward passes are the last ones of a step.
 
-    Gradients that stay sharded are summed up among their shards by every pass: whole ones might not
-    fit. Among replicas they are summed up once a step.
+    Every pass reduces gradients over the shards, as unsharded ones might not fit in memory.
+    Replicas reduce once a step.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -282,17 +282,16 @@ def synchronise(model: nn.Module, split: Split, last: bool) -> None:
 
 
 def whole(x: Tensor) -> Tensor:
-    """x itself, or a DTensor's value, gathered from all ranks."""
+    """x, gathered from all ranks if it is a DTensor."""
     full: Tensor = getattr(x, "full_tensor", lambda: x)()
     return full
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip gradients like `nn.utils.clip_grad_norm_`, by the global norm; all ranks call it.
+    """`nn.utils.clip_grad_norm_` for sharded gradients; all ranks call it.
 
-    Each rank scales its own shards: given DTensors, torch would first examine how each may be
-    sharded, which takes seconds for a model.
+    Each rank scales its own shards: with DTensors, torch's sharding propagation would take seconds.
 
     Returns:
         The norm before clipping, the same on every rank.

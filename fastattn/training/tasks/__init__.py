@@ -1,4 +1,4 @@
-"""Training tasks: batches, losses and scores of each."""
+"""Training tasks: batches, losses and scores."""
 
 from .task import Batch as Batch
 from .task import LanguageTask as LanguageTask

@@ -1,4 +1,4 @@
-"""The kinds of models that are trained, and how each is built from its configuration."""
+"""Registry of model kinds: task, configuration and constructor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Kind:
 
     Args:
         name: in checkpoints.
-        title: for people, with its article.
-        model, task: what `fastattn train` calls them.
+        title: for messages, with its article.
+        model, task: their names in `fastattn train`.
         use: the command for a trained one.
         config: the class of its configuration.
-        build: makes the model of a configuration and of what is known of its data, which
-            `Checkpoint.config` keeps under "data".
+        build: makes the model from a configuration and the facts about its data,
+            `Checkpoint.config["data"]`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kind:
 
 
 def _alone(model: Callable[[Any], nn.Module]) -> Callable[[Any, Mapping[str, Any]], nn.Module]:
-    """Build a model from its configuration, whatever its data."""
+    """Adapt a constructor that needs only the configuration."""
     return lambda config, data: model(config)
 
 
@@ -61,7 +61,7 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 def find_kind(model: str | None = None, task: str | None = None) -> Kind:
-    """The kind of a model and a task; the first task of a model, or the model of a task, by itself.
+    """The kind of a model and a task; if only one is named, its first match.
 
     Raises:
         ValueError: there is no such model or task, or the model has no such task.

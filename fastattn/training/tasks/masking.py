@@ -19,20 +19,19 @@ _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
 def mask_tokens(
     tokens: Tensor, *, mask: int, replacements: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Chooses 15 % of a row's tokens, at least one, to be named by the model.
+    """Choose 15 % of a row's tokens, at least one, as targets.
 
-    Of these 80 % become the mask token, 10 % a random token, and 10 % stay as they are (Devlin et
-    al. 2019, arXiv 1810.04805), each by its own chance.
+    Each target becomes the mask token with probability 80 %, a random token with 10 %, and stays
+    with 10 % (Devlin et al. 2019, arXiv 1810.04805).
 
     Args:
         tokens: int64 [B, T], T >= 1.
         mask: id of the mask token.
-        replacements: int64 [N], ids that a random token is drawn from.
+        replacements: int64 [N], ids of random tokens.
         generator: the only source of randomness.
 
     Returns:
-        inputs int64 [B, T], and targets int64 [B, T]: the tokens themselves where they were chosen,
-        -100 elsewhere.
+        inputs int64 [B, T], and targets int64 [B, T]: the chosen tokens, -100 elsewhere.
     """
     B, T = tokens.shape
     count = max(1, round(_CHOSEN * T))
@@ -48,7 +47,7 @@ def mask_tokens(
 
 
 class MaskedTask(LanguageTask):
-    """Naming of hidden tokens in windows of a text.
+    """Prediction of masked tokens in windows of a text.
 
     Args:
         dataset: the text.
@@ -66,7 +65,7 @@ class MaskedTask(LanguageTask):
         self._replacements = torch.tensor(sorted(ids))
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Share of the hidden tokens that the model names."""
+        """Accuracy over the masked tokens."""
         device = next(model.parameters()).device
         right = total = 0
         for batch in self.validation(batch_size):
@@ -77,7 +76,7 @@ class MaskedTask(LanguageTask):
         return {"accuracy": right / total}
 
     def _batch(self, windows: Batch, generator: torch.Generator) -> Batch:
-        """Windows masked by the generator."""
+        """Mask windows."""
         inputs, targets = mask_tokens(
             *windows.inputs,
             mask=self._mask,

@@ -12,7 +12,7 @@ from ..extras import import_extra
 
 
 def confusion(expected: Tensor, got: Tensor, num_tags: int) -> Tensor:
-    """Counts of tags that belong at a place (rows) by the tags that were put there (columns).
+    """Confusion matrix: expected tags (rows) by predicted tags (columns).
 
     Args:
         expected, got: int64 [N], in [0, num_tags).
@@ -31,12 +31,12 @@ def tag_scores(counts: Tensor, tags: Sequence[str]) -> dict[str, Any]:
         F1 = 2 * right / (expected + got)
 
     Args:
-        counts: int64 [K, K] as `confusion` gives it, with at least one place.
+        counts: int64 [K, K] from `confusion`, not all 0.
         tags: K names.
 
     Returns:
-        "accuracy", "macro_f1", "majority" (the accuracy of the most frequent tag put everywhere)
-        and "f1": by tag, without those that are neither expected nor got.
+        "accuracy", "macro_f1", "majority" (the accuracy of always predicting the most frequent tag)
+        and "f1" by tag, without tags that occur in neither.
     """
     right, expected, got = counts.diagonal(), counts.sum(1), counts.sum(0)
     f1 = {
@@ -54,10 +54,11 @@ def tag_scores(counts: Tensor, tags: Sequence[str]) -> dict[str, Any]:
 
 
 def text_scores(got: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """How close texts come to the expected ones.
+    """BLEU, chrF and exact match of texts.
 
     Args:
-        got, expected: as many, at least one; white space at the ends and its width do not count.
+        got, expected: equally many, at least one; white space at the ends and its width are
+            ignored.
 
     Returns:
         "bleu" and "chrf" over the whole corpus, 0 to 100, as `sacrebleu` computes them by default

@@ -1,4 +1,4 @@
-"""Training data as the options name it: read, split, tokenised and made into a task."""
+"""Read, split and tokenise training data, and make its task."""
 
 from __future__ import annotations
 
@@ -49,24 +49,23 @@ _PAIRS: dict[str, Callable[[], list[Pair]]] = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Data to learn from, and the tokenizer that cuts them; each kind of model has some fields.
+    """Training data and tokenizer; each kind of model uses some fields.
 
     Args:
-        text: paths of UTF-8 files: text, CoNLL's (tagging) or TSV (translation); none = made from
-            the standard library's source text.
+        text: paths of UTF-8 files: text, CoNLL (tagging) or TSV (translation); none = the standard
+            library's source text.
         tokenizer: one of `TOKENIZER_KINDS`, or a path, as for `load_tokenizer`.
-        vocab_size: ids that a tokenizer other than "char" aims at.
-        prepared: (gpt) a folder that `fastattn prepare` has made, in place of a text; it brings
-            its tokenizer along.
-        validation: (tagger, seq2seq) more files to measure on; none = the last 10 % of the others.
-        start_from: (tagger) a masked-token run's folder, whose encoder and tokenizer to begin with.
-        pairs: (seq2seq) without text, which ones to make: "names", docstrings of the standard
-            library's functions with the words of their names; "dates", in figures and in words.
+        vocab_size: target number of ids, except for "char".
+        prepared: (gpt) a folder made by `fastattn prepare`, in place of text and tokenizer.
+        validation: (tagger, seq2seq) files for validation; none = the last 10 % of the text.
+        start_from: (tagger) a masked-token run's folder, for the initial encoder and the tokenizer.
+        pairs: (seq2seq) generated pairs, without text: "names", docstrings of the standard
+            library's functions and their names; "dates", in figures and in words.
         truncate: (seq2seq) cut texts that are too long for the model, instead of refusing them.
-            Those of the standard library are always cut.
+            Texts of the standard library are always cut.
 
     Raises:
-        ValueError: there are no such pairs, or a text is named beside pairs or prepared data.
+        ValueError: there are no such pairs, or text is combined with pairs or prepared.
     """
 
     text: tuple[str, ...] = ()
@@ -92,7 +91,7 @@ class DataConfig:
         return read_text_files(self.text) if self.text else standard_library_text()
 
     def make_tokenizer(self, text: str, *, special: bool) -> Tokenizer:
-        """The tokenizer, learned from a text where it is one that learns."""
+        """The tokenizer, trained on a text unless it is loaded."""
         if self.tokenizer not in TOKENIZER_KINDS:
             return load_tokenizer(self.tokenizer)
         return train_tokenizer(self.tokenizer, text, vocab_size=self.vocab_size, special=special)
@@ -100,13 +99,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """Data that has been read, before there are a tokenizer and a model for it.
+    """Data that has been read but not yet tokenised.
 
     Args:
         fingerprint: SHA-256 of all data, in hexadecimal.
-        make_tokenizer: makes the tokenizer that the options name.
-        make_task: makes the task for a tokenizer and a model of a configuration.
-        facts: about the data that a trained model's user needs, JSON values.
+        make_tokenizer: makes the tokenizer.
+        make_task: makes the task from a tokenizer and a model's configuration.
+        facts: about the data that inference needs, JSON values.
     """
 
     fingerprint: str
@@ -116,11 +115,11 @@ class Source:
 
 
 def text_source(config: DataConfig, *, masked: bool = False) -> Source:
-    """Read text, to predict every next token of or, masked, to name hidden tokens of."""
+    """Source of a text for next-token prediction or, masked, masked-token prediction."""
     text = config.read()
 
     def make_tokenizer() -> Tokenizer:
-        # Characters of the whole text, but merges of its training part alone.
+        # Characters come from the whole text, merges from its training part alone.
         whole = config.tokenizer == "char" and not masked
         return config.make_tokenizer(text if whole else split_text(text)[0], special=masked)
 
@@ -134,7 +133,7 @@ def text_source(config: DataConfig, *, masked: bool = False) -> Source:
 
 
 def language_source(config: DataConfig) -> Source:
-    """Read a text, or open token files, to predict every next token of."""
+    """Source of a text, or token files, for next-token prediction."""
     if config.prepared is None:
         return text_source(config)
     text = PreparedText.open(config.prepared)
@@ -146,13 +145,13 @@ def language_source(config: DataConfig) -> Source:
 
 
 def tagged_source(config: DataConfig) -> Source:
-    """Read words with tags."""
+    """Source of tagged words."""
     sentences = read_conll(config.text) if config.text else standard_library_sentences()
     train, validation = _split(sentences, read_conll(config.validation), "sentences")
     tags = tags_of(train)
     check_tags(validation, tags)
     digest = sentences_fingerprint([*train, *validation])
-    # A word a line: every word begins as it does when it is encoded alone.
+    # One word a line, so that every word starts as when encoded alone.
     words = "\n".join(word for sentence in train for word in sentence.words)
 
     def make_task(tokenizer: Tokenizer, model: Any) -> Task:
@@ -164,7 +163,7 @@ def tagged_source(config: DataConfig) -> Source:
 
 
 def pair_source(config: DataConfig) -> Source:
-    """Read, or make, pairs of texts."""
+    """Source of pairs of texts, read or generated."""
     import_sacrebleu()
     examples = read_pairs(config.text) if config.text else _PAIRS[config.pairs or "names"]()
     train, validation = _split(examples, read_pairs(config.validation), "pairs")
@@ -184,7 +183,7 @@ def pair_source(config: DataConfig) -> Source:
 
 
 class Data(NamedTuple):
-    """Data of a kind of model: how they are read, and which fields of `DataConfig` they have."""
+    """A kind's data: its reader and its fields of `DataConfig`."""
 
     read: Callable[[DataConfig], Source]
     defaults: Mapping[str, Any]
@@ -198,7 +197,7 @@ class Data(NamedTuple):
         return from_fields(DataConfig, {**self.defaults, **options})
 
     def fields(self, config: DataConfig) -> dict[str, Any]:
-        """The values of a configuration that belong to the kind."""
+        """The kind's fields of a configuration."""
         return {name: getattr(config, name) for name in self.defaults}
 
 
@@ -219,7 +218,7 @@ DATA: Mapping[str, Data] = {
 def _split(
     items: Sequence[_Item], validation: Sequence[_Item], what: str
 ) -> tuple[Sequence[_Item], Sequence[_Item]]:
-    """All for training where there is other data to measure on, else 90 % of it."""
+    """Split into training and validation: all with validation data, else 90 % and 10 %."""
     if validation:
         return items, validation
     cut = len(items) - max(1, len(items) // 10)

@@ -1,4 +1,4 @@
-"""Sequence tagging: a tag for every word, read off its first token."""
+"""Sequence tagging: a tag for every word, predicted at its first token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .task import Batch, ExampleTask
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of adjoining words that a model reads together.
+    """Tokens of consecutive words, as one input row.
 
     Args:
-        tokens: ids, at most as many as the model reads.
-        starts: index of every word's first token.
-        words: of the words, where in the sentence they stand.
+        tokens: ids.
+        starts: index of each word's first token.
+        words: index of each word in the sentence.
     """
 
     tokens: tuple[int, ...]
@@ -33,15 +33,14 @@ class Segment:
 
 
 def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Segment]:
-    """Tokenizes words one by one and cuts the sentence between words where it is too long.
+    """Tokenize words one by one and split a long sentence between words.
 
-    A word of more tokens than a row has loses the last of them. One without any token becomes the
-    unknown token.
+    A word longer than a row is cut. A word without a token becomes the unknown token.
 
     Args:
         words: not empty.
         tokenizer: of the model.
-        length: tokens a row at most.
+        length: most tokens of a row.
 
     Raises:
         TokenizerError: a word has no token and the tokenizer no unknown token.
@@ -62,7 +61,7 @@ def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Se
 
 
 class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
-    """Tags of words, learned from sentences that have them.
+    """Task of tagging the words of sentences.
 
     Args:
         train, validation: sentences, not empty.
@@ -125,7 +124,7 @@ class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
 def _with_targets(
     row: Segment, sentence: Sentence, numbers: dict[str, int]
 ) -> tuple[list[int], list[int]]:
-    """A row's tokens, and the tags of the words at their first tokens."""
+    """A row's tokens and targets: tags at the words' first tokens."""
     targets = [IGNORED] * len(row.tokens)
     for start, word in zip(row.starts, row.words, strict=True):
         targets[start] = numbers[sentence.tags[word]]
@@ -141,7 +140,7 @@ def tag_words(
     tags: Sequence[str],
     context_length: int,
 ) -> list[str]:
-    """The tags that a model gives the words of a sentence.
+    """A model's tags for the words of a sentence.
 
     Args:
         model: a `Tagger` in evaluation mode.

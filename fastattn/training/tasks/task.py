@@ -22,14 +22,14 @@ _Example = TypeVar("_Row")
 
 @dataclass(frozen=True)
 class Batch:
-    """One call of a model: `model(*inputs, targets, **keywords)` gives (logits, loss).
+    """Arguments of a model: `model(*inputs, targets, **keywords)` returns (logits, loss).
 
     Args:
-        inputs: the model's inputs in their order, int64, each [B, T] of its own T.
-        targets: int64 [B, T], -100 where the loss leaves a position out.
-        lengths: int64 [B] by the model's keyword, for padded inputs.
+        inputs: int64, each [B, T] with its own T.
+        targets: int64 [B, T], -100 at positions without a target.
+        lengths: int64 [B] by keyword, for padded inputs.
         documents: int32 or int64 [B, T], of packed texts; None = a row is one text.
-        whole_rows: of how many rows these are some, of as many tokens each; None = they are all.
+        whole_rows: number of rows of the global batch if these are a part of it; None = all.
     """
 
     inputs: tuple[Tensor, ...]
@@ -46,12 +46,12 @@ class Batch:
 
     @property
     def num_targets(self) -> int:
-        """Positions that the loss is the mean of."""
+        """Positions with a target."""
         return int((self.targets != IGNORED).sum())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding; of all rows, where these are some."""
+        """Tokens without padding, of the global batch."""
         if self.lengths:
             return sum(int(lengths.sum()) for lengths in self.lengths.values())
         rows = self.whole_rows or len(self.targets)
@@ -62,7 +62,7 @@ class Batch:
         if device.type == "cpu":
             return self
 
-        # From pinned memory the copy runs beside the previous step instead of waiting for it.
+        # From pinned memory the copy overlaps with the previous step.
         def move(part: Tensor) -> Tensor:
             return part.contiguous().pin_memory().to(device, non_blocking=True)
 
@@ -76,11 +76,11 @@ class Batch:
 
 
 class Task:
-    """Task to learn, with its data.
+    """A task and its data.
 
     Attributes:
         fingerprint: SHA-256 of all data, in hexadecimal.
-        extent: how much data there is, for people: "90 training and 10 validation pairs".
+        extent: amount of data, for messages: "90 training and 10 validation pairs".
     """
 
     fingerprint: str
@@ -95,7 +95,7 @@ class Task:
         raise NotImplementedError
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Figures beyond the loss over the validation split, JSON values by name; none here.
+        """Validation scores besides the loss, JSON values by name; none here.
 
         The model is in evaluation mode, and gradients are off.
         """
@@ -103,7 +103,7 @@ class Task:
 
 
 class ExampleTask(Task, Generic[_Example]):
-    """A task whose batches are made of rows, each as likely as any other.
+    """A task whose batches are uniform samples of examples.
 
     Args:
         train, validation: not empty.
@@ -123,22 +123,22 @@ class ExampleTask(Task, Generic[_Example]):
             yield self.batch(rows[i : i + batch_size])
 
     def batch(self, rows: Sequence[_Example]) -> Batch:
-        """Make a batch of some rows."""
+        """Batch of these examples."""
         raise NotImplementedError
 
 
 class LanguageTask(Task):
-    """Prediction of every next token of a text, by those of its own document alone.
+    """Next-token prediction within documents.
 
-    A batch reads its own windows and nothing else. Where they stand is a function of the
-    generator's state alone: that of a run is one of its seed and step.
+    A batch reads only its own windows. Their positions depend only on the generator's state, and so
+    on a run's seed and step.
 
     Args:
         text: the text's tokens, in memory or in files.
         context_length: tokens a window, T.
 
     Attributes:
-        by_rows: whether a rank should read its own rows alone.
+        by_rows: whether a rank should read only its own rows.
 
     Raises:
         DataError: a part is too short, as `TextDataset.from_text` says.
@@ -157,12 +157,11 @@ class LanguageTask(Task):
     def draw(
         self, split: Split, batch_size: int, generator: torch.Generator, rows: slice | None = None
     ) -> Batch:
-        """Windows of the split at random places; shorter ones if the split is shorter.
+        """Windows at random positions of the split, shorter ones if the split is shorter.
 
         Args:
             split, batch_size, generator: as for `Task.draw`.
-            rows: which windows of the batch to read, default: all; the generator goes on as for
-                all of them.
+            rows: windows of the batch to read; None = all. The generator advances as for all.
         """
         first, count = (0, self._train) if split == "train" else (self._train, self._validation)
         context = min(self._context_length, count - 1)
@@ -173,7 +172,7 @@ class LanguageTask(Task):
         return dataclasses.replace(own, whole_rows=batch_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """Adjoining windows of the whole split, the same every time."""
+        """Consecutive windows of the whole split, the same every time."""
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
         last, context = self._train + self._validation - 1, self._context_length
         left = last - (last - self._train) % context
@@ -187,11 +186,11 @@ class LanguageTask(Task):
         tokens, documents = self._text.windows(starts, context + 1)
         targets = tokens[:, 1:]
         if documents is not None:
-            # The beginning of the next document follows from nothing in this one.
+            # No target at a document's end: the next one's beginning is unpredictable.
             targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORED)
             documents = documents[:, :-1]
         return self._batch(Batch((tokens[:, :-1],), targets, documents=documents), generator)
 
     def _batch(self, windows: Batch, generator: torch.Generator) -> Batch:
-        """Make a batch from windows whose targets are the same windows one token further on."""
+        """Batch whose targets are the windows shifted by one token."""
         return windows

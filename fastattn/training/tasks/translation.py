@@ -17,7 +17,7 @@ from ..tokenizers.base import Tokenizer
 from .scores import text_scores
 from .task import Batch, ExampleTask
 
-# Decoding is a step a token; so many pairs estimate the scores well enough.
+# Decoding is slow, and this many pairs estimate the scores well enough.
 _SCORED_PAIRS = 500
 
 
@@ -37,13 +37,13 @@ def encode_pairs(
     target_length: int,
     truncate: bool = False,
 ) -> list[EncodedPair]:
-    """Encodes pairs and checks that the model can read them.
+    """Encode pairs and check their lengths.
 
     Args:
         pairs: of texts.
         tokenizer: of both languages.
-        source_length: tokens that the encoder reads at most.
-        target_length: tokens that the decoder reads at most, the begin token among them.
+        source_length: most tokens of a source.
+        target_length: most tokens of a target, begin token included.
         truncate: cut what is longer, instead of refusing it.
 
     Raises:
@@ -66,9 +66,9 @@ def encode_texts(
     side: Literal["source", "target"] = "source",
     truncate: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Encodes one side of pairs, each text given with its place, as `encode_pairs` does.
+    """Encode one side of pairs, each text with its file and line, for `encode_pairs`.
 
-    length: tokens that the model reads at most, those of a target with the begin token.
+    length: most tokens, begin token included.
     """
     begin = side == "target"
     extra = int(begin)
@@ -90,7 +90,7 @@ def encode_texts(
 
 
 class TranslationTask(ExampleTask[EncodedPair]):
-    """Targets of sources, each token learned from the source and the target's tokens before it.
+    """Translation with teacher forcing.
 
     Args:
         train, validation: encoded pairs, not empty.
@@ -118,9 +118,9 @@ class TranslationTask(ExampleTask[EncodedPair]):
         self.extent = f"{len(train):,} training and {len(validation):,} validation pairs"
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Compute `text_scores` of greedy translations, and "pairs", how many were translated.
+        """`text_scores` of greedy translations, and "pairs", their number.
 
-        It translates the first 500 pairs of the validation split.
+        Translates the first 500 validation pairs.
         """
         assert isinstance(model, Seq2Seq), "the task's batches suit no other model"
         sources = [pair.source for pair in self.rows["validation"][:_SCORED_PAIRS]]
@@ -140,7 +140,7 @@ class TranslationTask(ExampleTask[EncodedPair]):
 def translate_tokens(
     model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], *, beams: int = 1
 ) -> list[str]:
-    """Texts that a model gives for sources, by the likeliest token at a time or by beam search.
+    """Translations of sources, greedy or by beam search.
 
     Args:
         model: in evaluation mode.
@@ -156,7 +156,7 @@ def translate_tokens(
 def translate_ids(
     model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], *, beams: int = 1
 ) -> list[list[int]]:
-    """Translate as `translate_tokens` does, to ids without begin and end tokens."""
+    """`translate_tokens` as ids, without begin and end tokens."""
     device = next(model.parameters()).device
     padded = pad(sources, pad_id(tokenizer))
     return translate(

@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizers` behind the project's tokenizer interface."""
+"""Adapter of Hugging Face `tokenizers` to the tokenizer interface."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from ..extras import import_extra
 from .base import TokenDecoder, Tokenizer, TokenizerError
 
-# Long texts are encoded in pieces of about this many characters, cut behind a line break, because
-# Hugging Face's encoder keeps some hundred bytes a token until a call returns.
+# Long texts are encoded in pieces of about this many characters, cut after a line break, as Hugging
+# Face's encoder holds some hundred bytes a token during a call.
 _PIECE_CHARACTERS = 1 << 20
 
 
@@ -23,7 +23,7 @@ class BackendTokenizer(Tokenizer):
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        # Not the number of tokens: ids of a foreign tokenizer may have gaps.
+        # Not the number of tokens, as ids may have gaps.
         self._vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
     @property
@@ -53,7 +53,7 @@ class BackendTokenizer(Tokenizer):
 
 
 class _StreamDecoder(TokenDecoder):
-    """Hugging Face's own decoder step by step, with special tokens written as they are."""
+    """Hugging Face's incremental decoder, with special tokens verbatim."""
 
     def __init__(self, tokenizer: BackendTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,7 +70,7 @@ class _StreamDecoder(TokenDecoder):
 
 
 def import_tokenizers() -> Any:
-    """The package `tokenizers`, with the modules of it that are used.
+    """The package `tokenizers`, with the used submodules.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message names the extra.
@@ -83,7 +83,7 @@ def import_tokenizers() -> Any:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about 2^20 characters, cut behind line breaks where there are any."""
+    """Split a text into pieces of about 2^20 characters, after line breaks where possible."""
     start = 0
     while start < len(text):
         end = start + _PIECE_CHARACTERS

@@ -9,8 +9,8 @@ from typing import Literal
 
 Special = Literal["pad", "unknown", "begin", "end", "mask"]
 
-# Names of each special token, the ones that are given here to new tokenizers first. The others are
-# BERT's, T5's and BART's, and GPT-2's, which marks both ends of a text by the same token.
+# Names of each special token: first the one in new tokenizers here, then those of BERT, T5, BART
+# and GPT-2, whose begin and end token are one.
 SPECIAL_NAMES: dict[Special, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>"),
     "unknown": ("[UNK]", "<unk>"),
@@ -29,11 +29,11 @@ class TokenDecoder(ABC):
 
     @abstractmethod
     def feed(self, token: int) -> str:
-        """Returns the characters that this id completes, often one, possibly none."""
+        """Return the characters that this id completes, possibly none."""
 
     @abstractmethod
     def finish(self) -> str:
-        """Returns what is left: U+FFFD for a character that was never completed, else ''."""
+        """Return U+FFFD for an incomplete character, else ''."""
 
 
 class Tokenizer(ABC):
@@ -49,23 +49,23 @@ class Tokenizer(ABC):
         """Ids of a text, special tokens not added.
 
         Raises:
-            TokenizerError: the text holds a character that no id stands for.
+            TokenizerError: the text holds an unknown character.
         """
 
     @abstractmethod
     def decoder(self) -> TokenDecoder:
-        """A decoder at the start of a text."""
+        """A new decoder."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """The tokenizer as a JSON text, which `from_json` reads back."""
+        """The tokenizer as JSON, for `from_json`."""
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """Ids of several texts, each as `encode` gives them."""
+        """`encode` several texts."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of some ids; bytes that are no UTF-8 become U+FFFD.
+        """Text of ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             TokenizerError: an id is not in 0 .. vocab_size - 1.
@@ -74,7 +74,7 @@ class Tokenizer(ABC):
         return "".join([decoder.feed(token) for token in tokens]) + decoder.finish()
 
     def find_id(self, token: str) -> int | None:
-        """The id of a token as it is written in the vocabulary; None where there is none."""
+        """The id of a token of the vocabulary, or None."""
         return None
 
     def special_id(self, special: Special) -> int:
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of all the special tokens that there are."""
+        """Ids of all special tokens of the vocabulary."""
         tokens = (self._find_special(special) for special in SPECIAL_NAMES)
         return frozenset(token for token in tokens if token is not None)
 
@@ -104,7 +104,7 @@ class Tokenizer(ABC):
         return next((token for token in tokens if token is not None), None)
 
     def check_id(self, token: int) -> None:
-        """Raises TokenizerError if an id is not in 0 .. vocab_size - 1."""
+        """Raise TokenizerError unless 0 <= token < vocab_size."""
         if not 0 <= token < self.vocab_size:
             raise TokenizerError(
                 f"token ids must be in 0..{self.vocab_size - 1} for this tokenizer, got {token}"

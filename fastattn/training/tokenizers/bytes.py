@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding, GPT-2's: every text can be encoded."""
+"""Byte-level byte-pair encoding, as in GPT-2."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class BPETokenizer(BackendTokenizer):
     def train(cls, text: str, vocab_size: int, *, special: bool = False) -> BPETokenizer:
         """Learns merges from a text until there are vocab_size ids.
 
-        A short or repetitive text may offer fewer merges than that; `vocab_size` of the
-        result counts them.
+        A short or repetitive text may yield fewer ids.
 
         Args:
-            text: what to learn from.
-            vocab_size: ids to aim at, special tokens included.
-            special: begin the vocabulary with the special tokens of `SPECIAL_NAMES`, but unknown:
-                no byte is.
+            text: training text.
+            vocab_size: target number of ids, special tokens included.
+            special: begin the vocabulary with the special tokens of `SPECIAL_NAMES`, except the
+                unknown token, as every byte is known.
 
         Raises:
             TokenizerError: vocab_size is under 256, the number of bytes.
@@ -74,13 +73,13 @@ class BPETokenizer(BackendTokenizer):
 
     @cached_property
     def token_bytes(self) -> Sequence[bytes]:
-        """The bytes that each id stands for; ids without a token stand for none."""
+        """Bytes of each id; empty for ids without a token."""
         to_byte = _byte_of_printable()
         table = [b""] * self.vocab_size
         for token, i in self.backend.get_vocab(with_added_tokens=False).items():
             encodes = all(character in to_byte for character in token)
             table[i] = bytes(map(to_byte.__getitem__, token)) if encodes else token.encode("utf-8")
-        # Special tokens are written as they are.
+        # Special tokens are verbatim.
         for i, token in self.backend.get_added_tokens_decoder().items():
             table[i] = token.content.encode("utf-8")
         return table
@@ -100,18 +99,18 @@ class _BPEDecoder(TokenDecoder):
 
 
 def byte_level_bpe(vocabulary: str | Path, merges: str | Path) -> BPETokenizer:
-    """Reads the two files of older byte-level tokenizers, GPT-2's vocab.json and merges.txt.
+    """Read GPT-2's vocab.json and merges.txt.
 
     <|endoftext|> is a special token where the vocabulary has it.
 
     Raises:
-        TokenizerError: a file is missing, or they are no such tokenizer.
+        TokenizerError: a file is missing or invalid.
         ModuleNotFoundError: `tokenizers` is not installed.
     """
     hf = import_tokenizers()
     try:
         backend = hf.Tokenizer(hf.models.BPE.from_file(str(vocabulary), str(merges)))
-    # The Rust side raises plain Exception for anything that it cannot read.
+    # The Rust code raises plain Exception for unreadable files.
     except Exception as error:
         raise TokenizerError(f"cannot read tokenizer {vocabulary}, {merges}: {error}") from None
     backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -122,10 +121,10 @@ def byte_level_bpe(vocabulary: str | Path, merges: str | Path) -> BPETokenizer:
 
 
 def _byte_of_printable() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character; this is the way back.
+    """The byte of each printable character in byte-level BPE.
 
-    Printable Latin-1 characters stand for their own byte, and the other bytes in rising order for
-    the characters from U+0100 on (GPT-2's encoder.py, bytes_to_unicode).
+    Printable Latin-1 characters are their own byte; the characters from U+0100 on are the other
+    bytes, in order (GPT-2's encoder.py, bytes_to_unicode).
     """
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in own)

@@ -1,4 +1,4 @@
-"""Character tokenizer: one id a character, with no further package and no special tokens."""
+"""Character tokenizer: one id a character, without dependencies or special tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CHARACTER_FORMAT = "fastattn-characters"
 
 
 class CharacterTokenizer(Tokenizer):
-    """One id a character, numbered in the order of their code points.
+    """One id a character, in the order of code points.
 
     Args:
-        characters: the characters to know, in any order; repetitions count once.
+        characters: the vocabulary, in any order, with or without repetitions.
 
     Raises:
-        TokenizerError: there is no character at all.
+        TokenizerError: characters is empty.
     """
 
     def __init__(self, characters: Iterable[str]) -> None:

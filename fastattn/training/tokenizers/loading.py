@@ -18,7 +18,7 @@ _JSON, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 def train_tokenizer(
     kind: str, text: str, *, vocab_size: int = 1024, special: bool = False
 ) -> Tokenizer:
-    """Makes a tokenizer from a text.
+    """Train a tokenizer on a text.
 
     Args:
         kind: "char" (one id a character), "bpe" (byte-level), "word" (runs of letters, and of other
@@ -26,13 +26,13 @@ def train_tokenizer(
             white space between them, so that a text of known words comes back exactly),
             "word-sign" (the same with every sign on its own: "cream", "."), "char-bpe",
             "wordpiece" or "unigram".
-        text: what to learn from.
-        vocab_size: ids to aim at; "char" has as many as the text has characters.
-        special: have the special tokens of `SPECIAL_NAMES`. Without them "char" knows no other
-            character than the text's; the kinds behind "bpe" always have them.
+        text: training text.
+        vocab_size: target number of ids; "char" has one per character of the text.
+        special: include the special tokens of `SPECIAL_NAMES`. Without them "char" rejects
+            characters outside the text; the kinds after "bpe" always include them.
 
     Raises:
-        TokenizerError: kind is unknown, or as the classes say.
+        TokenizerError: kind is unknown, or as the tokenizer's class.
     """
     if kind == "char" and not special:
         return CharacterTokenizer(text)
@@ -49,11 +49,11 @@ def from_json(text: str, *, source: str = "the tokenizer") -> Tokenizer:
 
     Args:
         text: the JSON.
-        source: what messages call it, such as the file's name.
+        source: its name in error messages.
 
     Raises:
-        TokenizerError: the text is no such JSON.
-        ModuleNotFoundError: it is Hugging Face's and `tokenizers` is not installed.
+        TokenizerError: the text is not the JSON of a tokenizer.
+        ModuleNotFoundError: a Hugging Face tokenizer needs `tokenizers`.
     """
     try:
         fields = json.loads(text)
@@ -69,7 +69,7 @@ def from_json(text: str, *, source: str = "the tokenizer") -> Tokenizer:
     hf = import_tokenizers()
     try:
         backend = hf.Tokenizer.from_str(text)
-    # The Rust side raises plain Exception for anything that it cannot read.
+    # The Rust code raises plain Exception for unreadable files.
     except Exception as error:
         raise TokenizerError(
             f"{source} cannot be read by Hugging Face tokenizers: {error}"
@@ -79,7 +79,7 @@ def from_json(text: str, *, source: str = "the tokenizer") -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer from where it is kept.
+    """Read a tokenizer from a file or folder.
 
     Args:
         path: a tokenizer's JSON file (see `from_json`), a vocabulary file that ends in .txt (see

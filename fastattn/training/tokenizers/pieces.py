@@ -1,4 +1,4 @@
-"""Tokenizers of words, characters and pieces of words, with special tokens."""
+"""Word, character and subword tokenizers with special tokens."""
 
 from __future__ import annotations
 
@@ -16,31 +16,29 @@ _CONTINUES = "##"
 
 
 class PieceTokenizer(BackendTokenizer):
-    """Any tokenizer of Hugging Face that is not byte-level: what it does not know is [UNK].
+    """A Hugging Face tokenizer that is not byte-level; unknown text becomes [UNK].
 
-    Text that comes back from ids is the one that went in, but for unknown characters, and for
-    white space where the kind drops it ("word" and "wordpiece"; "word-space" and "word-sign" keep
-    it).
+    Decoding restores the text, except for unknown characters, and for white space with "word" and
+    "wordpiece".
     """
 
     @classmethod
     def train(cls, kind: str, text: str, vocab_size: int) -> PieceTokenizer:
-        """Learns a vocabulary from a text, beginning with `[PAD] [UNK] [BEGIN] [END] [MASK]`.
+        """Learn a vocabulary from a text, after `[PAD] [UNK] [BEGIN] [END] [MASK]`.
 
         Args:
             kind: one of `PIECE_KINDS`.
-            text: what to learn from.
-            vocab_size: ids to aim at; fewer where the text has no more to offer. "char" has one for
-                every character, whatever this says.
+            text: training text.
+            vocab_size: target number of ids; a short text yields fewer. Ignored by "char", which
+                has one per character.
 
         Raises:
-            TokenizerError: kind is unknown, the text has nothing to learn from, or vocab_size is
-                too small.
+            TokenizerError: kind is unknown, the text is empty, or vocab_size is too small.
             ModuleNotFoundError: `tokenizers` is not installed.
 
         Note:
-            Hugging Face's trainers of "wordpiece" and "unigram" number equal candidates
-            differently from time to time. To repeat a run, give it the saved tokenizer.
+            Hugging Face's trainers of "wordpiece" and "unigram" are not deterministic. To repeat a
+            run, pass the saved tokenizer.
         """
         if kind not in PIECE_KINDS:
             raise TokenizerError(f"kind must be one of {', '.join(PIECE_KINDS)}, got {kind!r}")
@@ -63,7 +61,7 @@ class PieceTokenizer(BackendTokenizer):
         trainer = getattr(hf.trainers, recipe.model.replace("BPE", "Bpe") + "Trainer")
         try:
             backend.train_from_iterator(pieces(text), trainer(**keywords))
-        # The Rust side raises plain Exception for a text from which it can make no vocabulary.
+        # The Rust code raises plain Exception if a text yields no vocabulary.
         except Exception as error:
             raise TokenizerError(f"cannot train a tokenizer of kind {kind!r}: {error}") from None
         return cls(backend)
@@ -77,12 +75,12 @@ class PieceTokenizer(BackendTokenizer):
 
 
 class _Recipe(NamedTuple):
-    """A tokenizer of `tokenizers`, by names: its model, what splits and joins, and the options.
+    """Names of the parts of a `tokenizers` tokenizer, and their options.
 
     Args:
         model: of `tokenizers.models`; its trainer has the same name.
         splitter, joiner: of `pre_tokenizers` and `decoders`.
-        cut: a regular expression, of a splitter that takes one.
+        cut: the splitter's regular expression.
         options: of splitter and joiner.
     """
 
@@ -124,7 +122,7 @@ PIECE_KINDS = tuple(_RECIPES)
 def read_vocabulary(path: str | Path) -> PieceTokenizer:
     """Reads a vocabulary file: UTF-8, one token a line, numbered from 0 (BERT's vocab.txt).
 
-    With tokens that begin with ## it is a WordPiece tokenizer, without any one of whole words.
+    With tokens that begin with ## it is a WordPiece tokenizer, else one of whole words.
 
     Raises:
         TokenizerError: the file is unreadable, a line is empty or repeats a token, or there is no
