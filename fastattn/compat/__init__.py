@@ -1,1 +1,1 @@
-"""Interfaces of other libraries to attention, served by this one: a file or folder each."""
+"""Other libraries' attention interfaces, served by fastattn: a file or folder each."""

@@ -1,4 +1,4 @@
-"""Counts of the calls of an attention module, and the module whose forward is running."""
+"""Call counts of swapped modules, and the modules whose forward is running."""
 
 import threading
 
@@ -6,19 +6,19 @@ import torch
 
 
 class Calls:
-    """How often a swapped module was called.
+    """Call counts of a swapped module.
 
     Under torch.compile a call counts when it is traced, not when the compiled code runs.
 
     Attributes:
         served: calls computed by `fastattn`.
         passed: calls computed by the module's own code or by torch's own function.
-        reason: why the last of these was passed on.
+        reason: why the last `passed` call was passed on.
     """
 
     def __new__(cls) -> "Calls":
-        # torch.compile runs functions marked so while it traces, and puts nothing into the graph.
-        # Marked here, for copies too, and not at import: this imports torch._dynamo.
+        # torch.compile runs marked functions while tracing, without a graph node. Marked here and
+        # not at import, as marking imports torch._dynamo.
         for function in (cls.count_served, cls.count_passed):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
         return super().__new__(cls)
@@ -50,10 +50,10 @@ class Calls:
 
 
 class Running(threading.local):
-    """Swapped modules whose forward runs in this thread, by their counts, the innermost last.
+    """Counts of the swapped modules whose forward runs in this thread, innermost last.
 
     Attributes:
-        traced: what is counted while a forward is captured, which counts once it has been; or None.
+        traced: counts during a capture, added once it succeeds; or None.
         fused: whether a captured graph has computed attention since `begin_capture`.
     """
 
@@ -69,12 +69,12 @@ class Running(threading.local):
         self.modules.append(calls)
 
     def begin_capture(self, calls: Calls) -> None:
-        """Begin a forward that may have to be captured, and run otherwise."""
+        """Begin a forward that is to be captured."""
         self.begin(calls)
         self.traced, self.fused = [], False
 
     def end_capture(self, calls: Calls, *, captured: bool) -> None:
-        """End such a forward. Nothing in it counts if it could not be captured."""
+        """End the capture. A failed capture counts nothing."""
         traced, self.traced = self.traced, None
         self.end(calls)
         for other, reason in traced or [] if captured else []:
@@ -84,7 +84,7 @@ class Running(threading.local):
                 other.count_passed(reason)
 
     def end(self, calls: Calls) -> None:
-        """End a module's forward; those within it that did not end, for an error, end too."""
+        """End a module's forward, and inner ones that an error left open."""
         for i in range(len(self.modules) - 1, -1, -1):
             if self.modules[i] is calls:
                 del self.modules[i:]

@@ -1,7 +1,7 @@
-"""diffusers' attention backend "fastattn", in its dispatcher and its context parallelism.
+"""Attention backend "fastattn" of diffusers, with its context parallelism.
 
-After `register()` a model takes it by `model.set_attention_backend("fastattn")`. The contract is
-diffusers/models/attention_dispatch.py of diffusers 0.42.1, which is private there.
+Call `register()`, then `model.set_attention_backend("fastattn")`. The contract is
+diffusers/models/attention_dispatch.py of diffusers 0.42.1, a private module.
 """
 
 import importlib
@@ -19,7 +19,7 @@ NAME = "fastattn"
 
 
 def register() -> None:
-    """Make "fastattn" a name of diffusers' attention backends; again: nothing more happens.
+    """Register "fastattn" as an attention backend of diffusers. Idempotent.
 
     Raises:
         ImportError: diffusers is not installed, or has no attention dispatcher.
@@ -48,14 +48,14 @@ def attend(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention as diffusers' dispatcher calls a backend.
+    """Backend function of diffusers' dispatcher.
 
     Args:
         query: [B, S, H_q, D], fp16, bf16 or fp32.
-        key, value: [B, S_k, H, D] and [B, S_k, H, D_v]; with enable_gqa H divides H_q, else is it.
+        key, value: [B, S_k, H, D] and [B, S_k, H, D_v]; H = H_q, or divides H_q with enable_gqa.
         attn_mask: [B, S_k] over keys, or 4 dims that broadcast to [B, H_q, S, S_k]; bool, True =
             attend, or float, added to the scores.
-        is_causal: query i sees keys 0..i; not beside attn_mask.
+        is_causal: query i sees keys 0..i; excludes attn_mask.
         _parallel_config: diffusers' context parallelism: without dropout; its ring without a mask.
 
     Returns:
@@ -99,7 +99,7 @@ def forward_op(
     _save_ctx: bool = True,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The forward of one rank's part of the keys in context parallelism; shapes as `attend`'s."""
+    """Forward over one rank's keys in context parallelism; shapes as in `attend`."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0 in diffusers' context parallelism, got {dropout_p}: its ranks "
@@ -126,9 +126,9 @@ def backward_op(
     lse: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of one part, by out and lse of all parts.
+    """Gradients of query, key and value of one part, from the merged out and lse.
 
-    What is not given is what `forward_op` saved.
+    Missing arguments come from `forward_op`'s saved ones.
     """
     inputs = (query, key, value, out, lse)
     pairs = zip(inputs, ctx.saved_tensors, strict=True)
@@ -147,7 +147,7 @@ def _options(
     scale: float | None,
     enable_gqa: bool,
 ) -> dict[str, Any]:
-    """The call as options of `fastattn.attention`."""
+    """Options of `fastattn.attention` for the call."""
     if not enable_gqa and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"key must have query's {query.shape[2]} heads without enable_gqa, got {key.shape[2]}"

@@ -1,11 +1,11 @@
-"""torch's `flex_attention`, by its own signature, as options of `fastattn.attention`.
+"""torch's `flex_attention`, translated to options of `fastattn.attention`.
 
     from fastattn.compat.flex_attention import flex_attention
 
-A `score_mod` of torch is run once with a score that stands for all of them and records what is done
-to it: factors, a softcap, terms that do not depend on the score, and places that are hidden. These
-are `scale`, `softcap`, `attn_bias` and `attn_mask`. Whatever else is done to the score is refused;
-`fastattn.attention` takes any function as @triton.jit. A `BlockMask` becomes an `attn_mask`.
+A `score_mod` runs once with a symbolic score that records its changes: factors, a softcap, terms
+independent of the score, and masked positions. These become `scale`, `softcap`, `attn_bias` and
+`attn_mask`. Other changes of the score are refused; `fastattn.attention` takes any @triton.jit
+function. A `BlockMask` becomes an `attn_mask`.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from ..functional.attend import attention
 
-# Its overloads take return_lse as a literal only.
+# Untyped, as the overloads take only a literal return_lse.
 _attention: Any = attention
 
 
@@ -42,23 +42,23 @@ def flex_attention(
         query: [B, H_q, T_q, D].
         key: [B, H_k, T_k, D].
         value: [B, H_k, T_k, D_v].
-        score_mod: score_mod(score, b, h, q_idx, kv_idx) in torch. It may add what does not depend
-            on the score (tensors that it captures get their gradients), multiply by numbers above
-            0, take `c * torch.tanh(score / c)` before it adds, and hide by
-            `torch.where(seen, score, -inf)`. Its terms take memory as far as they vary: for each
-            batch row, head, query and key at most 4 bytes.
-        block_mask: of lists of blocks and a mask_mod, which may capture tensors: evaluated in each
-            call, a byte for each batch row, head, query and key as far as it varies.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) in torch. It may add terms independent of
+            the score (captured tensors get gradients), multiply by positive numbers, take `c *
+            torch.tanh(score / c)` before it adds, and mask by `torch.where(seen, score, -inf)`. The
+            terms take up to 4 bytes of memory per batch row, head, query and key, as far as they
+            vary.
+        block_mask: evaluated in each call, which takes a byte per batch row, head, query and key,
+            as far as its mask_mod varies. mask_mod may capture tensors.
         scale: default D ** -0.5.
         enable_gqa: whether H_k may divide H_q.
         return_lse, return_aux: also return lse, fp32 [B, H_q, T_q], in natural log.
-        kernel_options: of torch's kernels; nothing here goes by them.
+        kernel_options: of torch's kernels; ignored.
 
     Returns:
         o [B, H_q, T_q, D_v]; (o, lse) with return_lse; (o, AuxOutput) with return_aux.
 
     Raises:
-        NotImplementedError: a score_mod that does something else to the score, or max_scores.
+        NotImplementedError: score_mod changes the score in another way, or max_scores is requested.
         TypeError, ValueError: as `fastattn.attention`, or a block_mask of other lengths.
     """
     if return_lse and return_aux is not None:
@@ -93,7 +93,7 @@ Sizes = tuple[int, int, int, int]
 
 
 def _everywhere(function: Callable[..., Any], sizes: Sizes, device: torch.device) -> Any:
-    """function(b, h, q_idx, kv_idx) of every place: [B, H_q, T_q, T_k], expanded over the rest."""
+    """function(b, h, q_idx, kv_idx) of all indices, [B, H_q, T_q, T_k], expanded where constant."""
     for dim in (3, 2, 1, 0):
         dims = tuple(0 if n == dim else None for n in range(4))
         function = torch.vmap(function, in_dims=dims)
@@ -101,7 +101,7 @@ def _everywhere(function: Callable[..., Any], sizes: Sizes, device: torch.device
 
 
 def _seen(mask: BlockMask, sizes: Sizes, device: torch.device) -> Tensor:
-    """bool [B, H_q, T_q, T_k]: the mask_mod in the blocks that are listed as partial, or full."""
+    """bool [B, H_q, T_q, T_k]: mask_mod in the partial blocks, True in the full ones."""
     if tuple(mask.seq_lengths) != sizes[2:]:
         raise ValueError(
             f"block_mask must be of {sizes[2]} queries and {sizes[3]} keys, "
@@ -115,7 +115,7 @@ def _seen(mask: BlockMask, sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def _places(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
-    """bool [B or 1, H or 1, T_q, T_k]: what the first `counts` of `indices` of each row cover."""
+    """bool [B or 1, H or 1, T_q, T_k]: blocks in the first `counts` entries of `indices`."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     blocks = torch.zeros_like(indices).scatter_add(-1, indices.long(), listed.to(indices.dtype)) > 0
     rows, columns = mask.BLOCK_SIZE
@@ -126,7 +126,7 @@ def _places(mask: BlockMask, counts: Tensor, indices: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Score:
-    """inner * x + bias, or outer * tanh(inner * x) + bias, of a score x; -inf where keep is not."""
+    """inner * x + bias, or outer * tanh(inner * x) + bias, or -inf where keep is False."""
 
     inner: float = 1.0
     outer: float | None = None
@@ -210,7 +210,7 @@ class _Score:
 
 
 def _either(condition: Any, x: Any, y: Any) -> _Score:
-    """torch.where of a score and another, or of one and -inf."""
+    """torch.where of two scores, or of a score and -inf."""
     if not isinstance(x, _Score):
         return _either(~condition, y, x)
     if not isinstance(y, _Score):
@@ -232,7 +232,7 @@ def _either(condition: Any, x: Any, y: Any) -> _Score:
 def _recorded(
     score_mod: Callable[..., Any], sizes: Sizes, device: torch.device
 ) -> tuple[_Score, Tensor | None, Tensor | None]:
-    """Record score_mod: its changes to a score, the places that it keeps, and its bias at each."""
+    """Record score_mod: its changes to the score, its mask and its bias."""
     done: list[_Score] = []
 
     def terms(*indices: Tensor) -> tuple[Tensor, Tensor]:

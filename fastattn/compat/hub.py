@@ -1,11 +1,11 @@
-"""A folder that the package kernels of Hugging Face loads: flash-attn's functions, by fastattn.
+"""Write a kernel folder for Hugging Face's `kernels` package: flash-attn's functions, by fastattn.
 
     python -m fastattn.compat.hub OUT
     LOCAL_KERNELS="me/fastattn-flash=OUT" python program.py
 
     from kernels import get_kernel, get_local_kernel
 
-The folder holds two files for each backend of torch, and imports fastattn where that is installed.
+The folder holds two files per torch backend, which import the installed fastattn.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from . import flash_attn
 
 BACKENDS = ("cuda", "rocm", "cpu")
-# Functions of flash-attn alone: `install` and `uninstall` are no kernels.
+# Without `install` and `uninstall`, which are no kernels.
 FUNCTIONS = tuple(name for name in flash_attn.__all__ if name.startswith("flash_attn"))
 _SOURCE = '''"""flash-attn's functions, computed by the installed package fastattn."""
 
@@ -35,7 +35,7 @@ def write(folder: str | Path) -> list[Path]:
     """Write a kernel folder: build/torch-cuda, build/torch-rocm and build/torch-cpu.
 
     Args:
-        folder: where `build` goes. It may exist; files of that name in it are replaced.
+        folder: parent of `build`; existing files are replaced.
 
     Returns:
         The files, two for each backend.
@@ -59,7 +59,7 @@ def write(folder: str | Path) -> list[Path]:
 
 
 def _metadata(backend: str) -> dict[str, object]:
-    """The keys that kernels 0.17.2 asks of every variant."""
+    """Keys that kernels 0.17.2 requires of every variant."""
     return {
         "id": f"fastattn_flash_{backend}",
         "name": "fastattn-flash",
@@ -71,7 +71,7 @@ def _metadata(backend: str) -> dict[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder that the command line names, and print its files."""
+    """Write the folder named on the command line, and print its files."""
     parser = argparse.ArgumentParser(
         prog="python -m fastattn.compat.hub",
         description="Write a folder that Hugging Face's kernels loads as a kernel: the functions "

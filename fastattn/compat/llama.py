@@ -1,4 +1,4 @@
-"""Self-attention with the calls of Llama-style code: `freqs_cis`, and caches in and out."""
+"""Self-attention with Llama's interface: `freqs_cis`, and caches as arguments and results."""
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,15 @@ from ..rotary import RotaryTables
 class LlamaAttention(nn.Module):
     """A `GQAttention` called as `(x, freqs_cis, use_kv_cache, cache_k, cache_v, padding_mask)`.
 
-    It keeps nothing between calls: the caches that a call returns go into the next one. Each call
-    copies them, as they grow; `fastattn.KVCache` is written in place.
+    It is stateless: pass the returned caches to the next call. Each call copies the caches;
+    `fastattn.KVCache` is written in place instead.
 
     Args:
-        attention: the layer, with its weights and options; its rotary style says which channels
-            freqs_cis turns together. Meta's weights are for "interleaved".
+        attention: the layer, with its weights and options. Its rotary style applies to freqs_cis;
+            Meta's weights are for "interleaved".
 
     Raises:
-        TypeError: attention is no `GQAttention`.
+        TypeError: attention is not a `GQAttention`.
     """
 
     def __init__(self, attention: GQAttention) -> None:
@@ -44,25 +44,24 @@ class LlamaAttention(nn.Module):
         Args:
             x: [B, T, C].
             freqs_cis: complex [T, D / 2] or [B, T, D / 2], cos + i sin of the positions of x's
-                tokens: `freqs_cis[n : n + T]` of a whole table. Or what else `GQAttention` takes as
-                rotary_tables; None: the layer's own, from position n on.
-            use_kv_cache: return caches with x's tokens in them. False: given caches are read, and
-                come back as they are.
-            cache_k, cache_v: [B, n, H_k, D] and [B, n, H_k, D_v], rotated keys and values of the
-                tokens before x, from an earlier call; None: there are none. Gradients flow through
-                them.
+                tokens: `freqs_cis[n : n + T]` of a whole table; or any rotary_tables of
+                `GQAttention`; None: the layer's own, from position n on.
+            use_kv_cache: return caches that include x's tokens. False: return the caches unchanged.
+            cache_k, cache_v: [B, n, H_k, D] and [B, n, H_k, D_v], rotated keys and values of
+                earlier tokens, from an earlier call, or None. Differentiable.
             padding_mask: [B, n + T], of the tokens in the caches too: bool, True = a token to
                 attend to, or floating, 0 for a token and -inf for padding.
 
         Returns:
-            (out [B, T, C], cache_k and cache_v of n + T tokens; without use_kv_cache
-            those given).
+            (out [B, T, C], cache_k, cache_v), caches of n + T tokens, or unchanged without
+            use_kv_cache.
 
         Raises:
-            TypeError: a cache or padding_mask is no tensor, or that is neither bool nor floating.
-            ValueError: one cache is given without the other, or has another shape,
-                dtype or device than the new keys; padding_mask has other values or another shape.
-            Exception: what `GQAttention` raises.
+            TypeError: a cache or padding_mask is no tensor, or padding_mask is neither bool nor
+                floating.
+            ValueError: only one cache is passed, or a cache differs in shape, dtype or device from
+                the new keys; padding_mask has other values or another shape.
+            Exception: as `GQAttention`.
         """
         mask = None if padding_mask is None else _kept(padding_mask)
         if not use_kv_cache and cache_k is None and cache_v is None:
@@ -82,7 +81,7 @@ class LlamaAttention(nn.Module):
 
 
 def _kept(padding_mask: Tensor) -> Tensor:
-    """The mask as bool, True = attend. Values are looked at on a CPU only."""
+    """The mask as bool, True = attend. Values are checked on the CPU only."""
     check_tensor("padding_mask", padding_mask)
     if padding_mask.dtype == torch.bool:
         return padding_mask
@@ -95,7 +94,7 @@ def _kept(padding_mask: Tensor) -> Tensor:
 
 
 class _GivenCache:
-    """A `LayerCache` of tensors that others keep: appending makes longer ones."""
+    """`LayerCache` of the caller's tensors: appending makes longer ones."""
 
     k: Tensor
     v: Tensor
@@ -106,7 +105,7 @@ class _GivenCache:
         self._given = (cache_k, cache_v)
         self._batch, self._device = B, device
         self.length_bound = 0 if cache_k is None or cache_k.dim() != 4 else cache_k.shape[1]
-        # There is always room.
+        # Unbounded.
         self.max_length = 2**31 - 1
 
     @property
@@ -123,7 +122,7 @@ class _GivenCache:
             None if cache is None else _checked(name, cache, new, self.length_bound)
             for name, cache, new in zip(("cache_k", "cache_v"), self._given, (k, v), strict=True)
         ]
-        # Dense in this order, as the kernels for few queries read it.
+        # Contiguous in this order, for the decode kernels.
         self.k, self.v = (
             new.contiguous() if old is None else torch.cat((old.transpose(1, 2), new), 2)
             for old, new in zip(before, (k, v), strict=True)
@@ -135,7 +134,7 @@ class _GivenCache:
 
 
 def _checked(name: str, cache: Tensor, new: Tensor, n: int) -> Tensor:
-    """A cache [B, n, H_k, D] to which new ones [B, H_k, T, D] can be appended."""
+    """Check that a cache is [B, n, H_k, D] and matches the new keys [B, H_k, T, D]."""
     B, H_k, _, D = new.shape
     if tuple(cache.shape) != (B, n, H_k, D):
         raise ValueError(f"{name} must have shape [{B}, {n}, {H_k}, {D}], got {tuple(cache.shape)}")

@@ -20,16 +20,16 @@ class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with fused attention; a subclass, so `isinstance` holds.
 
     Constructor, parameters, state_dict, `forward` and the meaning of masks (True = masked out) are
-    torch's. What differs:
+    torch's. Differences:
 
-    - A query that may see no key, such as in a row that is all padding, gets attention 0 (the
-      output projection's bias is its output) and weights 0, where torch gives NaN.
-    - NaN in keys and values that key_padding_mask hides reaches nothing.
-    - With is_causal=True, need_weights=False and no float key_padding_mask, the causal mask is
-      taken from the flag and attn_mask is not read. torch calls the flag such a promise.
-    - Layers of torch such as nn.TransformerEncoderLayer do not go around this module in eval mode.
+    - A query without visible keys, as in an all-padding row, gets attention 0 (so its output is the
+      output projection's bias) and weights 0, where torch gives NaN.
+    - NaN in keys and values masked by key_padding_mask does not propagate.
+    - With is_causal=True, need_weights=False and no float key_padding_mask, attn_mask is not read,
+      as torch documents the flag as a promise.
+    - torch's layers, such as nn.TransformerEncoderLayer, do not bypass this module in eval mode.
 
-    Calls that torch refuses are refused by torch's own code, with its errors.
+    Calls that torch refuses raise torch's own errors.
 
     Args:
         embed_dim: width E of queries and outputs, divided by num_heads.
@@ -52,11 +52,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> out, _ = layer(x, x, x, need_weights=False)  # [2, 10, 64]
     """
 
-    # torch.jit.script keeps these.
+    # Attributes for torch.jit.script.
     __constants__: ClassVar[list[str]] = [*nn.MultiheadAttention.__constants__, "backend"]  # type: ignore[misc]
-    # And leaves this one out, which only what it does not compile reads.
+    # Attribute that torch.jit.script ignores.
     __jit_ignored_attributes__: ClassVar[list[str]] = ["calls"]
-    # Objects that `fastattn.swap` made of torch's modules have no attribute of their own.
+    # Class attribute, for modules that `fastattn.swap` converted.
     backend: str | None = None
     # Those of a `fastattn.Swap`.
     calls: Calls | None = None
@@ -96,7 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of query to key and value, and its weights if they are wanted.
+        """Attention of query to key and value, and its weights on request.
 
         Args:
             query: [L, N, E], with batch_first [N, L, E], or unbatched [L, E].
@@ -107,17 +107,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: also return the weights, which takes memory for [N, H, L, S].
             attn_mask: [L, S] or [N * H, L, S], bool (True = masked out) or float (added).
             average_attn_weights: average the weights over the heads.
-            is_causal: says that attn_mask, which must be given, is the causal mask.
+            is_causal: promises that attn_mask, which must be passed, is the causal mask.
 
         Returns:
             (output as query, weights). Weights are [N, L, S], with average_attn_weights=False
-            [N, H, L, S], and None without need_weights. They are differentiable, and what dropout
-            dropped is 0 in them, as in torch's.
+            [N, H, L, S], and None without need_weights. They are differentiable, and include
+            dropout, as in torch.
 
         Raises:
-            Exception: what torch raises, where it raises. A NestedTensor (strided) is taken for
-                self-attention without masks and weights, as nn.TransformerEncoder makes one of
-                padded inputs in eval mode; elsewhere torch refuses it.
+            Exception: torch's errors. A strided NestedTensor is served only in self-attention
+                without masks and weights, as from nn.TransformerEncoder in eval mode.
         """
         o, weights, projected = self._attend(
             query,
@@ -131,7 +130,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         if projected:
             return o, weights
-        # As in torch, where hooks of out_proj do not run.
+        # As in torch, hooks of out_proj do not run.
         out: Tensor = F.linear(o, self.out_proj.weight, self.out_proj.bias)
         if query.dim() == 2:
             return out[0], weights
@@ -149,10 +148,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None, bool]:
-        """o [N, L, E] of `forward`, its weights, and whether o is the output already.
+        """o [N, L, E] of `forward`, its weights, and whether o includes the output projection.
 
-        torch.jit.script does not compile this: it calls it, for a self that has the parameters and
-        numbers of ours, but no methods, and no parts that can be called.
+        torch.jit.script calls this uncompiled, with a self that has the parameters and numbers but
+        no methods and no callable parts.
         """
         others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         calls: Calls | None = getattr(self, "calls", None)
@@ -244,7 +243,7 @@ def _project(
 
 
 def _nested(layer: MultiheadAttention, x: Tensor) -> Tensor:
-    """o, nested too, of self-attention within each sequence of a strided NestedTensor [N, *, E]."""
+    """Self-attention within each sequence of a strided NestedTensor [N, *, E], nested too."""
     padded = x.to_padded_tensor(0.0)
     lengths = [part.shape[0] for part in x.unbind()]
     q, k, v = _project(layer, padded, padded, padded)
@@ -282,7 +281,7 @@ def _masks(
     N, H, L, _ = q.shape
     more = int(layer.bias_k is not None) + int(layer.add_zero_attn)
     options: dict[str, Any] = {}
-    # Without padding torch masks appended keys like others; with it, the mask that is given counts.
+    # Without padding torch masks appended keys like others; with padding, the given mask applies.
     flagged = not more and key_padding_mask is not None and key_padding_mask.dtype == torch.bool
     if causal and (key_padding_mask is None or flagged):
         options, attn_mask = {"causal": True, "query_offset": 0}, None
@@ -308,14 +307,14 @@ def _masks(
 def _with_weights(
     layer: MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
 ) -> tuple[Tensor, Tensor]:
-    """o and the weights [N, H, L, S], which a loss may use and dropout has passed over."""
-    # Autocast on CUDA has a softmax in fp32, and so torch's weights are.
+    """o and the differentiable weights [N, H, L, S], after dropout."""
+    # Autocast on CUDA computes softmax in fp32, so torch's weights are fp32.
     narrow = torch.float32 if q.is_cuda and tracing.autocasting(q.device) else q.dtype
     inputs = (q, k, v, masks.get("attn_bias"))
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
         o, lse = attend.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
-        saved = None if q.dtype == torch.float64 else lse  # fp32, which weights in fp64 would show
+        saved = None if q.dtype == torch.float64 else lse  # fp32, too coarse for fp64 weights
         weights = statistics.attention_weights(
             q, k, lse=saved, max_elements=2**63, backend=layer.backend, **masks
         )
@@ -341,17 +340,17 @@ def _formula_with_weights(
 
 
 def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:
-    """Make torch's layers call this one, by a hook that does nothing.
+    """Make torch's layers call this module, by a no-op hook.
 
-    In eval mode nn.TransformerEncoderLayer computes attention itself from the parameters of its
-    self_attn, unless that or a part of it has a hook. It is out_proj, which is called in one way:
-    torch.jit.script compiles hooks, for the arguments of each call.
+    In eval mode nn.TransformerEncoderLayer computes attention itself from self_attn's parameters,
+    unless self_attn or a submodule has a hook. The hook is on out_proj, as torch.jit.script
+    compiles hooks for each call's arguments, and out_proj is called in one way.
     """
     return layer.out_proj.register_forward_pre_hook(_nothing)
 
 
 def _nothing(self: nn.Module, input: tuple[Tensor]) -> None:
-    """With the names and types that torch.jit.script requires of a hook."""
+    """Hook with the names and types that torch.jit.script requires."""
 
 
 def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
@@ -362,7 +361,7 @@ def _is_mask(mask: Tensor | None, *shapes: tuple[int, ...]) -> bool:
 
 
 def _same(change: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Change all three; one tensor in several places is changed once."""
+    """Change all three; a tensor passed twice is changed once."""
     changed = change(query)
     new_key = changed if key is query else change(key)
     return changed, new_key, new_key if value is key else change(value)

@@ -10,11 +10,11 @@ from .calls import running
 from .sdpa import Arguments, by_torch, scaled_dot_product_attention, served_attention
 
 _lock = threading.RLock()
-# Patches in force, each with how many `with` blocks are inside it.
+# Active patches, each with its number of open `with` blocks.
 _open: dict["SdpaPatch", int] = {}
-# Swaps in force, each of which has calls served while a module of its model runs.
+# Active swaps, which have calls served while a module of their model runs.
 _swaps: set[object] = set()
-# What compiled code guards on: a graph that was traced with or without the patch is not mistaken.
+# Compiled code guards on this, so that graphs traced with and without the patch are not mixed up.
 _active = _swapped = False
 
 
@@ -40,12 +40,12 @@ def _patched_attention(
             calls.count_served()
             return served
         calls.count_passed(served)
-    # Not active where someone took hold of this function and kept it after the patch was undone.
+    # Inactive if a caller kept this function after the patch was undone.
     return by_torch(call)
 
 
 class SdpaPatch:
-    """A patch in force, as `patch_sdpa` returns it; ends with its `with` block or `undo`."""
+    """An active patch, from `patch_sdpa`; ends with its `with` block or `undo`."""
 
     def __enter__(self) -> "SdpaPatch":
         with _lock:
@@ -67,28 +67,26 @@ class SdpaPatch:
                 self.undo()
 
     def undo(self) -> None:
-        """End this patch. torch's function is back once no other patch is in force."""
+        """End this patch. The last patch to end restores torch's function."""
         with _lock:
             _open.pop(self, None)
             _apply()
 
 
 def patch_sdpa() -> SdpaPatch:
-    """Make `torch.nn.functional.scaled_dot_product_attention` the one of `fastattn.compat.sdpa`.
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by `fastattn.compat.sdpa`'s.
 
-    From the call on, until `unpatch_sdpa`, or as a context manager until its block ends:
+    Until `unpatch_sdpa`, or as a context manager until its block ends:
 
         fastattn.patch_sdpa()           with fastattn.patch_sdpa():
         model(x)                            model(x)
         fastattn.unpatch_sdpa()
 
-    It holds for all threads: activation checkpointing recomputes a layer in a thread of autograd's
-    own, where it has to find the same function. Patches may nest and overlap, also between threads;
-    the function is torch's again when the last one ends. Code that took torch's function by name
-    before (`from torch.nn.functional import scaled_dot_product_attention`) keeps torch's.
-    torch.jit.script finds torch's own operator in either function: it cannot compile ours.
-    Compiled code is traced again when the patch comes or goes; inside a region that torch.compile
-    traces, neither can be done.
+    It applies to all threads, as activation checkpointing recomputes layers in autograd's threads.
+    Patches may nest and overlap, also between threads; the last one to end restores torch's
+    function. Code that imported torch's function by name before keeps torch's. torch.jit.script
+    compiles torch's own operator in either case. Compiled code is retraced when the patch starts or
+    ends, which code under torch.compile cannot do.
 
     Returns:
         The patch, a context manager with a method `undo`.
@@ -101,14 +99,14 @@ def patch_sdpa() -> SdpaPatch:
 
 
 def unpatch_sdpa() -> None:
-    """End every patch that `patch_sdpa` put in force, those of open `with` blocks included."""
+    """End all patches, including those of open `with` blocks."""
     with _lock:
         _open.clear()
         _apply()
 
 
 def serve_running(swap: object) -> None:
-    """Serve calls of torch's function while modules run that tell `calls.running` so."""
+    """Serve calls of torch's function while modules registered with `calls.running` run."""
     with _lock:
         _swaps.add(swap)
         _apply()
@@ -122,7 +120,7 @@ def stop_serving(swap: object) -> None:
 
 
 def _apply() -> None:
-    """Make torch's module say what _open and _swaps say."""
+    """Patch or restore torch's module, by _open and _swaps."""
     global _active, _swapped
     _active, _swapped = bool(_open), bool(_swaps)
     if _active or _swapped:

@@ -1,8 +1,7 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, served by the kernels where they can.
+"""`torch.nn.functional.scaled_dot_product_attention`, served by the kernels where possible.
 
-The contract is torch's to the letter: its alignment of causal masks (top-left), its broadcasting,
-its errors. A call that the kernels cannot serve, and every call that torch would refuse, goes to
-torch's own function with the arguments as they came.
+The contract is exactly torch's: top-left causal masks, broadcasting and errors. Calls that the
+kernels cannot serve or torch would refuse go unchanged to torch's own function.
 """
 
 import math
@@ -41,7 +40,7 @@ class Arguments(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call in the terms of `fastattn.attention`, and the shape that torch gives its result."""
+    """A translated call of `fastattn.attention`, and the shape of torch's result."""
 
     q: Tensor
     k: Tensor
@@ -61,16 +60,17 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by the kernels, else by torch itself.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by the kernels, else by torch
+    itself.
 
     Args:
-        query: [..., H_q, L, E]; any number of leading dims, or none, that broadcast as torch's do.
+        query: [..., H_q, L, E], with any number of leading dims, which broadcast as in torch.
         key: [..., H, S, E].
         value: [..., H, S, E_v].
         attn_mask: bool (True = attend) or float (added to the scores; differentiable), broadcasting
             to [..., H_q, L, S]; or a `torch.nn.attention.bias.CausalBias`.
-        dropout_p: probability to drop a weight, applied whenever it is above 0. The kernels draw
-            other bits than torch, from the same generator.
+        dropout_p: probability to drop a weight, applied whenever it is above 0. The kernels use
+            torch's generator but draw other bits.
         is_causal: query i sees keys j <= i, for any L and S.
         scale: factor on the products; default E ** -0.5.
         enable_gqa: query head h reads key and value head h // (H_q // H).
@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
         [..., H_q, L, E_v] in query's dtype. A query that sees no key has 0.
 
     Raises:
-        Exception: what torch raises.
+        Exception: torch's errors.
     """
     arguments = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     served = served_attention(arguments)
@@ -95,7 +95,7 @@ def served_attention(arguments: Arguments) -> Tensor | str:
 
 
 def _decided(arguments: Arguments) -> Arguments:
-    """Comparisons of sizes, symbols under torch.compile, as the bools that torch takes."""
+    """Resolve flags that are comparisons of symbolic sizes under torch.compile."""
     if not torch.compiler.is_compiling():
         return arguments
     is_causal, enable_gqa = (
@@ -106,17 +106,14 @@ def _decided(arguments: Arguments) -> Arguments:
 
 
 def by_torch(arguments: Arguments) -> Tensor:
-    """torch's own function, whatever stands under its name: overrides and CausalBias see torch's.
-
-    Results and errors are those of `scaled_dot_product_attention`.
-    """
+    """Call torch's own function, even while patched: overrides and CausalBias see torch's."""
     *call, scale, enable_gqa = _decided(arguments)
     options = {"scale": scale, "enable_gqa": enable_gqa}
     mask = arguments.attn_mask
     if overridden(arguments.query, arguments.key, arguments.value, _without_causal_bias(mask)):
         return by_overrides(*call, **options)
     if _causal_bias(mask) is not None:
-        # What its __torch_function__ does, which looks for torch's function by torch's name.
+        # As its __torch_function__, which looks up torch's function by name.
         expanded: Tensor = type(mask)._dispatch(*call, **options)
         return expanded
     return torch_attention(*call, **options)
@@ -133,9 +130,9 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Explanation:
-    """Which backend serves this call of `scaled_dot_product_attention`, and why not a faster one.
+    """Backend of this call of `scaled_dot_product_attention`, and why faster ones are passed over.
 
-    Here "torch" means torch's own function. Computes nothing.
+    "torch" means torch's own function. Computes nothing.
     """
     call = _translated(
         Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -146,9 +143,9 @@ def explain(
 
 
 def _translated(arguments: Arguments) -> _Call | str:
-    """The call in our terms, or why torch's own function has to serve it."""
+    """The translated call, or why torch's own function has to serve it."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
-    # torch takes numpy's numbers too, and tensors of no dims.
+    # torch also takes numpy's numbers and 0-dim tensors.
     dropout_p, scale = checks.as_python(dropout_p), checks.as_python(scale)
     reason = _not_plain(query, key, value, attn_mask)
     reason = reason or _odd_numbers(dropout_p, is_causal, scale, enable_gqa)
@@ -163,7 +160,7 @@ def _translated(arguments: Arguments) -> _Call | str:
     q, k, v, batch = heads
     options: dict[str, Any] = {"causal": is_causal, "query_offset": 0}
     if attn_mask is not None:
-        # What torch adds the mask to; leading dims of value alone come later.
+        # Shape that torch adds the mask to, without leading dims of value alone.
         leading = _common(query.shape[:-3], key.shape[:-3])
         assert leading is not None, "value fits too"
         H = () if query.dim() == 2 else (max(query.shape[-3], key.shape[-3]),)
@@ -181,7 +178,7 @@ def _translated(arguments: Arguments) -> _Call | str:
 
 
 def _not_plain(*tensors: Tensor | None) -> str | None:
-    """Why these arguments are for torch's dispatcher to take apart, or None."""
+    """Why torch's dispatcher has to handle these arguments, or None."""
     for x in tensors:
         if type(x) in (Tensor, nn.Parameter, type(None)) or _causal_bias(x) is not None:
             if x is not None and (x.is_nested or x.layout is not torch.strided):
@@ -199,7 +196,7 @@ def _not_plain(*tensors: Tensor | None) -> str | None:
 def _odd_numbers(
     dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> str | None:
-    """Why the arguments that are no tensors are not for the kernels, or None."""
+    """Why the non-tensor arguments are not for the kernels, or None."""
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         return "is_causal or enable_gqa is no bool"
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
@@ -216,7 +213,7 @@ def _odd_numbers(
 def _in_four_dims(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | str:
-    """q, k, v as [B, H, T, D] and the leading dims that B stands for, or why that cannot be."""
+    """q, k, v as [B, H, T, D] and the leading dims in B, or why that is impossible."""
     dims = query.dim()
     if dims < 2 or key.dim() != dims or value.dim() != dims:
         return "query, key and value differ in dimensions, or have fewer than 2"
@@ -249,10 +246,10 @@ def _in_four_dims(
 
 
 def _head_counts(H_q: int, H_k: int, H_v: int, enable_gqa: bool) -> tuple[int, int, int] | None:
-    """To how many heads q, k and v are expanded; None = not for the kernels, or an error."""
+    """Heads of q, k and v after expansion; None = not for the kernels, or an error."""
     if enable_gqa:
         return (H_q, H_k, H_v) if H_k == H_v and H_q % H_k == 0 else None
-    # Broadcasting over one key and value head is what multi-query attention does by itself.
+    # Multi-query attention broadcasts one key and value head by itself.
     if H_k == H_v == 1:
         return H_q, 1, 1
     common = max(H_q, H_k, H_v)
@@ -277,7 +274,7 @@ def _mask_options(
     scores: tuple[int, ...],
     batch: tuple[int, ...],
 ) -> dict[str, Any] | str:
-    """attn_mask as options of `attention`; scores is the shape that torch adds it to."""
+    """attn_mask as options of `attention`; scores: the shape that torch adds it to."""
     if is_causal:
         return "attn_mask and is_causal are both given"
     if (bias := _causal_bias(mask)) is not None:
@@ -304,8 +301,8 @@ def _mask_options(
 def _causal_bias(mask: object) -> Any:
     """torch.nn.attention.bias if mask is one of its CausalBias, else None.
 
-    Importing that module imports torch._dynamo, which takes a second: whoever has a CausalBias has
-    done it already.
+    Not imported here, as that imports torch._dynamo, which takes a second; a CausalBias exists only
+    after the import.
     """
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias if bias is not None and isinstance(mask, bias.CausalBias) else None
@@ -318,8 +315,8 @@ def _without_causal_bias(mask: Any) -> Any:
 def bounded_bias(bias: Tensor) -> Tensor:
     """A bias whose finite entries stay finite in the kernels.
 
-    Models mask with the lowest number of a dtype, and torch gives a row of nothing else the mean of
-    its values. The kernels multiply a bias by log2(e), which would take that number to -inf.
+    Models mask with the lowest number of a dtype, and torch's output for a fully masked row is the
+    mean of the values. The kernels multiply a bias by log2(e), which would overflow to -inf.
     """
     if bias.dtype == torch.float16:
         return bias

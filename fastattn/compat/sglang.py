@@ -1,10 +1,10 @@
-"""SGLang's attention backend "fastattn": its pool of tokens is read where it lies.
+"""SGLang's attention backend "fastattn", which reads SGLang's token pool in place.
 
-Beside SGLang 0.5.23 the package's entry point `sglang.srt.plugins` registers it in every process:
+The entry point `sglang.srt.plugins` registers it in every process of SGLang 0.5.23:
 
     python -m sglang.launch_server --model-path MODEL --attention-backend fastattn
 
-The contract is sglang/srt/layers/attention/base_attn_backend.py, which has no version.
+The contract is the unversioned sglang/srt/layers/attention/base_attn_backend.py.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ NAME = "fastattn"
 
 
 def register() -> None:
-    """Make "fastattn" a name of SGLang's attention backends; called by SGLang's plugins."""
+    """Register "fastattn" as an attention backend; called by SGLang's plugins."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -46,10 +46,10 @@ def _refuse(what: str, instead: str) -> NotImplementedError:
 
 
 class Metadata(NamedTuple):
-    """One forward pass, for all layers: B rows of the pool's table, and packed tokens.
+    """Metadata of a forward pass, for all layers: B rows of the pool's table, and packed tokens.
 
     rows [B], of lengths and table; lengths int32 [all rows], with the new tokens; offsets int32
-    [B + 1]; tree_mask bool [total, n]: which drafts see which.
+    [B + 1]; tree_mask bool [total, n]: visibility between drafts.
     """
 
     rows: Tensor | None
@@ -61,7 +61,7 @@ class Metadata(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Tensors that CUDA graphs read, for B up to max_bs; each pass outside fills them."""
+    """Static tensors of CUDA graphs, for B up to max_bs, filled before each replay."""
 
     rows: Tensor
     table: Tensor
@@ -88,7 +88,7 @@ class _Backend:
         table = self.req_to_token_pool.req_to_token
         self._columns = -(-table.shape[1] // self.page_size)
 
-    # Layers read the table itself, so that it may change when a pass is over.
+    # Layers read the table itself, which may change after a pass.
     def shared_read_ends(self, fm: Any) -> Any:
         from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
@@ -117,7 +117,7 @@ class _Backend:
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan a pass without a CUDA graph: new tensors of its own size."""
+        """Plan a pass without a CUDA graph, in new tensors."""
         fb = forward_batch
         if fb.forward_mode.is_idle():
             self.forward_metadata = None
@@ -141,7 +141,7 @@ class _Backend:
         self.forward_metadata = Metadata(rows, table, lengths, offsets, n, tree)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill what the graph reads, before it is captured and each time before it is replayed."""
+        """Fill the graph's static tensors, before its capture and each replay."""
         fb, buffers = forward_batch, self._buffers
         if buffers is None:
             raise RuntimeError("init_cuda_graph_state comes before init_forward_metadata_out_graph")
@@ -172,7 +172,7 @@ class _Backend:
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
         save_kv_cache: bool = True, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Store k and v, and attend: o [tokens, H_q * D_v], and lse [tokens, H_q] if asked for."""
+        """Store k and v, and attend: o [tokens, H_q * D_v], and lse [tokens, H_q] on request."""
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata comes before a layer"
         sinks, return_lse = kwargs.pop("sinks", None), bool(kwargs.pop("return_lse", False))
@@ -239,12 +239,12 @@ class _Backend:
         )  # fmt: skip
 
     def _pages_of(self, rows: Tensor) -> Tensor:
-        """int32 [B, N]: the pages of rows of the pool's table of tokens."""
+        """int32 [B, N]: pages of rows, from the pool's token table."""
         table = self.req_to_token_pool.req_to_token[:, :: self.page_size]
         return (table.index_select(0, rows) // self.page_size).int()
 
     def _new_tokens(self, fb: Any) -> int | None:
-        """How many new tokens each row has, None where they differ."""
+        """Number of new tokens of each row, None where they differ."""
         mode = fb.forward_mode
         if mode.is_target_verify():
             tokens = 0 if fb.spec_info is None else fb.spec_info.num_tokens_per_req
@@ -253,7 +253,7 @@ class _Backend:
 
 
 def _lengths(fb: Any, drafts: int | None) -> Tensor:
-    """int32 [B]: tokens of each row, the new ones counted; drafts are not, in seq_lens."""
+    """int32 [B]: tokens of each row, including new ones; seq_lens excludes drafts."""
     if fb.forward_mode.is_target_verify():
         return (fb.seq_lens + drafts).int()
     if fb.forward_mode.is_decode():
@@ -262,9 +262,9 @@ def _lengths(fb: Any, drafts: int | None) -> Tensor:
 
 
 def _tree_of(fb: Any, n: int | None) -> Tensor | None:
-    """bool [B n, n]: which drafts see which, of SGLang's mask, in which older keys come first.
+    """bool [B n, n]: visibility between drafts, from SGLang's mask, in which older keys come first.
 
-    Its rows are behind one another: n of seq_len + n for each request, or n of n (QLEN_ONLY).
+    The mask is flat: n rows of seq_len + n entries for each request, or n rows of n (QLEN_ONLY).
     """
     if not fb.forward_mode.is_target_verify() or fb.spec_info is None or n is None:
         return None
@@ -278,12 +278,12 @@ def _tree_of(fb: Any, n: int | None) -> Tensor | None:
     first = (n * width).cumsum(0) - n * width
     step = torch.arange(n, device=mask.device)
     offset = (first[:, None] + step * width[:, None] + older[:, None])[..., None] + step
-    # Of requests that pad a graph's batch there is no mask.
+    # Padding requests of a graph's batch have no mask.
     return mask[offset.clamp(max=mask.numel() - 1)].bool().view(B * n, n)
 
 
 def _options(layer: Any, kwargs: dict[str, Any], tree: bool) -> dict[str, Any]:
-    """Options of `attention_paged` of a layer; what it may not have is refused by name."""
+    """Options of `attention_paged` for a layer; unserved features are refused by name."""
     for name, x in kwargs.items():
         if x is not None:
             raise _refuse(name, "run the model without it")
@@ -304,7 +304,7 @@ def _options(layer: Any, kwargs: dict[str, Any], tree: bool) -> dict[str, Any]:
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         if kind != "decoder":
             raise _refuse("a sliding window of an encoder", "run the model without")
-        # SGLang's window does not count the own token, as window=(left, right) does not.
+        # SGLang's window excludes the own token, as does window=(left, right).
         options["window"] = (layer.sliding_window_size, None)
     return options
 

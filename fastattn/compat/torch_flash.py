@@ -1,16 +1,16 @@
-"""torch's registry of flash attention: torch's own flash operators, computed by this library.
+"""torch's flash-attention operators, computed by this library through torch's registry.
 
     fastattn.compat.torch_flash.register()
     torch.nn.attention.activate_flash_attention_impl("fastattn")
     ...
     torch.nn.attention.restore_flash_attention_impl()
 
-Nothing of torch is patched: `torch.nn.attention.varlen.varlen_attn`, torch's context parallelism,
-C++ and whatever else calls the operators reaches them. `F.scaled_dot_product_attention` calls them
-where torch chooses its flash backend: never with a mask, and on GPUs of sm_90 and sm_100 after
-cuDNN, unless `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` or the environment
-variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 says otherwise. `fastattn.patch_sdpa` serves more calls.
-`block_table` and `seqused_k`, rows of a cache, go to `fastattn.attention_paged`.
+Nothing is patched: `torch.nn.attention.varlen.varlen_attn`, torch's context parallelism, C++ code
+and every other caller of the operators reach these. `F.scaled_dot_product_attention` calls them
+where torch chooses its flash backend: never with a mask, and on sm_90 and sm_100 after cuDNN,
+unless `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` or the environment variable
+TORCH_CUDNN_SDPA_DEPRIORITIZED=1 is set. `fastattn.patch_sdpa` serves more calls. Calls with
+`block_table` and `seqused_k` go to `fastattn.attention_paged`.
 
 The operators' contract: torch/nn/attention/_fa4.py and aten/src/ATen/native/native_functions.yaml.
 """
@@ -31,23 +31,23 @@ NAME = "fastattn"
 
 
 class _Registration:
-    """Operators in force; `remove` gives torch's own back."""
+    """Registered operators; `remove` restores torch's own."""
 
     def __init__(self, library: Library) -> None:
         self.library: Library | None = library
 
     def remove(self) -> None:
-        # torch takes the operators back when the last reference ends.
+        # torch unregisters the operators when the last reference dies.
         self.library = None
 
 
 def register(key: str = "CUDA") -> None:
-    """Make "fastattn" known to `torch.nn.attention.activate_flash_attention_impl`.
+    """Register "fastattn" for `torch.nn.attention.activate_flash_attention_impl`.
 
-    It is not active before it is activated, and any other implementation that is active ends then.
+    It takes effect on activation, which deactivates any other implementation.
 
     Args:
-        key: dispatch key of the operators: "CUDA", or "CPU", where torch has none of them.
+        key: dispatch key of the operators: "CUDA", or "CPU", where torch has none.
     """
     from torch.nn.attention import register_flash_attention_impl
 
@@ -93,7 +93,7 @@ def _options(
 
 
 def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Placeholders that the operators return beside o and lse: two generator states, a mask."""
+    """Placeholder results besides o and lse: two generator states, a mask."""
     return (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
         torch.zeros((), dtype=torch.uint64, device=q.device),
@@ -104,7 +104,7 @@ def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """o, lse and the rest of q [B, H, T, D], or packed [total, H, D] with offsets."""
+    """o, lse and further results for q [B, H, T, D], or packed [total, H, D] with offsets."""
     state, unused, mask = _no_rng(q)
     if "dropout" in options:
         seed = dropout.draw_seed(q.device)
@@ -121,10 +121,10 @@ def _backward(
     state: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """dq, dk and dv of the gradient of o, of q, k, v and of o."""
+    """dq, dk and dv from do, q, k, v and o."""
     if "dropout" in options:
         options["dropout_seed"] = state.view(torch.int64)
-    # The gradient of a sum has strides of 0.
+    # The gradient of a sum has zero strides.
     grad, q, k, v, o = tensors
     inputs = (grad.contiguous(), q, k, v, o, lse.contiguous())
     with _autograd():
@@ -133,7 +133,7 @@ def _backward(
 
 
 def _autograd() -> Any:
-    """Autograd, which torch keeps out of operators: the torch backend differentiates."""
+    """Enable autograd, which torch disables in operators, for the torch backend."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.ADInplaceOrView, keys.AutogradCPU):
@@ -162,10 +162,10 @@ def _flash_attention_forward(
     num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Take query [B, T, H, D], or packed [total, H, D] with cum_seq_q.
+    """Implement the operator for query [B, T, H, D], or packed [total, H, D] with cum_seq_q.
 
-    num_splits = 1 asks for results that no other row changes; only rows of a cache are split. out
-    is written if it can be.
+    num_splits = 1 requests batch-invariant results; only caches are split. out is written if
+    possible.
     """
     _refuse(return_debug_mask=return_debug_mask)
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
@@ -194,7 +194,7 @@ def _rows_of(
     k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_k: int,
     used: Tensor | None, table: Tensor | None,
 ) -> CacheView:  # fmt: skip
-    """The rows of pages [P, S, H_k, D], or of packed keys [total, H_k, D] that are used in part."""
+    """Cache rows of pages [P, S, H_k, D], or of partly used packed keys [total, H_k, D]."""
     if cu_q is None or used is None or (table is None) == (cu_k is None):
         raise ValueError(
             "seqused_k goes with cum_seq_q, and with one of block_table and cum_seq_k, got "
@@ -202,7 +202,7 @@ def _rows_of(
             f"block_table {table is not None}, cum_seq_k {cu_k is not None}"
         )
     if table is None:
-        # A page a token: sequences may begin anywhere.
+        # Pages of one token, as sequences may begin anywhere.
         assert cu_k is not None
         table = cu_k[:-1, None] + torch.arange(max_k, device=k.device, dtype=cu_k.dtype)
         table = table.clamp(max=max(k.shape[0] - 1, 0))
@@ -215,7 +215,7 @@ def _of_rows(
     q: Tensor, view: CacheView, cu_q: Tensor | None, max_q: int, num_splits: int | None,
     out: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o, which is out if that is given, and lse [H, total]; inference alone."""
+    """o (in out, if passed) and lse [H, total]; inference only."""
     assert cu_q is not None
     _refuse(dropout_p=options.pop("dropout", None))
     with torch.no_grad():
@@ -232,7 +232,7 @@ def _flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Take `given` in the order of torch's schema, tensors as in `_flash_attention_forward`."""
+    """Backward of `_flash_attention_forward`; arguments in the order of torch's schema."""
     *tensors, lse, cu_q, cu_k, _, _, dropout_p, is_causal, state, _ = arguments
     options = _options(dropout_p, is_causal, scale, window_size_left, window_size_right)
     if cu_q is not None:
@@ -251,7 +251,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Take query [B, H, T, D]; the output has its memory layout, as torch's fake promises."""
+    """Implement the operator for query [B, H, T, D]; the output has query's memory layout."""
     _refuse(return_debug_mask=return_debug_mask)
     options = _options(dropout_p, is_causal, scale, None, None)
     o, lse, (state, unused, mask) = _forward(query, key, value, (), options)
@@ -260,7 +260,7 @@ def _sdpa_forward(
 
 
 def _sdpa_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, ...]:
-    """Take `given` in the order of torch's schema, tensors as in `_sdpa_forward`."""
+    """Backward of `_sdpa_forward`; arguments in the order of torch's schema."""
     *tensors, lse, _, _, _, _, dropout_p, is_causal, state, _ = arguments
     options = _options(dropout_p, is_causal, scale, None, None)
     return _backward(tensors, lse, (), state, options)

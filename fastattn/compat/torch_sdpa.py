@@ -1,8 +1,8 @@
-"""torch's own scaled_dot_product_attention, and the function that stands under its name.
+"""torch's scaled_dot_product_attention, and its replacement in torch's module.
 
-Code that overrides torch's function (a TorchFunctionMode, a tensor subclass) knows it by identity,
-and looks it up either when it is imported or at each call. Both find the same object: while an
-override has a call, torch's module holds torch's own function.
+Overrides (a TorchFunctionMode, a tensor subclass) compare torch's function by identity, looked up
+at import or at each call. So while an override handles a call, torch's module holds torch's own
+function.
 """
 
 import sys
@@ -19,33 +19,33 @@ from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 
 _NAME = "scaled_dot_product_attention"
-# Kept from before any patch, for whatever is not served here.
+# torch's own function, for calls that are not served.
 torch_attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 _lock = threading.RLock()
 _ours: Callable[..., Tensor] | None = None
 _wanted = False
-# Overrides that have a call at this moment, in all threads.
+# Number of overrides that are handling a call, in all threads.
 _overriding = 0
 _before: Any = torch_attention
 
 
 def put(function: Callable[..., Tensor]) -> None:
-    """Put a function in the place of torch's, for all threads; always the same one."""
+    """Replace torch's function, for all threads; always by the same one."""
     global _ours, _wanted
     with _lock:
         _ours, _wanted = function, True
-        # torch.jit.script knows builtins by a table that it makes of what torch's modules hold when
-        # it is first used: made under a patch, that would lack torch's function for good.
+        # torch.jit.script builds its table of builtins from torch's modules on first use; built
+        # under a patch, it would permanently lack torch's function.
         for kernel in (torch_attention, function):
             _builtins._register_builtin(kernel, f"aten::{_NAME}")
         _apply()
 
 
 def take_away() -> None:
-    """Put back what stood in torch's module before `put`.
+    """Undo `put`.
 
-    Where another library has put its function over ours, that one stays.
+    If another library has replaced our function, its function stays.
     """
     global _wanted
     with _lock:
@@ -81,9 +81,9 @@ def _torchs_name() -> Iterator[None]:
 def overridden(*tensors: Any) -> str | None:
     """Name the mode or subclass that overrides torch's function for these arguments, or None.
 
-    A default device is a TorchFunctionMode that lets every call pass, and is none here.
+    A default device, a TorchFunctionMode that passes every call on, does not count.
     """
-    # While torch.compile traces, has_torch_function says nothing of modes.
+    # Under torch.compile's tracing, has_torch_function ignores modes.
     if not torch.compiler.is_compiling() and not has_torch_function(tensors):
         return None
     if torch._C._is_torch_function_mode_enabled():
@@ -96,13 +96,13 @@ def overridden(*tensors: Any) -> str | None:
 def _overrides(x: Any) -> bool:
     if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
         return False
-    # torch's nested tensors know torch's own function, wherever it stands.
+    # torch's nested tensors handle torch's own function.
     plain = type(x).__torch_function__ is torch._C._disabled_torch_function_impl
     return not plain and not x.is_nested
 
 
 def by_overrides(*args: Any, **kwargs: Any) -> Tensor:
-    """torch's function with whatever overrides it; torch.compile breaks its graph here."""
+    """torch's function with its overrides; a graph break for torch.compile."""
     with _torchs_name():
         if "torch._dynamo" not in sys.modules:
             return torch_attention(*args, **kwargs)
@@ -111,5 +111,5 @@ def by_overrides(*args: Any, **kwargs: Any) -> Tensor:
         return result
 
 
-# As torch.compiler.disable marks functions; that imports torch._dynamo, which takes a second.
+# The mark of torch.compiler.disable, without importing torch._dynamo, which takes a second.
 by_overrides._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""vLLM's attention backend: its requests' packed tokens and its pages go to `attention_paged`.
+"""vLLM's attention backend, which runs `attention_paged` on vLLM's packed tokens and pages.
 
-Beside vLLM 0.33 the package's entry point `vllm.general_plugins` registers it in every process:
+The entry point `vllm.general_plugins` registers it in every process of vLLM 0.33:
 
     vllm serve MODEL --attention-backend CUSTOM
 
-The contract is vllm/v1/attention/backend.py, which has no version: this is written for 0.33.
+The contract is vllm/v1/attention/backend.py of vLLM 0.33.
 """
 
 import warnings
@@ -21,14 +21,14 @@ from ..cache_view import CacheView
 from ..functional.paged import attention_paged
 
 WRITTEN_FOR = "0.33"
-# Made when they are asked for: their bases are vLLM's.
+# Classes made on first access, as their bases are vLLM's.
 _CLASSES = ("Backend", "MetadataBuilder", "Impl")
-# Rows of so many queries take the small tiles alone; the launch for longer rows is left out.
+# Most queries of a row for the small tiles; longer rows need a second launch.
 _FEW_QUERIES = 16
 
 
 def register() -> None:
-    """Make vLLM's `--attention-backend CUSTOM` mean this backend; called by vLLM's plugins."""
+    """Register this backend as vLLM's `--attention-backend CUSTOM`; called by vLLM's plugins."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
@@ -73,7 +73,7 @@ def _refuse(what: str, instead: str) -> NotImplementedError:
 
 
 class _Backend:
-    """Properties of the backend, which vLLM reads before it takes the backend."""
+    """Capabilities of the backend, which vLLM checks first."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
@@ -117,9 +117,9 @@ class _Backend:
 
 @dataclass
 class Metadata:
-    """One step of vLLM's scheduler, for all layers with one block table.
+    """Metadata of a scheduler step, for all layers with one block table.
 
-    The tensors are vLLM's own: a CUDA graph replays with what they hold by then.
+    The tensors are vLLM's own, so a CUDA graph replays with their current values.
     """
 
     num_actual_tokens: int
@@ -132,7 +132,7 @@ class Metadata:
 
 
 class _MetadataBuilder:
-    """`Metadata` of each step. Batches are not put in order: rows may have any number of tokens."""
+    """Builds `Metadata`. Batches are not sorted: rows may have any number of tokens."""
 
     supports_update_block_table = True
 
@@ -209,7 +209,7 @@ class _Impl:
         self._options: dict[str, Any] = {"scale": self.scale, "batch_invariant": _invariant()}
         if logits_soft_cap:
             self._options["softcap"] = float(logits_soft_cap)
-        # Weights: read when they have been loaded.
+        # Weights, read after loading.
         self._of_heads: dict[str, Tensor | None] = {"sinks": sinks}
         if alibi_slopes is not None:
             self._of_heads["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -218,7 +218,7 @@ class _Impl:
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store keys and values [tokens, H_k, width] in their slots; -1: in none."""
+        """Store keys and values [tokens, H_k, width] in their slots; -1 = skip."""
         append_paged(self._pages(layer, kv_cache, key.dtype), key, value, slot_mapping)
 
     def forward(
@@ -233,10 +233,10 @@ class _Impl:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write attention of query [tokens, H_q, D] to all keys in the cache into output."""
+        """Write the attention of query [tokens, H_q, D] over the cache into output."""
         if output_scale is not None or output_block_scale is not None:
             raise _refuse("a quantised output (output_scale)", "turn its fusion off")
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # vLLM's memory profiling
             return output.fill_(0)
         step = attn_metadata
         view = self._pages(layer, kv_cache, query.dtype)._replace(
@@ -255,7 +255,7 @@ class _Impl:
         )
 
     def _options_on(self, device: torch.device, causal: bool) -> dict[str, Any]:
-        """Options of `attention_paged`: vLLM's windows are symmetric where nothing is causal."""
+        """Options of `attention_paged`; without causal, vLLM's windows are symmetric."""
         options = dict(self._options)
         if self._window is not None:
             side = self._window - 1
@@ -303,7 +303,7 @@ def _is_fp8(kv_cache_dtype: str) -> bool:
 
 
 def _invariant() -> bool:
-    """Whether the environment asks for results that no other request changes."""
+    """Whether the environment requests batch-invariant results."""
     from vllm import envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)

@@ -1,6 +1,6 @@
-"""xformers' `memory_efficient_attention`, with its classes of biases, which are known by name.
+"""xformers' `memory_efficient_attention` and its bias classes, recognised by name.
 
-The contract is xformers/ops/fmha/attn_bias.py of xformers 0.0.35, which need not be installed.
+The contract is xformers/ops/fmha/attn_bias.py of xformers 0.0.35; xformers need not be installed.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from .sdpa import bounded_bias
 
 
 class _Blocks(NamedTuple):
-    """One class of block-diagonal biases: its mask in a block, and where keys lie.
+    """A class of block-diagonal biases: mask within a block, and layout of the keys.
 
     first: query 0 of a block is at key 0; else the last is at the last key. local: the fields of a
     window. keys: "packed", "slots" with starts and lengths, "pages", or "gappy pages".
@@ -56,11 +56,11 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`xformers.ops.memory_efficient_attention` by this library's kernels; differentiable.
+    """Compute `xformers.ops.memory_efficient_attention` by these kernels; differentiable.
 
     Args:
         query: [B, M, H, K] or grouped [B, M, G, H, K], fp16, bf16 or fp32. Packed blocks: B = 1.
-        key, value: as query, with N for M; value's last dim may be another.
+        key, value: as query, with N for M; value's last dim may differ.
         attn_bias: None; a float tensor that broadcasts to [B, H, M, N] or [B, G, H, M, N]; or one
             of xformers' biases. Keys of padded, gappy and paged blocks are gathered.
         p: probability to drop a weight.
@@ -71,7 +71,7 @@ def memory_efficient_attention(
         query's shape with value's last dim. A query that sees no key has 0.
 
     Raises:
-        TypeError: a bias of another class, or a tensor that is not of floats.
+        TypeError: a bias of another class, or a non-float tensor.
         ValueError: shapes that do not fit, or an option that is not served.
     """
     if op is not None:
@@ -98,7 +98,7 @@ def memory_efficient_attention(
 
 
 def _dense(bias: Any, name: str, query: Tensor) -> dict[str, Any]:
-    """A bias of whole rows as options of `attention`."""
+    """A bias without blocks as options of `attention`."""
     if bias is None:
         return {}
     if isinstance(bias, Tensor):
@@ -129,7 +129,7 @@ def _added(bias: Tensor, query: Tensor) -> Tensor:
 def _by_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, kind: _Blocks, options: dict[str, Any]
 ) -> Tensor:
-    """Blocks of packed queries [1, total, H, K], each beside its keys."""
+    """Attention of packed queries [1, total, H, K] within blocks."""
     starts_q, starts = bias.q_seqinfo.seqstart_py, bias.k_seqinfo.seqstart_py
     if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != starts_q[-1]:
         raise ValueError(
@@ -146,7 +146,7 @@ def _by_blocks(
         options["window"] = (bias._window_size - 1, 0)
     elif kind.local == "sides":
         options["window"] = (bias.window_left, bias.window_right)
-    # Packed queries end at the last key: as many keys as queries begin at the first one.
+    # Packed queries end at the last key, so with equal lengths they start at the first one.
     spans = new if kind.first else held
     q, k, v = q[0], k[0], v[0]
     if spans != held or kind.keys != "packed":
@@ -159,13 +159,13 @@ def _by_blocks(
 
 
 def _lengths(bias: Any, kind: _Blocks) -> list[int]:
-    """How many keys each block has."""
+    """Number of keys of each block."""
     info = bias.k_seqinfo
     starts = list(info.seqstart_py)
     blocks = len(bias.q_seqinfo.seqstart_py) - 1
     if kind.keys == "packed":
         return [end - start for start, end in itertools.pairwise(starts)]
-    if kind.keys == "gappy pages":  # seqlen is where a block ends
+    if kind.keys == "gappy pages":  # seqlen is the end of a block
         return [info.seqlen_py[i] - starts[i] for i in range(blocks)]
     return list(info.seqlen_py)
 
@@ -173,7 +173,7 @@ def _lengths(bias: Any, kind: _Blocks) -> list[int]:
 def _places(
     bias: Any, kind: _Blocks, spans: list[int], held: list[int], device: torch.device
 ) -> Tensor:
-    """Rows of key for `spans` keys of each block; keys past those held repeat the last."""
+    """Row numbers of `spans` keys of each block, the last one repeated past its end."""
     starts = bias.k_seqinfo.seqstart_py
     places = []
     for block, (span, length) in enumerate(zip(spans, held, strict=True)):

@@ -1,4 +1,4 @@
-"""The functions of the flash-attn package, in its layout and with its conventions."""
+"""The flash-attn package's functions, with its layout and conventions."""
 
 from . import installation, version_2
 from .installation import install as install

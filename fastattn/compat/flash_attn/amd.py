@@ -1,4 +1,4 @@
-"""flash_attn.flash_attn_triton_amd.utils: none of the package's kernels for AMD are in use."""
+"""flash_attn.flash_attn_triton_amd.utils, without the package's AMD kernels."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ USE_TRITON_ROCM = False
 
 
 def is_rdna(*_: Any) -> bool:
-    """False: nothing goes by the family of an AMD GPU here."""
+    """False: no choice here depends on the AMD GPU family."""
     return False

@@ -1,4 +1,4 @@
-"""Orders of arguments of flash-attn's functions, and functions of keywords made to fit them."""
+"""flash-attn's argument orders per version, and adapters from keyword functions."""
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -25,7 +25,7 @@ _SCORE_4 = "softmax_scale causal window_size learnable_sink softcap num_splits p
 _MODS_4 = "deterministic score_mod score_mod_bwd mask_mod"
 _RESULTS = "dout q k v out softmax_lse dq dk dv"
 _SIDES = "window_size_left window_size_right"
-# By version and function: its arguments in their order. Those before the bar have no default.
+# Arguments by version and function, in order; those before the bar are required.
 ORDERS = {
     2: {
         "_flash_attn_forward": (
@@ -73,7 +73,7 @@ ORDERS = {
 
 
 def of_version(version: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function of keywords one with the order of that version's function of its name."""
+    """Decorator: give a keyword function the argument order of its namesake in a version."""
 
     def sign(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__

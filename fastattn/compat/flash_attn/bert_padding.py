@@ -1,4 +1,4 @@
-"""Between padded batches and packed tokens: flash_attn.bert_padding, differentiable."""
+"""flash_attn.bert_padding: convert between padded batches and packed tokens, differentiable."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """[first_axis_dim, ...] with values [M, ...] in the rows of int64 indices [M], else 0."""
+    """Scatter values [M, ...] to rows indices [M] of zeros [first_axis_dim, ...]."""
     whole = values.new_zeros(first_axis_dim, *values.shape[1:])
     return whole.index_copy(0, indices, values)
 
@@ -20,17 +20,17 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Take the padding out of a batch. Waits for the device.
+    """Remove the padding of a batch. Waits for the device.
 
     Args:
         hidden_states: [B, T, ...].
         attention_mask: [B, T], bool or integers, nonzero = a token.
-        unused_mask: likewise: places to keep in the result though they are no tokens.
+        unused_mask: likewise: positions to keep although they are no tokens.
 
     Returns:
-        tokens [total, ...]; int64 [total], their places in the flattened batch; int32 [B + 1],
-        where each row starts, and the total; the longest row; int32 [B], tokens of each row without
-        those of unused_mask.
+        tokens [total, ...]; int64 [total], their indices in the flattened batch; int32 [B + 1],
+        starts of the rows, and the total; the longest row; int32 [B], tokens of each row without
+        unused_mask.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.bool().sum(dim=-1, dtype=torch.int32)
@@ -42,6 +42,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The way back from `unpad_input`: tokens [total, ...] to [batch, seqlen, ...], 0 elsewhere."""
+    """Inverse of `unpad_input`: tokens [total, ...] to [batch, seqlen, ...], padded with 0."""
     whole = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return whole.view(batch, seqlen, *whole.shape[1:])

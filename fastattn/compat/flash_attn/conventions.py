@@ -1,4 +1,4 @@
-"""flash-attn's argument conventions: checked, and translated to options of `fastattn.attention`."""
+"""Check flash-attn's arguments and translate them to options of `fastattn.attention`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ... import checks
 Window = tuple[int | None, int | None]
 Result = Any  # o, or (o, lse, None), or (o, lse): the caller's flags say which
 
-# Arguments of versions 3 and 4 that leave the result as it is, and others at which they do so.
+# Arguments of versions 3 and 4 that do not change the result, or not with these values.
 _WITHOUT_EFFECT = frozenset(
     (
         *("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, Any] = {**dict.fromkeys(_NEUTRAL_AT_NONE), "attention_chunk"
 
 @contextmanager
 def errors_of_flash_attn() -> Iterator[None]:
-    """RuntimeError for tensors that do not fit, which is what flash-attn's checks raise."""
+    """Raise RuntimeError for unfit tensors, as flash-attn does."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -46,7 +46,7 @@ def options_of(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> dict[str, Any]:
-    """Options of `fastattn.attention`, those that are not given left out."""
+    """Options of `fastattn.attention` that are set."""
     window = _window(window_size)
     options = {
         "window": None if window == (None, None) else window,
@@ -60,7 +60,7 @@ def options_of(
 
 
 def _window(window_size: Any) -> Window:
-    """(left, right) in numbers of Python's own, None = all."""
+    """(left, right) as Python ints, None = all."""
     if not isinstance(window_size, (tuple, list, Tensor)) or len(window_size) != 2:
         raise RuntimeError(f"window_size must be (left, right), got {window_size!r}")
     left, right = (checks.as_python(side) for side in window_size)
@@ -88,9 +88,9 @@ def refuse(newer: dict[str, Any]) -> None:
 def e4m3_scales(
     q: Any, k: Any, newer: dict[str, Any], rows: int
 ) -> dict[str, Tensor | None] | None:
-    """Scales of `attention_fp8` for tensors of e4m3, taken out of `newer`; None for others.
+    """Scales of `attention_fp8` for e4m3 tensors, popped from `newer`; None for other dtypes.
 
-    In flash-attn all three are fp32 [rows, H_k], rows those of the batch, or packed sequences.
+    In flash-attn all three are fp32 [B, H_k]; B counts packed sequences too.
     """
     if not isinstance(q, Tensor) or q.dtype != torch.float8_e4m3fn:
         return None
@@ -110,9 +110,9 @@ def e4m3_scales(
 def second_product(
     qv: Any, q: Tensor, v: Tensor, options: dict[str, Any], heads: int
 ) -> dict[str, Any]:
-    """Options for version 3's qv, whose keys are the values: s = q k + qv v.
+    """Options for version 3's qv: s = q k + qv v.
 
-    heads: the dim of the heads, which comes before the tokens' where it is 2.
+    heads: the dim of the heads.
     """
     if qv is None:
         return {}
@@ -129,7 +129,7 @@ def one_of(name: str, x: Tensor | None, other: str, y: Tensor | None) -> Tensor 
 
 
 def checked(name: str, x: Tensor, dims: int, packed: tuple[int, int] | None = None) -> Tensor:
-    """x, which has `dims` dims, the one named by packed[0] of size packed[1]."""
+    """Check that x has `dims` dims, and size packed[1] in dim packed[0]."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dim() != dims:

@@ -1,4 +1,4 @@
-"""Make `import flash_attn` and `import flash_attn_interface` find the functions of this package."""
+"""Make `import flash_attn` and `import flash_attn_interface` import this package."""
 
 import sys
 
@@ -6,7 +6,7 @@ from . import package_alias
 
 __all__ = ["install", "uninstall"]
 
-# What is not attention has no place here.
+# Replacements for flash_attn's modules that are not attention.
 _INSTEAD = {
     "": "fastattn's own functions and modules, or the package itself after uninstall()",
     "losses": "torch.nn.functional.cross_entropy, or the package itself after uninstall()",
@@ -21,14 +21,13 @@ _INSTEAD = {
 
 
 def install() -> None:
-    """Make `import flash_attn` find these functions, in this process, until `uninstall`.
+    """Make `import flash_attn` import these functions, in this process, until `uninstall`.
 
-    Of flash_attn resolve flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and
-    cute; beside it flash_attn_interface, which is version 3's. Importing another module of
-    flash_attn raises ModuleNotFoundError, which names what serves in its place. importlib.metadata
-    reports flash_attn's version, so call this before a library that looks for it is imported.
-    Modules of the real packages that were imported before are put aside; code that took functions
-    from them keeps those.
+    flash_attn has flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and cute.
+    The top-level flash_attn_interface is version 3. Importing another module of flash_attn raises a
+    ModuleNotFoundError that names a replacement. importlib.metadata reports flash_attn's version,
+    so call this before importing a library that looks for it. Imported modules of the real packages
+    are set aside; code that took functions from them keeps those.
     """
     from . import amd, bert_padding, passes, rotary, version_2, version_3, version_4
 
@@ -48,6 +47,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: what was imported before is back. Nothing happens if it is not in force."""
+    """Undo `install` and restore the real packages' modules, if it is in force."""
     package_alias.uninstall("flash_attn_interface")
     package_alias.uninstall("flash_attn")

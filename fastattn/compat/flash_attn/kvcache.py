@@ -1,8 +1,8 @@
-"""flash-attn's key/value caches, viewed as paged caches of ours with pages of one token.
+"""flash-attn's key/value caches, viewed as paged caches with pages of one token.
 
-flash-attn keeps [B, S, H_k, D] (or pages of that form), where our kernels read pages of
-[H_k, page_size, D]. With page_size = 1 both are the same bytes: token s of row b is page b * S + s.
-A table of those numbers also says which row of the cache a row of the batch is.
+flash-attn's caches are [B, S, H_k, D] (or such pages); the kernels read pages [H_k, page_size, D].
+With page_size = 1 both layouts are equal: token s of row b is page b * S + s. The table of these
+numbers also maps batch rows to cache rows.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from ...functional.decode import decode_attention
 from ...rotary import apply_rotary
 from .rotary import table_rows
 
-# Its overloads take return_lse as a literal only.
+# Untyped, as the overloads take only a literal return_lse.
 _decode: Any = decode_attention
 
 
 class Cache(NamedTuple):
-    """The arguments of `flash_attn_with_kvcache` that say where tokens are; see there."""
+    """Arguments of `flash_attn_with_kvcache` that locate tokens."""
 
     k: Tensor
     v: Tensor
@@ -75,16 +75,16 @@ def append_and_attend(
             q = _rotated(q, old, tables, style, moving=options["causal"] or "window" in options)
         if k is not None and v is not None:
             append(view, k, v, rotary=tables, rotary_style=style)
-        if qv is not None:  # keys in order, and the values behind them as keys: a copy
+        if qv is not None:  # a copy of keys and values as keys of the second product
             q, whole = torch.cat((qv.transpose(1, 2), q), -1), torch.cat((view.v, view.k), -1)
             view = view._replace(k=whole, v=whole[..., : view.v.shape[-1]])
         return _decode(q, view, num_splits=num_splits, return_lse=return_lse, **options)
 
 
 def _in_one(k: Tensor, v: Tensor) -> Tensor | None:
-    """One buffer whose rows are those of v with those of k right behind; None: they lie apart.
+    """One buffer whose rows are v's followed by k's; None if they lie apart.
 
-    So do latents and rotary keys in servers' caches.
+    Servers' latent caches are laid out so.
     """
     width = v.shape[-1]
     beside = k.data_ptr() == v.data_ptr() + width * v.element_size()
@@ -98,7 +98,7 @@ def _check_together(
     new: tuple[Tensor | None, Tensor | None],
     rotary: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """RuntimeError for arguments that flash-attn refuses in these combinations."""
+    """RuntimeError for combinations of arguments that flash-attn refuses."""
     k, v = new
     if (k is None) != (v is None):
         raise RuntimeError("k and v must be given together")
@@ -126,10 +126,10 @@ def tokens_of(cache: Tensor) -> Tensor:
 
 
 def token_table(cache: Cache, B: int, new: int) -> tuple[Tensor, Tensor]:
-    """int32 [B, N], the number of every token of a row, and int32 [B], how many there are.
+    """Token table int32 [B, N] and lengths int32 [B] of the rows.
 
-    A place that is none has a number that no token has. The lengths are a tensor of its own, to be
-    counted up; those that the host knows have to leave room for `new` tokens.
+    Entries past a row have an invalid number. The lengths are a copy, to be incremented; lengths
+    known to the host must leave room for `new` tokens.
     """
     S, device = cache.k.shape[1], cache.k.device
     slots = torch.arange(S, device=device, dtype=torch.int32)
@@ -153,7 +153,7 @@ def token_table(cache: Cache, B: int, new: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_rows(name: str, x: Any, B: int, beside: Tensor, dims: int = 1) -> Tensor:
-    """x as int32: integers [B], or [B, N] with dims=2, on the device of the cache."""
+    """x as int32 [B], or [B, N] with dims=2, on the cache's device."""
     checks.check_integers(name, x)
     checks.check_placement(name, x, (B,) if dims == 1 else (B, *x.shape[-1:]), beside)
     positions: Tensor = x
@@ -163,7 +163,7 @@ def _of_rows(name: str, x: Any, B: int, beside: Tensor, dims: int = 1) -> Tensor
 def _rotated(
     q: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], style: Any, *, moving: bool
 ) -> Tensor:
-    """q rotated to positions from its row's length on, or all of it to that one."""
+    """q rotated to positions from its row's length on, or all to that position."""
     steps = torch.arange(q.shape[2], device=q.device) * int(moving)
     cos, sin = table_rows(*tables, lengths.unsqueeze(1) + steps)
     return apply_rotary(q, cos, sin, style=style)

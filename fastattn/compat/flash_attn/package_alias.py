@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
-# By package: what stood in sys.modules before, None = nothing.
+# By package: the former sys.modules entries, None = none.
 _before: dict[str, dict[str, ModuleType | None]] = {}
 
 
@@ -19,16 +19,15 @@ def install(
     version: str | None = None,
     instead: dict[str, str] | None = None,
 ) -> None:
-    """Let `import package` and `import package.name` find these modules' public names.
+    """Make `import package` and `import package.name` find these modules' public names.
 
     Args:
         package: top-level name.
-        modules: by name inside the package, dots included, "" = the package itself: modules whose
-            `__all__` are its names. Packages on the way that are not named are empty.
-        version: of the distribution that `importlib.metadata` finds under the package's name; None:
-            there is none.
-        instead: by name inside the package, what to use in place of modules that are not here; ""
-            = of all others. The error of their import says it, where there is a version.
+        modules: by dotted name inside the package ("" = the package itself), the modules whose
+            `__all__` it exports. Unnamed parent packages are empty.
+        version: of the distribution that `importlib.metadata` reports; None = no distribution.
+        instead: by name inside the package, replacements for missing modules ("" = all others),
+            named by their import error if there is a version.
     """
     if package in _before:
         return
@@ -49,12 +48,12 @@ def install(
             setattr(sys.modules[parent], leaf, sys.modules[full])
     _before[package] = put_aside
     if version is not None:
-        # Before the finder of what is installed on disk.
+        # Before the finder of installed distributions.
         sys.meta_path.insert(0, _Metadata(package, version, instead or {}))
 
 
 def uninstall(package: str) -> None:
-    """Put back what was there before `install`."""
+    """Undo `install`."""
     for name, module in _before.pop(package, {}).items():
         sys.modules.pop(name, None)
         if module is not None:
@@ -65,7 +64,7 @@ def uninstall(package: str) -> None:
 
 
 def _made(name: str, sources: tuple[ModuleType, ...], *, is_package: bool) -> ModuleType:
-    """A module of the names of others; `importlib.util.find_spec` finds it too."""
+    """A module with other modules' names, known to `importlib.util.find_spec`."""
     module = ModuleType(name, sources[0].__doc__ if sources else None)
     for source in sources:
         vars(module).update({key: getattr(source, key) for key in source.__all__})
@@ -78,7 +77,7 @@ def _made(name: str, sources: tuple[ModuleType, ...], *, is_package: bool) -> Mo
 
 
 class _Metadata(importlib.metadata.DistributionFinder):
-    """Finds the metadata of one distribution, and no modules: those are in sys.modules."""
+    """Finder of one distribution's metadata; its modules are in sys.modules."""
 
     def __init__(self, package: str, version: str, instead: dict[str, str]) -> None:
         self.package, self.version, self.instead = package, version, instead
@@ -117,5 +116,5 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def _normalised(name: str) -> str:
-    """flash_attn and flash-attn are one distribution."""
+    """Distribution name in canonical form: flash_attn and flash-attn are equal."""
     return re.sub(r"[-_.]+", "-", name).lower()

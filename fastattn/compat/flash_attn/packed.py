@@ -11,16 +11,16 @@ from ...functional.paged import attention_paged
 from ...position_tables import document_ids
 from .kvcache import Cache, token_table, tokens_of
 
-# Its overloads take return_lse as a literal only.
+# Untyped, as the overloads take only a literal return_lse.
 _attend: Any = attention_paged
 
 
 def used_keys(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, used: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first used[n] keys and values of each sequence n, packed anew, and their offsets.
+    """Pack the first used[n] keys and values of each sequence n, with new offsets.
 
-    Positions then count from the last key that is used, as in flash-attn. Waits for the device.
+    Positions then count from the last used key, as in flash-attn. Waits for the device.
     """
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], k)
     checks.check_integers("seqused_k", used)

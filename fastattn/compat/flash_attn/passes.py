@@ -1,8 +1,7 @@
-"""flash_attn_interface's forward and backward passes, as ring attention calls them.
+"""Forward and backward passes of flash_attn_interface, for ring attention.
 
-Projects that spread a sequence over devices, such as ring attention, call these on parts of the
-keys: they merge what the forward gives, and call the backward on each part with the out and the lse
-of the whole.
+Ring attention calls these on parts of the keys: it merges the forward's results, and calls the
+backward on each part with the merged out and lse.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def _get_block_size_n(*_: Any) -> int:
-    """Refused: the layout of probabilities that are not returned here."""
+    """Refused, as probabilities are not returned here."""
     raise NotImplementedError(
         "_get_block_size_n tells how flash-attn lays out the probabilities that it returns; "
         "fastattn.compat.flash_attn returns none, and fastattn.attention_weights computes them"
@@ -45,16 +44,16 @@ _OF_BACKWARD = ("dout", "q", "k", "v", "out")
 
 @of_version(2)
 def _flash_attn_forward(**call: Any) -> Forward:
-    """(out, lse, weights, rng_state) of `flash_attn_func`'s arguments.
+    """`flash_attn_func`, returning (out, lse, weights, rng_state).
 
     Args:
         q, k, v, dropout_p, softmax_scale, causal, softcap, alibi_slopes: see there.
         window_size_left, window_size_right: its window_size.
-        return_softmax: changes nothing: the weights, which are for tests of dropout, are empty.
+        return_softmax: ignored: the weights, for tests of dropout, are empty.
 
     Returns:
-        out [B, T_q, H_q, D_v]; lse fp32 [B, H_q, T_q]; an empty tensor; int64 [2], which the
-        backward needs to drop the same weights. None has a gradient.
+        out [B, T_q, H_q, D_v]; lse fp32 [B, H_q, T_q]; an empty tensor; int64 [2], the backward's
+        rng_state. None has a gradient.
     """
     heads_first = [checked(name, call[name], 4).transpose(1, 2) for name in "qkv"]
     o, lse, weights, seed = _forward(attention, heads_first, call)
@@ -63,15 +62,15 @@ def _flash_attn_forward(**call: Any) -> Forward:
 
 @of_version(2)
 def _flash_attn_varlen_forward(**call: Any) -> Forward:
-    """`_flash_attn_forward` of packed sequences.
+    """`_flash_attn_forward` for packed sequences.
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as for `flash_attn_varlen_func`.
-        block_table, leftpad_k, seqused_k: refused; `flash_attn_varlen_func` serves the first.
+        block_table, leftpad_k, seqused_k: refused; `flash_attn_varlen_func` serves block_table.
         max_seqlen_q, max_seqlen_k, zero_tensors, num_splits: change nothing.
 
     Returns:
-        As there, with out [total_q, H_q, D_v] and lse fp32 [H_q, total_q].
+        Likewise, with out [total_q, H_q, D_v] and lse fp32 [H_q, total_q].
     """
     for name in ("block_table", "leftpad_k", "seqused_k"):
         if call.get(name) is not None:
@@ -86,11 +85,11 @@ def _flash_attn_backward(**call: Any) -> Tensor:
     """Write the gradients of q, k and v into dq, dk and dv.
 
     Args:
-        dout, out: [B, T_q, H_q, D_v]; softmax_lse: fp32 [B, H_q, T_q]. out and softmax_lse may be
-            those of more keys than k and v hold: the gradients are then this part's share.
-        dq, dk, dv: as q, k and v; overwritten. None: not wanted.
+        dout, out: [B, T_q, H_q, D_v]; softmax_lse: fp32 [B, H_q, T_q]. out and softmax_lse may
+            include more keys than k and v: the gradients are then this part's share.
+        dq, dk, dv: as q, k and v; overwritten. None = not computed.
         deterministic: accepted; gradients are the same from run to run in any case.
-        rng_state: what the forward returned, where weights were dropped.
+        rng_state: from the forward, if weights were dropped.
 
     Returns:
         fp32 [B, H_q, T_q]: dout.out.
@@ -104,7 +103,7 @@ def _flash_attn_backward(**call: Any) -> Tensor:
 
 @of_version(2)
 def _flash_attn_varlen_backward(**call: Any) -> Tensor:
-    """`_flash_attn_backward` of packed sequences.
+    """`_flash_attn_backward` for packed sequences.
 
     softmax_lse and the result are fp32 [H_q, total_q]. max_seqlen_q, max_seqlen_k and zero_tensors
     change nothing.
@@ -116,7 +115,7 @@ def _flash_attn_varlen_backward(**call: Any) -> Tensor:
     return gradients.delta
 
 
-# There the same functions as operators that torch.compile keeps whole; diffusers takes these names.
+# In flash-attn the wrapped functions are operators; diffusers takes these names.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
@@ -146,7 +145,7 @@ def _backward(
     offsets: tuple[Tensor, ...],
     call: dict[str, Any],
 ) -> BlockGradients:
-    """Gradients of `_OF_BACKWARD`'s q, k and v; shape is that of softmax_lse."""
+    """Gradients of q, k and v; shape: of softmax_lse."""
     options, lse = _options(call), call["softmax_lse"]
     do, q, k, v, o = tensors
     with errors_of_flash_attn(), torch.no_grad():

@@ -1,8 +1,8 @@
 """flash_attn.layers.rotary and flash_attn.ops.triton.rotary, in torch.
 
-Positions count along dim 1, tables are [positions, R / 2], and the first R channels of a head turn:
-interleaved pairs channels 2 i and 2 i + 1, else i and i + R / 2. A place past the end of the tables
-is left as it is, as there.
+Positions count along dim 1, tables are [positions, R / 2], and the first R channels of a head
+rotate: interleaved pairs channels 2 i and 2 i + 1, else i and i + R / 2. As in flash-attn,
+positions past the tables are not rotated.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """x [B, T, H, D], or packed [total, H, D] with cu_seqlens, turned to its positions.
+    """Rotate x [B, T, H, D], or packed [total, H, D] with cu_seqlens, to its positions.
 
     Args:
         cos, sin: [positions, R / 2].
@@ -45,7 +45,7 @@ def apply_rotary(
         cu_seqlens: integers [B + 1], where each packed sequence starts, and the total.
         max_seqlen: not needed.
         inplace: write into x, and return it.
-        conjugate: turn the other way.
+        conjugate: rotate in the opposite direction.
 
     Returns:
         As x, without a gradient; `apply_rotary_emb` has one.
@@ -72,14 +72,14 @@ def apply_rotary(
 
 
 def table_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., R / 2] of both tables at integer positions [...]; past their end, no rotation."""
+    """Rows [..., R / 2] of both tables at integer positions [...]; identity past their end."""
     in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
     row = positions.clamp(0, cos.shape[0] - 1).long()
     return torch.where(in_table, cos[row], 1.0), torch.where(in_table, sin[row], 0.0)
 
 
 def _positions(x: Tensor, first: int | Tensor, cu_seqlens: Tensor | None, bound: int) -> Tensor:
-    """Positions of every token: [T] or [B, T]; [1, total] for packed sequences."""
+    """Positions of all tokens: [T] or [B, T]; [1, total] for packed sequences."""
     steps = torch.arange(x.shape[0 if cu_seqlens is not None else 1], device=x.device)
     if cu_seqlens is not None:
         row = document_ids(cu_seqlens, x.shape[0]).long()
@@ -95,7 +95,7 @@ def _positions(x: Tensor, first: int | Tensor, cu_seqlens: Tensor | None, bound:
 
 
 class _Turned(torch.autograd.Function):
-    """turn(x), which may be x itself, turned in place; its gradient is turned back."""
+    """Rotation of x, maybe in place; its backward rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, turn: Callable[..., Tensor]) -> Tensor:
@@ -133,7 +133,7 @@ apply_rotary_emb_func = apply_rotary_emb
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """x [B, T, H, D] turned by tables [T, R / 2] or [B, T, R / 2]; differentiable in all three."""
+    """Rotate x [B, T, H, D] by tables [T, R / 2] or [B, T, R / 2]; differentiable in all three."""
     style: Any = "interleaved" if interleaved else "half"
     return rotary.apply_rotary(x.transpose(1, 2), cos, sin, style=style).transpose(1, 2)
 
@@ -145,7 +145,7 @@ def _turned_in_place(
     num_heads_q: int | None,
     tables: tuple[Tensor, ...],
 ) -> Tensor:
-    """x, of which as many parts as there are pairs of tables were turned; the last are of v."""
+    """Rotate parts of x in place, one for each pair of tables; further parts are v."""
 
     def turn(x: Tensor, *, conjugate: bool = False) -> Tensor:
         if num_heads_q is None:
@@ -171,12 +171,12 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turn q and k of qkv in place.
+    """Rotate q and k of qkv in place.
 
     Args:
         qkv: [B, T, 3, H, D], or [B, T, H_q + 2 H_k, D] with num_heads_q = H_q.
         cos, sin: [positions, R / 2].
-        cos_k, sin_k: likewise, for k; default those of q.
+        cos_k, sin_k: likewise, for k; default: as for q.
         seqlen_offsets: position of the first token, an int or integers [B].
 
     Returns:
@@ -201,24 +201,24 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Turn k of kv [B, T, 2, H, D] in place; returns kv, differentiable."""
+    """Rotate k of kv [B, T, 2, H, D] in place; returns kv, differentiable."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape [B, T, 2, H, D], got {list(kv.shape)}")
     return _turned_in_place(kv, seqlen_offsets, interleaved, None, (cos, sin))
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables that grow with the positions in use, and qkv turned by them in place.
+    """Rotary embedding of qkv in place, with tables that grow as needed.
 
     With scale_base also xPos (Sun et al., 2022, arXiv 2212.10554): tables of queries are multiplied
-    by zeta ** ((position - T // 2) / scale_base), those of keys divided by it, where
-    zeta_i = (2 i + 0.4 dim) / (1.4 dim).
+    by zeta ** ((position - T // 2) / scale_base), tables of keys divided by it, where zeta_i = (2 i
+    + 0.4 dim) / (1.4 dim).
 
     Args:
-        dim: R, how many channels of a head turn.
-        base: the slowest pair turns by about 1 / base a position.
+        dim: R, rotated channels of a head.
+        base: of the frequencies: the slowest pair rotates by about 1 / base a position.
         interleaved: channels 2 i and 2 i + 1 are a pair, else i and i + R / 2.
-        scale_base: of xPos; None: no scales.
+        scale_base: of xPos; None = no scales.
     """
 
     inv_freq: Tensor
@@ -251,7 +251,7 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the tables of positions 0..seqlen - 1, unless they are there."""
+        """Extend the tables to positions 0..seqlen - 1."""
         kept = self._cos_cached
         if (
             kept is not None
@@ -280,14 +280,14 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turn q and k in place.
+        """Rotate q and k in place.
 
         Args:
             qkv: as for `apply_rotary_emb_qkv_`; with kv, q [B, T, H, D].
             kv: [B, T, 2, H, D].
             seqlen_offset: position of the first token, an int or integers [B].
-            max_seqlen: how long tables have to be; needed where seqlen_offset is a tensor and
-                positions past T are met.
+            max_seqlen: length of the tables; needed if seqlen_offset is a tensor and positions
+                exceed T.
         """
         needed = max_seqlen
         if needed is None and not isinstance(seqlen_offset, Tensor):

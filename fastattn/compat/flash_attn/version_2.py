@@ -1,16 +1,16 @@
-"""The functions of the flash-attn package, version 2, with the spellings of 3 and 4 beside them.
+"""flash-attn 2's functions, which also take the arguments of versions 3 and 4.
 
     from fastattn.compat.flash_attn import flash_attn_func
     fastattn.compat.flash_attn.install()    # after this, `import flash_attn` finds these functions
 
 Layouts and defaults are flash-attn's: q [B, T_q, H_q, D], window_size of neighbours on each side
-with -1 = all, causal aligned to the last key, softcap 0.0 = none. More is served than there: fp32,
-any head dim up to 256, D_v other than D, dropout beside softcap. Arguments that contradict each
-other raise RuntimeError, as they do there. What is not served raises NotImplementedError. The
-modules of versions 3 and 4, in their order of arguments, are `version_3` and `version_4`.
+with -1 = all, causal aligned to the last key, softcap 0.0 = none. Beyond flash-attn, these serve
+fp32, any head dim up to 256, D_v != D, and dropout with softcap. Contradictory arguments raise
+RuntimeError, as in flash-attn; unserved ones NotImplementedError. `version_3` and `version_4` have
+the argument order of versions 3 and 4.
 
-Two results differ where flash-attn's are an accident of its kernels: the lse of a query that sees
-no key is -inf, not inf, and that of a causal call with ALiBi counts distances, not columns.
+Two results differ, where flash-attn's are an accident of its kernels: the lse of a query without
+keys is -inf, not inf, and the lse of a causal call with ALiBi counts distances, not columns.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-# Their overloads take return_lse as a literal only.
+# Untyped, as the overloads take only a literal return_lse.
 _dense: Any = attention
 _packed: Any = attention_varlen
 _dense_fp8: Any = attention_fp8
@@ -79,16 +79,15 @@ def flash_attn_func(
         window_size: (left, right) neighbours of a query's position T_k - T_q + i; -1 or None = all.
         softcap: bound of the scores; 0.0 = none.
         alibi_slopes: fp32 [H_q] or [B, H_q]: -slope * |T_k - T_q + i - j| is added to the scores.
-        deterministic: accepted; gradients are the same from run to run in any case. The backward
-            with atomics is that of `fastattn.attention(..., deterministic=False)`.
-        return_attn_probs: return (o, lse, None). The probabilities that flash-attn returns third
-            are for its own tests of dropout.
+        deterministic: accepted; gradients are always deterministic. `fastattn.attention(...,
+            deterministic=False)` has the backward with atomics.
+        return_attn_probs: return (o, lse, None). flash-attn's third result is for its own tests.
         learnable_sink: version 4: [H_q], the score of one more key with value 0.
         return_lse: version 4: return (o, lse).
-        newer: arguments of versions 3 and 4 that change nothing, at their defaults; their qv
-            [B, T_q, H_q, D_v], with scores q k + qv v and a scale of (D + D_v) ** -0.5; and of
-            version 3, beside q, k and v in float8_e4m3fn, q_descale, k_descale and v_descale, fp32
-            [B, H_k]: `fastattn.attention_fp8` serves them, o in bfloat16, without gradients.
+        newer: arguments of versions 3 and 4 that change nothing, at their defaults; their qv [B,
+            T_q, H_q, D_v], with scores q k + qv v and a scale of (D + D_v) ** -0.5; and version 3's
+            q_descale, k_descale and v_descale, fp32 [B, H_k], with q, k and v in float8_e4m3fn:
+            `fastattn.attention_fp8` serves them, o in bfloat16, without gradients.
 
     Returns:
         o [B, T_q, H_q, D_v]; lse is fp32 [B, H_q, T_q]. Differentiable.
@@ -149,20 +148,20 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     **newer: Any,
 ) -> Result:
-    """Attention inside each of N sequences that lie behind one another.
+    """Attention within each of N packed sequences.
 
     Args:
         q: [total_q, H_q, D].
         k: [total_k, H_k, D]; with block_table pages [P, page_size, H_k, D], without gradients.
         v: likewise with D_v.
-        cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where each sequence starts, and the total.
+        cu_seqlens_q, cu_seqlens_k: int32 [N + 1], offsets of the sequences and the total.
             cu_seqlens_k may be None with a block_table and seqused_k.
-        max_seqlen_q: needed with a block_table alone.
+        max_seqlen_q: needed only with a block_table.
         max_seqlen_k: not needed.
         block_table: int32 [N, pages of a sequence]; page_table in version 3 and 4.
-        seqused_k: int32 [N], version 3: how many keys of each sequence count. With causal, a window
-            or ALiBi, whose positions then count from the last of these, without a block_table, they
-            are copied and the call waits for the device.
+        seqused_k: int32 [N], version 3: number of keys of each sequence to use. Positions count
+            from the last of these. Without a block_table, causal, a window or ALiBi copy the keys
+            and wait for the device.
         dropout_p, softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
         alibi_slopes, deterministic, return_attn_probs: likewise.
         learnable_sink, return_lse, newer: likewise.
@@ -249,24 +248,24 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     **newer: Any,
 ) -> Result:
-    """Attention of new tokens to a cache, which k and v are written into first, in place.
+    """Write k and v into a cache, in place, and attend to it.
 
     Args:
         q: [B, T_q, H_q, D].
         k_cache: [B_c, S, H_k, D], or with block_table pages [P, page_size, H_k, D]; contiguous.
         v_cache: likewise with D_v.
-        k, v: [B, T_new, H_k, D or D_v]: written at positions cache_seqlens and on. A token that its
-            row has no place for is not written where lengths are a tensor, and refused else.
-        rotary_cos, rotary_sin: [positions, R / 2]: k is rotated before it is written, by the place
-            where it goes: cache_seqlens and on, whatever cache_leftpad is. q is rotated likewise
-            with causal or a window, and else as if all of it stood at cache_seqlens.
-        cache_seqlens: tokens of each row in the cache, an int or int32 [B]; default all of it.
-            Needed with k and v. It is not changed.
+        k, v: [B, T_new, H_k, D or D_v]: written from position cache_seqlens on. Tokens past the end
+            of the row are skipped where lengths are a tensor, and refused otherwise.
+        rotary_cos, rotary_sin: [positions, R / 2]: k is rotated to positions from cache_seqlens on,
+            whatever cache_leftpad is. q is rotated likewise with causal or a window, otherwise all
+            of it to position cache_seqlens.
+        cache_seqlens: tokens of each row in the cache, an int or int32 [B]; default: all. Needed
+            with k and v. Not modified.
         cache_batch_idx: int32 [B], the row of the cache of each batch row.
-        cache_leftpad: int32 [B], where in the cache a row starts; what is before is not seen.
+        cache_leftpad: int32 [B], start of each row in the cache; earlier tokens are masked.
         block_table: int32 [B, pages of a row]; page_table in versions 3 and 4.
         rotary_interleaved: channels 2 i and 2 i + 1 are a pair (GPT-J), else i and i + R / 2.
-        num_splits: into how many parts keys are split; 0 = as many as fill the GPU.
+        num_splits: parts that the keys are split into; 0 = enough to fill the GPU.
         return_softmax_lse, return_lse: also return lse, fp32 [B, H_q, T_q].
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, newer: as for
             `flash_attn_func`.

@@ -1,7 +1,6 @@
-"""flash_attn_interface, the module of flash-attn 3, with its order of arguments and its results.
+"""flash_attn_interface, flash-attn 3's module, with its argument order and results.
 
-What the arguments mean, and which are refused, is said of the functions of `compat.flash_attn`,
-which serve these; there is no dropout and no ALiBi here, as there.
+`compat.flash_attn` documents the arguments. As in flash-attn 3, there is no dropout and no ALiBi.
 """
 
 from typing import Any
@@ -58,7 +57,7 @@ def flash_attn_varlen_func(*, return_attn_probs: bool = False, **kwargs: Any) ->
 def flash_attn_with_kvcache(*, max_seqlen_q: int | None = None, **kwargs: Any) -> Result:
     """o [B, T_q, H_q, D_v], or with return_softmax_lse (o, lse, None, None).
 
-    In the last two places flash-attn 3 returns what its splits of the keys gave; that is not kept.
+    flash-attn 3's last two results, those of its splits, are None here.
     """
     result = version_2.flash_attn_with_kvcache(**kwargs)
     return (*result, None, None) if kwargs.get("return_softmax_lse") else result
@@ -70,20 +69,19 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge results over disjoint parts of the keys, in torch. Has no gradients.
+    """Merge results over disjoint parts of the keys, in torch, without gradients.
 
     Args:
         out_partial: [parts, B, T, H, D], or [parts, total, H, D] of packed sequences.
         lse_partial: fp32 [parts, B, T, H], or [parts, total, H].
-        out: where the result is written, too; default a new tensor.
-        out_dtype: of the result; default that of out_partial.
+        out: also receives the result.
+        out_dtype: of the result; default: out_partial's.
 
     Returns:
-        out [B, T, H, D] and lse fp32 [B, T, H], or packed. A query that no part has a key for has
-        0 and -inf.
+        out [B, T, H, D] and lse fp32 [B, T, H], or packed; 0 and -inf for queries without keys.
 
     Raises:
-        RuntimeError: shapes that do not fit.
+        RuntimeError: shapes do not fit.
     """
     checked("out_partial", out_partial, 5 if out_partial.dim() == 5 else 4)
     if lse_partial.shape != out_partial.shape[:-1]:
@@ -103,4 +101,4 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """None: there is nothing to plan; the functions here take it as `scheduler_metadata`."""
+    """None: no plan is needed; valid as `scheduler_metadata`."""

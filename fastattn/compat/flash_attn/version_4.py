@@ -1,7 +1,7 @@
-"""flash_attn.cute, the module of flash-attn 4, with its order of arguments and its results.
+"""flash_attn.cute, flash-attn 4's module, with its argument order and results.
 
-What the arguments mean, and which are refused, is said of the functions of `compat.flash_attn`,
-which serve these. Both return (o, lse), lse being None unless return_lse asks for it.
+`compat.flash_attn` documents the arguments. Both functions return (o, lse), lse None unless
+return_lse.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def flash_attn_func(**kwargs: Any) -> tuple[Tensor, Tensor | None]:
 def flash_attn_varlen_func(**kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """(o [total_q, H_q, D_v], lse [H_q, total_q] or None) of packed sequences.
 
-    cu_seqlens_q is needed: queries padded to [B, T_q, H_q, D] are not served.
+    cu_seqlens_q is required: padded queries [B, T_q, H_q, D] are not served.
     """
     if kwargs.get("cu_seqlens_q") is None:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""FlashMLA's calls for decoding from latents, with its arguments and results.
+"""FlashMLA's functions for decoding from latent caches.
 
 import fastattn.compat.flash_mla as flash_mla
 """
@@ -16,7 +16,7 @@ __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 def get_mla_metadata(*_: Any, **__: Any) -> tuple[None, None]:
-    """(None, None): there is nothing to plan; any arguments, as its versions have several."""
+    """(None, None), as no plan is needed; takes the arguments of all FlashMLA versions."""
     return None, None
 
 
@@ -35,19 +35,19 @@ def flash_mla_with_kvcache(
     attn_sink: Tensor | None = None,
     **newer: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens to latents in pages, whose first columns are the values.
+    """Attention of new tokens to paged latents, whose first columns are the values.
 
     Args:
         q: [B, T_q, H_q, D], such as 512 + 64 columns, absorbed.
         k_cache: [pages, page size, H_k, D] in q's dtype; pages of any size.
         block_table: int32 [B, pages of a row].
         cache_seqlens: int32 [B], tokens of each row, the new ones counted.
-        head_dim_v: D_v, columns of a key that are the value.
-        tile_scheduler_metadata, num_splits: not looked at.
-        softmax_scale: default D ** -0.5, as FlashMLA has it. A model's own is that before
-            absorption, (128 + 64) ** -0.5 and YaRN's factor: give it.
-        causal: new token i sees what stands before it; else all see all.
-        attn_sink: float [H_q], the score of one more key of value 0; it is not in the lse.
+        head_dim_v: D_v, value columns of a key.
+        tile_scheduler_metadata, num_splits: ignored.
+        softmax_scale: default D ** -0.5, as in FlashMLA. Pass the model's scale before absorption:
+            (128 + 64) ** -0.5 times YaRN's factor.
+        causal: new token i sees the tokens up to itself; else all see all.
+        attn_sink: float [H_q], the score of one more key of value 0, not included in the lse.
         is_fp8_kvcache, indices, newer (extra_k_cache, ...): not served.
 
     Returns:
@@ -76,7 +76,7 @@ def flash_mla_with_kvcache(
     o, lse = decode_attention(q.transpose(1, 2), view, causal=causal, scale=scale, return_lse=True)
     if attn_sink is not None:
         checks.check_placement("attn_sink", attn_sink, (q.shape[2],), q)
-        # The sink takes its share of the weights, exp(sink) beside exp(lse).
+        # The sink adds exp(sink) to the denominator exp(lse).
         share = torch.sigmoid(lse - attn_sink.float()[:, None])
         o = (o * share.unsqueeze(-1)).to(o.dtype)
     return o.transpose(1, 2), lse

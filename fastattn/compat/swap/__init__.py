@@ -1,4 +1,4 @@
-"""`swap`: the attention of a whole model served by this library, where it stands."""
+"""`swap`: serve the attention of an existing model by this library, in place."""
 
 from .model import Swap as Swap
 from .model import swap as swap

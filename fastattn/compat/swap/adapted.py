@@ -1,7 +1,7 @@
-"""Modules whose forward is an adapter's first: by a class of their own, and no other change.
+"""Modules whose calls go to an adapter first, by a changed class alone.
 
-The adapter gets the module at every call, so that copies, replicas and pickles have their own parts
-served, with what they hold at that moment.
+The adapter gets the module at every call, so that copies, replicas and pickles use their own
+current state.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from torch import nn
 
 from ..calls import Calls
 
-# A call of a module: adapter(module, *args, **kwargs) gives the output, or NotImplemented.
+# adapter(module, *args, **kwargs) returns the output of a call, or NotImplemented.
 Adapter = Callable[..., Any]
 _CALLS = "fastattn_calls"
-# Attributes of a module: why its adapter left its last call, and whether it leaves all; why it gave
-# the output of its last call as the module's own forward computes it.
+# Attributes of a module: why its adapter left its last call, and whether it leaves all; why it
+# returned the own forward's output for its last call.
 REASON, REFUSED, UNSERVED = "fastattn_reason", "fastattn_refused", "fastattn_unserved"
 
 
 @cache
 def _adapted_class(kind: Any, adapter: Adapter) -> Any:
-    """A subclass of a module's class, under its name, whose forward asks the adapter first."""
+    """Subclass of a module's class, with its name, whose forward calls the adapter first."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls: Calls = getattr(self, _CALLS)
@@ -38,10 +38,10 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
         try:
             output = kind.forward(self, *args, **kwargs)
         except Exception:
-            # A call that is wrong by itself says nothing of others.
+            # An invalid call does not disqualify others.
             vars(self).pop(REFUSED, None)
             raise
-        # Unless calls of torch's function in it were counted.
+        # Unless its calls of torch's function were counted.
         if calls.counted == before:
             calls.count_passed(getattr(self, REASON, "the adapter leaves the call"))
         return output
@@ -61,10 +61,10 @@ def _new(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
 
 
 def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> Callable[[], None]:
-    """Have a module's calls served by an adapter, and counted.
+    """Serve a module's calls by an adapter, and count them.
 
     Returns:
-        What makes the module what it was.
+        A function that undoes it.
     """
     kind: Any = type(module)
     module.__class__ = _adapted_class(kind, adapter)

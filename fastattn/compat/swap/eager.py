@@ -1,4 +1,4 @@
-"""torch.compile finds attention in code that computes it by itself, and guards what the code reads.
+"""Find attention in eager code by capture with torch.compile, which guards on the code's inputs.
 
 `backend` is for whole models: `torch.compile(model, backend="fastattn")`. `CapturedForward` is for
 the modules of `swap(model, eager=True)`.
@@ -21,7 +21,7 @@ from .graph import Unmatched, rewrite
 from .scope import is_of_swap
 
 _OFF = "torch.compile is switched off"
-# A graph for each module of a model, where torch.compile can be told so.
+# One graph per module, where torch.compile supports it.
 _KNOWN = inspect.signature(torch.compile).parameters
 _LIMIT: Any = {"recompile_limit": 64} if "recompile_limit" in _KNOWN else {}
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
@@ -35,18 +35,18 @@ def backend(
     options: dict[str, Any] | None = None,
     **rest: Any,
 ) -> Any:
-    """A backend of torch.compile that puts `fastattn.attention` where a graph computes attention.
+    """Backend of torch.compile that replaces attention in a graph by `fastattn.attention`.
 
-    By product, softmax and product, or by torch's scaled_dot_product_attention. The rest of the
-    graph goes to another backend.
+    Matches product, softmax and product, or torch's scaled_dot_product_attention. Another backend
+    compiles the rest of the graph.
 
     Args:
-        graph, example_inputs: as torch.compile gives them.
+        graph, example_inputs: as for any backend.
         options: {"inner": name of the other backend}; default "inductor".
         rest: for the other backend.
 
     Raises:
-        torch._dynamo.exc.InvalidBackend: there is no other backend of the name.
+        torch._dynamo.exc.InvalidBackend: there is no inner backend of this name.
     """
     import torch._dynamo
 
@@ -72,7 +72,7 @@ def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any
 
 
 class CapturedForward:
-    """An adapter that runs a class's forward as torch.compile captures it, its attention served."""
+    """Adapter that runs a class's captured forward with its attention served."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind = kind
@@ -96,11 +96,11 @@ class CapturedForward:
             return NotImplemented
         functions = _functions(module)
         if functions not in self._compiled:
-            # Another object for a backend keeps torch.compile from what it captured before.
+            # A new backend object, so that torch.compile does not reuse old captures.
             self._compiled[functions] = torch.compile(
                 self.kind.forward, backend=partial(_attention_alone), fullgraph=True, **_LIMIT
             )
-        # Calls of torch's function count where the forward runs, not where it is captured.
+        # Count calls of torch's function when the forward runs, not during its capture.
         running.begin_capture(self._captured)
         captured = False
         try:
@@ -110,7 +110,7 @@ class CapturedForward:
                 setattr(module, UNSERVED, _OFF)
             return output
         except (errors.TorchDynamoException, errors.FailOnRecompileLimitHit) as error:
-            # Nothing has run: the whole forward is one graph, or none.
+            # Nothing has run yet, as the whole forward is one graph or none.
             setattr(module, REASON, _why(error))
             setattr(module, REFUSED, True)
             return NotImplemented
@@ -119,7 +119,7 @@ class CapturedForward:
 
 
 def _functions(module: nn.Module) -> tuple[Any, ...]:
-    """Functions of the classes of a module and its parts, on which torch.compile does not guard."""
+    """Functions of the classes of a module and its parts, which torch.compile does not guard."""
     kinds = {type(x): None for x in (*module.modules(), *vars(module).values())}
     kinds = {kind: None for kind in kinds if kind.__module__ != "builtins"}
     functions: list[Any] = []
@@ -138,10 +138,10 @@ def _why(error: Exception) -> str:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Why a module's forward is not to be captured: who runs it, or what is on a part of it."""
+    """Why a module's forward cannot be captured, or None."""
     if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
         return "torch.jit or torch.fx traces the call"
-    if torch._dynamo.config.disable:  # which fullgraph=True would call an error
+    if torch._dynamo.config.disable:  # an error with fullgraph=True
         return _OFF
     parts = [part for part in module.modules() if part is not module]
     hooks = (hook for x in parts for name in _HOOKS for hook in vars(x)[name].values())

@@ -1,11 +1,11 @@
-"""Changes in place in a graph: what they may change, and who has read it before."""
+"""Alias analysis of in-place changes in a graph."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
-# What makes a new tensor, so that nothing else is a view of it.
+# Operations whose result shares no memory.
 FRESH = frozenset((
     "matmul", "bmm", "baddbmm", "einsum", "linear", "mul", "div", "truediv", "add", "sub", "where",
     "masked_fill", "softmax", "layer_norm", "neg", "exp", "sigmoid", "clone", "cat", "stack",
@@ -16,9 +16,9 @@ _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod",
 
 
 def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
-    """Why nodes cannot all be computed where the last one is, or None.
+    """Why nodes cannot all move to the position of the last one, or None.
 
-    Something between them changes memory that one of them has read, or how the rest is computed.
+    A node between them may change memory that one of them reads, or global state.
     """
     moved = set(chain)
     waiting, read = len(moved), set[Any]()
@@ -39,7 +39,7 @@ def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a function or a method."""
+    """Name of a function or method."""
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -47,13 +47,13 @@ def _is_in_place(node: fx.Node) -> bool:
     name, schema = name_of(node), getattr(node.target, "_schema", None)
     if getattr(node.target, "__module__", "") == "_operator":  # or_ is none
         return name in _IN_PLACE
-    # A flag that is on may be one to work in place.
+    # A set flag may mean in-place.
     flagged = any(x is True for x in (*node.args[1:], node.kwargs.get("inplace")))
     return flagged or name.endswith("_") or bool(schema is not None and schema.is_mutable)
 
 
 def _memory(node: fx.Node) -> set[Any]:
-    """The nodes whose memory a node may share; "given" for all that the graph is given."""
+    """Nodes whose memory a node may share; "given" for all graph inputs."""
     storages: set[Any] = set()
     waiting = [node]
     while waiting:
@@ -63,7 +63,7 @@ def _memory(node: fx.Node) -> set[Any]:
         storages.add(x)
         if x.op in ("placeholder", "get_attr"):
             storages.add("given")
-        # einsum of one tensor is a view.
+        # einsum of one tensor returns a view.
         elif name_of(x) not in FRESH or name_of(x) == "einsum":
             waiting += x.all_input_nodes
     return storages

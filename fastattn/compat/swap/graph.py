@@ -1,7 +1,7 @@
-"""Attention in a graph that torch.compile captured: product, softmax, product, as one call.
+"""Rewrite product, softmax and product in a captured graph as one call of attention.
 
-Scale, mask and bias are those that the code computed itself, nodes of the graph. A softmax around
-which anything else happens stays as it is, with the reason.
+Scale, mask and bias are nodes of the graph. A softmax in any other context stays unchanged, with
+the reason.
 """
 
 import math
@@ -18,7 +18,7 @@ from ..calls import running
 from ..sdpa import LOWEST_BIAS, bounded_bias
 from .effects import FRESH, why_not_moved
 
-# A finite number below this is a mask: whatever is added to it in fp32 leaves it.
+# A finite number below this is a mask: adding a score in fp32 does not change it.
 _LOWEST = -1e30
 _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.matmul, operator.matmul, torch.bmm), "matmul"),
@@ -31,23 +31,23 @@ _FUNCTIONS: dict[Any, str] = {
     **{operator.imul: "mul_", operator.itruediv: "div_", operator.iadd: "add_"},
 }
 _METHODS = {"bmm": "matmul", "multiply": "mul", "true_divide": "div"}
-# How many operands an operation has by position; others are not known.
+# Number of positional operands of each known operation.
 _OPERANDS = {"matmul": 2, "mul": 2, "div": 2, "add": 2, "where": 3, "einsum": 2, "baddbmm": 3}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "contiguous")
 
 
 class Unmatched(Exception):
-    """Why a softmax, or a whole graph, stays as it is."""
+    """A softmax, or a whole graph, is not rewritten; the reason."""
 
 
 @dataclass
 class _Match:
-    """A softmax of scores, and what is known of it on the way up to the product.
+    """State of the walk from a softmax up to the product of the scores.
 
-    scale: of what is found above. factors: of the queries, tensors. terms: what is added, each with
-    a number and the sizes of the view of the scores that it is for, or None: a float tensor, times
-    the number; the number where a bool tensor is True.
+    scale: of the nodes above. factors: tensors that multiply queries. terms: (tensor, number,
+    sizes): a float tensor times the number is added, or the number where a bool tensor is True;
+    sizes: of the view of the scores, or None.
     """
 
     chain: list[fx.Node]
@@ -58,10 +58,10 @@ class _Match:
 
 
 def rewrite(module: fx.GraphModule) -> tuple[int, list[str]]:
-    """Put calls of attention into a graph and those inside it.
+    """Rewrite attention in a graph and its subgraphs.
 
     Returns:
-        How many there are, and of each softmax that stayed the reason.
+        The number of rewritten attentions, and the reason for each other softmax.
     """
     count, reasons = 0, []
     for part in [x for x in module.modules() if isinstance(x, fx.GraphModule)]:
@@ -77,7 +77,7 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[str]]:
 
 
 def _name(node: Any) -> str:
-    """The operation of a node by one name for function, method and operator; "" for others."""
+    """Name of a node's operation, equal for function, method and operator; "" for others."""
     name = ""
     if isinstance(node, fx.Node) and node.op == "call_function":
         name = _FUNCTIONS.get(node.target, "")
@@ -102,7 +102,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _without_in_place(graph: fx.Graph) -> None:
-    """Let what follows a change in place use its result, where nothing else sees the change."""
+    """Make later nodes use the result of an in-place change, where no other node sees it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         x: Any = node.args[0] if node.args else None
@@ -145,7 +145,7 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
 
 
 def _product_of_weights(softmax: fx.Node, match: _Match) -> fx.Node:
-    """The node that multiplies the weights by the values."""
+    """Node of the product of weights and values."""
     node = softmax
     while True:
         if len(node.users) != 1:
@@ -172,7 +172,7 @@ def _product_of_weights(softmax: fx.Node, match: _Match) -> fx.Node:
 
 
 def _product_of_scores(node: Any, match: _Match) -> tuple[fx.Node, fx.Node]:
-    """Queries [..., T_q, D] and keys [..., D, T_k], whose product the scores are made of."""
+    """Queries [..., T_q, D] and keys [..., D, T_k] of the scores."""
     while True:
         if not isinstance(node, fx.Node) or len(node.users) != 1:
             raise Unmatched("scores have other uses than their softmax")
@@ -189,7 +189,7 @@ def _product_of_scores(node: Any, match: _Match) -> tuple[fx.Node, fx.Node]:
 
 
 def _step(node: fx.Node, name: str, match: _Match) -> Any:
-    """The scores that a node takes; what it does with them is noted."""
+    """The input scores of a node, after recording its operation."""
     if name in _CASTS:
         return node.args[0]
     if name in ("view", "reshape"):
@@ -222,7 +222,7 @@ def _step(node: fx.Node, name: str, match: _Match) -> Any:
 
 
 def _viewed(node: fx.Node, match: _Match) -> Any:
-    """The scores that a node views in other sizes; what was found is for those sizes."""
+    """The input scores of a view; earlier terms keep the view's sizes."""
     sizes: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
     sizes = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
     if match.factors or not all(isinstance(x, (int, fx.Node)) for x in sizes):
@@ -250,7 +250,7 @@ def _multiply(scores: Any, other: Any, node: fx.Node, name: str, match: _Match) 
 
 
 def _is_of_rows(x: Any) -> bool:
-    """Whether a node is one number, which torch.compile left open, or one for each query."""
+    """Whether a node is a dynamic number, or one number per query."""
     value = x.meta.get("example_value") if isinstance(x, fx.Node) else None
     if isinstance(value, Tensor):
         return value.is_floating_point() and (value.dim() == 0 or value.shape[-1] == 1)
@@ -261,7 +261,7 @@ def _add(scores: Any, other: Any, node: fx.Node, match: _Match) -> None:
     fits = not node.kwargs and _same(scores, node) and isinstance(other, fx.Node)
     if not fits or not _value(other).is_floating_point() or match.factors:
         raise Unmatched("something else than a bias is added to scores")
-    # Of two tensors of one shape, the scores are what a product leads to.
+    # With two tensors of equal shape, the scores are the one from a product.
     match.terms.append((other, match.scale, None))
 
 
@@ -276,7 +276,7 @@ def _fill(node: fx.Node, mask: Any, value: Any, match: _Match, hides: bool) -> N
             mask = node.graph.call_function(operator.invert, (mask,))
     elif number > _LOWEST:
         raise Unmatched(f"scores are filled with {value}, and not with -inf")
-    # What scores are multiplied by later may take a finite number further than fp32 goes.
+    # A later factor of the scores could overflow a finite number.
     match.terms.append((mask, number if number == -math.inf else max(number, LOWEST_BIAS), None))
 
 
@@ -294,7 +294,7 @@ def _biased_product(node: fx.Node, match: _Match) -> tuple[fx.Node, fx.Node]:
 
 
 def _letters(node: fx.Node) -> tuple[str, str, str]:
-    """Operands and result of a product by torch.einsum."""
+    """Index letters of the operands and result of a torch.einsum product."""
     equation = node.args[0]
     if not isinstance(equation, str) or len(node.args) != 3 or "." in equation:
         raise Unmatched("torch.einsum is called in another way")
@@ -318,7 +318,7 @@ def _einsum_scores(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _values(product: fx.Node) -> tuple[fx.Node, list[int] | None]:
-    """Values [..., T_k, D_v], and the order of dims of the result if it is another."""
+    """Values [..., T_k, D_v], and the permutation of the result, if any."""
     if _name(product) == "matmul":
         return product.args[1], None  # type: ignore[return-value]
     first, second, result = _letters(product)
@@ -334,7 +334,7 @@ def _values(product: fx.Node) -> tuple[fx.Node, list[int] | None]:
 
 
 def _permuted(x: Any, letters: str, wanted: str) -> fx.Node:
-    """A node whose dims are in the wanted order; of a batch that it lacks, it gets a 1."""
+    """Node with dims in the wanted order; missing batch dims become 1."""
     if not set(letters) <= set(wanted):
         raise Unmatched("torch.einsum sums over an index of one operand")
     shape = _value(x)
@@ -371,13 +371,13 @@ def fused(
     terms: list[tuple[Tensor, float, Any]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Attention of q [..., T_q, D] and k [..., D, T_k], in place of product, softmax, product."""
+    """Attention of q [..., T_q, D] and k [..., D, T_k], replacing product, softmax and product."""
     running.fused = True
     common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     shape = (*q.shape[:-1], k.shape[-1])
     for factor in factors:
         q = q * factor
-    if dropout >= 1:  # a number that the graph does not hold
+    if dropout >= 1:  # a dynamic number
         return F.dropout(q @ k @ v, 1.0)
     mask, bias, filled = _masks(terms, shape)
     options: dict[str, Any] = {
@@ -385,7 +385,7 @@ def fused(
         "attn_bias": None if bias is None else bounded_bias(bias),
     }
     if filled is not None:
-        # A row of nothing else depends on no score, nor does a score get a gradient from it.
+        # A fully masked row depends on no score and gives no score a gradient.
         hidden = filled | (bias == -math.inf)
         hidden = hidden if mask is None else hidden | ~mask
         q = q.masked_fill(hidden.all(-1, keepdim=True), 0)
@@ -398,9 +398,9 @@ def fused(
 def _masks(
     terms: list[tuple[Tensor, float, Any]], shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The mask (True = seen), the bias, and what a finite number hides, of the terms of scores."""
+    """The mask (True = visible), the bias, and the positions masked by a finite number."""
     mask = bias = filled = None
-    for x, number, sizes in reversed(terms):  # as they were computed: what is filled is replaced
+    for x, number, sizes in reversed(terms):  # in order, as fills overwrite
         x = x if sizes is None else _as_scores(x, sizes, shape)
         x = x if x.dim() >= 2 else x.reshape(1, -1)
         if x.dtype != torch.bool:
@@ -417,6 +417,6 @@ def _masks(
 
 
 def _as_scores(x: Tensor, sizes: list[int], shape: tuple[int, ...]) -> Tensor:
-    """A bias or a mask for a view of the scores in some sizes, in shape [..., T_q, T_k]."""
+    """Reshape a bias or mask of a view of the scores to [..., T_q, T_k]."""
     explicit = math.prod(n for n in sizes if n != -1)
     return x.expand([math.prod(shape) // explicit if n == -1 else n for n in sizes]).reshape(shape)

@@ -1,4 +1,4 @@
-"""`fastattn.swap`: serve a model's attention by this library, in place and undoable."""
+"""`fastattn.swap`: serve a model's attention by this library, in place, with undo."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,35 +26,33 @@ class Swap:
     """Result of `swap`: the modules of a model that this library serves.
 
     Attributes:
-        calls: for each served module ("" is the model itself), how many of its calls this library
-            computed, and how many went to its own forward or to torch's function; see `Calls`. A
-            module without attention of its own is listed with 0 calls. Models of transformers are
-            not counted.
+        calls: call counts (`Calls`) of each served module ("" is the model itself). A module
+            without attention of its own has 0 calls. Models of transformers are not counted.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, Calls] = {}
-        # How modules are served, by what was done to them and by what their code names.
+        # How modules are served: by our changes, and by names in their code.
         self._ways: dict[str, str] = {}
         self._watched: dict[str, type[nn.Module]] = {}
-        # Of a model of transformers `left` tells what no registered function reaches.
+        # For models of transformers, `left` lists modules that ignore the registered function.
         self._of_transformers: set[str] = set()
         self._left: dict[str, str] = {}
         self._undo: list[Callable[[], None]] = []
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Names of modules that are served, and how.
+        """Names of served modules, and how they are served.
 
-        Modules that keep their forward are among them from the start if their code names torch's
-        function, and others once they have called it. Where calls were made and none was served, a
-        module is in `left`.
+        Modules that keep their forward are listed from the start if their code names torch's
+        function, else after their first call of it. A module whose calls were all passed on is in
+        `left`.
         """
         return {name: way for name, way in self._served().items() if not self._in_vain(name)}
 
     @property
     def left(self) -> dict[str, str]:
-        """Names of modules that are attention, or may be, and are not served, and why."""
+        """Names of possible attention modules that are not served, and why."""
         served = self._served()
         left = {
             name: f"{_class_name(kind)}: {_why_left(kind)}"
@@ -62,7 +60,7 @@ class Swap:
             if name not in served and name not in self._of_transformers and _may_attend(kind)
         }
         in_vain = [name for name in served if self._in_vain(name)]
-        # A class that is only named as attention may hold what is.
+        # A class named as attention may only contain attention.
         listed = served | left | self._left
         left = {
             name: why
@@ -88,7 +86,7 @@ class Swap:
         return calls is not None and calls.passed > 0 and calls.served == 0
 
     def undo(self) -> None:
-        """Make every module what it was. The objects, their weights and hooks are the same."""
+        """Restore every module. The objects, weights and hooks are unchanged."""
         while self._undo:
             self._undo.pop()()
 
@@ -128,32 +126,31 @@ def swap(
     eager: bool = False,
     adapters: Mapping[type[nn.Module], Adapter] | None = None,
 ) -> Swap:
-    """Serve the attention of a model by `fastattn`, where it stands.
+    """Serve the attention of a model by `fastattn`, in place.
 
-    No module is exchanged for another one, and nothing of a module is copied: weights, hooks,
-    training mode, device and dtype stay as they are, and what is changed later counts.
+    No module is replaced or copied: weights, hooks, training mode, device and dtype stay, and later
+    changes take effect.
 
-    - `torch.nn.MultiheadAttention` objects get the class `fastattn.MultiheadAttention`. A subclass
-      may do anything and keeps its forward.
+    - `torch.nn.MultiheadAttention` objects get the class `fastattn.MultiheadAttention`. Subclasses
+      keep their forward.
     - Models of Hugging Face transformers get `set_attn_implementation("fastattn")`.
-    - Every other module keeps its forward, whatever it computes. While it runs, torch's
-      `scaled_dot_product_attention` is the one of `fastattn.compat.sdpa`, which passes on what the
-      kernels cannot serve. Code that took torch's function by name before keeps torch's.
+    - Every other module keeps its forward. While it runs, torch's `scaled_dot_product_attention` is
+      `fastattn.compat.sdpa`'s, which passes on calls that the kernels cannot serve. Code that
+      imported torch's function by name before keeps torch's.
 
-    `Swap.calls` counts, and `print(swap(model))` tells what becomes of which module.
+    `Swap.calls` counts calls, and `print(swap(model))` shows how each module is served.
 
     Args:
         model: any module. Swap before torch.compile, FSDP and other wrappers.
-        eager: also serve modules that multiply, take a softmax and multiply by themselves: their
-            forward is captured by torch.compile, which guards on whatever it reads, attention is
-            found in the graph, and the rest of the graph runs as it stands. A forward that
-            cannot be captured, has a hook inside or no attention in its graph runs as it is.
-        adapters: of classes of modules, by identity, functions
-            `adapter(module, *args, **kwargs)` that give the output of a call of the module, or
-            NotImplemented to have its own forward compute it.
+        eager: also serve modules that compute product, softmax and product themselves:
+            torch.compile captures their forward, with guards on its inputs, and attention in the
+            graph is replaced. A forward that cannot be captured, has a hook inside or no attention
+            in its graph runs unchanged.
+        adapters: by exact class of module, functions `adapter(module, *args, **kwargs)` that return
+            the output of a call, or NotImplemented to use the module's own forward.
 
     Returns:
-        A `Swap`: what was done, and how to undo it.
+        A `Swap`, with a report and `undo`.
 
     Raises:
         TypeError: model is no torch.nn.Module, adapters are no dict from classes of modules to
@@ -180,7 +177,7 @@ def swap(
         elif eager and not _SOFTMAX.isdisjoint(names_in(kind)):
             _adapt(name, module, CapturedForward(kind), _BY_CAPTURE, done)
     if done._watched:
-        # Not the swap itself, whose undo holds the model: it ends with the model.
+        # Not the swap itself, which refers to the model and would keep it alive.
         token = object()
         patch.serve_running(token)
         done._undo.append(weakref.finalize(model, patch.stop_serving, token))
@@ -206,9 +203,9 @@ def _found(
     adapters: Any,
     registered: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that may be attention or hold some, each once, under its first name.
+    """Modules that are or may contain attention, each once, under its first name.
 
-    registered: it is in a model of transformers, which takes its attention by name.
+    registered: inside a model of transformers with a registered attention function.
     """
     if id(module) in seen:
         return
@@ -254,9 +251,9 @@ def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> Non
 
 
 def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> bool:
-    """Have a model of transformers take its attention by name, of all its layers at once.
+    """Set the attention implementation of a model of transformers, for all layers.
 
-    What does so is `seen`; the rest of the model, its own modules included, is swapped as others.
+    Adds served modules to `seen`; other modules are swapped as usual.
     """
     try:
         from ..transformers.attend import NAME, register

@@ -1,7 +1,7 @@
-"""Hooks of a module, and nothing else, by which calls of torch's function within it are served.
+"""Hooks of a module that serve calls of torch's function within it.
 
-The module stays as it is, its forward too. Copies, replicas and pickles of it have its hooks, which
-know nothing of the module.
+The module and its forward are unchanged. Copies, replicas and pickles keep the hooks, which do not
+refer to the module.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from ..calls import Calls, running
 
 
 class _Hook:
-    """A forward hook that counts for a module; torch.jit.script is told why it cannot have it."""
+    """A forward hook that counts for a module; torch.jit.script gets an error that explains."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
 
     @property
     def __name__(self) -> str:
-        # torch.jit asks the hooks of a module for their names, and nobody else does.
+        # Only torch.jit reads the names of a module's hooks.
         raise RuntimeError(
             "torch.jit.script compiles hooks of modules and cannot compile those of fastattn.swap: "
             "end the swap by its undo() first, or use torch.compile"
@@ -42,10 +42,10 @@ def is_of_swap(hook: object) -> bool:
 
 
 def watch(module: nn.Module, calls: Calls) -> Callable[[], None]:
-    """Have calls of torch's function served and counted while a module runs.
+    """Serve and count calls of torch's function while a module runs.
 
     Returns:
-        What removes the hooks.
+        A function that removes the hooks.
     """
     begin = module.register_forward_pre_hook(_Begin(calls), prepend=True)
     # Also where the forward raises.

@@ -1,4 +1,4 @@
-"""Names in the code of a class of modules: for reports, and for what torch.compile is to try."""
+"""Names in the code of a module class, for reports and to choose candidates of capture."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -2,11 +2,10 @@
 
     fastattn.compat.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fastattn")
-    model.set_attn_implementation("fastattn")     # or a model that is there already
+    model.set_attn_implementation("fastattn")     # or an existing model
 
-transformers makes the mask of a layer in one place and computes attention in another, and each
-implementation registers a function for both; the one for masks is in `masks`. Not every
-family calls a registered function: see `models`.
+An implementation registers two functions with transformers, for attention and for masks (`masks`).
+Not every family calls registered functions: see `models`.
 """
 
 import warnings
@@ -31,20 +30,20 @@ from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids
 
 Attend = Callable[..., Any]
-# First and last minor version that the tests have run with.
+# First and last tested minor version.
 _TESTED = ((5, 23), (5, 23))
 _SMALL_CHANGES = "scores, masks or caches may be passed in another way there"
-# Where transformers says what it takes from the results of layers, once it is imported.
+# transformers' module of output capturing, if imported.
 _collectors: list[Any] = []
 
 
 def register() -> None:
-    """Make `attn_implementation="fastattn"` known to transformers.
+    """Register `attn_implementation="fastattn"` with transformers.
 
     Raises:
         ImportError: transformers is not installed.
     Warns:
-        UserWarning: once, for a version of transformers that was not tested.
+        UserWarning: once, for an untested version of transformers.
     """
     try:
         import transformers
@@ -89,7 +88,7 @@ def attention_forward(
     """Compute a layer's attention: the function that transformers calls for each layer.
 
     Args:
-        module: the layer. Its `is_causal` (default True) holds where the argument is None.
+        module: the layer; its `is_causal` (default True) is the default of the argument.
         query: [B, H_q, T_q, D].
         key: [B, H_k, T_k, D]; H_k divides H_q.
         value: [B, H_k, T_k, D_v].
@@ -97,31 +96,31 @@ def attention_forward(
             bool or integer [B, T_k] (nonzero = attend), the queries being the last tokens; or None.
         dropout: of the weights.
         scaling: factor on the products; default D ** -0.5.
-        is_causal: without a mask, or with one of two dims: queries see no later keys.
-        sliding_window: without a mask, or with one of two dims: how many keys around itself, itself
-            included, a query sees on either side. Other masks have the window in them.
+        is_causal: queries see no later keys; used without a mask or with a 2-dim one.
+        sliding_window: keys that a query sees on either side, itself included; used without a mask
+            or with a 2-dim one. Other masks include the window.
         softcap, s_aux, position_bias: `softcap`, `sinks` and `attn_bias` of `fastattn.attention`.
         sinks: float [B, H_q, T_q, 1], the score of one more key for each query, whose value is 0.
-        indices: integers [B, T_q, n], the keys that a query may see, where the mask shows them too.
+        indices: integers [B, T_q, n], keys that a query may see, within the mask.
         cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], offsets of sequences packed into a batch of
-            one. They hold beside any mask; beside one of two dims, only if that hides nothing. The
-            sequences that a mask's rule was made of give way to them, as in "flash_attention_2".
-        cache: of continuous batching. It is updated, and its offsets and sliding_window take the
-            place of the mask.
-        block_indices: integers [B, H_s, T_q, n], blocks of keys that a query of the heads of H_s
-            lists may see, likewise. A block is of as many keys as the layer's indexer or its
-            config's index_block_size says.
-        output_attentions: also return the weights, without gradients or dropout. So do layers of a
-            model that was asked for them and does not pass that on, where transformers is tested.
-        kwargs: what is meant for other implementations, and position_ids: the mask has them in it.
+            one. They combine with any mask; with a 2-dim one only if it hides nothing. They replace
+            the sequences in a mask's rule, as in "flash_attention_2".
+        cache: of continuous batching. It is updated; its offsets and sliding_window replace the
+            mask.
+        block_indices: integers [B, H_s, T_q, n], blocks of keys that a query may see, likewise, in
+            H_s lists of heads. The block size is the layer's indexer's or its config's
+            index_block_size.
+        output_attentions: also return the weights, without gradients or dropout. With tested
+            versions, layers of a model called with output_attentions do so too.
+        kwargs: arguments of other implementations, and position_ids, which the mask includes.
 
     Returns:
         ([B, T_q, H_q, D_v] contiguous, weights [B, H_q, T_q, T_k] or None).
 
     Raises:
-        NotImplementedError: beside a cache, what offsets and a window do not say.
-        ValueError: no mask, although 1 < T_q != T_k and the layer is causal: where the queries
-            stand among the keys is then unknown. cu_seq_lens_q beside padding.
+        NotImplementedError: a cache with a mask that offsets and a window do not express.
+        ValueError: no mask for a causal layer with 1 < T_q != T_k, as the queries' positions are
+            unknown; or cu_seq_lens_q with padding.
     """
     output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -178,7 +177,7 @@ def attention_forward(
 
 
 def _refuse_beside_cache(causal: bool, *values: Any) -> None:
-    """Refuse what continuous batching does not bring, and offsets alone would drop."""
+    """Refuse options that attention over pages would ignore."""
     names = ("scores of the caller's own", "output_attentions", "dropout")
     wrong = [] if causal else ["is_causal=False"]
     wrong += [name for name, x in zip(names, values, strict=True) if x]
@@ -190,9 +189,9 @@ def _refuse_beside_cache(causal: bool, *values: Any) -> None:
 
 
 def _are_weights_collected() -> bool:
-    """Whether the model that is being called keeps what its layers return as weights."""
+    """Whether the model being called collects its layers' weights."""
     collector = _collectors[0] if _collectors else None
-    # Not everything about it can be traced.
+    # It cannot be traced.
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
         return False
     return any(name.endswith("attentions") for name in collector.get() or ())
@@ -206,17 +205,17 @@ def _attend(
     options: dict[str, Any],
     attend: Attend,
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, T_q, H_q, D_v], and what share of the weights keys have beside sinks of each query."""
+    """[B, T_q, H_q, D_v], scaled by the keys' share of the weights if queries have sinks."""
     if sinks is None:
         return attend(query, key, value, **options).transpose(1, 2).contiguous(), None
     o, lse = attend(query, key, value, return_lse=True, **options)
-    # One more key multiplies the denominator by 1 + exp(sinks - lse).
+    # A sink multiplies the denominator by 1 + exp(sinks - lse).
     share = torch.sigmoid(lse[..., None] - sinks)
     return (o * share).to(o.dtype).transpose(1, 2).contiguous(), share
 
 
 def _usable_rule(mask: LazyMask, query: Tensor, key: Tensor) -> Rule | None:
-    """The rule of a mask that fits these tensors; None where its entries have to be read."""
+    """The rule of a mask if it fits these tensors, else None."""
     fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
     return mask.rule() if fits else None
 
@@ -224,7 +223,7 @@ def _usable_rule(mask: LazyMask, query: Tensor, key: Tensor) -> Rule | None:
 def _rule_without_mask(
     padding: Tensor | None, causal: bool, sliding_window: int | None, query: Tensor, key: Tensor
 ) -> Rule:
-    """The rule of a layer whose mask is None or only says which keys exist."""
+    """The rule of a layer whose mask is None or padding."""
     T_q, T_k = query.shape[2], key.shape[2]
     if causal and padding is None and 1 < T_q != T_k:
         raise ValueError(
@@ -238,7 +237,7 @@ def _rule_without_mask(
 
 
 def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
-    """Add a mask's entries to the options, to a bias if there is one and they are numbers."""
+    """Add a mask's entries to the options; floats are added to a bias."""
     if mask.dtype == torch.bool:
         before = options.get("attn_mask")
         options["attn_mask"] = mask if before is None else before & mask
@@ -249,12 +248,12 @@ def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
 
 
 def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether this is one new token of a row behind a cache that the decode kernels can read."""
+    """Whether this is a decoding step that the decode kernels serve."""
     if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     T_k = key.shape[2]
     offset = options.get("query_offset", T_k - 1)
-    # There a query stands at the last key.
+    # A decoding query is at the last key.
     if isinstance(offset, Tensor) or offset != T_k - 1 or T_k == 0:
         return False
     whole_rows = all(x.shape[3] * x.element_size() % 16 == 0 for x in (key, value))
@@ -263,7 +262,7 @@ def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
 
 
 def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """[B, 1, H_q, D_v], the keys of a row split among many programs where there are few rows."""
+    """[B, 1, H_q, D_v] by the decode kernels, which split keys where there are few rows."""
     B, _, T_k, _ = key.shape
     wanted = {"causal": False, **options}
     for name in ("dropout", "query_offset"):
@@ -281,12 +280,12 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 def _check_packed(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, rule: Rule | None
 ) -> None:
-    """Offsets of packed sequences must be all that separates the rows of keys."""
+    """Check that the mask agrees with the offsets of packed sequences."""
     if query.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of 1, got {query.shape[0]}")
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if rule is None and chunk is not None and key.shape[2] > chunk:
-        # Chunks count from where a sequence starts, and the mask's entries from where the row does.
+        # Chunks count from a sequence's start, the mask's entries from the row's.
         raise NotImplementedError(
             f"cu_seq_lens_q beside the entries of a mask, as torch.compile makes them, in a model "
             f"with attention_chunk_size {chunk}: leave the offsets out, and position_ids that "
@@ -305,7 +304,7 @@ def _check_packed(
 
 
 def _is_plain(rule: Rule) -> bool:
-    """Whether offsets, after `_check_packed`, leave only a band of the rule to be said."""
+    """Whether a rule is offsets and a band, after `_check_packed`."""
     return rule.chunk is None and not (rule.padding is not None and torch.compiler.is_compiling())
 
 
@@ -316,7 +315,7 @@ def _packed(
     offsets: tuple[Tensor, Tensor | None],
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention inside each of the sequences that lie behind one another in a batch of one."""
+    """Attention within packed sequences in a batch of one."""
     of_rows = ("query_offset", "key_padding_mask", "documents")
     passed = {name: x for name, x in options.items() if x is not None and name not in of_rows}
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -326,7 +325,7 @@ def _packed(
 def _packed_ids(
     offsets: tuple[Tensor, Tensor | None], query: Tensor, key: Tensor, rule: Rule | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The number of each token's sequence, and of its chunk in that, in a batch of one."""
+    """Number of each token's sequence, or of its chunk, in a batch of one."""
     T_q, T_k = query.shape[2], key.shape[2]
     if T_q != T_k:
         raise ValueError(
@@ -342,7 +341,7 @@ def _packed_ids(
 def _lists(
     module: nn.Module, indices: Tensor | None, block_indices: Tensor | None
 ) -> tuple[Tensor, int]:
-    """Lists [B, H_s, T_q, n] of the keys, or blocks of keys, that an indexer chose; their size."""
+    """Lists [B, H_s, T_q, n] of an indexer's keys or blocks, and the block size."""
     if block_indices is None:
         assert indices is not None
         return indices[:, None], 1
@@ -359,20 +358,20 @@ def _lists(
     return block_indices, int(size)
 
 
-# What `selected_attention` takes beside the lists; a dropout of 0 is none.
+# Options that `selected_attention` takes, and dropout, which may be 0.
 _BESIDE_LISTS = {x for x, row in OPTIONS.items() if "selected_attention" in row.calls} | {"dropout"}
 
 
 def _go_by_lists(lists: Tensor, size: int, key: Tensor, options: dict[str, Any]) -> bool:
-    """Whether blocks are met by their lists; chosen tokens where they are few, and no step."""
+    """Whether to use `selected_attention`: for blocks, or few tokens outside decoding."""
     few = size > 1 or (lists.shape[2] > 1 and 4 * lists.shape[3] <= key.shape[2])
     return few and options.keys() <= _BESIDE_LISTS and not options["dropout"]
 
 
 def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
-    """bool [B, 1 or H_q, T_q, T_k]: the keys of the blocks that lists name, -1 being none."""
+    """bool [B, 1 or H_q, T_q, T_k]: keys of the listed blocks; -1 = none."""
     blocks = -(-key.shape[2] // size)
-    # What is no block goes to a column of its own, the first.
+    # -1 goes to an extra first column.
     shape = (*lists.shape[:3], 1 + blocks)
     mask = torch.zeros(shape, dtype=torch.bool, device=key.device)
     mask = mask.scatter(-1, lists.long().clamp(min=-1) + 1, True)[..., 1:]
@@ -383,7 +382,7 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
 
 @cache
 def _check_version(version: str) -> None:
-    """Warn, once in a process, about a version that was not tested."""
+    """Warn, once in a process, about an untested version."""
     first, last = _TESTED
     installed = tuple(int(part) for part in version.split(".")[:2])
     if not first <= installed <= last:

@@ -1,8 +1,7 @@
-"""Models of transformers over a sequence of which each rank holds some tokens.
+"""Context parallelism for models of transformers.
 
-Their layers attend to the tokens of all ranks. What else in a model looks along a sequence is told
-where the tokens of a rank stand: positions, which sequences are packed, the labels of the loss. A
-model that mixes tokens in another way is refused, and so is one that makes positions of its own.
+Layers attend to the tokens of all ranks. Positions, packed sequences and labels are translated for
+a rank's tokens. Models that mix tokens in another way or compute their own positions are refused.
 """
 
 import inspect
@@ -21,7 +20,7 @@ from . import attend
 from .models import unserved
 
 _SERVED_KINDS = {"full_attention", "sliding_attention"}
-# Arguments of models whose dim 1 is that of the tokens.
+# Model arguments with tokens in dim 1.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "token_type_ids")
 _REFUSED = {
     "past_key_values": "a sequence that is spread over ranks has no cache",
@@ -33,22 +32,22 @@ _REFUSED = {
 
 
 class SpreadModels:
-    """Models of transformers with attn_implementation="fastattn", while it is in force.
+    """Patches for models of transformers with attn_implementation="fastattn".
 
     Args:
-        mesh, plan: as of `context_attention`.
-        attention: `fastattn.attention` of this rank's tokens, over those of all.
+        mesh, plan: as for `context_attention`.
+        attention: `fastattn.attention` from this rank's tokens to all ranks'.
     """
 
     def __init__(self, mesh: Mesh, plan: ContextPlan, attention: Callable[..., Any]) -> None:
         self.mesh, self.plan, self._attention = mesh, plan, attention
         self._checked: WeakSet[nn.Module] = WeakSet()
-        # Of the models that are being called, whether they know the positions of their tokens.
+        # For each model being called: whether it has the positions of its tokens.
         self._calls: list[tuple[str, bool]] = []
         self._told = "transformers.modeling_utils" in sys.modules
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """Owner, name and value of what has to stand in another's place."""
+        """Owner, name and new value of each patched attribute."""
         yield attend, "attention", self.attention
         for name, reason in (
             ("attention_varlen", f"cu_seq_lens_q: {_REFUSED['cu_seq_lens_q']}"),
@@ -64,7 +63,7 @@ class SpreadModels:
             yield PreTrainedModel, "__call__", self._call(PreTrainedModel.__call__)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Attention of a layer, with the options that its mask came to."""
+        """Attention of a layer, with its mask as options."""
         if not self._told:
             raise RuntimeError(
                 "transformers was imported while ContextParallel was in force: import it before"
@@ -88,7 +87,7 @@ class SpreadModels:
         return self._attention(q, k, v, **options)
 
     def _packed(self, find: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor | None]:
-        """Which of the packed sequences a token belongs to, found in the whole row."""
+        """Wrap a function that numbers packed sequences, to see the whole row."""
 
         @wraps(find)
         def call(position_ids: Tensor) -> Tensor | None:
@@ -99,7 +98,7 @@ class SpreadModels:
         return call
 
     def _call(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's `__call__` with the tokens of a rank."""
+        """Wrap a model's `__call__` for a rank's tokens."""
 
         @wraps(inner)
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +122,7 @@ class SpreadModels:
         return call
 
     def _place(self, model: Any, bound: inspect.BoundArguments) -> None:
-        """Check a call, and add the positions of a model that would count them from 0."""
+        """Check a call, and add positions for a model that counts them from 0."""
         if model not in self._checked:
             check_model(model, self.plan.T)
             self._checked.add(model)
@@ -159,9 +158,9 @@ class SpreadModels:
             )
 
     def _share_loss(self, model: Any, bound: inspect.BoundArguments) -> None:
-        """Make the loss of a causal model a rank's share of that of the whole sequence.
+        """Make a causal model's loss this rank's share of the whole sequence's.
 
-        The label of a token may lie on another rank, and the mean is one over all of them.
+        A token's label may be on another rank, and the mean is over all ranks.
         """
         if not isinstance(bound.arguments.get("labels"), Tensor):
             return
@@ -177,7 +176,7 @@ class SpreadModels:
 
 
 def check_model(model: Any, T: int) -> None:
-    """Raise on a model that looks along a sequence of T tokens otherwise than by our attention."""
+    """Raise on a model that mixes T tokens in another way than our attention."""
     name, config = type(model).__name__, model.config
     chosen = config._attn_implementation
     if chosen != attend.NAME:
@@ -208,7 +207,7 @@ def check_model(model: Any, T: int) -> None:
 
 
 def _check_loss(model: Any) -> None:
-    """Raise on a loss that is not the mean over the next tokens."""
+    """Raise on a loss other than the mean over next tokens."""
     name = type(model).__name__
     if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function"):
         raise ValueError(
@@ -223,7 +222,7 @@ def _check_loss(model: Any) -> None:
 
 
 def _frequencies_hold_until(module: nn.Module) -> int | None:
-    """Up to how many positions a rotary module's frequencies do not depend on them; None: any."""
+    """Number of positions up to which a rotary module's frequencies are constant; None: any."""
     kinds = getattr(module, "rope_type", None)
     named = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
     if not any(kind == "longrope" or "dynamic" in kind for kind in named if kind):
@@ -236,7 +235,7 @@ def _frequencies_hold_until(module: nn.Module) -> int | None:
 
 
 def _others(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Keyword arguments of a call beyond the named parameters; changes to the dict take effect."""
+    """Extra keyword arguments of a call, as a mutable dict."""
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             others: dict[str, Any] = bound.arguments.setdefault(name, {})
@@ -245,7 +244,7 @@ def _others(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """All arguments of a call by their names, as transformers' decorators want them."""
+    """All arguments of a call by name."""
     others = _others(bound)
     named = {name: x for name, x in bound.arguments.items() if x is not others}
     return named | others
@@ -266,9 +265,9 @@ def _refusal(message: str) -> Callable[..., Any]:
 
 @cache
 def counts_positions(forward: Callable[..., Any]) -> bool:
-    """Whether the forward of a model counts the positions that it is not given from 0 on.
+    """Whether a model's forward counts missing positions from 0.
 
-    Others make them of token ids or of the mask, add to them, or hand the question on.
+    Other models compute them from token ids or the mask, or pass the argument on.
     """
     try:
         text = inspect.getsource(inspect.unwrap(forward))

@@ -1,13 +1,13 @@
-"""Continuous batching of transformers: attention over its `PagedAttentionCache`.
+"""Continuous batching in transformers: attention over its `PagedAttentionCache`.
 
     fastattn.compat.transformers.register()
     fastattn.compat.transformers.enable_continuous_batching()
     model.set_attn_implementation("fastattn")
     model.generate_batch(prompts)
 
-A step packs chunks of prompts and decoded tokens of many requests into a batch of one. The cache
-either gathers the keys of all requests, and attention is `attention_varlen`, or hands over its
-pages and a block table, and the new tokens are appended and attended in place.
+A step packs prompt chunks and decoded tokens of many requests into a batch of one. The cache either
+gathers all keys, for `attention_varlen`, or provides pages and a block table, where new tokens are
+appended and attended in place.
 """
 
 from typing import Any
@@ -25,17 +25,15 @@ NAME = "fastattn"
 
 
 def enable_continuous_batching() -> None:
-    """Make `generate_batch` of transformers accept models with attn_implementation="fastattn".
+    """Make transformers' `generate_batch` accept attn_implementation="fastattn".
 
-    transformers 5.23 takes "sdpa", "paged|eager" and names with "flash" in them; it refuses any
-    other, or, where a package flash_attn can be imported, switches to it with a logged warning.
-    After this call its modules for continuous batching also count "fastattn" among the
-    implementations that read offsets and pages: no mask is made, nothing is switched, and on CUDA
-    graphs and the path over block tables are open. Nothing else of transformers changes; a second
-    call changes nothing.
+    transformers 5.23 accepts "sdpa", "paged|eager" and names with "flash"; it refuses others or, if
+    flash_attn can be imported, switches to it with a warning. After this call, its modules for
+    continuous batching treat "fastattn" as an implementation that reads offsets and pages, without
+    a mask and, on CUDA, with graphs and block tables. Nothing else changes. Idempotent.
 
     Raises:
-        ImportError: transformers is not installed, or its modules do not have what is replaced.
+        ImportError: transformers is not installed, or lacks the replaced functions.
     """
     from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
@@ -58,7 +56,7 @@ def _replace(module: Any, name: str, wrap: Any) -> None:
 
 
 def _accepting(before: Any) -> Any:
-    """transformers' `is_flash_attention_requested`, true of "fastattn" too."""
+    """transformers' `is_flash_attention_requested`, also True for "fastattn"."""
 
     def is_flash_attention_requested(
         config: Any = None, requested_attention_implementation: str | None = None, **options: Any
@@ -74,7 +72,7 @@ def _accepting(before: Any) -> Any:
 
 
 def _importing(before: Any) -> Any:
-    """transformers' `lazy_import_flash_attention`, which is asked for the function over pages."""
+    """transformers' `lazy_import_flash_attention`, which returns the function over pages."""
 
     def lazy_import_flash_attention(implementation: str | None, *args: Any, **options: Any) -> Any:
         if implementation == NAME:
@@ -96,23 +94,23 @@ def attend_paged(
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Update a layer's part of a `PagedAttentionCache`, and attend to what it holds.
+    """Update a layer of a `PagedAttentionCache`, and attend to it.
 
     Args:
         module: the layer, with its `layer_idx`.
         query, key, value: [1, heads, total, width], the new tokens of all requests.
-        mask: the one that the model made without knowing of the cache. Offsets take its place.
+        mask: the model's mask, which the cache's offsets replace.
         window: keys that a query sees, itself included; None: all.
         cu_seq_lens_q: int32 [N + 1].
         cache: of transformers.
-        options: others of `fastattn.attention_paged`; None is left out.
-        kwargs: what `cache.update` reads, with cu_seq_lens_k; it changes them.
+        options: further options of `fastattn.attention_paged`; None is dropped.
+        kwargs: arguments of `cache.update`, with cu_seq_lens_k; modified.
 
     Returns:
         [1, total, H_q, D_v].
 
     Raises:
-        NotImplementedError: a mask that is no plain band, or one that is added.
+        NotImplementedError: a mask other than a band, or an additive one.
     """
     window = _window(module, mask, window)
     if cu_seq_lens_q is None or kwargs.get("cu_seq_lens_k") is None:
@@ -138,7 +136,7 @@ def attend_paged(
 
 
 def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int | None:
-    """The window of a layer; refuse masks whose rule offsets and a window do not say."""
+    """The window of a layer; refuse masks that offsets and a window do not express."""
     rule = mask.rule() if isinstance(mask, LazyMask) else None
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None or (rule is not None and rule.chunk is not None):
@@ -154,7 +152,7 @@ def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int |
 
 
 def _slots(starts: Tensor, lengths: Tensor, table: Tensor, size: int, total: int) -> Tensor:
-    """int64 [total]: the slot of each new token in the pages of its row; -1 behind the last row."""
+    """int64 [total]: slot of each new token; -1 past the last row."""
     token = torch.arange(total, device=starts.device)
     row = torch.searchsorted(starts[1:].contiguous(), token.to(starts.dtype), right=True)
     exists = row < lengths.shape[0]

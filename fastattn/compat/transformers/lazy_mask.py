@@ -1,9 +1,9 @@
-"""A mask that keeps its rule, and becomes a boolean tensor only when computed with.
+"""A mask tensor that keeps its rule and computes its entries on first use.
 
-Model code passes masks on from where they are made to the attention function, mostly untouched. A
-`LazyMask` is a tensor to that code: it has a shape and a dtype, can be sliced, joined and changed.
-Only the first such use makes its entries. An attention function that finds it untouched reads the
-rule instead, which costs a kernel far less than an entry for every query and key.
+Model code mostly passes masks unchanged to the attention function. A `LazyMask` is a tensor to that
+code, with shape and dtype, which can be sliced, joined and changed; the first such use computes its
+entries. The attention function reads the rule of an unchanged mask, far cheaper for a kernel than
+an entry for every query and key.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 
 class Rule(NamedTuple):
-    """Who sees whom, in the terms of `fastattn.attention`.
+    """Visibility of keys, in the terms of `fastattn.attention`.
 
     Attributes:
-        causal: a query sees no key behind its own position.
+        causal: a query sees no key after its own position.
         left, right: neighbours that it sees on each side, None = all.
         query_offset: position of query 0 among the keys, an int or an integer tensor of no dims.
         padding: bool [B, T_k], True = attend, or None.
         documents: integers [B, T]: a query sees the keys of its own number; or None.
-        chunk: keys of other chunks of so many positions are not seen; None = one chunk.
+        chunk: size of chunks; a query sees only its own chunk. None = one chunk.
         chunk_start: integers [B], the position at which a row's first chunk begins.
     """
 
@@ -59,8 +59,8 @@ class Rule(NamedTuple):
         return options
 
 
-# Metadata of a tensor: what needs no entries.
-# Wrappers that shard, cast or recompute ask the last three of every argument of a layer.
+# Metadata, which needs no entries. Wrappers that shard, cast or recompute read the last three of
+# every layer argument.
 _PROPERTIES = (
     "shape dtype device ndim layout is_cuda is_cpu is_meta is_nested is_sparse "
     "requires_grad grad is_leaf"
@@ -75,16 +75,16 @@ _METADATA = frozenset(
         torch.is_complex,
     )
 )
-# What makes another tensor of the same entries, or none where there is nothing to do.
+# Copies, which keep the rule.
 _COPIES = frozenset((Tensor.clone, Tensor.contiguous, Tensor.detach, torch.clone))
 
 
 class LazyMask(Tensor):
-    """bool [B, 1, T_q, T_k], True = attend, made from a rule when it is first computed with.
+    """bool [B, 1, T_q, T_k], True = attend, computed from a rule on first use.
 
     Args:
-        rule: what the entries say.
-        entries: makes them.
+        rule: of the entries.
+        entries: computes them.
         shape: of the entries.
         device: of the entries.
     """
@@ -94,7 +94,7 @@ class LazyMask(Tensor):
     _made: Tensor | None
     _version_made: int
     _hides: bool | None
-    # `shape` without the way through __torch_function__.
+    # `shape` without __torch_function__.
     extent: tuple[int, ...]
 
     @staticmethod
@@ -127,13 +127,13 @@ class LazyMask(Tensor):
     def entries(self) -> Tensor:
         """The mask as an ordinary tensor."""
         if self._made is None:
-            # Of its own: what a rule makes may be an expanded view, which cannot be written to.
+            # A copy, as a rule may return an expanded view, which is not writable.
             self._made = self._entries().contiguous()
             self._version_made = self._made._version
         return self._made
 
     def _on(self, device: torch.device) -> "LazyMask":
-        """Another mask of the same rule, on a device."""
+        """A mask with the same rule, on a device."""
         entries = self._entries
         if device == self.device:
             return LazyMask(self._rule, entries, self.extent, device)
@@ -141,7 +141,7 @@ class LazyMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Metadata as it is; anything else on the entries."""
+        """Return metadata; run anything else on the entries."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _COPIES and isinstance(mask := args[0], LazyMask) and mask._made is None:
@@ -158,7 +158,7 @@ class LazyMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """For code that calls operators below torch's Python interface."""
+        """Run operators called below torch's Python interface."""
         args, kwargs = _with_entries(args, kwargs or {})
         return func(*args, **kwargs)
 

@@ -1,8 +1,7 @@
-"""The mask function that Hugging Face transformers calls, and the rules of its own ones.
+"""The mask function that transformers calls, and the rules of transformers' mask functions.
 
-What `attention_mask` returns is all that the attention function learns of padding, windows and
-positions. Where transformers' own functions return None although a mask is needed to tell one case
-from another, a mask is returned here.
+The attention function knows padding, windows and positions only from `attention_mask`'s result. So
+it returns a mask also where transformers' functions return an ambiguous None.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,30 +32,29 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make the mask of all layers of one kind, before transformers runs them.
+    """Make the mask of all layers of one kind.
 
-    Returns bool [B, 1, T_q, T_k], True = attend: a `LazyMask` where the rule behind mask_function
-    is known and nothing traces the call, the entries themselves elsewhere. Families that can only
-    use the mask of "eager" get that one: dtype [B, 1, T_q, T_k], 0 = attend, the lowest number
-    elsewhere. None, which says that a layer's `is_causal` is the whole mask, is returned in traced
-    calls alone: layers may say of themselves what their mask does not.
+    Returns bool [B, 1, T_q, T_k], True = attend: a `LazyMask` if the rule of mask_function is known
+    and the call is not traced, else a plain tensor. Families that need the mask of "eager" get it:
+    dtype [B, 1, T_q, T_k], 0 = attend, the lowest number elsewhere. Only traced calls return None
+    (the mask is `is_causal` alone), as a layer's `is_causal` may differ from its mask.
 
     Args:
         batch_size, q_length, kv_length: B, T_q, T_k.
         q_offset, kv_offset: positions of the first query and the first key.
-        mask_function: says of (batch, head, query, key) positions whether the key is seen.
-        attention_mask: bool [B, n], True = a token that exists, from position 0; or None.
-        local_size: of a sliding window. mask_function has it.
+        mask_function: whether a key is visible, for positions (batch, head, query, key).
+        attention_mask: bool [B, n], True = an existing token, from position 0; or None.
+        local_size: of a sliding window, included in mask_function.
         allow_is_causal_skip, allow_is_bidirectional_skip: None may be returned.
-        use_vmap: mask_function can only be called with single numbers.
+        use_vmap: mask_function takes only single numbers.
         device: of the result.
-        dtype: of a mask of numbers.
-        config: of the model, which names its family; None = one that takes any mask.
+        dtype: of a float mask.
+        config: of the model, for its family; None = one that takes any mask.
 
     Raises:
         ValueError: the family does not call a registered attention function.
     """
-    # Imported by a statement, which torch.compile can trace.
+    # An import statement, which torch.compile can trace.
     from transformers import masking_utils as masking
     from transformers.utils.import_utils import is_tracing
 
@@ -78,7 +76,7 @@ def attention_mask(
         )
         return numbers
     aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
-    # One query has few entries, and generation hands those over a static cache to a compiled step.
+    # One query has few entries, and generation with a static cache passes them to a compiled step.
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
     one_step = q_length == 1 and (isinstance(q_offset, Tensor) or not skips)
     if one_step or use_vmap:
@@ -100,15 +98,15 @@ def attention_mask(
 
 
 def _is_turned(config: Any) -> bool:
-    """Whether a config changes which way a family looks: its layers need not have heard of that."""
+    """Whether a config overrides a family's direction, which its layers may ignore."""
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     return bool(bidirectional) or getattr(config, "is_causal", None) is False
 
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
-    """The rule that one of transformers' own mask functions computes; None for any other function.
+    """The rule of one of transformers' mask functions; None for other functions.
 
-    A function is known by its code, and a closure by what it holds besides.
+    Functions are identified by their code, closures also by their variables.
     """
     from transformers import masking_utils as masking
 
@@ -135,15 +133,15 @@ def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
 
 
 def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
-    """The rule of keys that all parts show."""
+    """The intersection of rules, or None."""
     from transformers import masking_utils as masking
 
     remapped = masking.remap_positions_for_packed_sequence(None, None).__code__
     whole = Rule()
     for part in parts:
         if getattr(part, "__code__", None) is remapped:
-            # Positions rise by one inside a document, as places do: distances are the same. It
-            # comes behind the documents that were found in the same positions.
+            # Positions inside a document rise by one, so distances are equal. It follows the
+            # documents computed from the same positions.
             held = _held(part)
             rule = rule_of(held["mask_function"])
             if whole.documents is None or rule is None or rule.documents is not None:
@@ -167,23 +165,23 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
 
 
 def _numbered(rule: Rule) -> bool:
-    """Whether keys are seen by a number of theirs: two such numbers make no rule together."""
+    """Whether a rule numbers tokens; two such rules do not combine."""
     return rule.documents is not None or rule.chunk is not None
 
 
 def _numbers_of_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """int64 [B, T]: neighbours that are alike in a and in b, both [B, T], have one number."""
+    """int64 [B, T]: numbers of runs of equal pairs (a, b), both [B, T]."""
     new = (a.diff(dim=1) != 0) | (b.diff(dim=1) != 0)
     return torch.nn.functional.pad(new.cumsum(1), (1, 0))
 
 
 def _with_chunk_numbers(rule: Rule, length: int, device: torch.device | str) -> Rule:
-    """A rule of chunks over rows of one sequence, as one of documents: each chunk is one."""
+    """A rule of chunks as a rule of documents, one per chunk."""
     if rule.chunk is None or rule.chunk_start is None or rule.documents is not None:
         return rule
     if length <= rule.chunk:
         return rule._replace(chunk=None, chunk_start=None)
-    # Tokens in front of the start have chunks too: none may get a negative number.
+    # Tokens before the start have chunks too, whose numbers may not be negative.
     in_front = (length // rule.chunk + 1) * rule.chunk
     position = torch.arange(in_front, in_front + length, device=device)
     position = position - rule.chunk_start.to(device)[:, None]
@@ -195,19 +193,19 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def _held(closure: Callable[..., Any]) -> dict[str, Any]:
-    """Variables that a closure captures, by name."""
+    """Captured variables of a closure, by name."""
     cells = closure.__closure__ or ()
     names = closure.__code__.co_freevars
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def chunk_ids(offsets: Tensor, length: int, chunk: int) -> Tensor:
-    """int32 [1, length]: as `document_ids`, with a number for each chunk of each sequence.
+    """int32 [1, length]: `document_ids`, with a number for each chunk of each sequence.
 
     Args:
-        offsets: int32 or int64 [N + 1] of sequences that lie behind one another.
-        length: how many tokens there are.
-        chunk: how many a chunk has, counted from the start of its sequence.
+        offsets: int32 or int64 [N + 1] of packed sequences.
+        length: total number of tokens.
+        chunk: tokens of a chunk, counted from the start of its sequence.
     """
     position = torch.arange(length, dtype=offsets.dtype, device=offsets.device)
     ids = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
@@ -217,7 +215,7 @@ def chunk_ids(offsets: Tensor, length: int, chunk: int) -> Tensor:
 
 @cache
 def _makers() -> dict[Any, str]:
-    """Functions of transformers that make masks, by the code of what they make."""
+    """transformers' factories of mask functions, by the code of their results."""
     from transformers import masking_utils as masking
 
     made = {

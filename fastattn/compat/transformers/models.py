@@ -1,9 +1,9 @@
-"""Which models and modules of transformers call a registered attention function.
+"""Detect which models and modules of transformers call a registered attention function.
 
-transformers keeps functions for attention in an `AttentionInterface`. Some families look their
-function up there, others compute attention in code of their own, whatever `attn_implementation` is,
-and some do both in different modules. That is read from the functions of a class: one that looks
-the function up has an `AttentionInterface` among the globals that it names.
+transformers registers attention functions in an `AttentionInterface`. Some families look their
+function up there, others compute attention in their own code, whatever `attn_implementation` is,
+and some do both in different modules. A class that looks the function up names an
+`AttentionInterface` among its functions' globals.
 """
 
 import inspect
@@ -23,13 +23,13 @@ def unserved(model: nn.Module, implementation: str) -> tuple[int, dict[str, str]
     """Find attention modules that ignore the registered attention function.
 
     Args:
-        model: of transformers, or any module that holds some.
-        implementation: the name that the configs of served modules have.
+        model: of transformers, or any module that contains one.
+        implementation: attn_implementation of the configs of served modules.
 
     Returns:
-        How many modules are served, and the names of attention modules that are not, each with the
-        reason. A module is attention by its class's name; of nested ones the outermost is named. A
-        `torch.nn.MultiheadAttention`, and what holds one, is not among them.
+        Number of served modules, and names of unserved attention modules with the reason. A module
+        is attention by its class's name; of nested ones the outermost is named.
+        `torch.nn.MultiheadAttention` and modules that contain one are excluded.
     """
     left: dict[str, str] = {}
     served = _visit(model, "", implementation, left)
@@ -37,7 +37,7 @@ def unserved(model: nn.Module, implementation: str) -> tuple[int, dict[str, str]
 
 
 def _visit(module: nn.Module, name: str, implementation: str, left: dict[str, str]) -> int:
-    """How many modules in here are served; the others are added to `left`."""
+    """Number of served modules in this one; adds the others to `left`."""
     if looks_up(type(module)):
         chosen = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
         if chosen == implementation:
@@ -58,10 +58,10 @@ def _visit(module: nn.Module, name: str, implementation: str, left: dict[str, st
 
 
 def restorer(model: nn.Module) -> Callable[[], None]:
-    """A function that gives every config of a model the implementation that it has now.
+    """A function that restores the current implementation of every config of a model.
 
-    Parts of a model, such as one for images and one for text, have configs of their own, which may
-    name different implementations; `set_attn_implementation` with one name is for all of them.
+    Parts of a model, such as image and text towers, have their own configs with possibly different
+    implementations; `set_attn_implementation` with one name sets all.
     """
     before: dict[int, tuple[Any, str | None]] = {}
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
@@ -73,14 +73,14 @@ def restorer(model: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         for config, implementation in before.values():
-            # The property without `_internal` hands its value on to configs inside.
+            # The property without `_internal` also sets nested configs.
             config._attn_implementation_internal = implementation
 
     return restore
 
 
 def is_attention(kind: type) -> bool:
-    """Whether a class is named as attention."""
+    """Whether a class's name means attention."""
     name = kind.__name__.lower()
     return "attention" in name or "attn" in name
 
@@ -110,7 +110,7 @@ def _looks_up(kind: type) -> bool:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """The functions of a class and its bases, below those that all models share."""
+    """Functions of a class and its bases, without the base classes of all models."""
     from transformers import PreTrainedModel
 
     for base in kind.__mro__:
@@ -123,7 +123,7 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 
 def _named(function: FunctionType) -> set[str]:
-    """The globals and attributes that a function names, those of functions inside it too."""
+    """Globals and attributes named by a function and its inner functions."""
     names: set[str] = set()
     codes = [function.__code__]
     while codes:
@@ -135,14 +135,13 @@ def _named(function: FunctionType) -> set[str]:
 
 @torch.compiler.assume_constant_result
 def takes_rules(config: type) -> bool:
-    """Whether models of a config class take masks as "sdpa" and "flash_attention_2" give them.
+    """Whether models of a config class take the masks of "sdpa" and "flash_attention_2".
 
-    Those masks are None where `is_causal` says it all, and booleans elsewhere. Families that
-    support neither may add a mask to scores, join it with numbers or rely on it alone to be causal:
-    they get the numbers that "eager" gets.
+    These are None where `is_causal` suffices, and boolean elsewhere. Families that support neither
+    may add the mask to scores or need it to be causal, so they get the float mask of "eager".
 
     Raises:
-        ValueError: no attention of the family calls a registered function.
+        ValueError: the family never calls a registered function.
     """
     return _takes_rules(config)
 
@@ -174,7 +173,7 @@ def _takes_rules(config: type) -> bool:
 
 
 def _models() -> Iterator[type]:
-    """The model classes that are loaded."""
+    """Loaded model classes."""
     from transformers import PreTrainedModel
 
     kinds: list[type] = [PreTrainedModel]
