@@ -1,4 +1,4 @@
-"""`fastattn import-hf`, `export-hf`, `import-nanogpt`, `gather`: checkpoints in other layouts."""
+"""`fastattn import-hf`, `export-hf`, `import-nanogpt`, `gather`: convert checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastattn info --doctor`: what is missing on this machine, and what to do about it."""
+"""`fastattn info --doctor`: find problems of this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-# Extras that install a package, and what it is for.
+# By package: the install target and the purpose.
 PACKAGES = {
     "numpy": ("numpy", "Triton's interpreter, by which `fastattn verify` runs without a GPU"),
     "transformers": ("fastattn[hf]", 'attn_implementation="fastattn"'),
@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 class Finding(NamedTuple):
-    """One line of the report. remedy: what to do; empty if nothing is wrong."""
+    """A line of the report. remedy: empty if there is no problem."""
 
     about: str
     detail: str
@@ -28,12 +28,12 @@ class Finding(NamedTuple):
 
 
 def examine() -> list[Finding]:
-    """Looks at the GPU, the compiler, the caches and the packages of this machine."""
+    """Examine the GPU, the compiler, the caches and the packages of this machine."""
     return [*_device(), _compiler(), *_caches(), *_packages()]
 
 
 def describe(findings: list[Finding]) -> list[str]:
-    """The report, a line a finding, what to do below it; the last line counts the remedies."""
+    """Format the report: findings with their remedies, and a count of the remedies."""
     lines = []
     for finding in findings:
         lines.append(f"{'!' if finding.remedy else ' '} {finding.about}: {finding.detail}")
@@ -67,7 +67,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Look for a C compiler: on a GPU, Triton compiles its launcher with it once."""
+    """Look for a C compiler, with which Triton compiles its launcher on a GPU."""
     named = os.environ.get("CC")
     path = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
     if path:

@@ -1,4 +1,4 @@
-"""`fastattn generate`: texts continued by a trained GPT."""
+"""`fastattn generate`: continue texts with a trained GPT."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_generate(commands: Any) -> None:
     text = "when the context is full: restart from its last half (default), or crop the text to "
     text += "the last context in every step, as nanoGPT does, which is slower"
     add("--past-context", choices=("restart", "crop"), help=text)
-    # An option that is not given must not contradict --beams.
+    # None by default, so that a missing option does not contradict --beams.
     drawn = parser.add_argument_group("choice of tokens")
     add = drawn.add_argument
     add("--temperature", type=float, help=f"({_TEMPERATURE})")
@@ -73,7 +73,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     device = resolve_device(arguments.device)
     model, tokenizer = load_model(arguments.checkpoint, device=device)
     draft = _draft(arguments, tokenizer, device)
-    # A terminal that cannot show a character should not end the text.
+    # A character that the terminal cannot show must not end the text.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     tally = Tally()
@@ -169,7 +169,7 @@ def _pieces(
     sampling: Sampling,
     tally: Tally,
 ) -> Iterator[tuple[int, str]]:
-    """(prompt's number, text) as it comes, without the prompts."""
+    """Yield (prompt number, text) as generated, without the prompts."""
     stop, count = arguments.stop or [], arguments.tokens
     if arguments.beams is not None:
         from ..generation.search import beam_texts

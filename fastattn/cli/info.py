@@ -1,4 +1,4 @@
-"""`fastattn info`: versions, and for each device which backend serves, by which tiles, and why."""
+"""`fastattn info`: versions, and the backend and tiles for each device, with reasons."""
 
 from __future__ import annotations
 

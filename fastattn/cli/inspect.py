@@ -1,4 +1,4 @@
-"""`fastattn inspect`: a picture of what a trained model attends to."""
+"""`fastattn inspect`: draw a trained model's attention weights."""
 
 from __future__ import annotations
 

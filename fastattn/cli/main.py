@@ -1,7 +1,6 @@
-"""The `fastattn` command. Each of its commands is a thin call into the packages.
+"""The `fastattn` command.
 
-Torch and what needs it are imported by the command that uses them, so that wrong options are
-answered at once.
+Each subcommand imports torch itself, so that wrong options are reported at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .verify import add_verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         argv: arguments without the program's name; default: the process's own.
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.command(arguments)
     except BrokenPipeError:
-        # The reader has left. What is still buffered must not be written at exit either.
+        # The reader of the pipe has closed it. Drop the buffer, which exit would write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, with the closest one of the same command."""
+    """Reports a wrong option in one line, with the closest valid one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)

@@ -86,7 +86,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _listed(path: str) -> list[str]:
-    """The paths in a file, one a line, in whatever encoding file names have here."""
+    """The paths in a file, one a line, in the file system's encoding."""
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:

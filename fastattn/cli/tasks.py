@@ -1,4 +1,4 @@
-"""`fastattn tag` and `fastattn translate`: trained encoders and encoder-decoders at work."""
+"""`fastattn tag` and `fastattn translate`: run trained encoders and encoder-decoders."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def _translate(arguments: argparse.Namespace) -> int:
             sources[i : i + _SOURCES_AT_ONCE],
             beams=arguments.beams,
         )
-        # A translation of several lines would be taken for several translations.
+        # A translation must be one line.
         sys.stdout.writelines(f"{' '.join(text.split())}\n" for text in translations)
     return 0
 
 
 def _texts(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Texts to translate, each with its place."""
+    """Texts to translate, each with its file and line."""
     from ..training.data.text import read_text_file
 
     if arguments.file is None:

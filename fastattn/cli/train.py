@@ -1,4 +1,4 @@
-"""`fastattn train`: a GPT, an encoder or an encoder-decoder, from text to checkpoints."""
+"""`fastattn train`: train a GPT, an encoder or an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C has ended
+INTERRUPTED = 130  # exit status of a command stopped by Ctrl-C
 
 MODELS = ("gpt", "encoder", "seq2seq")
 TASKS = ("language", "tagging", "masked", "translation")
 RECOMPUTED = ("none", "full", "selective")
-# Fields of the models' configurations whose values are names.
+# Configuration fields with named choices.
 CHOICES = {
     "positions": (
         *("learned", "sinusoidal", "rotary", "alibi"),
@@ -42,7 +42,7 @@ def add_train(commands: Any) -> None:
         "library: its source text to continue (gpt) or to fill in (encoder, masked), its tokens "
         "with their tags (encoder, tagging), its docstrings with the names of their functions "
         "(seq2seq).",
-        # An option that is not given must not contradict the run that --resume continues.
+        # No defaults here, so that missing options do not contradict a resumed run.
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(command=_train)
@@ -71,7 +71,7 @@ def add_train(commands: Any) -> None:
     )
 
 
-# A dest is the options' part and field that fastattn.training.run.Options keeps them under.
+# A dest is the part and field of fastattn.training.run.Options.
 def _add_data_options(group: Any) -> None:
     files: dict[str, Any] = {"nargs": "+", "type": os.path.abspath, "metavar": "FILE"}
     text = "UTF-8: text; for tagging CoNLL's form; for translation source TAB target a line"
@@ -101,13 +101,13 @@ def _add_data_options(group: Any) -> None:
 
 
 def _adder(group: Any, part: str) -> Callable[..., None]:
-    """add(option, field, help, ...): an option of a group for a field of a part of the options."""
+    """Make add(option, field, help, ...) for fields of a part of the options."""
 
     def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
         if field in CHOICES and "action" not in keywords:
             keywords["choices"] = CHOICES[field]
         if "action" not in keywords and "choices" not in keywords:
-            # In --help argparse would show the dest.
+            # argparse would show the dest in --help.
             name = {int: "N", float: "X"}.get(keywords.get("type", str), option.lstrip("-").upper())
             keywords["metavar"] = name
         to.add_argument(option, dest=f"{part}.{field}", help=text, **keywords)
@@ -275,7 +275,7 @@ def _train_here(arguments: argparse.Namespace) -> int:
 
 
 def _score_lines(scores: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each figure; figures by tag are listed in order below their name."""
+    """One line per figure; figures by tag follow their name, sorted."""
     for name, value in scores.items():
         title = _SCORE_TITLES.get(name, name)
         if isinstance(value, Mapping):
@@ -315,8 +315,8 @@ class _Stop:
             raise KeyboardInterrupt
         self._asked = True
         if together:
-            return  # torchrun repeats signals, and sends them to all; rank 0 tells how it ends
-        # On a terminal the cursor stands behind the progress bar.
+            return  # torchrun repeats signals, and sends them to all ranks; rank 0 reports
+        # On a terminal the cursor is after the progress bar.
         start = "\n" if sys.stderr.isatty() else ""
         say(f"{start}stopping after this step (once more to stop at once)")
 
@@ -336,6 +336,6 @@ def _stop_signals() -> Iterator[_Stop]:
 
 
 def say(text: str) -> None:
-    """Write a line to the user on stderr."""
+    """Print a line on stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

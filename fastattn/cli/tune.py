@@ -1,4 +1,4 @@
-"""`fastattn tune`: which tiles, shapes and backends are fastest on this machine."""
+"""`fastattn tune`: find the fastest tiles and backends on this machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"stored {count} findings of {arguments.read}\n")
         return 0
     if arguments.export is not None:
-        store.export(arguments.export)  # a file that cannot be written is told at once
+        store.export(arguments.export)  # report an unwritable file at once
     say(f"tuning on {store.environment.gpu}, {arguments.seconds:.0f} s")
     with Steps(sys.stderr) as status:
 
@@ -63,7 +63,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             prefix = f"{max(0.0, progress.left):4.0f} s left  "
             status.show(progress.number, progress.steps, text, prefix=prefix, done=progress.done)
             if arguments.export is not None and progress.done:
-                store.export(arguments.export)  # for whoever ends this process
+                store.export(arguments.export)  # in case this process is killed
 
         try:
             result = tune(
@@ -84,7 +84,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def summary(result: Any) -> list[str]:
-    """Summarise the result of a `Tuning` in a few lines."""
+    """Lines that summarise a `Tuning`."""
     faster = [row for _, row in result.rows if row["gain"]]
     left = sum(step.status == "not reached" for step in result.steps)
     lines = [f"choices measured: {len(result.rows)}, faster than shipped: {len(faster)}"]

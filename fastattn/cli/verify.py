@@ -1,4 +1,4 @@
-"""`fastattn verify`: whether the kernels are right on this machine."""
+"""`fastattn verify`: check the kernels on this machine."""
 
 from __future__ import annotations
 

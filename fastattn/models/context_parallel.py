@@ -1,7 +1,7 @@
-"""Context parallelism for models as they are: their attention runs over all tokens of all ranks.
+"""Context parallelism for unchanged models: attention runs over the tokens of all ranks.
 
-In force, `GQAttention`, `CausalGQAttention` and `torch.nn.functional.scaled_dot_product_attention`
-take the tokens of one rank for what they are: a part of a sequence.
+While active, `GQAttention`, `CausalGQAttention` and
+`torch.nn.functional.scaled_dot_product_attention` treat a rank's tokens as a part of a sequence.
 """
 
 from collections.abc import Callable
@@ -28,27 +28,26 @@ _TORCH_ATTENTION = F.scaled_dot_product_attention
 
 
 class ContextParallel(ParallelStyle):
-    """A style for `parallelize_module`, and a context manager: attention over a spread sequence.
+    """Attention over a sharded sequence: a style for `parallelize_module`, and a context manager.
 
-    As a style it is for one `GQAttention` or `CausalGQAttention`. As a context manager it is for
-    everything called in it, backward passes that compute a forward again included:
+    As a style it applies to one `GQAttention` or `CausalGQAttention`. As a context manager it
+    applies to all calls in it, including backward passes that recompute a forward:
 
         with ContextParallel(mesh, plan):
             loss = model(shard(tokens, 1, plan, mesh), ...)
             loss.backward()
 
-    Positions in our layers and models follow the plan, be they rotary, learned or sinusoidal, and
-    in models of transformers, which want attn_implementation="fastattn". These take input_ids,
-    position_ids, labels and a padding mask as `shard` gives them; windows and sequences that
-    position_ids pack hold over all ranks, and a loss is this rank's share of the whole one. Masks
-    with a dim of queries have to be [..., plan.length or 1, T or 1]. What cannot be served raises:
-    a cache, relative values, `torch.nn.MultiheadAttention`, models that mix tokens otherwise.
+    Rotary, learned and sinusoidal positions follow the plan, in our models and in models of
+    transformers with attn_implementation="fastattn". The latter take input_ids, position_ids,
+    labels and a padding mask from `shard`; windows and sequences packed by position_ids span all
+    ranks, and the loss is this rank's share. Masks with a query dim must be [..., plan.length or 1,
+    T or 1]. A cache, relative values, `torch.nn.MultiheadAttention` and models that mix tokens in
+    other ways raise.
 
-    Every rank gets its share of the gradients of all parameters: their sum over the ranks is that
-    of the whole sequence.
+    Gradients of parameters are each rank's share; their sum over the ranks is the whole sequence's.
 
     Args:
-        mesh, plan, method: as of `context_attention`.
+        mesh, plan, method: as for `context_attention`.
     """
 
     def __init__(self, mesh: Mesh, plan: ContextPlan, method: str = "auto") -> None:
@@ -128,7 +127,7 @@ class ContextParallel(ParallelStyle):
         return call
 
     def _placed(self, forward: Callable[..., Tensor], layer: GQAttention) -> Callable[..., Tensor]:
-        """A layer's forward, whose tokens stand where the plan says."""
+        """Wrap a layer's forward to use the plan's positions."""
 
         @wraps(forward)
         def call(x: Tensor, **kwargs: Any) -> Tensor:
@@ -155,10 +154,10 @@ class ContextParallel(ParallelStyle):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options: Any
     ) -> Any:
-        """`fastattn.attention` of this rank's tokens, over those of all."""
+        """`fastattn.attention` from this rank's tokens to all ranks'."""
         if backend not in (None, "auto"):
             raise ValueError(f"backend {backend!r} cannot be forced over ranks")
-        self.computing = True  # what is computed by torch's own attention here is of one rank
+        self.computing = True  # torch's own attention in here works on one rank
         try:
             return context_attention(
                 q,
@@ -181,7 +180,7 @@ def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
 
 
 class _Mode(TorchFunctionMode):
-    """Takes calls of torch's own attention."""
+    """Intercepts torch's attention."""
 
     def __init__(self, style: ContextParallel) -> None:
         super().__init__()
@@ -202,7 +201,7 @@ def _as_torch(
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch's arguments in ours. Where queries and keys are as many, both mean one causal mask."""
+    """Translate torch's arguments. With T_q = T_k both causal masks are equal."""
     if query.dim() != 4:
         raise ValueError(f"query must have 4 dimensions [B, H, T, D], got {list(query.shape)}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -215,7 +214,7 @@ def _as_torch(
 
 
 def _of_start(tables: Any) -> bool:
-    """Whether rotary tables are those of positions from 0 on."""
+    """Whether rotary tables start at position 0."""
     return isinstance(tables, RotaryPositions)
 
 

@@ -47,9 +47,9 @@ class EncoderConfig(TextConfig):
 
 
 class Encoder(TokenStack):
-    """Transformer encoder: every token sees all that are no padding, before and behind it.
+    """Bidirectional transformer encoder: every token sees all tokens except padding.
 
-    Weights start as `GPT`'s do.
+    Initialised as `GPT`.
     """
 
     config: EncoderConfig
@@ -59,12 +59,12 @@ class Encoder(TokenStack):
         self.initialise_weights()
 
     def forward(self, tokens: Tensor, *, key_lengths: Tensor | None = None) -> Tensor:
-        """Vectors of tokens in their context.
+        """Contextual vectors of tokens.
 
         Args:
             tokens: [B, T] integers in [0, vocab_size), T <= context_length.
-            key_lengths: int32 or int64 [B]: row b's first key_lengths[b] tokens are real, the
-                others are padding, which no token sees.
+            key_lengths: int32 or int64 [B]: row b's tokens from key_lengths[b] on are padding,
+                which no token sees.
 
         Returns:
             [B, T, C]; rows at padding are unspecified, though finite.
@@ -77,7 +77,7 @@ class Encoder(TokenStack):
 
 
 class _Scoring(nn.Module):
-    """An encoder with a head that scores something of every token."""
+    """An encoder with a classification head for every token."""
 
     config: EncoderConfig
     encoder: Encoder
@@ -90,14 +90,13 @@ class _Scoring(nn.Module):
         key_lengths: Tensor | None = None,
         target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every tag of every token; in a `MaskedLM` every token of the vocabulary.
+        """Logits of every token's tags (`Tagger`) or of the vocabulary (`MaskedLM`).
 
         Args:
-            tokens, key_lengths: as for `Encoder.forward`; in a `MaskedLM` some tokens are a mask's.
-            targets: int64 [B, T], the tags, or the tokens that the masks hide; -100 leaves a token
-                out of the loss.
-            target_count: of how many targets the loss is the mean, where these are a part of them;
-                default: those that are not -100.
+            tokens, key_lengths: as for `Encoder.forward`; a `MaskedLM` takes masked tokens.
+            targets: int64 [B, T], tags or masked tokens; -100 excludes a token from the loss.
+            target_count: divisor of the loss, if these targets are a part of a batch; default: the
+                number of targets that are not -100.
 
         Returns:
             logits [B, T, num_tags or V], or (logits, mean cross-entropy in nats) when targets are
@@ -116,11 +115,11 @@ class _Scoring(nn.Module):
 
 
 class Tagger(_Scoring):
-    """An encoder with a linear layer that scores the tags of every token.
+    """An encoder with a linear layer for the tags of every token.
 
     Args:
         config: of the encoder; label_smoothing is the loss's.
-        num_tags: how many tags there are.
+        num_tags: number of tags.
 
     Parameters:
         encoder: an `Encoder`.
@@ -142,10 +141,10 @@ class Tagger(_Scoring):
 
 
 class MaskedLM(_Scoring):
-    """An encoder that scores every token of the vocabulary at every position.
+    """An encoder that predicts masked tokens.
 
-    It is trained on texts some of whose tokens are masked (Devlin et al. 2018, arXiv 1810.04805).
-    The output layer is the token embedding, if the configuration ties them, and a bias a token.
+    Masked language model (Devlin et al. 2018, arXiv 1810.04805). The output layer is the tied token
+    embedding, or a weight of its own, and a bias.
 
     Args:
         config: of the encoder; label_smoothing is the loss's.

@@ -1,4 +1,4 @@
-"""Type checks of configuration fields that come from outside, such as a JSON file."""
+"""Type checks of configuration fields from outside, such as a JSON file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _NAMES: Mapping[Any, str] = {
 
 
 def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
-    """Builds a dataclass from its fields by name; what is missing has its default.
+    """Build a dataclass from fields by name, with defaults for missing ones.
 
     Raises:
-        ValueError: a field is unknown, missing, of another type than it is declared with, or, as
-            the dataclass says, out of range.
+        ValueError: a field is unknown, missing, of a wrong type or out of range.
     """
     allowed = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
     if not isinstance(fields, Mapping):
@@ -43,16 +42,16 @@ def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
 
 
 def check_type(name: str, value: object, kind: Any) -> None:
-    """A value is of a type, as far as JSON tells types apart.
+    """Check the type of a value from JSON.
 
     Args:
-        name: what the message calls the value.
-        value: numbers may be of any size; an int does for a float.
-        kind: bool, int, float, str, Mapping, Sequence, a sequence of such, a union, or a Literal
-            of texts, whose choices are not looked at.
+        name: of the value in the message.
+        value: an int is a valid float.
+        kind: bool, int, float, str, Mapping, Sequence, a sequence of these, a union, or a Literal
+            of texts, whose choices are not checked.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the value is of another type.
     """
     if not _fits(value, kind):
         shown = repr(value)
@@ -79,7 +78,7 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """One of the types of `_NAMES`, or Union; and the types in its brackets."""
+    """One of the types of `_NAMES`, or Union; and its type arguments."""
     origin, items = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         origin = Union

@@ -1,4 +1,4 @@
-"""A decoder-only language model: nanoGPT's by default, GPT-2's and Llama's shapes as presets."""
+"""Decoder-only language model: nanoGPT by default, GPT-2 and Llama as presets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GPTConfig(TextConfig):
     Args:
         vocab_size: number of distinct tokens V.
         context_length: longest sequence the model reads, in tokens.
-        head_bias: add a trained bias [vocab_size] to the logits, from 0; `GPT.head_bias`.
+        head_bias: add a trained bias [vocab_size] to the logits, initially 0; `GPT.head_bias`.
 
     The other fields are those of `TransformerConfig`.
 
@@ -73,11 +73,11 @@ class GPTConfig(TextConfig):
 
 
 class GPT(DecoderStack):
-    """Decoder-only transformer, as `GPTConfig` says; by default pre-LN layers with GELU.
+    """Decoder-only transformer; by default pre-LN layers with GELU.
 
-    Weights start as GPT-2's do: normal with standard deviation 0.02, biases 0, and the layers
-    that write to the residual stream scaled by 1 / sqrt(2 * num_layers), so that the stream's
-    variance does not grow with depth.
+    Initialised as GPT-2: normal with standard deviation 0.02, biases 0, and layers that write to
+    the residual stream scaled by 1 / sqrt(2 * num_layers), so that its variance does not grow with
+    depth.
     """
 
     config: GPTConfig
@@ -115,27 +115,28 @@ class GPT(DecoderStack):
         rows: Tensor | None = None,
         target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores every possible next token after each position.
+        """Logits of the next token at each position.
 
         Args:
             tokens: [B, T] integers in [0, vocab_size), T <= context_length.
-            targets: [B, T] int64, the token that follows each position; -100 leaves a position
-                out of the loss.
-            cache: from `new_cache`, or another `LayerCache` a layer; tokens continue the sequences
-                it holds, and are added to it.
-            key_lengths: [B] int32 or int64, how many of a row's T tokens are real; the rest is
-                padding at the end of the row, seen by no real token and kept out of the cache.
-            documents: int32 or int64 ids [B, T] of packed texts: a token sees those of its own id
-                alone; a negative id is padding. Positions count through the row. Not with a cache.
-            last_only: score each row's last real token alone, as generation needs.
-            rows: int64 [N]: score these rows alone. Not with targets.
-            target_count: of how many targets the loss is the mean, where these are a part of them;
-                default: those that are not -100.
+            targets: [B, T] int64, the next token at each position; -100 excludes a position from
+                the loss.
+            cache: from `new_cache`, or another `LayerCache` per layer; tokens continue its
+                sequences and are appended.
+            key_lengths: [B] int32 or int64, number of real tokens of a row; the others are padding
+                at its end, masked and not cached.
+            documents: int32 or int64 ids [B, T] of packed texts: a token sees only its own
+                document; a negative id is padding. Positions count through the row. Not with a
+                cache.
+            last_only: return logits of each row's last real token only, for generation.
+            rows: int64 [N]: return logits of these rows only. Not with targets.
+            target_count: divisor of the loss, if these targets are a part of a batch; default: the
+                number of targets that are not -100.
 
         Returns:
             logits [B, T, V] ([B, 1, V] with last_only), or (logits, mean cross-entropy in nats)
-            when targets are given. Where the vocabulary is sharded over ranks, these logits are a
-            DTensor and not gathered.
+            when targets are given. If the vocabulary is sharded over ranks, the latter are a
+            DTensor, not gathered.
 
         Raises:
             TypeError: cache is no sequence of caches.
@@ -172,17 +173,17 @@ class GPT(DecoderStack):
         epsilon_cutoff: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues rows of tokens, as nanoGPT's method of this name does.
+        """Continue rows of tokens, as nanoGPT's `generate`.
 
-        The rows grow together by a key/value cache. Past the context each step computes the last
-        context_length tokens, exactly `idx[:, -context_length:]`; `fastattn.generation` has faster
-        ways, rows of different lengths and the end of a text. Dropout applies in training mode.
+        The rows grow together, with a key/value cache. Past the context each step recomputes
+        `idx[:, -context_length:]`; `fastattn.generation` is faster there, and supports rows of
+        different lengths and end tokens. Dropout applies in training mode.
 
         Args:
             idx: [B, T] integers in [0, vocab_size), T >= 1.
             max_new_tokens: tokens to append to each row.
             temperature, top_k, top_p, epsilon_cutoff: as for `fastattn.generation.Sampling`.
-            generator: of the draws (`torch.multinomial`), on idx's device; None = torch's own.
+            generator: for `torch.multinomial`, on idx's device; None = torch's own.
 
         Returns:
             int64 [B, T + max_new_tokens], which begins with idx.
@@ -205,7 +206,7 @@ class GPT(DecoderStack):
         cache = self.new_cache(idx.shape[0], min(idx.shape[1] + max_new_tokens, context))
         read = 0
         for _ in range(max_new_tokens):
-            # Past the context every token moves to another position: what is cached is of no use.
+            # Past the context every token moves to another position, so the cache is useless.
             fits = idx.shape[1] <= context
             tokens = idx[:, read:] if fits else idx[:, -context:]
             logits = self(tokens, cache=cache if fits else None, last_only=True)[:, -1]
@@ -228,12 +229,12 @@ class GPT(DecoderStack):
         """An empty paged cache for all layers.
 
         Args:
-            num_pages, page_size, max_rows, quantize: as for `PagedKVCache`; a row has room for
+            num_pages, page_size, max_rows, quantize: as for `PagedKVCache`; a row holds up to
                 context_length tokens.
             device, dtype: of the stored keys and values; default the parameters'.
 
         Raises:
-            ValueError: the configuration has kv_latent_dim: `new_cache` holds latents.
+            ValueError: the configuration has kv_latent_dim; use `new_cache` for latents.
         """
         if self.config.kv_latent_dim is not None:
             raise ValueError("kv_latent_dim has no paged cache for a model yet: use new_cache")

@@ -1,7 +1,7 @@
-"""GPT-2 checkpoints: conversion from and to Hugging Face's names, and from nanoGPT's.
+"""Conversion of GPT-2 weights: from and to Hugging Face's names, and from nanoGPT's.
 
-All three keep the same numbers. Hugging Face stores the linear layers' weights transposed, as [in,
-out]; names of nanoGPT are Hugging Face's. What `GPT` has no place for is refused.
+Hugging Face stores the linear layers' weights transposed, as [in, out]; nanoGPT has Hugging Face's
+names. Unsupported features raise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .fields import check_type
 from .gpt import GPTConfig
 
 _OUTSIDE = {"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm"}
-# q, k and v there are rows of one parameter, and here parameters of their own.
+# There q, k and v are rows of one parameter; here they are separate.
 _QKV = "attention.qkv_proj"
 _PARTS = ("q_proj", "k_proj", "v_proj")
 _INSIDE = {
@@ -29,13 +29,13 @@ _INSIDE = {
     "mlp.c_proj": "mlp.down_proj",
 }
 _HEAD = "lm_head.weight"
-# Masks that old files keep beside the weights.
+# Masks among the weights of old files.
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     **{"gelu": "gelu", "relu": "relu"},
 }
-# Fields of `GPTConfig` that GPT-2 has too, or that do not change what is computed of them.
+# Fields of `GPTConfig` that GPT-2 has too, or that do not change the result.
 _CONVERTED = {
     *("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "embed_dim"),
     *("hidden_dim", "activation", "dropout", "attention_dropout", "bias", "tie_weights"),
@@ -50,7 +50,7 @@ _REQUIRED = {
     "add_cross_attention": False,
     "layer_norm_epsilon": 1e-5,
 }
-# What the fields must be; a number of something is at least 1.
+# Types of the fields; counts must be at least 1.
 _HF_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"), int),
     "n_inner": int | None,
@@ -66,14 +66,14 @@ _NANOGPT_TYPES: Mapping[str, Any] = {
 
 
 class UnsupportedModelError(ValueError):
-    """A model has something that this GPT, or the target format, has no place for."""
+    """A feature of the model is unsupported by `GPT` or the target format."""
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
-    """The configuration of a GPT-2, from the fields of Hugging Face's config.json.
+    """`GPTConfig` from the fields of Hugging Face's config.json.
 
     Raises:
-        UnsupportedModelError: it is no GPT-2, or of a kind that `GPT` does not compute.
+        UnsupportedModelError: it is no GPT-2, or a variant that `GPT` does not support.
         ValueError: a field is missing, of a wrong type or out of range.
     """
     for name, value in _REQUIRED.items():
@@ -113,7 +113,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """The fields of Hugging Face's config.json.
 
     Raises:
-        UnsupportedModelError: GPT-2 has no such attention or positions.
+        UnsupportedModelError: GPT-2 lacks such attention or positions.
     """
     plain = GPTConfig(config.vocab_size)
     if config.positions != "learned":
@@ -143,7 +143,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.attention_dropout,
         "tie_word_embeddings": config.tie_weights,
-        # Ids that GPT-2's tokenizer has may not exist in this vocabulary.
+        # Ids of GPT-2's tokenizer may not exist in this vocabulary.
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -178,7 +178,7 @@ def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str,
 
 
 def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | None:
-    """A module's weight or bias by its name here, q, k and v together; None if it has none."""
+    """A module's weight or bias by our name, with q, k and v joined; None if absent."""
     parent = name.removesuffix("qkv_proj")
     names = [f"{parent}{part}.{kind}" for part in _PARTS]
     if name.endswith(_QKV) and names[0] in weights:
@@ -196,7 +196,7 @@ def _by_part(name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
-    """The configuration of a nanoGPT, from the `model_args` of its checkpoint.
+    """`GPTConfig` from the `model_args` of a nanoGPT checkpoint.
 
     Raises:
         ValueError: a field is missing, of a wrong type or out of range.
@@ -243,7 +243,7 @@ def _check_types(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _modules(config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Names of modules there and here; one after the other, as there may be claimed any number."""
+    """Names of modules there and here; lazily, as a config may claim any number of layers."""
     yield from _OUTSIDE.items()
     for i in range(config.num_layers):
         for theirs, ours in _INSIDE.items():

@@ -1,4 +1,4 @@
-"""Layers that the models share: feed-forward, norms, and a block of attention around them."""
+"""Layers of the models: feed-forward, norms and the transformer block."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ def uniform_attention(
     backend: str | None = None,
     **masks: Unpack[AdditiveAttentionArguments],
 ) -> Tensor:
-    """The average of the values that a query sees: attention before there is any.
+    """Average of the visible values: attention with equal scores.
 
         o_i = 1 / n_i sum_j v_j, over the n_i keys j that query i sees
 
-    It is attention whose scores are all alike, as those of queries of zeros are: the masks, the
-    kernels and the gradient are the same. With causal=True row i is the running mean of rows 0 to
-    i. What learned scores add is that the weights depend on the tokens.
+    It is attention with zero queries: masks, kernels and gradients are the same. With causal=True
+    row i is the running mean of rows 0 to i.
 
     Args:
         v: [B, H, T_k, D_v], differentiable.
@@ -57,7 +56,7 @@ def uniform_attention(
         masks: causal, window, key_lengths and the other masks of `fastattn.attention`.
 
     Returns:
-        [B, H, T_q, D_v]; 0 for a query that sees nothing.
+        [B, H, T_q, D_v]; 0 for a query without visible keys.
 
     Examples:
         >>> uniform_attention(torch.tensor([1.0, 3.0, 8.0]).view(1, 1, 3, 1), causal=True).flatten()
@@ -69,7 +68,7 @@ def uniform_attention(
 
 
 class MLP(SeparateProjections):
-    """The feed-forward part of a layer, applied to each position on its own.
+    """Feed-forward part of a layer.
 
         down_proj(act(up_proj(x)))            act: "relu", "gelu" or "gelu_tanh"
         down_proj(act(gate_proj(x)) * up_proj(x))
@@ -81,15 +80,15 @@ class MLP(SeparateProjections):
     Args:
         embed_dim: width C of the input and of the output.
         hidden_dim: width between the layers; default 4 * embed_dim, with a gate 8 * embed_dim // 3,
-            which is as many parameters.
+            for an equal number of parameters.
         bias: give the linear layers a bias.
         dropout: probability of zeroing an output element while training.
         activation: one of the above.
 
     Parameters:
-        gate_proj.weight, up_proj.weight: [hidden_dim, C], the first with a gate alone. A state dict
-            that has them as the rows of one up_proj is read too.
-        down_proj.weight: [C, hidden_dim].
+        gate_proj.weight, up_proj.weight: [hidden_dim, C]; gate_proj exists only with a gate. A
+        state dict with both as rows of one up_proj is accepted too. down_proj.weight: [C,
+        hidden_dim].
     """
 
     fused_projections: ClassVar[Fused] = {"up_proj": ("gate_proj", "up_proj")}
@@ -114,7 +113,7 @@ class MLP(SeparateProjections):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps x [..., embed_dim] to a tensor of the same shape."""
+        """Map x [..., embed_dim] to the same shape."""
         act = _ACTIVATIONS[self.activation]
         h = self.up_proj(x)
         h = act(h) if self.gate_proj is None else act(self.gate_proj(x)) * h
@@ -140,7 +139,7 @@ def make_norm(kind: Norm, width: int, *, eps: float = 1e-5, bias: bool = False) 
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, where there is a memory cross-attention, feed-forward.
+    """One transformer layer: self-attention, optional cross-attention, feed-forward.
 
         "pre"       x + f(norm(x)), for one part f after the other       (Xiong et al. 2020)
         "post"      norm(x + f(x))                                       (Vaswani et al. 2017)
@@ -192,11 +191,11 @@ class Block(nn.Module):
         memory: ProjectedMemory | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Maps x [B, T, embed_dim] to the same shape.
+        """Map x [B, T, embed_dim] to the same shape.
 
         Args:
             key_lengths, rotary_tables, cache, documents: as for `GQAttention.forward`.
-            memory: what cross-attention looks at, from its `project_memory`.
+            memory: keys and values of cross-attention, from its `project_memory`.
         """
         attend = partial(
             self.attention,
@@ -226,7 +225,7 @@ class Block(nn.Module):
 def make_relative(
     config: TransformerConfig,
 ) -> RelativeScalar | RelativeContent | RelativeTransformerXL | None:
-    """The terms by relative position of one layer, where the configuration has them."""
+    """A layer's relative position terms, if configured."""
     H, D, R = config.num_heads, config.head_dim, config.relative_distance
     options: dict[str, Any] = {
         "value_dim": (config.v_head_dim or D) if config.relative_values else None,
@@ -242,14 +241,14 @@ def make_relative(
 
 
 def _layer_options(config: TransformerConfig, kind: type) -> dict[str, Any]:
-    """The layers' options that the configuration has under their names, and biases."""
+    """Options of a layer that are fields of the configuration, and its biases."""
     fields = {field.name for field in dataclasses.fields(config)}
     options = {name: getattr(config, name) for name in table(kind) if name in fields}
     return {**options, "qkv_bias": config.bias, "out_bias": config.bias}
 
 
 def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLatentAttention:
-    """A layer's self-attention where keys and values come of a latent."""
+    """Self-attention from latents."""
     assert config.kv_latent_dim is not None, "else its keys and values are of its heads"
     names = ("kv_latent_dim", "v_head_dim", "window", "softcap", "sinks", "rotary_base", "bias")
     shared = {name: getattr(config, name) for name in (*names, "dropout", "attention_dropout")}
@@ -272,7 +271,7 @@ def make_block(
 
     Args:
         config: of the model.
-        layer: decides between window and stride, where they alternate.
+        layer: its number, which selects window or stride if they alternate.
         causal: of the self-attention.
         cross: give the layer cross-attention.
     """

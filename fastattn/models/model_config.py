@@ -24,15 +24,15 @@ Order = Literal["pre", "post", "parallel"]
 Sparse = Literal["alternate", "merge"]
 Table = Literal["trained", "sinusoidal"]
 
-# Positions that add terms by relative position; the other ones have none on the values.
+# Positions with relative terms; only these support terms on the values.
 RELATIVE = ("scalar", "content", "transformer_xl")
-# Feed-forward layers with a gate: three matrices in place of two.
+# Gated activations, with three matrices in place of two.
 GATED = ("geglu", "swiglu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The options of a model's layers. `GPTConfig`, `EncoderConfig` and `Seq2SeqConfig` inherit it.
+    """Options of a model's layers; base of `GPTConfig`, `EncoderConfig` and `Seq2SeqConfig`.
 
     Args:
         num_layers: number of transformer layers.
@@ -40,35 +40,36 @@ class TransformerConfig:
         num_kv_heads: key/value heads a layer, a divisor of num_heads; None = num_heads.
         embed_dim: width C of the residual stream, a multiple of num_heads.
         v_head_dim: width of a value head; None = embed_dim // num_heads.
-        kv_latent_dim: width of one latent a token from which the keys and values of all heads come,
+        kv_latent_dim: width of the latent of a token, from which all keys and values are projected
             and which the cache holds (`fastattn.MultiheadLatentAttention`); None = none. With
-            rotary positions each head has embed_dim // num_heads // 2 columns more that are
-            rotated, whose key all heads share.
+            rotary positions each head has embed_dim // num_heads // 2 further, rotated columns,
+            whose key all heads share.
         positions: "learned" adds a trained vector a position to the token embedding, "sinusoidal" a
-            fixed one; "rotary" rotates queries and keys instead; "alibi" lowers scores in
-            proportion to the distance; "scalar", "content" and "transformer_xl" learn terms of the
-            scores by relative position (see `fastattn.models.positions`); "none" has none.
+            fixed one; "rotary" rotates queries and keys instead; "alibi" lowers scores linearly
+            with the distance; "scalar", "content" and "transformer_xl" learn terms of the scores by
+            relative position (see `fastattn.models.positions`); "none" has none.
         rotary_style: pairs of features that are rotated together, "half" or "interleaved".
         rotary_base: the rotation's longest wavelength is about 2 * pi * rotary_base positions.
         relative_distance: R of the learned terms: distances beyond R are taken as R.
-        relative_table: their vectors: "trained", or "sinusoidal" with a trained projection.
+            relative_table: vectors of the learned terms: "trained", or "sinusoidal" with a trained
+            projection.
         relative_values: with learned terms, add vectors by relative position to the values too.
-        window: keys a query sees, itself included; None = all up to itself. In an encoder, those at
-            a distance below it on either side.
-        keep_first: first keys that stay visible outside the window, which it needs.
+        window: keys a query sees, itself included; None = all up to itself. In an encoder, keys at
+            a smaller distance on either side.
+        keep_first: first keys that stay visible outside the window; needs window.
         stride: with sparse, a query sees the keys at distances that are multiples of it.
-        sparse: "alternate" gives the first layer, the third and so on the window and the others the
-            stride; "merge" lets every layer see the keys of both (Child et al. 2019, arXiv
-            1904.10509). Both are needed.
+        sparse: "alternate": odd layers (the first, third, ...) have the window, the others the
+            stride; "merge": every layer has both (Child et al. 2019, arXiv 1904.10509). Needs
+            window and stride.
         scoring: of queries and keys: "scaled_dot", "dot", "multiplicative" or "additive"; see
             `fastattn.GQAttention`.
         softcap: bound of the attention scores; None = none.
-        sinks: give every head a learned share of attention that goes to no key.
+        sinks: give every head a learned attention sink.
         qk_norm: normalise queries and keys, with learned weights.
-        output_gate: multiply attention's output by sigmoids of the tokens, one for each "head" or
-            each "element" of a head's output; None = none.
-        block: where layers normalise: "pre", x + f(norm(x)); "post", norm(x + f(x)); "parallel",
-            x + mlp(norm(x)) + attention(norm(x)).
+        output_gate: multiply attention's output by a sigmoid gate of the tokens, per "head" or per
+            "element"; None = none.
+        block: order of the parts: "pre", x + f(norm(x)); "post", norm(x + f(x)); "parallel", x +
+            mlp(norm(x)) + attention(norm(x)).
         norm: "layernorm" or "rmsnorm".
         norm_eps: added to the variance, or to the mean square.
         embedding_norm: normalise the embedding, as BERT does.
@@ -76,13 +77,13 @@ class TransformerConfig:
             while training.
         attention_dropout: probability of dropping an attention weight while training.
         bias: give linear layers and layer norms a bias.
-        activation: of the layers between attention: "relu", "gelu", "gelu_tanh" (its approximation
-            by a hyperbolic tangent, which GPT-2 has), or with a gate "geglu" and "swiglu".
-        hidden_dim: width between the linear layers behind attention; None = 4 * embed_dim, with a
-            gate 8 * embed_dim // 3, which is as many parameters.
-        tie_weights: use the token embedding as the output layer's weight too.
-        label_smoothing: share of the target's probability that the loss spreads over all tokens
-            while training (Szegedy et al. 2016, arXiv 1512.00567).
+        activation: of the feed-forward layers: "relu", "gelu", "gelu_tanh" (the tanh approximation,
+            as in GPT-2), or gated "geglu" and "swiglu".
+        hidden_dim: width of the feed-forward layers; None = 4 * embed_dim, with a gate 8 *
+            embed_dim // 3, for an equal number of parameters.
+        tie_weights: use the token embedding as the output layer's weight.
+        label_smoothing: probability that the training loss spreads over all tokens (Szegedy et al.
+            2016, arXiv 1512.00567).
 
     Raises:
         ValueError: a field is out of range, or fields disagree.
@@ -151,7 +152,7 @@ class TransformerConfig:
         self._check_latent()
 
     def _check_latent(self) -> None:
-        """Check the options that a latent for all heads cannot be combined with."""
+        """Refuse options that do not combine with kv_latent_dim."""
         if self.kv_latent_dim is None:
             return
         for name in ("num_kv_heads", "stride", "keep_first", "qk_norm", "output_gate"):
@@ -198,7 +199,7 @@ class TransformerConfig:
             )
 
     def _check_terms(self) -> None:
-        """Check the options that relative values and additive scores cannot be combined with."""
+        """Refuse options that do not combine with relative values or additive scores."""
         if self.relative_values and self.positions not in RELATIVE:
             raise ValueError(
                 f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "
@@ -224,18 +225,18 @@ class TransformerConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that are rotated: with a latent, those beside its head_dim."""
+        """Rotated features of a head; with a latent, in addition to head_dim."""
         if self.positions != "rotary":
             return 0
         return self.head_dim if self.kv_latent_dim is None else self.head_dim // 2
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict of JSON values; `from_dict` reads it back."""
+        """The fields as JSON values, for `from_dict`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds a config from `to_dict`'s result; what is missing has its default.
+        """Inverse of `to_dict`, with defaults for missing fields.
 
         Raises:
             ValueError: a field is unknown, missing, of a wrong type or out of range.
@@ -244,14 +245,14 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """A published configuration, with changes to it.
+        """A published configuration, with changes.
 
         Args:
             name: one of cls.presets.
-            changes: fields that differ from it.
+            changes: fields that differ.
 
         Raises:
-            ValueError: there is no such preset, or the changes do not suit it.
+            ValueError: there is no such preset, or the changes do not fit.
         """
         if name not in cls.presets:
             presets = ", ".join(cls.presets) or "none"
@@ -261,7 +262,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class TextConfig(TransformerConfig):
-    """The options of a model that reads one text: `TransformerConfig` and the text's sizes.
+    """Options of a model of one text: `TransformerConfig` and sizes of the text.
 
     Args:
         vocab_size: number of distinct tokens V.

@@ -1,7 +1,6 @@
-"""Position embeddings, and terms of the scores by relative position.
+"""Position embeddings, and relative position terms of the scores.
 
-Attention by itself does not know the order of its keys. With x_i the token at position i, q_i and
-k_j its query and key:
+With x_i the token at position i, q_i its query and k_j a key:
 
     learned         x_i + P_i                        P trained, one row a position
     sinusoidal      x_i + p_i                        p fixed, Vaswani et al. 2017 (arXiv 1706.03762)
@@ -12,8 +11,8 @@ k_j its query and key:
     Transformer-XL  (q_i + u) . k_j + (q_i + v) . R_{i-j}
                                                      `RelativeTransformerXL`, Dai et al. 2019
 
-The first two are modules for models, the last three are given to `fastattn.GQAttention` as
-`relative`. Their terms are computed inside the kernels: no [T, T, D] tensor is made.
+The first two are modules of models, the last three are `relative` of `fastattn.GQAttention`,
+computed inside the kernels without a [T, T, D] tensor.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from ..modules.relative import RelativeTerms
 from ..modules.sharded import local_part
 from .model_config import Table
 
-# Of tables and of u and v, as GPT-2's embeddings have it.
+# Standard deviation of tables, u and v, as GPT-2's embeddings.
 _INIT_STD = 0.02
 
 
 def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor:
     """fp32 [..., width]: sin(w_c t) and cos(w_c t) in turn, w_c = base^(-2 c / width), t [...].
 
-    Vaswani et al. 2017, section 3.5. Any position has a vector, those past the longest sequence of
-    training too, and p_t . p_{t+k} = sum_c cos(w_c k) depends on the distance k alone.
+    Vaswani et al. 2017, section 3.5. p_t . p_{t+k} = sum_c cos(w_c k) depends on the distance k
+    alone.
 
     Args:
         positions: numbers of any dtype and shape.
@@ -59,7 +58,7 @@ class LearnedPositions(nn.Embedding):
     """A trained vector a position.
 
     Args:
-        length: how many positions there are.
+        length: number of positions.
         width: C.
     """
 
@@ -69,7 +68,7 @@ class LearnedPositions(nn.Embedding):
     def at(self, first: int | Tensor, count: int, device: torch.device) -> Tensor:
         """Vectors of `count` positions from `first`: [count, C], or [B, count, C] for first [B].
 
-        Positions of a tensor that are past the last count as the last; those are padding.
+        Tensor positions past the last one, which are padding, are clamped.
         """
         if isinstance(first, int):
             return local_part(self.weight, summed=False)[first : first + count]
@@ -79,7 +78,7 @@ class LearnedPositions(nn.Embedding):
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed `sinusoids` of width C; there is no last position."""
+    """Fixed `sinusoids` of width C, for any position."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class DistanceVectors(nn.Module):
     """A vector for each distance from -R to R: [H, 2 R + 1, D], row R + d for distance d.
 
     Args:
-        num_heads: H: one for each query head or K/V head, or 1 for all.
+        num_heads: H: query heads or K/V heads, or 1 = shared by all.
         head_dim: D.
         max_distance: R, at least 1.
         table: "trained" vectors; or "sinusoidal": W p_d, a trained projection of fixed sinusoids as
@@ -134,7 +133,7 @@ class DistanceVectors(nn.Module):
 
 
 class _Relative(nn.Module):
-    """Base of relative schemes: their reach R, and vectors that are added to the values (Shaw)."""
+    """Base of relative schemes: the reach R, and vectors added to the values (Shaw)."""
 
     has_keys = False
 
@@ -158,7 +157,7 @@ class _Relative(nn.Module):
 
 
 class RelativeScalar(_Relative):
-    """score_ij = scale q_i . k_j + r_{i-j}, a number for each head and distance.
+    """score_ij = scale q_i . k_j + r_{i-j}, a trained number per head and distance.
 
     T5's bias (Raffel et al. 2020, arXiv 1910.10683) with a bucket for each distance.
 
@@ -224,8 +223,8 @@ class RelativeTransformerXL(_Relative):
     """score_ij = scale (q_i . k_j + q_i . R_{i-j} + u . k_j + v . R_{i-j}).
 
     The terms (a) to (d) of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, section 3.3): content
-    to content, content to distance, and what every query wants of a content (u) and of a distance
-    (v). Theirs are R = W p_d, sinusoids with a projection for each head: table="sinusoidal".
+    to content, content to distance, and the global biases u for contents and v for distances. In
+    the paper R = W p_d, projected sinusoids: table="sinusoidal".
 
     Args:
         num_heads: H_q.

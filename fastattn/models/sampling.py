@@ -1,4 +1,4 @@
-"""Sampling of the next token: temperature, top-k, top-p and other filters, and the draw."""
+"""Sampling of the next token: temperature, filters such as top-k and top-p, and the draw."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ _NOT_FINITE = "the model's scores are not finite: its training has diverged"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token.
+    """Sampling settings.
 
-    The settings apply in the order repetition penalty, temperature, top-k, top-p, min-p, epsilon
-    cutoff, each to what those before it have left; the highest score always stays.
+    Filters apply one after the other: repetition penalty, temperature, top-k, top-p, min-p, epsilon
+    cutoff. The highest score always stays.
 
     Args:
-        temperature: divides the scores; below 1 prefers likely tokens, above 1 evens them out.
-        top_k: keep the k highest scores, and those equal to the k-th; None = all.
+        temperature: divides the scores; below 1 sharpens the distribution, above 1 flattens it.
+        top_k: keep the k highest scores, and ties with the k-th; None = all.
         top_p: keep the fewest highest scores whose probabilities add up to at least top_p (nucleus
             sampling, Holtzman et al. 2020, arXiv 1904.09751); None = all.
-        min_p: keep the tokens that are at least min_p times as likely as the likeliest (Nguyen et
-            al. 2024, arXiv 2407.01082); None = all.
-        epsilon_cutoff: keep the tokens of at least this probability (epsilon sampling, Hewitt et
-            al. 2022, arXiv 2210.15191; some courses call this threshold top-p); None = all.
-        repetition_penalty: the scores of tokens that the text holds already are divided by it where
-            they are positive and multiplied by it where they are negative, so that above 1 they
-            fall whatever their sign. Keskar et al. 2019, arXiv 1909.05858, section 4.1, divide;
-            that alone would raise a negative score.
-        greedy: take the highest score, the first of equals; of the other settings only
-            repetition_penalty matters then.
+        min_p: keep tokens at least min_p times as likely as the top one (Nguyen et al. 2024, arXiv
+            2407.01082); None = all.
+        epsilon_cutoff: keep tokens of at least this probability (epsilon sampling, Hewitt et al.
+            2022, arXiv 2210.15191; some courses call it top-p); None = all.
+        repetition_penalty: divide positive scores of tokens in the text by it, and multiply
+            negative ones, so that values above 1 lower both. Keskar et al. 2019, arXiv 1909.05858,
+            section 4.1, only divide, which raises negative scores.
+        greedy: take the highest score, the first of equals; only repetition_penalty applies then.
 
     Raises:
         ValueError: a setting is out of range.
@@ -68,18 +66,18 @@ class Sampling:
 
     @property
     def needs_seen(self) -> bool:
-        """Whether the choice depends on which tokens the text holds already."""
+        """Whether the choice depends on the tokens in the text."""
         return self.repetition_penalty != 1
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Scores after every setting but `greedy`.
+        """Filtered scores, without `greedy`.
 
         Args:
             logits: [B, V], any floating dtype.
-            seen: bool [B, V], True = the row's text holds this token; None = no text.
+            seen: bool [B, V], True = the token is in the row's text; None = no text.
 
         Returns:
-            fp32 [B, V] (fp64 for fp64 logits), -inf where a token is ruled out.
+            fp32 [B, V] (fp64 for fp64 logits), -inf for excluded tokens.
         """
         scores = self._penalised(logits, seen) / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
@@ -88,7 +86,7 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             ranked, index = scores.sort(dim=-1, descending=True, stable=True)
             probabilities = ranked.softmax(dim=-1)
-            # A token goes if those before it already reach top_p, so the first never does.
+            # A token is dropped if those before it reach top_p, so never the first.
             before = probabilities.cumsum(dim=-1) - probabilities
             ranked = ranked.masked_fill(before >= self.top_p, -math.inf)
             scores = torch.empty_like(scores).scatter_(-1, index, ranked)
@@ -102,7 +100,7 @@ class Sampling:
         return scores
 
     def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The distribution that tokens are drawn from; greedy puts everything on one token.
+        """Distribution of the next token; one-hot if greedy.
 
         Args, and the result's shape and dtype: as `filter`.
         """
@@ -121,7 +119,7 @@ class Sampling:
 
         Args:
             logits, seen: as `filter`.
-            generator: on any device; None = torch's own of the CPU.
+            generator: on any device; None = torch's CPU generator.
 
         Returns:
             int64 [B].
@@ -152,19 +150,19 @@ def uniform(count: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """The token of each row that a number in [0, 1) stands for: the distribution's inverse.
+    """Sample a token per row by inverse transform of a number in [0, 1).
 
-    So a row's token depends on its own number alone, whatever batch it is in.
+    A row's token depends only on its own number, not on the batch.
 
     Args:
-        probabilities: [B, V], not negative, with a positive sum, which need not be 1.
-        numbers: fp64 [B], same device; at most 1 - 2**-53, as those of `uniform` are.
+        probabilities: [B, V], non-negative, with any positive sum.
+        numbers: fp64 [B], same device; at most 1 - 2**-53, as from `uniform`.
 
     Returns:
         int64 [B]; never a token of probability 0.
     """
     cumulative = probabilities.double().cumsum(dim=-1)
-    # Less than the sum also after rounding, since 2**-53 of it is no less than half its last bit.
+    # Less than the sum after rounding too, as 2**-53 of it is at least half its last bit.
     target = numbers.unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
@@ -175,16 +173,16 @@ def choose_rows(
     generators: Sequence[torch.Generator | None],
     seen: Sequence[Tensor | None] = (),
 ) -> list[int]:
-    """Draws a token a row, each row by its own settings and generator.
+    """Draw a token per row, each with its own settings and generator.
 
     Args:
         logits: [B, V], any floating dtype.
-        settings: B of them; rows that share one are filtered together.
+        settings: B of them; rows with equal settings are filtered together.
         generators: B of them, as for `Sampling.choose`.
-        seen: B of them, bool [V] for rows whose setting `needs_seen`; or none at all.
+        seen: B of them, bool [V] for rows whose setting `needs_seen`; or empty.
 
     Returns:
-        B tokens. A row's token is the one that `Sampling.choose` draws for it alone.
+        B tokens, the same as `Sampling.choose` draws for each row alone.
 
     Raises:
         FloatingPointError: a score is not finite.
@@ -205,7 +203,7 @@ def choose_rows(
             numbers = to_device(drawn, logits.device)
             chosen.append(draw(setting.probabilities(part, part_seen), numbers))
         order += rows
-    # The one place where a step of generation waits for the device.
+    # The only synchronisation of a generation step.
     *tokens, finite = torch.cat([*chosen, logits.isfinite().all().long()[None]]).tolist()
     if not finite:
         raise FloatingPointError(_NOT_FINITE)
@@ -213,5 +211,5 @@ def choose_rows(
 
 
 def make_generator(seed: int | None) -> torch.Generator | None:
-    """A generator on the CPU, so that a seed means the same on every device; None without one."""
+    """A seeded CPU generator, so that results do not depend on the device; None without a seed."""
     return None if seed is None else torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""An encoder-decoder: a decoder with cross-attention to an encoded source."""
+"""Encoder-decoder transformer."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Seq2SeqConfig(TransformerConfig):
         source_vocab_size: number of distinct tokens of sources.
         target_vocab_size: number of distinct tokens of targets, V.
         source_length: longest source, in tokens.
-        target_length: longest target, in tokens, that which begins it counted.
+        target_length: longest target, in tokens, including the begin token.
         num_decoder_layers: layers of the decoder; None = num_layers, which is the encoder's.
-        share_embeddings: one token embedding for sources and targets, whose vocabularies then are
-            one.
+        share_embeddings: one token embedding for sources and targets, which then share a
+            vocabulary.
 
     The other fields are those of `TransformerConfig`, for both sides. window, stride and positions
-    are the self-attentions'; cross-attention sees the whole source.
+    apply to self-attention; cross-attention sees the whole source.
 
     Presets: "transformer-base" (Vaswani et al. 2017, arXiv 1706.03762, table 3; its vocabulary of
     37000 pairs of bytes).
@@ -88,10 +88,10 @@ class Seq2SeqConfig(TransformerConfig):
 
 
 class Memory(NamedTuple):
-    """A batch of encoded sources, as the decoder's layers read them.
+    """A batch of encoded sources, for the decoder's layers.
 
     Attributes:
-        layers: what each layer's cross-attention looks at.
+        layers: keys and values of each layer's cross-attention.
     """
 
     layers: tuple[ProjectedMemory, ...]
@@ -102,7 +102,7 @@ class Memory(NamedTuple):
         return self.layers[0].k.shape[0]
 
     def repeat_rows(self, count: int) -> Memory:
-        """Every row `count` times, one after the other."""
+        """Repeat every row `count` times."""
         return Memory(tuple(layer.repeat_rows(count) for layer in self.layers))
 
 
@@ -129,9 +129,9 @@ class _Decoder(DecoderStack):
 class Seq2Seq(nn.Module):
     """Encoder-decoder transformer (Vaswani et al. 2017, arXiv 1706.03762).
 
-    Trained on all positions of a target at once, each given the true tokens before it (teacher
-    forcing): with a begin token b and an end token e, a target x y z has inputs b x y z and targets
-    x y z e. Used token by token, with a cache, the source's keys and values made once:
+    Training uses teacher forcing: with begin token b and end token e, a target x y z has inputs b x
+    y z and targets x y z e. Generation is token by token, with a cache, after one `encode` of the
+    source:
 
         >>> model = Seq2Seq(Seq2SeqConfig(20, 30, num_layers=2)).eval()
         >>> source = torch.randint(20, (1, 7))
@@ -140,14 +140,14 @@ class Seq2Seq(nn.Module):
         ...     first = model.decode(torch.tensor([[0]]), memory, cache)  # [1, 1, 30]
         ...     second = model.decode(first.argmax(-1), memory, cache)
 
-    Weights start as `GPT`'s do.
+    Initialised as `GPT`.
 
     Args:
         config: the shape of the model.
 
     Parameters:
-        encoder, decoder: `TokenStack`s; their token embeddings are one where they are shared.
-        head.weight: [V, C], unless tied to the decoder's token embedding.
+        encoder, decoder: `TokenStack`s, with one token embedding if shared. head.weight: [V, C],
+        unless tied to the decoder's token embedding.
     """
 
     def __init__(self, config: Seq2SeqConfig) -> None:
@@ -172,17 +172,17 @@ class Seq2Seq(nn.Module):
         target_lengths: Tensor | None = None,
         target_count: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scores what follows each token of the inputs.
+        """Logits of the next token at each input.
 
         Args:
             source: [B, S] integers in [0, source_vocab_size), S <= source_length.
             inputs: [B, T] integers in [0, target_vocab_size), T <= target_length.
-            targets: int64 [B, T], the token that follows each of the inputs; -100 leaves a position
-                out of the loss.
-            source_lengths, target_lengths: int32 or int64 [B]: how many tokens of a row of source
-                and of inputs are real; the others are padding behind them, which none sees.
-            target_count: of how many targets the loss is the mean, where these are a part of them;
-                default: those that are not -100.
+            targets: int64 [B, T], the next token of each input; -100 excludes a position from the
+                loss.
+            source_lengths, target_lengths: int32 or int64 [B]: numbers of real tokens in rows of
+                source and inputs, followed by masked padding.
+            target_count: divisor of the loss, if these targets are a part of a batch; default: the
+                number of targets that are not -100.
 
         Returns:
             logits [B, T, V], or (logits, mean cross-entropy in nats) when targets are given.
@@ -196,7 +196,7 @@ class Seq2Seq(nn.Module):
         return scored(self, logits, targets, target_count)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Memory:
-        """Reads sources, and projects them for every layer of the decoder.
+        """Encode sources, and project them for every layer of the decoder.
 
         Args:
             source, source_lengths: as for `forward`.
@@ -224,23 +224,23 @@ class Seq2Seq(nn.Module):
         key_lengths: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Scores what follows each token, given encoded sources.
+        """Logits of the next token at each input, given encoded sources.
 
         Args:
-            inputs: [B, T] integers in [0, target_vocab_size); with a cache they continue what it
-                holds, and are added to it.
+            inputs: [B, T] integers in [0, target_vocab_size); with a cache they continue its
+                sequences and are appended.
             memory: of B sources, from `encode`.
-            cache: from `new_cache`, or another `LayerCache` a layer.
-            key_lengths: int32 or int64 [B]: how many of a row's T tokens are real.
-            last_only: score each row's last real token alone.
+            cache: from `new_cache`, or another `LayerCache` per layer.
+            key_lengths: int32 or int64 [B]: number of real tokens of a row.
+            last_only: return logits of each row's last real token only.
 
         Returns:
             logits [B, T, V], or [B, 1, V] with last_only.
 
         Raises:
             TypeError: cache is no sequence of caches.
-            ValueError: a tensor has another shape, inputs are longer than target_length or do not
-                fit the cache, or the memory is of another batch.
+            ValueError: a tensor has a wrong shape, inputs are longer than target_length or do not
+                fit the cache, or the memory has another batch size.
         """
         return whole_logits(
             self._scores(inputs, memory, cache, key_lengths=key_lengths, last_only=last_only)
@@ -255,7 +255,7 @@ class Seq2Seq(nn.Module):
         key_lengths: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """`decode`, whose scores stay sharded where the vocabulary is."""
+        """`decode`, with sharded logits if the vocabulary is sharded."""
         check_tokens("inputs", inputs, "target_length", self.config.target_length)
         check_cache("inputs", inputs, cache, len(self.decoder.blocks))
         if memory.batch_size != inputs.shape[0]:

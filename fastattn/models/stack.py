@@ -25,19 +25,19 @@ from .positions import LearnedPositions, SinusoidalPositions
 _INIT_STD = 0.02
 # Layers that write to the residual stream.
 _WRITERS = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
-# Parameters that start as their own modules make them.
+# Parameters initialised by their own modules.
 _KEPT = ("score_weight", "score_vector")
 
 
 class TokenStack(nn.Module):
-    """Token embedding, positions, transformer layers, and the norm behind them.
+    """Token embedding, positions, transformer layers, and the final norm.
 
     Args:
         config: of the layers.
         vocab_size: number of distinct tokens V.
         length: longest sequence, in tokens.
-        causal: tokens see those before them alone.
-        cross: the layers look at a memory.
+        causal: causal self-attention.
+        cross: layers have cross-attention.
         num_layers: default config.num_layers.
 
     Parameters:
@@ -45,7 +45,7 @@ class TokenStack(nn.Module):
         position_embedding.weight: [length, C], with learned positions.
         embedding_norm.weight: [C], if the configuration has it.
         blocks: the layers; see `fastattn.models.layers.Block`.
-        norm.weight: [C]; in post-LN models the layers end with a norm, and there is no other.
+        norm.weight: [C]; none in post-LN models, whose layers end with a norm.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TokenStack(nn.Module):
         count = config.num_layers if num_layers is None else num_layers
         self.token_embedding = nn.Embedding(vocab_size, C)
         self.position_embedding = _make_positions(config, length)
-        # One for all layers.
+        # Shared by all layers.
         self.rotary_positions = (
             RotaryPositions(config.rotary_dim, base=config.rotary_base)
             if config.positions == "rotary"
@@ -95,7 +95,7 @@ class TokenStack(nn.Module):
         x = self.dropout(self._embed(tokens, cache))
         tables: RotaryPositions | tuple[Tensor, Tensor] | None = self.rotary_positions
         if isinstance(tables, RotaryPositions) and cache is None:
-            # The same rows in every layer.
+            # Same rows in every layer.
             T = tokens.shape[1]
             tables = tables.at(0, T, T, x.device)
         for i, block in enumerate(self.blocks):
@@ -112,12 +112,12 @@ class TokenStack(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, cache: Sequence[LayerCache] | None) -> Tensor:
-        """[B, T, C]: the tokens' vectors with those of their positions, normalised if wanted."""
+        """[B, T, C]: token and position embeddings, normalised if configured."""
         x = self.token_embedding(tokens)
         positions = self.position_embedding
         if positions is not None:
             if isinstance(positions, SinusoidalPositions):
-                # As in the paper, section 3.4: the sinusoids are as large as 1.
+                # Section 3.4 of the paper, as sinusoids have amplitude 1.
                 x = x * math.sqrt(self.config.embed_dim)
             at = positions.at(_first_position(cache), tokens.shape[1], x.device)
             x = x + at.to(x.dtype)
@@ -136,9 +136,9 @@ class TokenStack(nn.Module):
 
 
 class DecoderStack(TokenStack):
-    """A causal `TokenStack`, which reads sequences piece by piece into caches."""
+    """A causal `TokenStack` with caches."""
 
-    # The configuration's field that bounds sequences.
+    # The configuration's field with the longest sequence.
     length_field: ClassVar[str]
 
     def new_cache(
@@ -153,12 +153,12 @@ class DecoderStack(TokenStack):
 
         Args:
             batch_size: rows B.
-            max_length: tokens a row can hold; default and, with learned positions, at most
-                the configuration's context_length (of an encoder-decoder target_length).
+            max_length: tokens per row; default and, with learned positions, at most context_length
+                (target_length in an encoder-decoder).
             device, dtype: of the stored keys and values; default the parameters'.
 
         Raises:
-            ValueError: max_length exceeds what learned positions reach.
+            ValueError: max_length exceeds the learned positions.
         """
         max_length = self.length if max_length is None else max_length
         if isinstance(self.position_embedding, LearnedPositions) and max_length > self.length:
@@ -173,7 +173,7 @@ class DecoderStack(TokenStack):
 
 
 def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> None:
-    """[B, T] tokens, not longer than the model reads."""
+    """Check that tokens are [B, T] and not too long."""
     if tokens.dim() != 2:
         raise ValueError(f"{name} must have shape [B, T], got {tuple(tokens.shape)}")
     if tokens.shape[1] > length:
@@ -183,7 +183,7 @@ def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> No
 
 
 def check_targets(targets: Tensor | None, name: str, tokens: Tensor) -> None:
-    """Targets of the shape of the tokens, which are called `name`."""
+    """Check that targets have the shape of the tokens, named `name`."""
     if targets is not None and targets.shape != tokens.shape:
         raise ValueError(
             f"targets must have {name}' shape {tuple(tokens.shape)}, got {tuple(targets.shape)}"
@@ -193,7 +193,7 @@ def check_targets(targets: Tensor | None, name: str, tokens: Tensor) -> None:
 def check_cache(
     name: str, tokens: Tensor, cache: Sequence[LayerCache] | None, num_layers: int
 ) -> None:
-    """A cache a layer, with room for the tokens where that is known."""
+    """Check that there is a cache per layer, with room for the tokens if known."""
     if cache is None:
         return
     expected = f"cache must hold one KVCache a layer ({num_layers})"
@@ -217,8 +217,7 @@ def token_loss(
     """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100.
 
     logits: may be those of `token_logits`.
-    count: the targets' number, where these are a part of them: the share of the mean that falls to
-        them.
+    count: divisor, if these targets are a part of a batch; the result is their share of the mean.
     """
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if is_dtensor(logits):
@@ -242,7 +241,7 @@ def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def scored(
     model: nn.Module, logits: Tensor, targets: Tensor | None, count: int | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Logits of `token_logits` as a model gives them: whole, or with the loss of the targets."""
+    """A model's result from `token_logits`: gathered logits, or logits and the loss."""
     if targets is None:
         return whole_logits(logits)
     smoothing = cast(Any, model.config).label_smoothing if model.training else 0.0
@@ -250,7 +249,7 @@ def scored(
 
 
 def whole_logits(logits: Tensor) -> Tensor:
-    """Scores of all tokens on every rank."""
+    """Gather sharded logits on every rank."""
     return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
 
 
@@ -265,7 +264,7 @@ def _make_positions(
 
 
 def _first_position(cache: Sequence[LayerCache] | None) -> int | Tensor:
-    """Where the next token stands: one number, or one a row."""
+    """Position of the next token, one number or one per row."""
     if cache is None:
         return 0
     n = cache[0].uniform_length

@@ -3,11 +3,10 @@
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, tp_plan(model))
 
-Every parameter becomes a DTensor of its own global shape, sharded by `Shard` or whole on every
-rank: FSDP2 shards it further, torch.distributed.checkpoint writes what one process would. Each rank
-computes its own heads and hidden units with plain tensors. The only exchanges are the sum
-of the ranks' outputs behind out_proj and down_proj, and that of gradients in front of the others
-(Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
+Every parameter becomes a DTensor, sharded or replicated, so FSDP2 and torch.distributed.checkpoint
+work as usual. Each rank computes its own heads and hidden units with plain tensors. The only
+communication is the sum of outputs after out_proj and down_proj, and the sum of gradients before
+the other projections (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from .seq2seq import Seq2Seq
 from .stack import TokenStack
 
 _MODELS = (GPT, TokenStack, Tagger, MaskedLM, Seq2Seq)
-# A layer's parameters with a dim of the query heads, and which one.
+# Dim of the query heads in a layer's parameters.
 _OF_HEADS = {"sinks": 0, "relative_bias": 1, "score_weight": 0, "score_vector": 0}
 
 
@@ -51,18 +50,18 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
 
     Args:
         module: a `GQAttention`, `CausalGQAttention`, `CrossGQAttention` or `MLP`; or a `GPT`,
-            `Encoder`, `Tagger`, `MaskedLM` or `Seq2Seq`, whose token embedding and scores are
-            sharded by vocabulary.
+            `Encoder`, `Tagger`, `MaskedLM` or `Seq2Seq`, with token embedding and logits sharded by
+            vocabulary.
 
     Returns:
-        The style of a layer, or the styles of a model's parts by their names.
+        The style of a layer, or the styles of a model's parts by name.
 
     Raises:
         TypeError: it is another module.
 
-    `parallelize_module` then raises ValueError before it changes anything, where num_heads or
-    hidden_dim are not divisible by the number of ranks, or num_kv_heads is neither divisible by it
-    nor divides it. With fewer K/V heads than ranks, the ranks that share one compute it each.
+    `parallelize_module` raises ValueError, before any change, if num_heads or hidden_dim is not
+    divisible by the number of ranks, or num_kv_heads is neither a multiple nor a divisor of it.
+    With fewer K/V heads than ranks, K/V heads are computed redundantly.
     """
     sizes = _Sizes.of(module)
     if isinstance(module, AttentionLayer):
@@ -89,7 +88,7 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
 
 
 def _style(name: str, part: nn.Module, tagger: bool, sizes: _Sizes) -> ParallelStyle | None:
-    """The style of a model's part, or None for one whose own parts have some."""
+    """The style of a model's part, or None for containers."""
     if isinstance(part, AttentionLayer):
         return HeadParallel(sizes)
     if isinstance(part, MLP):
@@ -104,7 +103,7 @@ def _style(name: str, part: nn.Module, tagger: bool, sizes: _Sizes) -> ParallelS
 
 
 class _Sizes(NamedTuple):
-    """Sizes that must divide evenly over the ranks, by name."""
+    """Sizes that must be divisible by the number of ranks, by name."""
 
     counts: frozenset[tuple[str, int]]
     kv_heads: frozenset[int]
@@ -118,7 +117,7 @@ class _Sizes(NamedTuple):
         return _Sizes(frozenset(counts), frozenset(x.num_kv_heads for x in layers))
 
     def check(self, mesh: DeviceMesh) -> None:
-        """Raise ValueError where ranks would not get alike parts."""
+        """Raise ValueError if the ranks' parts would be unequal."""
         if mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh must have one dimension, got {mesh.ndim}: take a slice of it, such "
@@ -140,7 +139,7 @@ class _Sizes(NamedTuple):
 
 
 class _Style(ParallelStyle):
-    """A style that looks at the sizes of the whole module before it changes a part."""
+    """A style that checks the sizes of the whole module before any change."""
 
     def __init__(self, sizes: _Sizes) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class _Style(ParallelStyle):
         raise NotImplementedError
 
     def shard(self, module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str) -> None:
-        """Make parameters of a module DTensors; all that it holds by itself, if none is named."""
+        """Make parameters of a module DTensors; all direct ones, if none is named."""
         for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
             x = getattr(module, name)
             if x is not None:
@@ -165,12 +164,12 @@ class _Style(ParallelStyle):
                 setattr(module, name, nn.Parameter(sharded, requires_grad=x.requires_grad))
 
     def column(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Share out the rows of a linear layer's weight, and so its outputs."""
+        """Shard the rows of a linear layer's weight (its outputs)."""
         self.shard(module, mesh, Shard(0))
         module.__class__ = _Column
 
     def row(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Share out the columns of a linear layer's weight, and so its inputs."""
+        """Shard the columns of a linear layer's weight (its inputs)."""
         self.shard(module, mesh, Shard(1), "weight")
         self.shard(module, mesh, Replicate(), "bias")
         module.__class__ = _RowParallelLinear
@@ -211,14 +210,14 @@ class HeadParallel(_Style):
         module.register_forward_pre_hook(partial(_enter, mesh))
 
     def shared(self, proj: nn.Module, mesh: DeviceMesh, head: int, heads: int) -> None:
-        """Leave a projection whole; this rank computes one of its heads."""
+        """Replicate a projection; this rank computes one of its heads."""
         self.shard(proj, mesh, Replicate())
         size = cast(Any, proj).out_features // heads
         proj.__class__ = _Column
         cast(Any, proj).rows = slice(head * size, (head + 1) * size)
 
     def relative(self, layer: AttentionLayer, mesh: DeviceMesh) -> None:
-        """The tables of a layer's relative terms: by heads, or whole where all heads share one."""
+        """Shard a layer's relative tables by heads, or replicate shared ones."""
         scheme: Any = cast(Any, layer).relative
         if isinstance(scheme, RelativeScalar):
             self.shard(scheme, mesh, Shard(0), "bias")
@@ -244,9 +243,9 @@ class HiddenParallel(_Style):
 
 
 class _Whole(_Style):
-    """Parameters that every rank has whole, and computes the same of.
+    """Replicated parameters.
 
-    called: by its forward; else what reads them knows DTensors.
+    called: used by the module's own forward; otherwise the reader handles DTensors.
     """
 
     def __init__(self, sizes: _Sizes, *, called: bool = True) -> None:
@@ -261,7 +260,7 @@ class _Whole(_Style):
 
 
 class _OfVocabulary(_Style):
-    """Parameters with a row for each token, which `stack.token_logits` reads."""
+    """Parameters sharded by vocabulary, for `stack.token_logits`."""
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.shard(module, mesh, Shard(0))
@@ -277,7 +276,7 @@ class _TokenEmbedding(_OfVocabulary):
 
 
 class _Column(nn.Linear):
-    """Some rows of a linear layer's weight: those of this rank, or of what it has whole `rows`."""
+    """Column-parallel linear layer: this rank's rows, or `rows` of a replicated weight."""
 
     rows: slice | None = None
 
@@ -289,7 +288,7 @@ class _Column(nn.Linear):
 
 
 class _RowParallelLinear(nn.Linear):
-    """Some columns of a linear layer's weight, and the sum of what all ranks make of theirs."""
+    """Row-parallel linear layer: this rank's columns of the weight, and a sum over the ranks."""
 
     mesh: DeviceMesh
 
@@ -299,7 +298,7 @@ class _RowParallelLinear(nn.Linear):
 
 
 class _Embedding(nn.Embedding):
-    """Some rows of an embedding's weight. torch's own style makes the gradient of all rows."""
+    """Embedding sharded by rows; torch's own style materialises the gradient of all rows."""
 
     mesh: DeviceMesh
 
@@ -314,12 +313,12 @@ class _Embedding(nn.Embedding):
 
 
 def _enter(mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sum the gradient of a layer's tokens over the ranks."""
+    """Sum the gradient of a layer's input over the ranks."""
     return (enter(args[0], mesh), *args[1:])
 
 
 def _enter_memory(layer: CrossGQAttention, mesh: DeviceMesh) -> None:
-    """Sum the gradient of a memory over the ranks, whoever projects it."""
+    """Sum the gradient of a memory over the ranks, at any projection."""
     project = layer.project_memory
 
     def project_memory(memory: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -13,14 +13,14 @@ def to_device(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A tensor of the host's numbers on a device; the host goes on before it is there.
+    """Copy host values to a device asynchronously.
 
-    A copy from plain memory makes the host wait until all that the GPU has to do before is done.
+    A copy from pageable memory waits for all earlier work of the GPU.
 
     Args:
         values: numbers, lists of them of one length, or a tensor on the CPU.
-        device: where to.
-        dtype: default: torch's own for such numbers, or the tensor's.
+        device: of the result.
+        dtype: default: torch's default for the values, or the tensor's.
     """
     x = torch.as_tensor(values, dtype=dtype)
     if torch.device(device).type != "cuda":

@@ -1,4 +1,4 @@
-"""Shared code of tests and benchmarks: inputs, the error budget, and checks against the oracle."""
+"""Shared by tests and benchmarks: inputs, the error budget, and checks against the oracle."""
 
 from .budget import assert_within_budget as assert_within_budget
 from .budget import error_budget as error_budget

@@ -1,13 +1,13 @@
-"""The error budget: the one tolerance of the project, for the error of a result in its dtype.
+"""The error budget: the project's only tolerance.
 
     max|x - ref|  <=  2 * max|naive - ref|  +  eps(dtype) * max|ref|  +  64 * eps(fp32)
 
 ref is the oracle in fp64, naive the oracle in the tested dtype, on the same inputs, drawn in that
-dtype. The terms are the error of the naive formula in that dtype, one rounding of the output, and a
-floor for gradients that cancel to zero.
+dtype. The terms are the error of the naive formula, one rounding of the output, and a floor for
+gradients that cancel to zero.
 
-A single naive run can be exact by luck, and differs between machines: naive is the worst of several
-runs, by `orders.worst_naive`.
+A single naive run can be exact by luck, and differs between machines. So naive is the worst of
+several runs, by `orders.worst_naive`.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
-    """The largest error allowed for a result in `dtype`. Infinite entries of ref are left out."""
+    """Largest allowed error of a result in `dtype`. Infinite entries of ref are ignored."""
     ref = ref.double()
     finite = ref.isfinite()
     if not finite.any():
@@ -30,7 +30,7 @@ def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
 
 
 class PastBudget(AssertionError):
-    """An error past its budget, and which share of the budget it is."""
+    """An error past its budget, and its share of the budget."""
 
     def __init__(self, message: str, share: float) -> None:
         super().__init__(message)
@@ -38,10 +38,10 @@ class PastBudget(AssertionError):
 
 
 def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> float:
-    """Check that x has no NaN, is infinite exactly where ref is, and elsewhere within the budget.
+    """Check that x is infinite exactly where ref is, and within the budget elsewhere.
 
     Args:
-        x: the result to judge.
+        x: the result to check.
         ref: the oracle's result in fp64.
         naive: the oracle's result in x's dtype, from `worst_naive`.
 
@@ -49,7 +49,7 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
         The error as a share of the budget.
 
     Raises:
-        AssertionError: naming the result; a `PastBudget` its error and the budget too.
+        AssertionError: with the result's name; a `PastBudget` also has the error and the budget.
     """
     assert x.shape == ref.shape, f"{name} has shape {tuple(x.shape)}, expected {tuple(ref.shape)}"
     if x.numel() == 0:
@@ -71,5 +71,5 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
 def assert_all_within_budget(
     names: Iterable[str], actual: Iterable[Tensor], ref: Iterable[Tensor], naive: Iterable[Tensor]
 ) -> float:
-    """`assert_within_budget` of each result; the largest share."""
+    """`assert_within_budget` for each result; returns the largest share."""
     return max(starmap(assert_within_budget, zip(names, actual, ref, naive, strict=True)))

@@ -1,4 +1,4 @@
-"""Check attention against the oracle: outputs, lse and every gradient, by the error budget."""
+"""Check outputs, lse and all gradients of attention against the oracle."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -34,16 +34,14 @@ def assert_matches_reference(
     Args:
         attention: called as attention(q, k, v, *positional, return_lse=True, **arguments).
         q, k, v: leaf tensors that require grad, drawn in the tested dtype.
-        clean: q, k, v for the oracle, where the tested ones hold NaN in padding.
+        clean: q, k, v for the oracle, if the tested ones hold NaN in padding.
         oracle: `reference.attention_varlen` for packed sequences, whose offsets are `positional`.
         backward: check gradients too.
         orders: of summation, see `worst_naive`.
-        arguments: options, passed to both. Gradients of those in DIFFERENTIABLE are compared too,
-            whether they require grad or not.
+        arguments: options of both. Gradients of options in DIFFERENTIABLE are always compared too.
 
     Returns:
-        The worst error as a share of its budget, which is that of one order of summation where
-        that is enough.
+        The worst error as a share of its budget.
 
     Raises:
         AssertionError: a result that is not finite, or past its budget.
@@ -68,9 +66,9 @@ def assert_all_near(
     naive: Callable[[], Sequence[Tensor]],
     orders: int = RUNS,
 ) -> float:
-    """`assert_all_within_budget` beside `worst_naive`, of one order where that is enough.
+    """`assert_all_within_budget` with `worst_naive`, first with one order, then with all.
 
-    The worst of several orders only permits more than the first of them does.
+    More orders only enlarge the budget.
     """
     state = torch.get_rng_state()
     with contextlib.suppress(PastBudget):
@@ -98,14 +96,14 @@ def results(
 ) -> tuple[Tensor, ...]:
     """o, lse, dq, dk, dv and gradients of float options.
 
-    do and dlse are random with a fixed seed, and the same in every dtype.
+    do and dlse are random with a fixed seed, equal in every dtype.
     """
     names = _floats(arguments)
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o, lse = attention(q, k, v, *positional, return_lse=True, **{**arguments, **leaves})
     generator = torch.Generator().manual_seed(1)
-    # bf16 values are exact in every dtype, so that all dtypes get the same do and dlse.
+    # bf16 values, as they are exact in every dtype.
     do, dlse = (
         torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
     )

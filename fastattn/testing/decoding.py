@@ -1,4 +1,4 @@
-"""Check decoding against the oracle, from every kind of cache filled with the same tokens."""
+"""Check decoding from every kind of cache against the oracle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..quantization import quantize_rows
 from .budget import assert_all_within_budget
 from .orders import worst_naive
 
-# Kinds of caches: constructor arguments beside sizes, and how rows start and are indexed.
+# Kinds of caches: constructor arguments, starts and indexing of rows.
 KINDS: dict[str, dict[str, Any]] = {
     "contiguous": {},
     "left-padded": {"starts": (2, 0, 1)},
@@ -37,10 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Filled:
-    """A filled cache of B rows, and its tokens for the oracle.
+    """A cache of B rows, and its tokens for the oracle.
 
-    view: the rows in order. k, v: [B, H_k, T, D] by position, dequantised. masks: further options
-    of `reference.attention` beside the lengths.
+    view: the rows in order. k, v: [B, H_k, T, D] by position, dequantised. masks: options of
+    `reference.attention`, besides the lengths.
     """
 
     view: CacheView
@@ -61,7 +61,7 @@ def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
     if page_size is not None:
         paged = PagedKVCache(2 * B * T // page_size + B, page_size, H_k, D, **sizes, **options)
         rows = [paged.allocate() for _ in range(B)]
-        # Rows take turns page by page, so that consecutive pages of a row are apart in the pool.
+        # Rows alternate page by page, so that a row's pages are apart in the pool.
         for first in range(0, T, page_size):
             counts = (lengths - first).clamp(0, page_size).tolist()
             part = slice(first, first + page_size)

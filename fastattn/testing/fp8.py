@@ -5,13 +5,12 @@ The reference is the oracle in fp64 on dequantised inputs:
     |o - ref|  <=  (2^-4 + a) W + 2^-18 M S  +  eps(dtype) |ref|  +  64 eps(fp32)
 
 W = sum_j w_j |v_j|, S = sum_j |v_j|, both over the keys that a row sees, and M its largest weight,
-that of its sink counted.
-The first term is the rounding of weights to e4m3's 3 bits, the second that of those so small that
-they are subnormal. The others are one rounding of the output and the floor of `budget`. a is what
-the sums themselves cost. In fp32 it is 2^-15: scores reach 2^5 in log2 units and sums have 2^10
-terms or more, each to 2^-24 and with signs that cancel in part. A tensor core of Hopper that keeps
-14 bits loses 2^-13 of what it holds in every instruction of 32 keys, and in every one of 32 columns
-of q and k; the latter shifts a score, and with it weights and lse, by up to
+sink included. The first term is the rounding of weights to e4m3's 3 bits, the second the rounding
+of subnormal weights. The others are one rounding of the output and the floor of `budget`. a is the
+error of the sums. In fp32 it is 2^-15: scores reach 2^5 in log2 units and sums have 2^10 terms or
+more, each exact to 2^-24, with signs that cancel in part. Hopper's tensor cores keep 14 bits, so
+they lose 2^-13 of the accumulator in every instruction of 32 keys, and of 32 columns of q and k;
+the latter shifts a score, and with it weights and lse, by up to
 
     d = (D / 32) 2^-13 max_j scale |q| . |k_j|        a = 2^-15 + (T_k / 32) 2^-13 + 2 d
 """
@@ -26,7 +25,7 @@ from ..ops.gradients import as_batch
 from .budget import PastBudget, assert_within_budget
 from .orders import worst_naive
 
-# A softmax with scores times _HOT stands for a maximum.
+# A softmax of scores times _HOT approximates the maximum.
 _HOT = 64.0
 
 
@@ -42,18 +41,18 @@ def dequantized(codes: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None =
 def fp8_bounds(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, tensor_cores: bool, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Bounds on the errors of o [B, H_q, T_q, D_v] in `dtype`, and of lse beside fp32's own.
+    """Bounds on the errors of o [B, H_q, T_q, D_v] in `dtype`, and of lse in addition to fp32's.
 
     Args:
         q, k, v: fp64, dequantised.
-        tensor_cores: sums are those of Hopper's tensor cores, not fp32.
+        tensor_cores: sums are in Hopper's tensor cores, not fp32.
         arguments: mask, scale, softcap and sinks.
     """
     D, T_k = q.shape[3], k.shape[2]
     o, lse = reference.attention(q, k, v, return_lse=True, **arguments)
     heavy = reference.attention(q, k, v.abs(), **arguments)
     assert isinstance(heavy, Tensor)
-    # A sink is no key; without score and sink every weight is 1 over the number of keys seen.
+    # Without scores and sink every weight is 1 over the number of visible keys.
     masks = {n: x for n, x in arguments.items() if n not in ("scale", "softcap", "sinks")}
     mean, log_count = reference.attention(q * 0, k, v.abs(), return_lse=True, **masks)
     total = mean * log_count.exp()[..., None]
@@ -85,7 +84,7 @@ def assert_output_within_fp8_bounds(
         The worst error as a share of its bound.
 
     Raises:
-        AssertionError: naming the worst error and its bound.
+        AssertionError: with the worst error and its bound.
     """
     exact = reference.attention(q, k, v, **arguments)
     assert isinstance(exact, Tensor)
@@ -116,13 +115,13 @@ def assert_within_fp8_bounds(
 ) -> float:
     """Check o and lse of `attention_fp8` against the oracle on its codes and scales.
 
-    o is bounded by `fp8_bounds`, lse by the budget of fp32 and the shift of tensor cores.
+    o is bounded by `fp8_bounds`, lse by fp32's budget and the tensor cores' shift.
 
     Returns:
         The worst error as a share of its bound.
 
     Raises:
-        AssertionError: naming the result, its error and the bound.
+        AssertionError: with the result's name, its error and the bound.
     """
     q, k, v = (dequantized(x, scale) for x, scale in zip(codes, scales, strict=True))
     wide = {n: x.double() if n == "sinks" else x for n, x in arguments.items()}
@@ -148,7 +147,7 @@ def assert_packed_within_fp8_bounds(
     tensor_cores: bool = False,
     **arguments: Any,
 ) -> float:
-    """`assert_within_fp8_bounds` of `attention_varlen_fp8`, one sequence after another.
+    """`assert_within_fp8_bounds` for `attention_varlen_fp8`, sequence by sequence.
 
     offsets: cu_seqlens of queries and keys.
     """

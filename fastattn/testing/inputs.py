@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers, the same at each call."""
+    """Normal numbers, equal at each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -73,7 +73,7 @@ def make_qkv(
 
 @contextmanager
 def nan_filled_empty() -> Iterator[None]:
-    """Uninitialised floating-point memory reads as NaN, so an output left unwritten is seen."""
+    """Fill uninitialised floating-point memory with NaN, to reveal unwritten outputs."""
     with ExitStack() as stack:
         for owner, name in (
             (torch, "empty"),
@@ -90,7 +90,7 @@ def nan_filled_empty() -> Iterator[None]:
 def _with_nan_contents(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
         out = allocate(*args, **kwargs)
-        # A traced allocation stays as the caller wrote it, or the graph under test would change.
+        # Traced allocations stay unchanged, as the graph is under test.
         if (
             not torch.compiler.is_compiling()
             and out.is_floating_point()

@@ -1,4 +1,4 @@
-"""An example of every option of `attention`, and few sets of them in which all pairs meet."""
+"""An example of every option of `attention`, and few sets that cover all pairs."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ EVERY = tl.constexpr(3)
 
 @triton.jit
 def near_or_striped(b, h, q_pos, k_pos, table, ends):  # type: ignore[no-untyped-def]
-    # A query that stands before every key has a position below 0.
+    # A query before every key has a negative position.
     end = tl.load(ends + tl.maximum(q_pos, 0)) + tl.load(ends + k_pos) % 2
     close = tl.abs(q_pos - k_pos) <= tl.load(table + h).to(tl.int32)
     return (close | (k_pos % EVERY == b)) & (k_pos < end)
@@ -40,16 +40,16 @@ def option_examples(
 ) -> dict[str, dict[str, Any]]:
     """Keyword arguments of `fastattn.attention` by name, for calls of these sizes and B = 2.
 
-    Each option stands alone, or with what it has no meaning without. `reach`: the last distance
-    of the tables of relative biases and keys.
+    Each example has one option, and options that it requires. `reach`: the last distance of the
+    tables of relative biases and keys.
     """
     B, bias, documents = 2, draw(1, H_q, T_q, T_k), _documents(T_k)
-    # Positions go past the keys where there is an offset.
+    # With an offset, positions exceed the keys.
     ends = torch.arange(2 * T_k) % 5 + T_k - 7
-    # For the heads of a whole of up to 8, of which these are the last.
+    # For up to 8 heads in the full model, of which these are the last.
     mod_tensors = (torch.tensor([5.0, 0.5, 2.0, 3.0, 0.7, 6.0, 2.5, 4.0]), ends)
     seed = torch.tensor([3 << 40 | 7, 1 << 33 | 5])
-    # Rows of nothing but -inf too.
+    # Including fully masked rows.
     holes = bias.masked_fill(_chance(*bias.shape), -math.inf)
     holes[..., -4, :] = -math.inf
     return {
@@ -119,13 +119,13 @@ def _chance(*shape: int) -> Tensor:
 
 
 def _documents(T: int) -> Tensor:
-    """Ids [2, T] of documents one after the other, with padding of -1 between two."""
+    """Ids [2, T] of consecutive documents, with padding -1 between two."""
     ends = torch.tensor([[T // 4, T * 5 // 9, T, T], [T * 5 // 9, T * 2 // 3, T * 3 // 4, T - 2]])
     ids = (torch.arange(T)[None, :, None] >= ends[:, None, :]).sum(-1)
     return torch.where(ids == 3, -1, ids).to(torch.int32)
 
 
-# Arguments that may occur in several options of a set, since they mean the same in each.
+# Arguments that several examples of a set may share.
 SHARED_ARGUMENTS = frozenset(("causal", "mod_tensors"))
 
 
@@ -140,7 +140,7 @@ def sets_that_cover_pairs(
     """Sets of names that contain every compatible pair, chosen greedily.
 
     Two options are compatible if they share no argument, are not a mask and a bias (a float
-    attn_mask is a bias), and do not both say where queries stand.
+    attn_mask is a bias), and do not both set query positions.
 
     Args:
         options: keyword arguments of `fastattn.attention` by name.

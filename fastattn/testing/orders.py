@@ -1,26 +1,23 @@
-"""The worst rounding error of a naive computation over several orders of summation.
+"""Worst rounding error of a naive computation over several orders of summation.
 
-The order of summation, and with it the rounding error, depends on a machine's BLAS. On a small case
-the largest error of one run may be a quarter of the next one's, and a budget from the lucky run
-fails correct code. `worst_naive` runs the computation in several orders and keeps, for each entry,
-the result farthest from exact.
+The order of summation, and so the rounding error, depends on a machine's BLAS. On small cases the
+largest errors of two runs may differ by a factor of 4, and a budget from the lucky run fails
+correct code. `worst_naive` runs the computation in several orders and keeps, for each entry, the
+result farthest from exact.
 
-The runs differ only as correct implementations do:
+Runs differ as correct implementations do:
 
 - Every sum of a matrix product, a reduction or a softmax takes its terms in a random order.
-- Results in fp32 move by up to half a unit in the last place, at random, as with fused
-  multiply-adds, another exponential or another association (Parker 1997, "Monte Carlo
-  arithmetic"). Equal ones move alike, as in any code: where rows are copies of one another,
-  their errors add up. Results in 16 bits do not move: naive code rounds all of them, fused code
-  few. But of results that are a number or two all may round to what is exact, in any order: in
-  runs after the first RUNS they move to a neighbour.
+- Results in fp32 move randomly by up to half a unit in the last place, as with fused multiply-adds,
+  another exponential or another association (Parker 1997, "Monte Carlo arithmetic"). Equal results
+  move equally, so that errors of copied rows add up. Results in 16 bits do not move, as naive code
+  already rounds more of them than fused code. But one or two numbers may round to the exact result
+  in every order, so in runs after the first RUNS they move to a neighbour.
 - Every other run computes weights and their gradients as a fused backward does (Dao et al. 2022,
-  arXiv 2205.14135): w = 2^(s log2(e) - lse log2(e)) in fp32, s and lse each rounded once more,
-  where s is computed again, in another order than the scores that lse is of. Delta is the sum of
-  weights times gradients in another order, as a fused backward's, the sum of o do, has another
-  order than v do. Naive code divides by its own sum and subtracts its own gradients: at scores of
-  about 20 it is four times as exact as any from lse, and where a row sees one key, it divides a
-  number by itself and subtracts a number from itself.
+  arXiv 2205.14135): w = 2^(s log2(e) - lse log2(e)) in fp32, with s recomputed in another order
+  than for lse. Delta is summed in another order, as a fused backward sums o do, not v do. Naive
+  code divides by its own sum and subtracts its own gradients. So at scores of about 20 it is four
+  times as exact as code that uses lse, and exact in rows with one key.
 """
 
 import math
@@ -36,7 +33,7 @@ RUNS = 5
 LOG2E = math.log2(math.e)
 Results = TypeVar("Results")
 _aten = torch.ops.aten
-# Operators that round. Their in-place forms are left alone.
+# Operators that round. In-place forms are excluded.
 _ROUNDING_NAMES = """
     add sub mul div pow sqrt rsqrt exp exp2 log logsumexp tanh sigmoid silu gelu sum mean
     mm bmm addmm baddbmm _softmax _softmax_backward_data
@@ -47,14 +44,13 @@ _WORD = 2**32 - 1
 
 
 def worst_naive(exact: Results, run: Callable[[], Results], runs: int = RUNS) -> Results:
-    """The results of run(), each entry from the run in which it is farthest from exact.
+    """Results of run(), each entry from the run in which it is farthest from exact.
 
     Args:
-        exact: the results without rounding: a tensor, or tuples, lists and dicts of tensors.
-        run: computes in the tested dtype; called `runs` times, from the same state of the
-            generator.
-        runs: how many orders. Among thousands of cases there are results of so few numbers that
-            RUNS orders are all lucky.
+        exact: results without rounding: a tensor, or tuples, lists and dicts of tensors.
+        run: computes in the tested dtype; called `runs` times with the same generator state.
+        runs: number of orders. Among thousands of cases, some have so few numbers that RUNS orders
+            are all lucky.
     """
     state = torch.get_rng_state()
     worst = run()
@@ -70,7 +66,7 @@ def _farther(exact: Any, one: Any, other: Any) -> Any:
     if not isinstance(one, Tensor) or not one.is_floating_point():
         return one
     wide = exact.detach().to(one.device, torch.float64)
-    # Equal infinities give NaN, which compares as not farther.
+    # The difference of equal infinities is NaN, which is not farther.
     return torch.where(
         (other.detach().double() - wide).abs() > (one.detach().double() - wide).abs(),
         other.detach(),
@@ -83,11 +79,11 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In this mode the order of sums and the last bit of fp32 results are random, by a seed.
+    """Mode with a random order of sums and random last bits of fp32 results, by a seed.
 
     Args:
-        base_two: softmax computes 2^(x log2(e) - lse log2(e)), from lse in fp32 (fp64: in fp64).
-        narrow: results in 16 bits move too, by up to one unit.
+        base_two: softmax computes 2^(x log2(e) - lse log2(e)), with lse in fp32 (fp64: in fp64).
+        narrow: 16-bit results move too, by up to one unit.
     """
 
     def __init__(self, seed: int, *, base_two: bool = False, narrow: bool = False) -> None:
@@ -124,43 +120,43 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _compute_again(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Keep the result computed in another order: a product's, and of what depends on one."""
+        """Recompute products, and results that depend on them, in another order; keep these."""
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             changed = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
             self._again = {key: kept for key, kept in self._again.items() if key[0] not in changed}
             return
         others = tree_map(self._other, args)
         depends = any(x is not other for x, other in zip(args, others, strict=True))
-        # Scores of 16-bit inputs are in fp32 in fused code: rounded to 16 bits they err by more.
+        # Fused code keeps scores of 16-bit inputs in fp32.
         if not isinstance(result, Tensor) or result.dtype not in (torch.float32, torch.float64):
             return
         if depends or func.overloadpacket in _PRODUCTS:
             again = self._computed(func, others, kwargs)
-            # The result is kept, so that no other tensor gets its memory.
+            # Keep the result alive, so that no other tensor gets its memory.
             self._again[_place(result)] = result, again
 
     def _other(self, x: Any) -> Any:
-        """x computed in another order than x, or x where that makes no difference."""
+        """x computed in another order, or x itself if the order is irrelevant."""
         if not isinstance(x, Tensor):
             return x
         return self._again.get(_place(x), (x, x))[1]
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """x moved by up to half a unit in the last place, in 16 bits to a neighbour."""
+        """Move x by up to half a unit in the last place, in 16 bits to a neighbour."""
         units = self._units.get(x.dtype)
         if units is None:
             return x
         step = units * torch.finfo(x.dtype).eps * self._places(x)
         if x.dtype == torch.float32:
             return (x * (1 + step)).to(x.dtype)
-        # To the neighbours of any number, of those just above a power of two as well.
+        # Reaches the neighbours of every number, also just above powers of two.
         power = torch.ldexp(torch.ones_like(step), torch.frexp(x.float()).exponent - 1)
         return torch.where(x.isfinite() & (x != 0), x + step * power, x).to(x.dtype)
 
     def _places(self, x: Tensor) -> Tensor:
-        """Random numbers between -1 and 1, in fp64, equal where x is in fp32: a hash of its bits.
+        """fp64 numbers in (-1, 1) from a hash of x's bits in fp32, so equal where x is.
 
-        Equal numbers of 16 bits are different ones that were rounded.
+        For 16 bits they are random, as equal rounded numbers need not have been equal.
         """
         if x.dtype != torch.float32:
             return 2 * torch.rand(x.shape, generator=self._generator).to(x.device).double() - 1
@@ -200,7 +196,7 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.randperm(x.shape[dim], generator=self._generator).to(x.device)
 
     def _inner(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors of a matrix product with their inner dim in another order."""
+        """Factors of a matrix product with a permuted inner dim."""
         order = self._order(a, -1)
         return a.index_select(a.dim() - 1, order), b.index_select(b.dim() - 2, order)
 

@@ -1,4 +1,4 @@
-"""Inspect what calls compile to, users' functions in them included, on a machine without a GPU."""
+"""Inspect the compiled kernels of calls, including users' functions, without a GPU."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -10,21 +10,21 @@ from .cross_compile import CompiledFacts, compiling_for, describe
 
 
 def compiled(call: Callable[[], object], target: str = "sm_90") -> list[CompiledFacts]:
-    """Compile the kernels that a call launches, for a GPU that may be absent; nothing is computed.
+    """Compile the kernels that a call launches, for an absent GPU; nothing is computed.
 
     Args:
-        call: calls functions of fastattn on CPU tensors, by the "triton" backend or by "auto".
-            What they return is uninitialised memory.
+        call: calls functions of fastattn on CPU tensors, with the backend "triton" or "auto".
+            Results are uninitialised memory.
         target: one of `cross_compile.TARGETS`.
 
     Returns:
-        Registers and spilled bytes of a thread, bytes of shared memory, matrix instructions and
-        more of each kernel, in the order of the launches.
+        Registers and spilled bytes per thread, bytes of shared memory, matrix instructions and more
+        of each kernel, in launch order.
 
     Raises:
         ValueError: `target` is not one of TARGETS.
         RuntimeError: this process interprets its kernels (TRITON_INTERPRET=1).
-        triton.TritonError: a function of the call does not compile.
+        triton.TritonError: a user's function does not compile.
     """
     try:
         with (
@@ -34,7 +34,7 @@ def compiled(call: Callable[[], object], target: str = "sm_90") -> list[Compiled
             call_memo.forget()
             call()
     finally:
-        # Launches that were kept are of a GPU that is gone.
+        # Cached launches belong to the former target.
         launches.forget()
         call_memo.forget()
     return [describe(kernel) for kernel in launched]

@@ -1,8 +1,8 @@
 """Cross compilation from a process that interprets its kernels.
 
-Triton binds kernels to its interpreter or its compiler when they are imported, so kernels are
-compiled in worker processes that start without TRITON_INTERPRET. A worker imports a function by its
-name, a string, and runs it; the function launches kernels.
+Triton binds kernels to its interpreter or compiler at import, so kernels are compiled in worker
+processes without TRITON_INTERPRET. A worker imports a function by name and runs it; the function
+launches kernels.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the mo
 
 
 class CrossCompileError(RuntimeError):
-    """A function failed in its worker; the message names it, the target and the error."""
+    """A function failed in its worker; the message has its name, the target and the error."""
 
 
 def _default_workers() -> int:
-    """Workers of pytest-xdist have pools of their own, and a start takes seconds of a CPU."""
+    """Number of workers; one under pytest-xdist, whose workers have own pools."""
     sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return max(1, min(2, (os.cpu_count() or 1) // sharing))
 
@@ -37,13 +37,11 @@ def _default_workers() -> int:
 class CompilePool:
     """Worker processes that compile kernels for any of `cross_compile.TARGETS`.
 
-    Functions are named as in `load_function`. Arguments and results travel between processes, so
-    they must be picklable.
+    Functions are named as in `load_function`. Arguments and results must be picklable.
 
     Args:
-        workers: processes at most; default two, or one where each CPU has a worker of pytest-xdist
-            or there is but one. They start on first use, and keep compiled kernels for later
-            requests.
+        workers: most processes; default two, or one under pytest-xdist or with one CPU. They start
+            on first use, and cache compiled kernels.
     """
 
     def __init__(self, workers: int | None = None) -> None:
@@ -51,7 +49,7 @@ class CompilePool:
         self._executor: ProcessPoolExecutor | None = None
 
     def facts(self, function: str, target: str, **kwargs: Any) -> list[CompiledFacts]:
-        """The facts of every kernel that the function launched for `target`, each once, in order.
+        """Facts of every kernel that the function launches for `target`, each once, in order.
 
         Raises:
             CrossCompileError: the function or the compiler raised, or the worker died.
@@ -60,11 +58,11 @@ class CompilePool:
         return facts
 
     def submit(self, function: str, target: str, **kwargs: Any) -> "Future[list[CompiledFacts]]":
-        """`facts` without waiting for them: they are the result() of the future."""
+        """`facts` as a future."""
         return self._start(_facts, function, target, kwargs)
 
     def call(self, function: str, target: str, **kwargs: Any) -> Any:
-        """The result of the function, run in a worker whose GPU is `target`; errors as in `facts`.
+        """Run the function in a worker for `target`, and return its result; errors as in `facts`.
 
         The function may call `cross_compile.count_compilations` on a second launch.
         """
@@ -102,13 +100,13 @@ class CompilePool:
         try:
             return self._start(run, function, target, kwargs).result()
         except BrokenProcessPool:
-            # Some errors abort the compiler's process; later requests get new ones.
+            # Some errors abort the compiler's process; later requests start new workers.
             self.close()
             raise CrossCompileError(f"{function} for {target}: the worker process died") from None
 
 
 def _follow_parent() -> None:
-    """In a worker: leave Ctrl-C to the process that asked, and end with it, however it ends."""
+    """In a worker: ignore Ctrl-C, and exit with the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -144,9 +142,9 @@ def _call(function: str, target: str, kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _readable_errors(function: str, target: str) -> Iterator[None]:
-    """Any error as a CrossCompileError, with the start of what the compilers printed.
+    """Turn any error into a CrossCompileError, with the start of the compilers' output.
 
-    Triton's errors hold syntax trees and modules that cannot go back to the other process.
+    Triton's errors are not picklable.
     """
     with tempfile.TemporaryFile() as output:
         try:
@@ -162,7 +160,7 @@ def _readable_errors(function: str, target: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output_to(file: int) -> Iterator[None]:
-    """Send stdout and stderr to `file`, with what LLVM and child processes write to them."""
+    """Redirect stdout and stderr to `file`, including output of LLVM and child processes."""
     saved = os.dup(1), os.dup(2)
     try:
         os.dup2(file, 1)

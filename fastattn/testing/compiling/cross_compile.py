@@ -4,9 +4,9 @@
         launch_forward(q, k, v, ...)      # CPU or meta tensors; compiles, runs nothing
     facts = [describe(kernel) for kernel in launched]
 
-A stand-in for Triton's driver names the target and drops the launch: everything before it,
-specialisation included, is Triton's own. That needs a process without TRITON_INTERPRET=1, which
-`fastattn.testing.compiling.compile_pool` provides to one that has it. Valid for Triton 3.6 to 3.9.
+A fake Triton driver reports the target and drops the launch; everything before, specialisation
+included, is Triton's own. It needs a process without TRITON_INTERPRET=1, see
+`fastattn.testing.compiling.compile_pool`. Valid for Triton 3.6 to 3.9.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from .kept import kept
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to compile for, and the bytes of shared memory (LDS) that one program may take."""
+    """A target GPU, and its shared memory (LDS) per program in bytes."""
 
     gpu: GPUTarget
     shared_bytes: int
 
 
-# Shared memory a block may opt in to: CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability"; LDS a workgroup: CDNA3 and CDNA4 ISA references.
+# Opt-in shared memory per block: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability"; LDS per workgroup: CDNA3 and CDNA4 ISA references.
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
     "sm_86": Target(GPUTarget("cuda", 86, 32), 99 * 1024),
@@ -51,13 +51,13 @@ TARGETS = {
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 * 1024),
 }
 
-# Of Triton, as tests know it that allow more to one release than to another.
+# Triton's version, as limits of tests depend on it.
 RELEASE = ".".join(triton.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
 class PtxasReport:
-    """The `ptxas -v` report of a kernel; spills are bytes a thread, summed over its functions."""
+    """The `ptxas -v` report of a kernel; spills in bytes per thread, summed over functions."""
 
     registers: int
     spill_store_bytes: int
@@ -89,12 +89,12 @@ _MATRIX_OPS = {
 
 
 def matrix_ops(assembly: str) -> frozenset[str]:
-    """Which kinds of matrix instruction PTX or AMD assembly holds, e.g. {"wgmma"}."""
+    """Kinds of matrix instructions in PTX or AMD assembly, e.g. {"wgmma"}."""
     return frozenset(kind for kind, mnemonic in _MATRIX_OPS.items() if mnemonic in assembly)
 
 
 def wgmma_with_register_a(ptx: str) -> int:
-    """How many wgmma take their A operand from registers, as P must in attention.
+    """Number of wgmma with A operand in registers, as P must be in attention.
 
     The operands are the accumulators in braces, then A: registers in braces, or one descriptor.
     """
@@ -103,7 +103,7 @@ def wgmma_with_register_a(ptx: str) -> int:
 
 @dataclass(frozen=True)
 class CompiledFacts:
-    """Properties of one kernel compiled for one target. Nothing in it is measured."""
+    """Properties of a kernel compiled for a target; nothing is measured."""
 
     name: str
     target: str
@@ -117,7 +117,7 @@ class CompiledFacts:
     mma: frozenset[str]  # of "wgmma", "tcgen05", "mma.sync", "mfma", "wmma"
     wgmma_register_a: int  # wgmma instructions whose A operand is in registers
     warnings: tuple[str, ...]  # ptxas C75xx
-    code: str | None  # where Triton's cache keeps the machine code; AMD's as assembly
+    code: str | None  # path of the machine code in Triton's cache; assembly for AMD
 
     @property
     def spills(self) -> bool:
@@ -141,7 +141,7 @@ class _Launcher:
 
 
 class _StandInDriver:
-    """Answers what Triton asks of a driver between a launch and the GPU."""
+    """Fake driver, with the methods that Triton calls at a launch."""
 
     launcher_cls = _Launcher
 
@@ -156,7 +156,7 @@ class _StandInDriver:
         return TARGETS[self.target].gpu
 
     def get_current_device(self) -> int:
-        # Kernels remember what was compiled by device number: one a target, and none a real GPU's.
+        # Kernels cache by device number: one per target, other than real GPUs'.
         return 1000 + list(TARGETS).index(self.target)
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -166,7 +166,7 @@ class _StandInDriver:
         return torch.device("cpu")
 
     def _properties(self, device: int) -> dict[str, int]:
-        # Too much shared memory is a fact to report; Triton would raise at the launch.
+        # Report too much shared memory, for which Triton would raise.
         return {"max_shared_mem": 1 << 30}
 
     def _load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
@@ -204,9 +204,9 @@ def compiling_for(target: str) -> Iterator[list[Any]]:
 
 
 def count_compilations(function: Callable[[], Any]) -> int:
-    """How many kernels `function()` compiled or loaded from Triton's disk cache.
+    """Number of kernels that `function()` compiled or loaded from Triton's disk cache.
 
-    0 means that every launch found its kernel in this process: a new length compiled nothing.
+    0: every kernel was in this process's cache.
     """
     compiled = 0
 
@@ -214,7 +214,7 @@ def count_compilations(function: Callable[[], Any]) -> int:
         nonlocal compiled
         compiled += 1
 
-    # Not the hooks of jit: Triton 3.6 writes constants as JSON for them, which functions are not.
+    # Not jit's hooks: for them Triton 3.6 dumps constants as JSON, which fails for functions.
     knobs = triton.knobs.compilation
     before, knobs.listener = knobs.listener, count
     try:
@@ -225,7 +225,7 @@ def count_compilations(function: Callable[[], Any]) -> int:
 
 
 def describe(kernel: Any) -> CompiledFacts:
-    """The facts of a kernel from `compiling_for`, whether compiled or from a cache."""
+    """Facts of a kernel from `compiling_for`, compiled or cached."""
     gpu = kernel.metadata.target
     target = next(name for name, kind in TARGETS.items() if kind.gpu == gpu)
     is_cuda = gpu.backend == "cuda"
@@ -256,7 +256,7 @@ _reports: dict[bytes, PtxasReport] = {}  # by the digest of the PTX
 
 @contextlib.contextmanager
 def _keeping_ptxas_reports() -> Iterator[None]:
-    """Keep the log of Triton's ptxas step, which Triton drops, in `_reports`."""
+    """Keep the ptxas logs, which Triton drops, in `_reports`."""
 
     def assemble(backend: Any, ptx: str, *arguments: Any) -> Any:
         log = io.StringIO()
@@ -284,7 +284,7 @@ def _ptxas_report(kernel: Any) -> PtxasReport:
 
 
 def _assembled(kernel: Any) -> PtxasReport:
-    """Return ptxas's report of a kernel; a kernel made by another process is assembled again."""
+    """ptxas's report of a kernel; reassembles kernels from another process."""
     ptx = kernel.asm["ptx"]
     if _digest(ptx) not in _reports:
         gpu = kernel.metadata.target

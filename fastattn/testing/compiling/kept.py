@@ -1,7 +1,6 @@
-"""Cache of facts read from a kernel's machine code, beside that code in Triton's cache.
+"""Cache of facts about a kernel's machine code, stored next to it in Triton's cache.
 
-A second process finds the code there and need not compile it; reading it again, with ptxas and a
-disassembler, would take two thirds as long.
+Reading the facts again, with ptxas and a disassembler, would take two thirds of a compilation.
 """
 
 import json
@@ -14,11 +13,11 @@ from ...files.replace import replacing
 
 
 def kept(cubin: str, kind: str, read: Callable[[], Any], reader: bytes) -> Any:
-    """The JSON value `read()`, or what it was before for the same code and the same reader.
+    """The JSON value `read()`, cached by machine code and reader.
 
     Args:
         cubin: path of the machine code.
-        kind: names what is read of it.
+        kind: name of the facts.
         reader: the code that reads it.
     """
     digest = sha256(reader + Path(cubin).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Functions by name, for processes that cannot be sent the function itself."""
+"""Import functions by name, in processes that cannot unpickle them."""
 
 import importlib
 import importlib.util
@@ -31,7 +31,7 @@ def load_function(function: str) -> Callable[..., Any]:
 
 def _import_file(path: str) -> ModuleType:
     """Import a file outside any package, once a process."""
-    # Triton's disk cache hashes the name, so it must be the same in every process.
+    # Triton's disk cache hashes the name, so it must be equal in every process.
     name = f"_job_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

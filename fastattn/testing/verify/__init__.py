@@ -1,4 +1,4 @@
-"""`fastattn verify`: the kernels held to the error budget on the device where they run."""
+"""`fastattn verify`: check every kernel's accuracy on this device."""
 
 from .verdicts import Finding as Finding
 from .verification import verify as verify

@@ -1,4 +1,4 @@
-"""Cases of `attention` and `attention_varlen`: every direction, option and shape of work."""
+"""Cases of `attention` and `attention_varlen`: directions, options and shapes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..option_examples import option_examples, sets_that_cover_pairs, together
 from .case import Case, Setting, same_bits
 
 _REACH = 9
-# Beside masks that every kernel has: what takes the most registers, which has tiles of its own.
+# Options with the most registers, which have tiles of their own.
 _DEMANDING = ("stride", "mask", "mask-mod", "score-mod", "bias", "relative-bias", "dropout")
 _AT_ONCE = 3
 _QUICK_SETS = 2  # of them in a quick verification
-# Options that stand for the others of their kind.
+# Options that represent others of their kind.
 _TYPICAL = (
     *("lengths", "window", "padding", "documents", "softcap", "alibi", "sinks"),
     *("bias", "bias-with-holes"),
     *("relative-bias", "dropout", "mask", "mask-mod", "score-mod", "stride"),
     *("relative-keys", "relative-query"),
 )
-_FEW = 20  # queries and keys, where options are only listed
+_FEW = 20  # queries and keys, where only names of options are needed
 
 
 def forward() -> Iterator[Case]:
@@ -52,9 +52,7 @@ def one_pass() -> Iterator[Case]:
 
 
 def options(registers: str) -> Iterator[Case]:
-    """The options whose calls take so many registers, see `options.Tags`: alone, and several at
-    once of those that take most.
-    """
+    """Options with this register class (`options.Tags`): alone, and in sets of the largest class."""
     for name in _examples(registers):
         typical = name in _TYPICAL
         yield Case(name, partial(_example, name=name), quick=typical, interpreted=typical)
@@ -68,7 +66,7 @@ def options(registers: str) -> Iterator[Case]:
 
 
 def packed() -> Iterator[Case]:
-    """Sequences behind one another, some of them empty."""
+    """Packed sequences, some of them empty."""
     yield Case("causal", partial(_packed, causal=True), interpreted=True)
     yield Case("full", _packed)
     yield Case("one pass", partial(_packed, causal=True, deterministic=False))
@@ -76,7 +74,7 @@ def packed() -> Iterator[Case]:
 
 
 def _plain(**how: Any) -> Iterator[Case]:
-    """Calls whose masks are causal order and lengths, in shapes that meet every edge of a tile."""
+    """Calls with causal masks and lengths, in shapes that cover every edge of a tile."""
     causal = {**how, "causal": True}
     yield Case("full", partial(_compare, **how), interpreted=True)
     yield Case("causal", partial(_compare, sizes={"layout": "bthd"}, **causal), interpreted=True)
@@ -93,7 +91,7 @@ def _past_lengths(setting: Setting, **how: Any) -> float:
 
 
 def _few_queries(setting: Setting) -> float:
-    """So few that their keys are split among programs."""
+    """Few queries, so that keys are split among programs."""
     sizes = {"T_q": 1, "T_k": 260 if setting.small else 1500}
     return setting.compare(sizes=sizes, backward=False)
 
@@ -103,7 +101,7 @@ def _compare(setting: Setting, **how: Any) -> float:
 
 
 def _odd_head_dim(setting: Setting, **how: Any) -> float:
-    """A head dim that is no power of two, and narrower values."""
+    """A head dim other than a power of two, and narrower values."""
     D = setting.subject.head_dim * 5 // 8
     return setting.compare(sizes={"D": D, "D_v": D - 8}, **how)
 
@@ -141,9 +139,9 @@ def _packed(setting: Setting, **how: Any) -> float:
 
 
 def _many_sequences(setting: Setting, **how: Any) -> float:
-    """So many that a multiprocessor gets several tiles, which are then dealt out by their length.
+    """Many sequences, so that a multiprocessor gets several tiles, assigned by length.
 
-    On a GPU of up to 132 of them: see `kernels.hopper.host.mask_of`.
+    Holds for up to 132 multiprocessors: see `kernels.hopper.host.mask_of`.
     """
     number, longest = (5, 30) if setting.small else (17, 1100)
     ends = (0, *itertools.accumulate(37 * n * n % longest for n in range(number)))
@@ -176,9 +174,9 @@ def _all_examples(T_q: int, T_k: int, D: int) -> dict[str, dict[str, Any]]:
 
 
 def _examples(registers: str) -> Iterator[str]:
-    """Names of examples of options whose calls take so many registers, at any size."""
+    """Names of option examples with this register class."""
     for name, options in _all_examples(_FEW, _FEW, 16).items():
-        # Causal order is in the cases of each direction.
+        # Causal masks are in the cases of each direction.
         if _registers(options) == registers and name != "causal":
             yield name
 

@@ -1,4 +1,4 @@
-"""Cases of decoding: every cache, what is appended to it, and parts that are merged."""
+"""Cases of decoding, appending to caches and merging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..inputs import draw, draws, to_device
 from ..orders import worst_naive
 from .case import Case, Setting, same_bits
 
-# Caches that are like no other to a kernel.
+# Caches that differ for a kernel.
 _QUICK = ("contiguous", "pages-of-3", "pages-of-16", "int8", "fp8", "pages-int8", "ring-keep-first")
 _INTERPRETED = ("contiguous", "pages-of-3", "int8", "ring-keep-first")
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def decode() -> Iterator[Case]:
 
 
 def append() -> Iterator[Case]:
-    """The bits that torch stores, rotated or not, and nothing beside them."""
+    """Stored bits, rotated or not, equal to torch's."""
     for name, make in (("rows", _rows), ("ring", _ring), ("pages", _pages)):
         for quantize in _QUANTIZED:
             case = partial(_append, make=make, quantize=quantize)
@@ -65,14 +65,14 @@ def append() -> Iterator[Case]:
 
 
 def merge() -> Iterator[Case]:
-    """Two parts of the keys, one of which some queries do not see."""
+    """Two parts of the keys, one masked for some queries."""
     yield Case("two parts", _merge, interpreted=True)
 
 
 def _tokens(
     setting: Setting, lengths: tuple[int, ...], T_q: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q of the newest T_q tokens, k and v of all, and how many of them each row has."""
+    """q of the newest T_q tokens, k and v of all, and the rows' lengths."""
     sizes = {"B": len(lengths), "T_q": T_q, "T_k": max(lengths), "requires_grad": False}
     counts = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
     return *setting.qkv(**sizes), counts
@@ -94,7 +94,7 @@ def _decode(
 
 
 def _packed(setting: Setting, *, lengths: tuple[int, ...] = (47, 33, 4)) -> float:
-    """A chunk of a prompt, a row that decodes and one without a new token, from pages."""
+    """A prompt chunk, a decoding row and a row without new tokens, over pages."""
     q, k, v, counts = _tokens(setting, lengths, 23)
     filled = fill("pages-of-3", k, v, counts)
     tokens = q.transpose(1, 2)
@@ -177,7 +177,7 @@ def _appended(setting: Setting, cache: KVCache | PagedKVCache, backend: str) -> 
 def _merge(setting: Setting) -> float:
     q, k, v = (x.detach().double() for x in setting.qkv(T_q=5 if setting.small else 300))
     cut = k.shape[2] // 3
-    # The second row of the batch sees no key of the first part.
+    # Batch row 1 sees no key of the first part.
     lengths = torch.tensor([cut, 0], device=setting.device)
     first = reference.attention(
         q, k[:, :, :cut], v[:, :, :cut], key_lengths=lengths, return_lse=True

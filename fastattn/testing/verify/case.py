@@ -1,4 +1,4 @@
-"""A case of a verification: a call whose results are held to the error budget, by name."""
+"""A verification case: a named call, checked by the error budget."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..inputs import make_qkv, to_device
 
 REPEATS = 20
 
-# What a case takes and gives: the sizes that the device permits, and the worst error as a share of
-# its budget. It raises AssertionError where a result is wrong.
+# A case takes a `Setting` and returns the worst error as a share of its budget; it raises
+# AssertionError on a wrong result.
 Check = Callable[["Setting"], float]
 
 
@@ -33,7 +33,7 @@ class Subject(NamedTuple):
 
 
 class Case(NamedTuple):
-    """quick: it is in a quick verification. interpreted: the interpreter takes seconds for it."""
+    """quick: part of a quick verification. interpreted: runs in seconds in the interpreter."""
 
     name: str
     check: Check
@@ -42,14 +42,14 @@ class Case(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Where the cases of a subject run."""
+    """Subject and device of cases."""
 
     subject: Subject
     device: torch.device
 
     @property
     def small(self) -> bool:
-        """Whether sizes are for the interpreter, which takes its time."""
+        """Whether sizes are small, for the slow interpreter."""
         return self.device.type == "cpu"
 
     @property
@@ -59,23 +59,23 @@ class Setting(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T_q and T_k: tiles that are whole, and in each direction one that is not."""
+        """T_q and T_k: whole tiles, and a partial one in each direction."""
         return (37, 45) if self.small else (300, 333)
 
     @property
     def many_queries(self) -> int:
-        """So many that 8 heads of them have more tiles of 128 than there are multiprocessors."""
+        """Enough queries that 8 heads have more tiles of 128 than multiprocessors."""
         count = torch.cuda.get_device_properties(self.device).multi_processor_count
         return 128 * (count // 8 + 1) + 77
 
     def qkv(self, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Random q of 2 x 4 heads, k and v of 2 x 2, of the lengths above unless `sizes` differ."""
+        """Random q with B x H = 2 x 4, k and v with 2 x 2, unless `sizes` differ."""
         T_q, T_k = self.lengths
         default = {"B": 2, "H_q": 4, "H_k": 2, "T_q": T_q, "T_k": T_k, "D": self.subject.head_dim}
         return make_qkv(**{**default, **sizes}, dtype=self.dtype, device=self.device)
 
     def attention(self, *inputs: Tensor, **options: Any) -> Any:
-        """`attention`, or `attention_varlen` of packed tensors, by the backend."""
+        """`attention`, or `attention_varlen` for packed tensors, with the backend."""
         function: Any = attention_varlen if inputs[0].dim() == 3 else attention
         return function(*inputs, backend=self.subject.backend, **options)
 
@@ -86,9 +86,9 @@ class Setting(NamedTuple):
         nan_past: list[int] | None = None,
         **how: Any,
     ) -> float:
-        """`assert_matches_reference` of a call; keys past the lengths `nan_past` are NaN.
+        """`assert_matches_reference` for a call; keys past the lengths `nan_past` are NaN.
 
-        sizes: see `qkv`. how: its arguments, and options, moved to the device.
+        sizes: of `qkv`. how: its arguments, and options, moved to the device.
         """
         clean = self.qkv(**(sizes or {}))
         q, k, v = (x.detach().clone() for x in clean)
@@ -104,7 +104,7 @@ class Setting(NamedTuple):
 
 
 def same_bits(run: Callable[[], tuple[Tensor, ...]]) -> float:
-    """Check that a call gives the same bits each time."""
+    """Check that a call is bitwise deterministic."""
     first = run()
     for _ in range(REPEATS - 1):
         again = run()

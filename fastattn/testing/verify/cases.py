@@ -1,4 +1,4 @@
-"""The cases of a verification by what they are about: backend, family, dtype and head dim."""
+"""Verification cases by backend, family, dtype and head dim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from . import attention, caches, others
 from .case import Case, Subject
 
-# What each family has cases of; those of options are called as `options.Tags.registers` are.
+# Cases of each family; families of options are named as `options.Tags.registers`.
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "forward": attention.forward,
     "backward": attention.backward,
@@ -32,18 +32,18 @@ BACKENDS = ("triton", "hopper")
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256, 512)
 _OF_HOPPER = ("forward", "backward", "one-pass", "packed", "masked", "fp8")
-# Parts of all cases: every family in one dtype and head dim, and a few families in some others.
+# Subsets: every family in one dtype and head dim, and a few families in others.
 _ELSEWHERE = ("forward", "backward", "decode")
 _QUICK = (("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float16", 128), ("float32", 64))
-# The interpreter takes as long as there are numbers.
+# The interpreter's time is proportional to the size.
 _INTERPRETED = (("bfloat16", 64), ("float16", 64), ("float32", 64), ("bfloat16", 128))
 
 
 class Scope(NamedTuple):
-    """Which cases run; None: all.
+    """Filters of cases; None: all.
 
-    quick: a part of them, of kernels that matter most. interpreted: those that the interpreter has
-    time for, of the portable kernels.
+    quick: the most important ones. interpreted: those of portable kernels that are fast in the
+    interpreter.
     """
 
     backends: tuple[str, ...] | None = None
@@ -79,7 +79,7 @@ class Scope(NamedTuple):
         backend, family, dtype, head_dim = subject
         if backend == "hopper" and (family not in _OF_HOPPER or dtype == "float32"):
             return False
-        # So wide are portable kernels of 16-bit numbers alone, and few calls.
+        # Only portable kernels of 16-bit dtypes, and few calls, have this width.
         wide = head_dim == 512
         if wide and (backend == "hopper" or dtype == "float32" or family not in _ELSEWHERE):
             return False

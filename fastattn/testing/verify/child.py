@@ -1,4 +1,4 @@
-"""The process that runs cases: it can be killed when a kernel hangs, and ends nothing else."""
+"""Child process that runs cases, so that it can be killed when a kernel hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
-    """Run jobs, each a subject and names of its cases; the exit code."""
+    """Run jobs, each a subject and names of cases; return the exit code."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     tell(ready=True)
@@ -40,7 +40,7 @@ def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
 
 
 def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> bool:
-    """Run cases of a subject, by name, and tell of each; False: the device is lost."""
+    """Run cases of a subject, by name, and report each; False: the device is lost."""
     cases = {case.name: case for case in FAMILIES[subject.family]()}
     for name in names:
         tell(at=name)
@@ -56,7 +56,7 @@ def outcome(case: Case, setting: Setting) -> Outcome:
     result = _checked(case, setting)
     if not attend.uncompiled:
         return result
-    # A call of it was served by other kernels, or was the next after such a one.
+    # Other kernels served this call or the one before.
     why = attend.uncompiled[0]
     attend.uncompiled.clear()
     return Outcome(case.name, NO_COMPILE, None, why)
@@ -86,7 +86,7 @@ def _blamed(name: str, error: Exception) -> tuple[str, None, str]:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether the CUDA context is broken, and with it every later call of this process."""
+    """Whether the CUDA context is broken for this process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -97,7 +97,7 @@ def _is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def reported_compilations(tell: Tell) -> Iterator[None]:
-    """Tell of each kernel that is compiled: that takes long, and is no hang."""
+    """Report each compilation, which takes long but is no hang."""
     import triton
 
     def listen(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cases of statistics of weights, additive attention, lists of key blocks, and 8 bits."""
+"""Cases of statistics, additive attention, selected blocks and FP8."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def additive() -> Iterator[Case]:
 
 
 def selected() -> Iterator[Case]:
-    """o, lse and gradients over lists of key blocks, of heads together and of each head."""
+    """o, lse and gradients over lists of key blocks, shared by heads or per head."""
     for name, sizes in {"tokens": (1, (1, 16)), "blocks": (_H_Q, (16, 8))}.items():
         case = partial(_selected, H_s=sizes[0], block=sizes[1])
         yield Case(name, case, quick=True, interpreted=name == "tokens")
 
 
 def fp8() -> Iterator[Case]:
-    """Codes and packed values by their bits, and attention within the bound of 8 bits."""
+    """Codes and packed values bitwise, and attention within the FP8 bounds."""
     yield Case("codes", _codes, interpreted=True)
     yield Case("packed values", _packed_values, interpreted=True)
     for name, options in {**_MASKS, "softcap, sinks": _SCORES["softcap, sinks"]}.items():
@@ -134,7 +134,7 @@ def _fp8(setting: Setting, *, options: dict[str, Any]) -> float:
     if setting.subject.backend == "hopper":
         all_scales = tuple(scales.values())
         return assert_within_fp8_bounds(o, lse, codes, all_scales, tensor_cores=True, **options)
-    # Other kernels read the codes back first, and take weights in the dtype of the output.
+    # Other kernels dequantise first, and take weights in the dtype of the output.
     numbers = [dequantized(*both) for both in zip(codes, scales.values(), strict=True)]
     exact = reference.attention(*numbers, return_lse=True, **options)
     rounded = [x.to(setting.dtype) for x in numbers]
@@ -174,7 +174,7 @@ def _fp8_packed(setting: Setting) -> float:
 
 
 def _packed_codes(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of packed sequences, to the bit those that torch makes."""
+    """Codes and scales of packed sequences, bitwise equal to torch's."""
     codes, scale = quantize_fp8(x, cu_seqlens=cu_seqlens)
     expected, expected_scale = quantize_fp8(x.cpu(), cu_seqlens=cu_seqlens.cpu())
     assert torch.equal(scale.cpu(), expected_scale), "scales differ from torch's"

@@ -15,7 +15,7 @@ _HEAD = ("backend", "family", "dtypes", "head dims", "cases", "error / budget", 
 
 
 class Steps:
-    """A line for each step that ends; on a terminal, where tqdm is installed, a bar of them too."""
+    """A line per finished step, and a tqdm bar on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._bar = stream, None
@@ -37,7 +37,7 @@ class Steps:
         done: bool = True,
         kept: bool = True,
     ) -> None:
-        """Show what is said of a step; kept: beside a bar it has a line, too, once it is done."""
+        """Show a step's text; kept: also as a line above the bar."""
         if self._bar is None and self._stream.isatty():
             self._bar = bar(of, self._stream)
         if self._bar is not None:
@@ -66,14 +66,14 @@ def bar(total: int, stream: TextIO) -> Any:
 
 
 def name_of(device: torch.device) -> str:
-    """The GPU, or the interpreter that stands for one."""
+    """Name of the GPU, or of the interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "the CPU, interpreted: no kernel is compiled"
 
 
 def table(results: Sequence[Finding]) -> list[str]:
-    """A line for each family of a backend, with its worst case; then one for each failure."""
+    """A line per backend and family, with its worst case; then one per failure."""
     rows = [_HEAD, *_rows(results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -120,7 +120,7 @@ def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
 
 
 def _left_out(results: Sequence[Finding]) -> str:
-    """Families, dtypes and head dims that no finding is about."""
+    """Families, dtypes and head dims without findings."""
     seen = {x for one in results for x in one[1:4]}
     columns: tuple[tuple[str, Sequence[Any]], ...] = (
         ("family", tuple(FAMILIES)),

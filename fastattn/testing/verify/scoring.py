@@ -1,4 +1,4 @@
-"""Statistics of weights and additive attention, checked against their formulas written out."""
+"""Check statistics and additive attention against explicit formulas."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def statistics_oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...
     if "sinks" in options:
         sink = torch.exp(options["sinks"][:, None] - lse)
         entropy = entropy - torch.special.xlogy(sink, sink)
-    # fp16 has no room for far ones.
+    # Large values overflow fp16.
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     distance = (wide * _apart(q, k, **options)).sum(-1)
     return entropy, weights.sum(-2), weights, distance
@@ -57,7 +57,7 @@ def _apart(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 
 
 def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[str, Any]) -> float:
-    """Check every statistic against the error budget, and that the largest weights are the largest.
+    """Check every statistic against the error budget, and the order of the largest weights.
 
     Returns:
         The worst error as a share of its budget.
@@ -83,7 +83,7 @@ def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[s
     assert torch.all(statistics.top_weights[~seen] == 0), "a key without weight has some"
     if not T_k:
         return max(share, of_top)
-    # Of two weights that rounding cannot tell apart either may come first.
+    # Weights equal within rounding may come in either order.
     listed = exact[2].gather(-1, positions.clamp(min=0)).where(seen, 0.0).to(q.dtype)
     assert_within_budget("weights at top_positions", listed, expected, rounded)
     ordered = positions.where(seen, -1 - torch.arange(top, device=q.device)).sort(-1).values
@@ -94,7 +94,7 @@ def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[s
 def additive_formula(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor, **masks: Any
 ) -> tuple[Tensor, Tensor]:
-    """The formula as it is written, [B, H_q, T_q, T_k, hidden] and all."""
+    """The explicit formula, with a [B, H_q, T_q, T_k, hidden] tensor."""
     a = torch.einsum("bhtd,...hcd->bhtc" if w_query.dim() == 3 else "bhtd,cd->bhtc", q, w_query)
     b = torch.einsum("bhtd,...hcd->bhtc" if w_key.dim() == 3 else "bhtd,cd->bhtc", k, w_key)
     b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))
@@ -111,7 +111,7 @@ def additive_formula(
 
 
 def additive_results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
-    """o, lse and all gradients; those of o and lse are the same numbers in every dtype."""
+    """o, lse and all gradients; do and dlse are equal in every dtype."""
     tensors = [x.detach().requires_grad_() for x in tensors]
     o, lse = function(*tensors, **arguments)
     generator = torch.Generator().manual_seed(1)
@@ -131,7 +131,7 @@ def assert_additive(
 ) -> float:
     """Check o, lse and gradients of `additive_attention` against its formula.
 
-    formula: another one, that knows more masks. orders: of summation, see `worst_naive`.
+    formula: an alternative with more masks. orders: of summation, see `worst_naive`.
 
     Returns:
         The worst error as a share of its budget.

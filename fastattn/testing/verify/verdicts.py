@@ -8,17 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 from .case import Subject
 
 RIGHT, WRONG, HANG, CRASH, NO_COMPILE = "right", "wrong", "hang", "crash", "no compile"
-# No kernel serves the case, or it does not fit in memory: it says nothing about a kernel.
+# No kernel serves the case, or it does not fit in memory; not a finding.
 UNSERVED = "unserved"
-# What says most about a kernel stands first.
+# Most severe first.
 _WORST = (HANG, CRASH, NO_COMPILE, WRONG, RIGHT)
 
 
 class Outcome(NamedTuple):
     """Outcome of a case.
 
-    share: the worst error as a share of its budget; None: there is no such number. reason: given
-    for every verdict but "right".
+    share: the worst error as a share of its budget, or None. reason: for every verdict but "right".
     """
 
     case: str
@@ -28,10 +27,10 @@ class Outcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Finding about the kernels for a backend, family, dtype and class of head dims.
+    """Verdict on the kernels of a backend, family, dtype and class of head dims.
 
-    cases: how many ran. share: the worst error as a share of its budget; None: a result was not
-    finite, or there was none. verdict: right, wrong, hang, crash or no compile. case: the worst.
+    cases: number run. share: the worst error as a share of its budget; None: not finite, or no
+    result. verdict: right, wrong, hang, crash or no compile. case: the worst.
     """
 
     backend: str
@@ -59,7 +58,7 @@ Verdict = TypeVar("Verdict", Outcome, Finding)
 
 
 def finding(subject: Subject, outcomes: Sequence[Outcome]) -> Finding | None:
-    """The verdict on a subject: that of its worst case. None: nothing of it was served."""
+    """The verdict of a subject's worst case; None if no case was served."""
     served = [x for x in outcomes if x.verdict != UNSERVED]
     if not served:
         return None
@@ -68,8 +67,8 @@ def finding(subject: Subject, outcomes: Sequence[Outcome]) -> Finding | None:
 
 
 def worst_of(verdicts: Sequence[Verdict]) -> Verdict:
-    """The outcome or finding that says most about a kernel."""
-    # Without a number a result is farther off than with any.
+    """The most severe outcome or finding."""
+    # No share is worse than any share.
     return min(
         verdicts,
         key=lambda x: (_WORST.index(x.verdict), x.share is not None, -(x.share or 0.0)),
@@ -77,6 +76,6 @@ def worst_of(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def still_holds(stored: dict[str, Any], outcomes: Sequence[Outcome]) -> bool:
-    """Whether a stored row says more than these outcomes: they lack the case that failed there."""
+    """Whether a stored failure stays valid: these outcomes lack its case."""
     failed = stored["verdict"] != RIGHT and all(x.verdict in (RIGHT, UNSERVED) for x in outcomes)
     return failed and stored["case"] not in {x.case for x in outcomes if x.verdict == RIGHT}

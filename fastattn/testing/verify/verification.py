@@ -1,4 +1,4 @@
-"""Verify the kernels where they run: cases in child processes, verdicts into the store."""
+"""Run verification cases in child processes and store the verdicts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from .cases import BACKENDS, DTYPES, FAMILIES, HEAD_DIMS, Scope
 from .verdicts import CRASH, HANG, Finding, Outcome, finding, still_holds
 
 KIND = "verification"
-# A child compiles on one core and holds an oracle in float64 on the GPU.
+# A child uses one core to compile, and GPU memory for the float64 oracle.
 _MOST_CHILDREN = 12
 _CHILD_BYTES = 5 << 30
 
-# What is called when a subject has its verdict: how many have, of how many, and the verdict; None
-# where nothing serves it.
+# Called when a subject is done: number done, total, and the verdict or None (not served).
 Progress = Callable[[int, int, Finding | None], None]
 
 
@@ -40,27 +39,27 @@ def verify(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> list[Finding]:
-    """Hold the kernels to the error budget on this machine, and remember what fails here.
+    """Check every kernel's accuracy on this machine, and store failures.
 
-    Every kernel runs compiled on the device, on poisoned memory and at awkward sizes, in child
-    processes: one that hangs or crashes is a verdict. Verdicts are stored as they come, and `auto`
-    leaves a backend aside where it is not right; see `explain`. Without a GPU a part of the cases
-    runs in Triton's interpreter, which says nothing about compiled code.
+    Every kernel runs compiled, on NaN-filled memory and at odd sizes, in child processes: a hang
+    or crash is a verdict. Verdicts are stored at once, and `auto` skips kernels that are not right;
+    see `explain`. Without a GPU some cases run in Triton's interpreter, which does not check
+    compiled code.
 
     Args:
-        backends: "triton" or "hopper"; default: those that the device has.
+        backends: "triton" or "hopper"; default: the device's.
         families: of kernels; default: all, see `fastattn verify --help`.
         dtypes: "bfloat16", "float16", "float32"; default: all.
         head_dims: classes of head dims, 64, 128, 256 and 512; default: all.
-        quick: the kernels that matter most.
+        quick: only the most important kernels.
         device: a GPU, or "cpu" for the interpreter; default: the current GPU, if there is one.
-        progress: called as verdicts come, with how many there are, of how many, and the verdict.
+        progress: called after each verdict, with the number done, the total, and the verdict.
 
     Returns:
         A `Finding` for each backend, family, dtype and head dim class.
 
     Raises:
-        ValueError: an unknown name, or a backend or device that is not here.
+        ValueError: an unknown name, or an unavailable backend or device.
         ChildProcessError: no case can run here.
     """
     resolved = device_of(device)
@@ -84,10 +83,10 @@ def scope_of(
     head_dims: Iterable[int] | None = None,
     quick: bool = False,
 ) -> Scope:
-    """The cases that `verify` with these arguments runs.
+    """Scope of `verify` with these arguments.
 
     Raises:
-        ValueError: an unknown name, or a backend that the device has not.
+        ValueError: an unknown name, or an unavailable backend.
     """
     return Scope(
         _checked("backends", backends, available(device)),
@@ -107,9 +106,9 @@ def run(
     start: Callable[[], Child] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Finding]:
-    """Yield the verdicts of a scope as they come, and store them.
+    """Run a scope, and yield and store its verdicts.
 
-    store: default that of the device. start: starts a child, see `supervise`; default: a process.
+    store: default: the device's. start: starts a child, see `supervise`; default: a process.
     """
     store = Store(environment(device)) if store is None else store
     jobs = [(subject, [case.name for case in scope.cases(subject)]) for subject in scope.subjects()]
@@ -127,9 +126,9 @@ def run(
 
 
 def outcomes_of(ended: Ended) -> tuple[Subject, list[Outcome]]:
-    """The outcomes of a subject's cases, up to the first that its process did not survive."""
+    """Outcomes of a subject's cases, up to the first that killed its process."""
     outcomes = [Outcome(*message["outcome"]) for message in ended.messages if "outcome" in message]
-    # A case that lost the device has an outcome already.
+    # A case that lost the device already has an outcome.
     if ended.why and ended.at not in {x.case for x in outcomes}:
         verdict = HANG if ended.hung else CRASH
         outcomes.append(Outcome(ended.at, verdict, None, ended.why))
@@ -137,10 +136,10 @@ def outcomes_of(ended: Ended) -> tuple[Subject, list[Outcome]]:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """The device to verify: the CPU where kernels are interpreted.
+    """Resolve the device to verify; the CPU if kernels are interpreted.
 
     Raises:
-        ValueError: it is not here.
+        ValueError: it is unavailable.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() and not call.interpreting() else "cpu"
@@ -171,7 +170,7 @@ def _checked(name: str, chosen: Iterable[Any] | None, allowed: tuple[Any, ...]) 
 
 
 def _children(device: torch.device) -> int:
-    """How many processes: their work is to compile, or to interpret."""
+    """Number of processes, which mostly compile or interpret."""
     cores = len(os.sched_getaffinity(0))
     if device.type == "cpu":
         return min(cores, 4)
@@ -189,7 +188,7 @@ def _start(device: torch.device, children: int) -> Child:
 
 
 def _keep(store: Store, result: Finding, outcomes: list[Outcome]) -> None:
-    """Store a verdict, unless what is stored of the same kernels says more."""
+    """Store a verdict, unless a stored failure of these kernels stays valid."""
     same = (row for row in store.read(KIND) if [row[x] for x in KEYS[KIND]] == [*result.subject])
     if not any(still_holds(row, outcomes) for row in same):
         store.put(KIND, result._asdict())
