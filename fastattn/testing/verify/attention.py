@@ -52,7 +52,7 @@ def one_pass() -> Iterator[Case]:
 
 
 def options(registers: str) -> Iterator[Case]:
-    """Options with this register class (`options.Tags`): alone, and in sets of the largest class."""
+    """Options of a register class (`options.Tags`): alone, and in sets of the largest class."""
     for name in _examples(registers):
         typical = name in _TYPICAL
         yield Case(name, partial(_example, name=name), quick=typical, interpreted=typical)
