@@ -1,7 +1,7 @@
-"""Triton kernels and their launchers; `fastattn.ops` is what calls them.
+"""Triton kernels and their launchers, called by `fastattn.ops`.
 
-A module is imported when it is first named, as in `kernels.forward.launch_forward`: fastattn works
-where triton does not exist.
+Modules are imported on first access, as in `kernels.forward.launch_forward`, so that fastattn works
+without triton.
 """
 
 from importlib import import_module

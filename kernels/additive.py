@@ -1,15 +1,15 @@
-"""Additive attention: the score of a pair is sum_d u_d tanh(a_d + b_d), a a query and b a key.
+"""Additive attention: score sum_d u_d tanh(a_d + b_d) of query a and key b.
 
 Bahdanau et al. 2015 (arXiv 1409.0473) score query s and key h by u^T tanh(W s + U h); the
-projections a = W s and b = U h are left to the caller. No product of matrices gives these scores:
-each tile takes them one hidden column at a time, so nothing of [T_q, T_k, D] is ever held. Columns
-are read from copies that have the positions of a column side by side.
+projections a = W s and b = U h are left to the caller. These scores are no matrix product: a tile
+sums them one hidden column at a time, without a [T_q, T_k, D] tensor. Columns are read from
+transposed copies, contiguous along positions.
 
 Backward, with p the weights, ds = p * (do v^T - delta) as in `backward`, and t = tanh(a_d + b_d):
 
     da_d = u_d sum_j ds (1 - t^2)      db_d = u_d sum_i ds (1 - t^2)      du_d = sum_ij ds t
 
-One program a tile of queries for da and du, one a tile of keys for db and dv; sums are taken in a
+One program per tile of queries computes da and du, one per tile of keys db and dv, with sums in a
 fixed order.
 """
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 class _Columns(NamedTuple):
-    """The columns of a head, [D, T], and rows of the tile that is met: which exist, None = all."""
+    """Columns of a head, [D, T], the tile's rows, and which of them exist (None = all)."""
 
     ptr: Any
     T: Any
@@ -78,8 +78,8 @@ def _tanh_of_column(d, down, across):
     if EXACT:
         bent = tanh(x)
     else:
-        # An absolute error of 1e-7 is far below what sums of 16-bit numbers are good for, and a
-        # reciprocal by way of rsqrt is one instruction.
+        # An absolute error of 1e-7 is far below that of sums of 16-bit numbers, and a reciprocal by
+        # rsqrt is one instruction.
         root = tl.rsqrt(tl.exp2(x * (2 * LOG2E)) + 1)
         bent = 1 - 2 * (root * root)
     return bent
@@ -120,7 +120,7 @@ def _operands(a_ptr, b_ptr, u_ptr, v_ptr, v_strides, tile, G, T_q, T_k, const: t
 
 @triton.jit
 def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Take one key block into the state of the rows: see `blocks.over_key_blocks`."""
+    """Loop body for one key block: see `blocks.over_key_blocks`."""
     PRECISION: tl.constexpr = const.PRECISION
     acc, m, l = state
     queries, b_ptr, u_ptr, v_ptr, v_stride = operands
@@ -141,7 +141,7 @@ def additive_forward_kernel(
     a_ptr, b_ptr, u_ptr, v_ptr, o_ptr, lse_ptr, v_strides, o_strides, mask, H_q, G, T_q, T_k,
     const: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of a tile of queries. Grid and loops as forward's."""
+    """o and lse of a tile of queries. Grid and loops as in `forward`."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
@@ -159,7 +159,8 @@ def additive_forward_kernel(
 
 @triton.jit
 def _column_sums(sums, sums_of_u, ds, u_ptr, down, across, D: tl.constexpr, WITH_U: tl.constexpr):
-    """Add gradients ds [DOWN, ACROSS] of scores to those of the rows down and of u.
+    """Add the contribution of score gradients ds [DOWN, ACROSS] to the gradients of the rows down
+    and of u.
 
     sums [DOWN, BLOCK_D]; sums_of_u, if WITH_U, the same, to be summed over its rows.
     """
@@ -176,7 +177,7 @@ def _column_sums(sums, sums_of_u, ds, u_ptr, down, across, D: tl.constexpr, WITH
 
 @triton.jit
 def _grow_da(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Take one key block into da and du: see `blocks.over_key_blocks`."""
+    """Add one key block to da and du: see `blocks.over_key_blocks`."""
     PRECISION: tl.constexpr = const.PRECISION
     da, du = state
     columns, do, lse, delta = operands
@@ -195,7 +196,7 @@ def additive_backward_da_kernel(
     a_ptr, b_ptr, u_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, da_ptr, du_ptr, delta_ptr,
     v_strides, o_strides, do_strides, da_strides, mask, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
-    """da of a tile of queries, its part of du, and the delta of its rows, which db/dv reads.
+    """da of a tile of queries, its part of du, and the rows' delta, which db/dv reads.
 
     du is [tiles, B, H_q, D], a part for each program.
     """
@@ -222,10 +223,10 @@ def additive_backward_da_kernel(
 
 @triton.jit
 def _grow_db(state, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
-    """Take one query block into db and dv: see `blocks.over_query_blocks`.
+    """Add one query block to db and dv: see `blocks.over_query_blocks`.
 
-    Transposed: keys down, queries across. operands: columns of the keys, their v, u of the head,
-    then what the queries have.
+    Transposed: keys down, queries across. operands: columns of the keys, v, u of the head, then the
+    queries' operands.
     """
     PRECISION: tl.constexpr = const.PRECISION
     db, dv = state
@@ -248,7 +249,7 @@ def additive_backward_dbv_kernel(
     a_ptr, b_ptr, u_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, db_ptr, dv_ptr,
     v_strides, do_strides, db_strides, dv_strides, mask, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
-    """db and dv of a tile of keys, over the queries of all G heads. Grid as dK/dV's."""
+    """db and dv of a tile of keys, over the queries of all G heads. Grid as for dK/dV."""
     BLOCK_N: tl.constexpr = const.BLOCK_N
     BLOCK_D: tl.constexpr = const.BLOCK_D
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
@@ -286,10 +287,10 @@ def _by_columns(x: Tensor) -> Tensor:
 
 
 def _tile(kernel: str, element_size: int, widest: int) -> TileConfig:
-    """The tile of "forward", "da" or "dbv", widest being the larger of BLOCK_D and BLOCK_DV.
+    """The tile of "forward", "da" or "dbv"; widest: the larger of BLOCK_D and BLOCK_DV.
 
-    Most of the time goes into tanh, so a tile is as large as registers hold beside accumulators:
-    one of forward, as wide as v; two of the others. IEEE products of fp32 take registers as well.
+    tanh dominates the time, so a tile is as large as the registers permit with the accumulators:
+    one in forward, as wide as v; two in the others. IEEE fp32 products take registers too.
     """
     arch = tiles.current_arch()
     if arch == "interpreter":
@@ -311,7 +312,7 @@ def launch_additive_forward(
     """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q].
 
     q [B, H_q, T_q, D] and k [B, H_k, T_k, D] projected, v [B, H_k, T_k, D_v], last dims contiguous
-    and whole multiples of 16 bytes; u [H_q, D] contiguous. Of options the masks count.
+    and whole multiples of 16 bytes; u [H_q, D] contiguous. Only masks are read from options.
     """
     v = aligned(v)
     _, H_q, T_q, D = q.shape
@@ -343,7 +344,7 @@ def launch_additive_backward(
     """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; du fp32 [H_q, D].
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
-    the rest as `launch_additive_forward` took and gave it.
+    other arguments as in `launch_additive_forward`, with its results.
     """
     v, o, do = aligned(v), aligned(o), aligned(do)
     B, H_q, T_q, D = q.shape

@@ -1,16 +1,15 @@
-"""Append to a cache in place: rotate keys and queries, store keys and values, count the tokens.
+"""Append to a cache in place: rotate keys and queries, store keys and values, update lengths.
 
-One launch does what a decoding step needs between the projection and attention. Token i of batch
+One launch does all work of a decoding step between the projection and attention. Token i of batch
 row b gets position p = lengths[r] + i in row r of the cache. With the angles a_j = p * frequency_j
 of the rotary embedding, the pair (x, y) of channels becomes (x cos a - y sin a, y cos a + x sin a).
 
-No store leaves its row, whatever lengths, table and index hold: a token whose position is negative
-or past the end of its row, or whose page is not in the pool, is counted and not stored; a batch row
-whose index is no row of the cache is passed over.
+No store leaves its row, whatever lengths, table and index hold: a token with a negative position, a
+position past its row's end or an invalid page is counted and not stored; a batch row with an
+invalid index is skipped.
 
-A server that keeps its own books names a slot for each token instead, page * page_size + offset.
-The tokens are then one batch row, without lengths, and one whose slot is none of the pool's is not
-stored.
+A server that manages pages itself passes a slot for each token instead, page * page_size + offset.
+The tokens are then one batch row, without lengths; tokens with an invalid slot are not stored.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from .rules.pages import (
 )
 from .rules.tile import int32_within
 
-# Elements of a program's tile: four warps with 16 numbers a thread.
+# Elements of a program's tile: 16 per thread of four warps.
 _TILE = 2048
 
 
@@ -102,7 +101,7 @@ def _load_rotated(
         turns = cols < 2 * PAIRS
         turned = keep[:, None] & turns[None, :]
         other = tl.load(rows[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-        # Where the tables do not reach nothing is turned.
+        # Positions past the tables are not rotated.
         reached = (position >= 0) & (position < value(rotary.positions))
         known = turned & reached[:, None]
         angle = position.to(tl.int64)[:, None] * PAIRS + pair[None, :]
@@ -127,9 +126,9 @@ def _store_rows(
     E4M3: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """Write rows [R, COLS] to their slots, as codes where the buffer has scales.
+    """Write rows [R, COLS] to their slots, as codes if the buffer has scales.
 
-    Where tokens share a scale it is the given one, and numbers past the largest code become that.
+    A scale shared by tokens is given, and larger numbers saturate.
     """
     if store.scale_ptr is not None:
         LARGEST: tl.constexpr = 448.0 if E4M3 else 127.0
@@ -155,7 +154,7 @@ def _store_rows(
 
 @triton.jit
 def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl.constexpr):
-    """Row of the cache, whether it is one, first new position, and number of tokens of row b."""
+    """Cache row of batch row b, its validity, first new position and number of tokens."""
     row = b
     exists = True
     if batch_index_ptr is not None:
@@ -173,10 +172,10 @@ def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl
 
 @triton.jit
 def _place(row, exists, first, count, token, T, pages):
-    """Page and slot of tokens behind a row's others, whether they are stored, and positions."""
+    """Page and slot of new tokens of a row, whether they are stored, and positions."""
     position = first + token
     keep = exists & (token < T) & lasting(position, first + count, pages)
-    # Lengths are the device's: the host cannot refuse what does not fit.
+    # Lengths are on the device, so the host cannot refuse tokens that do not fit.
     keep = keep & has_slot(position, pages)
     page, slot = locate(row, position, keep, pages)
     if pages.block_table_ptr is not None:
@@ -186,7 +185,7 @@ def _place(row, exists, first, count, token, T, pages):
 
 @triton.jit
 def _given_place(token, T, slots, pages):
-    """`_place` of tokens whose slots are given."""
+    """`_place` for tokens with given slots."""
     within = token < T
     place = tl.load(slots.ptr + token, mask=within, other=-1)
     size = value(pages.page_size)
@@ -227,7 +226,7 @@ def _append(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK (token, head) pairs of k or v, from the projection to their slots."""
+    """Store BLOCK (token, head) pairs of k or v in their slots."""
     H = value(tokens.heads)
     pair = tile * BLOCK + tl.arange(0, BLOCK)
     token = pair // H
@@ -238,7 +237,7 @@ def _append(
         page, slot, keep, position = _given_place(token, T, slots, pages)
     rows = _token_pointers(tokens, b, token, head, ALIGN)
     x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
-    # Codes are made of the rounded number, which is what attention would read otherwise.
+    # Quantise the rounded number, as an unquantised cache would store it.
     x = x.to(tokens.ptr.dtype.element_ty).to(tl.float32)
     _store_rows(store, pages, x, page, slot, head, keep, WIDTH, COLS, E4M3, ROW_BYTES)
 
@@ -260,7 +259,7 @@ def _turn(
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK (token, head) pairs of q, rotated into o."""
+    """Rotate BLOCK (token, head) pairs of q into o."""
     H = value(q.heads)
     pair = tile * BLOCK + tl.arange(0, BLOCK)
     token = pair // H
@@ -361,7 +360,7 @@ def append_kernel(
                 BLOCK,
             )
     if ADVANCE:
-        # The last program of the row counts the tokens, when every other has read the length.
+        # The row's last program updates the length, after all others have read it.
         tl.debug_barrier()
         before = tl.atomic_add(counters_ptr + row, 1, mask=exists)
         if exists & (before == tl.num_programs(0) - 1):
@@ -386,8 +385,8 @@ def launch_append(
     """Write k [B, H_k, T, D] and v [B, H_k, T, D_v] into the cache; q rotated, in q's memory order.
 
     cos and sin are fp32 [N, R // 2], contiguous. Only the first new_lengths[b] tokens of a row are
-    written. With `advance` they are counted in cache.lengths; without, they are counted already.
-    slots, positions: int [T] of one batch row: tokens go there, whatever lengths and table say.
+    written. `advance`: add them to cache.lengths; otherwise the lengths already include them.
+    slots, positions: int [T] of one batch row: where tokens go, in place of lengths and table.
     """
     B, H_k, T, D = k.shape
     D_v = v.shape[3]
@@ -431,7 +430,7 @@ def launch_append(
         row_bytes(cache),
         _alignment(tensors),
         BLOCK,
-        # Without fused multiply-adds a rotated key has the bits that torch gives it.
+        # Without fused multiply-adds rotated keys are bitwise equal to torch's.
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -450,7 +449,7 @@ def _tokens(x: Tensor | None) -> _Tokens | None:
 
 
 def _alignment(tensors: list[Tensor]) -> int:
-    """Elements that every stride is a multiple of: 16 bytes of them where possible, else 1."""
+    """Elements that divide every stride: 16 bytes if possible, else 1."""
     elements = 16 // tensors[0].element_size()
     for x in tensors:
         for size, step in zip(x.shape[:3], x.stride()[:3], strict=True):

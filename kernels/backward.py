@@ -1,14 +1,13 @@
-"""Backward: one program a tile of queries for dQ, one a tile of keys for dK and dV.
+"""Backward: one program per tile of queries for dQ, one per tile of keys for dK and dV.
 
-With p = softmax weights, do the gradient of o and dlse that of lse (Dao et al. 2022, appendix B.4):
+With p the softmax weights, do the gradient of o and dlse of lse (Dao et al. 2022, appendix B.4):
 
     dv = p^T do          dp = do v^T          delta = rowsum(o * do) - dlse
     ds = p * (dp - delta)          dq = scale * ds k          dk = scale * ds^T q
 
-p is computed again from lse; with dropout, dv takes the weights that survived and dp is dropped
-like them. dQ has its kernel here, dK and dV in `backward_dkv`: two passes over the scores, bitwise
-the same in every run. Where it is permitted, one pass computes all three: the programs of keys add
-up dQ by atomics, see `backward_atomic`.
+p is recomputed from lse; dropout applies to p in dv and to dp. dQ has its kernel here, dK and dV in
+`backward_dkv`: two deterministic passes over the scores. If permitted, one pass computes all three,
+with dQ summed by atomics, see `backward_atomic`.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ if TYPE_CHECKING:
 def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """dq += ds k for one key block: see `blocks.over_key_blocks`.
 
-    Further keys, relative ones or those of a second product, are for dq or for the gradient of
-    their own query.
+    Further keys (relative ones or a second product's) contribute to dq or to their own query's
+    gradient.
     """
     PRECISION: tl.constexpr = const.PRECISION
     dq, dquery = state
@@ -89,7 +88,7 @@ def attention_backward_dq_kernel(
     k_desc, v_desc, bias_desc, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
     dquery_strides, mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries, and the delta of its rows, which dK/dV reads. Grid as forward.
+    """dQ of a tile of queries, and the rows' delta, which dK/dV reads. Grid as forward.
 
     dquery: the gradient of the relative query or of query2, if there is one.
     """
@@ -174,9 +173,9 @@ def launch_backward(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes, dtypes (or fp32, if options say so) and memory orders of q, k, v;
-    delta fp32 like lse; and the gradients of relative_query or query2 and of key2 as dq and dk are
-    those of q and k, empty without one.
+    """dq, dk, dv in the shapes, dtypes (or fp32, by options) and memory orders of q, k, v; delta
+    fp32 like lse; and likewise the gradients of relative_query or query2 and of key2, empty without
+    one.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse as `launch_forward` returned them for the same q, k, v and options.
@@ -204,9 +203,9 @@ def launch_backward_one_pass(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `launch_backward` with dQ added up by atomics; the last results are empty.
+    """`launch_backward` with dQ summed by atomics; the last results are empty.
 
-    For any options without relative keys and key2. Takes 4 bytes more for each element of q.
+    For options without relative keys and key2. Takes 4 more bytes per element of q.
     """
     assert options.relative_keys is None and options.key2 is None, "left to launch_backward"
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)

@@ -1,10 +1,10 @@
-"""Kernels before and after a backward in one pass over the scores.
+"""Kernels before and after the one-pass backward.
 
-The one-pass kernel has one program for a tile of keys. It computes dK and dV in registers, and of
-every dS also the part of dQ. Many programs add to the same query, by atomics to one fp32 sum; the
-order differs from run to run, and so do the last bits. Five products replace the seven of two
-passes, for the traffic of the sum. Before it, `launch_start_dq` computes what the rows need and
-zeroes the sum; after it, `launch_finish_dq` scales the sum into q's dtype and memory order.
+The one-pass kernel has one program per tile of keys. It computes dK and dV in registers, and adds
+each dS K to an fp32 sum of dQ by atomics, whose order, and so the last bits, differ from run to
+run. It has five products instead of the seven of two passes, but the traffic of the sum. Before it,
+`launch_start_dq` computes the rows' statistics and zeroes the sum; after it, `launch_finish_dq`
+scales the sum into q's dtype and memory order.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .rules.tile import (
 if TYPE_CHECKING:
     from fastattn.options import Options
 
-# Rows of statistics come in whole tiles of this many: those of the Hopper kernels.
+# Rows of statistics are padded to tiles of this size, for the Hopper kernels.
 STATS_ROWS = 128
-# Elements of a tile that the registers of its program hold twice.
+# Elements of a tile that fits the registers of a program twice.
 _ELEMENTS = 128 * 128
 _WARPS = 16
 
@@ -51,13 +51,13 @@ def start_dq_kernel(
     D: tl.constexpr, D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(o * do) - dlse of a tile of queries, and zeros where their dQ is summed.
+    """delta = rowsum(o * do) - dlse of a tile of queries, and zeros in their sum of dQ.
 
     Grid as forward with G = 1. sum: fp32 [B, H_q, sum_rows, D]; delta, lse, dlse: fp32
-    [B, H_q, T_q]. minus_lse = -lse / scale and minus_delta = -delta, [B, H_q, sum_rows], are what
-    the products of the Hopper kernels start from: -inf for a row that sees nothing. With them, rows
-    are in whole tiles, -inf and 0 past the last query. Of packed sequences each has tiles of its
-    own, in its slots (`tile.sequence_of`).
+    [B, H_q, T_q]. minus_lse = -lse / scale and minus_delta = -delta, [B, H_q, sum_rows], are the
+    initial accumulators of the Hopper kernels: -inf for a row without keys. With them, rows are
+    padded to whole tiles, with -inf and 0. Packed sequences have separate tiles, in their slots
+    (`tile.sequence_of`).
     """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
@@ -77,9 +77,9 @@ def start_dq_kernel(
     sum_row = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
     if minus_lse_ptr is not None:
         lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
-        # The weights of a row that sees nothing are 0, as are those of one that does not exist.
+        # The weights of rows without keys and of nonexistent rows are 0.
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
-        # A slot that its sequence leaves empty belongs to nobody, or to the next one.
+        # An empty slot of a sequence is unused, or the next sequence's.
         there = m_first < row.T_q
         tl.store(minus_lse_ptr + sum_row + rows, -lse / scale, mask=there)
         tl.store(minus_delta_ptr + sum_row + rows, -delta, mask=there)
@@ -92,9 +92,9 @@ def finish_dq_kernel(
     sum_ptr, dq_ptr, dq_strides, mask, scale, parts, sum_rows, H_q, T_q,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * sum for a tile of rows; grid and sum as those of `start_dq_kernel`.
+    """dq = scale * sum for a tile of rows; grid and sum as in `start_dq_kernel`.
 
-    parts: sums of each head, which are added up in their order.
+    parts: number of sums per head, added in order.
     """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
@@ -111,7 +111,7 @@ def finish_dq_kernel(
 
 
 def _rows(*dims: int) -> int:
-    """Rows of a tile that has this many columns."""
+    """Rows of a tile with this many columns."""
     return min(STATS_ROWS, _ELEMENTS // max(dims))
 
 
@@ -134,7 +134,7 @@ def _plan_start(
     B, H_q, T_q, D = q.shape
     dims = (block_dim(D), block_dim(o.shape[3]))
     rows = _rows(*dims)
-    # Rows that are not laid out by sequences need not know of them.
+    # Rows in plain layout do not depend on sequences.
     cu_seqlens = None if stats is None else options.cu_seqlens_q
     assert stats is None or rows == STATS_ROWS, "statistics are in tiles of other rows"
     return Launch(
@@ -156,7 +156,7 @@ def _plan_start(
     )
 
 
-# Another launch for the same options and tensors.
+# Distinguishes the second launch for the same options and tensors.
 _plan_start_in_tiles = partial(_plan_start)
 
 
@@ -170,13 +170,13 @@ def launch_start_dq(
     options: Options,
     stats: Tensor | None = None,
 ) -> Tensor:
-    """The sum to add dQ to, fp32 [B, H_q, rows, D] of zeros; delta, like lse, is filled if given.
+    """A zero fp32 sum of dQ [B, H_q, rows, D]; fills delta, like lse, if given.
 
     do and o [B, H_q, T_q, D_v] as `arguments.aligned` leaves them.
 
-    stats: fp32 [2, B * H_q, rows] contiguous, to be filled with -lse / scale and -delta. The rows
-        of a head, here and in the sum, are whole tiles of STATS_ROWS then, of packed sequences
-        T_q // STATS_ROWS + N of them. For head dims up to 128. Without it, rows = T_q.
+    stats: fp32 [2, B * H_q, rows] contiguous, to be filled with -lse / scale and -delta. Then a
+    head's rows, here and in the sum, are whole tiles of STATS_ROWS, for packed sequences T_q //
+    STATS_ROWS + N tiles. For head dims up to 128. Without it, rows = T_q.
     """
     B, H_q, T_q, D = q.shape
     rows = T_q if stats is None else stats.shape[2]
@@ -199,7 +199,7 @@ def _plan_finish(
     B, H, T, D = x.shape
     rows = _rows(block_dim(D))
     if cu_seqlens is None:
-        rows //= 2  # a tile and what is added to it fit the registers
+        rows //= 2  # a tile and its addend fit the registers
     return Launch(
         finish_dq_kernel,
         tiles_of(cu_seqlens, B, T, rows) * H,
@@ -239,7 +239,7 @@ _plan_add = partial(_plan_finish, scaled=False)
 
 
 def launch_add_parts(sums: Tensor, x: Tensor, options: Options) -> None:
-    """x [B, H, T, D], in any memory order: what sums, fp32 [B, H * parts, T, D] contiguous, holds
-    of each head, added up in the order of the parts.
+    """Write x [B, H, T, D], in any memory order: the parts in sums, fp32 [B, H * parts, T, D]
+    contiguous, added in order.
     """
     launch_for(_plan_add, options, (x, sums))(options, sums, x)

@@ -1,8 +1,8 @@
-"""The gradient of attn_bias, summed over the dims in which the bias is broadcast.
+"""Gradient of attn_bias, summed over broadcast dims.
 
-One program a tile of the bias. It visits every tile of scores that its tile of the bias was added
-to, in a fixed order, computes their gradient again and keeps the sum in registers: deterministic,
-and no [B, H_q, T_q, T_k] tensor for a bias that is smaller than that.
+One program per tile of the bias. It visits the score tiles to which its bias tile was added, in a
+fixed order, recomputes their gradients and sums them in registers: deterministic, without a [B,
+H_q, T_q, T_k] tensor for a smaller bias.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def attention_backward_bias_kernel(
     sum_batch, sum_heads, sum_tiles_q, sum_tiles_k,
     const: tl.constexpr,
 ):  # fmt: skip
-    """bias_*: the bias as a grid of tiles; sum_*: how many tiles of scores each of them meets."""
+    """bias_*: the grid of bias tiles; sum_*: the grid of score tiles for each."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_N: tl.constexpr = const.BLOCK_N
     pid = tl.program_id(0)
@@ -72,7 +72,7 @@ def attention_backward_bias_kernel(
     bias_row = pid // (bias_tiles_k * bias_tiles_q)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in range(0, sum_batch * sum_heads * sum_tiles_q * sum_tiles_k):
-        # Every index is either the bias's own, or counted by the sum: the other one is 0.
+        # Each index comes from the bias's grid or the sum's; the other is 0.
         n_tile = bias_n + i % sum_tiles_k
         m_tile = bias_m + i // sum_tiles_k % sum_tiles_q
         h_q = bias_row % bias_heads + i // (sum_tiles_k * sum_tiles_q) % sum_heads
@@ -113,7 +113,7 @@ def attention_backward_bias_kernel(
                 queries, k, v, vectors, bias, n_first, keep, tile, score, const
             )
             total += dbias
-    # A bias of one row or one key, broadcast or not, has the sum in the first place of its tile.
+    # A bias of one row or one key, broadcast or not, has its sum at index 0 of the tile.
     if bias_T_q == 1:
         total = tl.broadcast_to(tl.sum(total, 0)[None, :], [BLOCK_M, BLOCK_N])
     if bias_T_k == 1:
@@ -130,7 +130,7 @@ def launch_backward_bias(
 ) -> Tensor:
     """fp32, contiguous, in the shape of options.attn_bias.
 
-    lse and delta as the other backward kernels use them for the same arguments.
+    lse and delta: as for the other backward kernels.
     """
     assert options.attn_bias is not None
     q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)

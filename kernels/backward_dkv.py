@@ -1,10 +1,10 @@
-"""dK and dV: one program a tile of keys, over the queries of the heads that read them.
+"""dK and dV: one program per tile of keys, over the queries of the heads that read them.
 
     dv = p^T do          ds = p * (do v^T - delta)          dk = scale * ds^T q
 
-The G query heads of a K/V head are met in a loop by one program, so dK and dV are summed in
-registers and never expanded. Where that leaves the device idle (few K/V heads, short batches) the
-heads are dealt out to several programs, and what each of them sums is added up in a fixed order.
+A program loops over the G query heads of a K/V head, so dK and dV are summed in registers and never
+expanded. If that leaves the device idle (few K/V heads, small batches), the heads are split among
+several programs, whose sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from fastattn.options import Options
 
-# Programs a multiprocessor: with fewer than the first, heads are dealt out, to the second. Causal
-# tiles differ in length, so one round of programs leaves half of the device idle.
+# Programs per multiprocessor: with fewer than the first number, heads are split up to the second.
+# Causal tiles differ in length, so one wave of programs leaves half of the device idle.
 _FEW = 2
 _ENOUGH = 4
 
@@ -55,8 +55,8 @@ _ENOUGH = 4
 class _Operands(NamedTuple):
     """Operands of a loop over the query blocks of one head: k and v of a tile of keys.
 
-    key2: of a second product, or None. dk_ptr, dv_ptr: None where the kernel leaves that gradient
-    out. dq_ptr: fp32 rows to add ds k to, or None.
+    key2: of a second product, or None. dk_ptr, dv_ptr: None = gradient not computed. dq_ptr: fp32
+    rows to add ds k to, or None.
     """
 
     k: Any
@@ -78,8 +78,8 @@ class _Operands(NamedTuple):
 def _dq_of_keys(ds, k, PRECISION: tl.constexpr, HALVES: tl.constexpr):
     """ds^T k, fp32 [M, D], for ds [N, M] and k [N, D].
 
-    Where queries are fewer than keys they are the columns of the product: of fewer than 64 rows
-    there is no wgmma and no tcgen05. fp32 has none of any size, and would spill.
+    If there are fewer queries than keys, queries are the product's columns, as wgmma and tcgen05
+    need 64 rows. Not in fp32, which has neither and would spill.
     """
     N: tl.constexpr = ds.shape[0]
     M: tl.constexpr = ds.shape[1]
@@ -111,8 +111,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     do = load_block(
         operands.do_ptr, operands.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V
     )
-    # Of rows that do not exist q, do and delta are 0: any finite weight adds nothing, and none of 0
-    # has to be chosen.
+    # Nonexistent rows have q = do = delta = 0, so any finite weight contributes 0 without a select.
     NOWHERE: tl.constexpr = 0.0 if score.linear is not None else float("inf")
     lse = load_lse(operands.lse_ptr + rows, in_rows, score, NOWHERE)
     delta = load_vector(operands.delta_ptr + rows, in_rows, 0.0)
@@ -140,7 +139,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
         dx = p * (dp - delta[None, :])
         _, ds = gradient(dx, before, capped, rows[None, :], k_pos, h, row, keep, score)
         if operands.dq_ptr is not None:
-            # Before dk, or LLVM puts a part of ds between the instructions of its product.
+            # Before dk, as otherwise LLVM schedules parts of ds between its product's instructions.
             dq = _dq_of_keys(ds, operands.k, PRECISION, const.HALVES)
             add_tile(operands.dq_ptr, const.D, m_first, dq, in_rows, BLOCK_M, BLOCK_D, const.D)
         dk = add_weighted_rows(dk, ds, q, PRECISION)
@@ -157,11 +156,10 @@ def attention_backward_dkv_kernel(
 ):  # fmt: skip
     """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`.
 
-    dk_ptr, dv_ptr: None leaves that gradient out. parts: programs that share a tile, each with
-    heads of its own; where there are several, they write to dk_parts_ptr and dv_parts_ptr: see
-    `blocks.store_part`. dkey2_ptr: fp32 parts of the gradient of key2 likewise, one for each K/V
-    head, with however few programs; written beside dk_ptr alone. dq_ptr: fp32 [B, H_q, T_q, D] to
-    add the dQ of these keys to, without the scale, by atomics; or None.
+    dk_ptr, dv_ptr: None = gradient not computed. parts: programs that share a tile, each with its
+    own heads; several write to dk_parts_ptr and dv_parts_ptr: see `blocks.store_part`. dkey2_ptr:
+    likewise fp32 parts of the gradient of key2, always one per K/V head; only written with dk_ptr.
+    dq_ptr: fp32 [B, H_q, T_q, D], to which dQ without the scale is added by atomics; or None.
     """
     BLOCK_N: tl.constexpr = const.BLOCK_N
     BLOCK_D: tl.constexpr = const.BLOCK_D
@@ -180,7 +178,7 @@ def attention_backward_dkv_kernel(
     key2 = None
     if score.key2_ptr is not None:
         key2 = further_keys(tile, 0, tile.first, tile.valid, tile.h_k * G, score, const)
-    # Keys that no query may see touch their own rows of dk and dv alone, but every row of dq.
+    # Invisible keys affect only their own rows of dk and dv, but every row of dq.
     there = None
     if dq_ptr is not None:
         there = tile.valid[:, None]
@@ -218,7 +216,7 @@ def attention_backward_dkv_kernel(
         D2: tl.constexpr = const.D2
         dkey2 *= score.scale
         store_part(dkey2_ptr, part, parts, H_q // G, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
-    # One kernel, so that no length compiles another.
+    # One kernel for any number of parts, so that no length compiles another.
     if parts > 1:
         H_k = H_q // G
         if dk_ptr is not None:
@@ -233,9 +231,9 @@ def attention_backward_dkv_kernel(
 
 
 def head_parts(G: int, programs: int, multiprocessors: int) -> int:
-    """Among how many programs the G heads of each of `programs` tiles of keys are dealt out.
+    """Number of programs that share the G heads of each of `programs` tiles of keys.
 
-    1 where tiles alone make two rounds of the device, else as many as make about four.
+    1 if tiles alone fill the device twice, else enough to fill it about four times.
     """
     if G == 1 or programs >= _FEW * multiprocessors:
         return 1
@@ -244,7 +242,7 @@ def head_parts(G: int, programs: int, multiprocessors: int) -> int:
 
 
 class _Launches(NamedTuple):
-    """Launches of a call: for dK and dV, or for dV and for dK apart. parts: see `head_parts`."""
+    """Launches of a call: for dK and dV together, or separately. parts: see `head_parts`."""
 
     both: Launch | None
     dv: Launch | None
@@ -320,20 +318,20 @@ def launch_dkv(
     options: Options,
     dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dk, dv and the gradient of key2, if there is one, in the shapes, dtypes (or fp32, if options
-    say so) and memory orders of k, v and key2.
+    """dk, dv and the gradient of key2, if any, in the shapes, dtypes (or fp32, by options) and
+    memory orders of k, v and key2.
 
     dq: fp32 [B, H_q, T_q, D] to add dQ to, without the scale.
 
-    Where heads are dealt out (`head_parts`) each part has an fp32 copy of dk and dv for the time of
-    the call: in all fewer than 8 tiles of keys a multiprocessor, whatever the lengths. Of the
-    gradient of key2 each K/V head has one: no key is repeated, its gradients are summed in order.
+    If heads are split (`head_parts`), each part has a temporary fp32 copy of dk and dv, in total
+    fewer than 8 tiles of keys per multiprocessor, whatever the lengths. The gradient of key2 has
+    one copy per K/V head, and the copies are summed in order.
     """
     dk = result_in_layout(options, k, *k.shape[1:])
     dv = result_in_layout(options, v, *v.shape[1:])
     plan = _plan if dq is None else _plan_with_dq
     both, for_dv, for_dk, parts = launch_for(plan, options, (q, k, v, do), dk, dv)
-    # With one part anything of its type stands for them.
+    # With one part, placeholders of the same type.
     k_parts = delta if parts == 1 else parts_of(k, parts)
     v_parts = delta if parts == 1 else parts_of(v, parts)
     key2 = options.key2

@@ -1,9 +1,9 @@
-"""The gradients of relative biases and relative keys: sums of score gradients by distance p - j.
+"""Gradients of relative biases and relative keys: sums of score gradients by distance p - j.
 
-One program a tile of distances and a query head. It visits every row of the batch and every tile of
-queries in order, computes the gradients of those scores again, and sums them by distance in
-registers: deterministic, and no tensor of every pair. Distances beyond the reach share an entry,
-so of those each tile keeps its sum alone.
+One program per tile of distances and query head. It visits every batch row and tile of queries in
+order, recomputes the score gradients, and sums them by distance in registers: deterministic,
+without a tensor of all pairs. Distances beyond the reach share an entry, so each tile keeps only
+their sum.
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ class _Head(NamedTuple):
 
 @triton.jit
 def _queries_of(d_first, row, mask, BLOCK: tl.constexpr):
-    """Queries [first, last) of a row that may have a key at one of the distances d_first +
-    0..BLOCK-1.
+    """Queries [first, last) of a row that may have a key at a distance in d_first + 0..BLOCK-1.
 
-    Query i and distance d meet at key i + offset - d, unless they have positions of their own.
+    Without positions, query i has key i + offset - d at distance d.
     """
     first = 0
     last = row.T_q
@@ -88,7 +87,7 @@ def _queries_of(d_first, row, mask, BLOCK: tl.constexpr):
 
 @triton.jit
 def _of_block(row, n_first, mask):
-    """The row with those of its keys alone that stand in the block from n_first on."""
+    """The row restricted to its keys in the block from n_first on."""
     row = at_keys(row, n_first, mask)
     start = tl.maximum(row.start, n_first)
     end = tl.minimum(row.end, n_first + ORDERED)
@@ -124,15 +123,15 @@ def _gradient_by_distance(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(dbias, ds) [BLOCK_M, BLOCK] as `tile_gradient` gives them, a column for each distance.
+    """(dbias, ds) [BLOCK_M, BLOCK] of `tile_gradient`, with a column per distance.
 
-    Keys of column 0 and row 0 stand last in k and v, so `skewed` brings each under its distance.
+    The keys of row 0 and column 0 are last in k and v, so that `skewed` sorts by distance.
     """
     distances = (d_first + tl.arange(0, BLOCK))[None, :]
     rows = rows[:, None]
     k_pos = rows + row.offset - row.shift - distances
     keep = valid_keys(k_pos, row, mask) & (rows < row.T_q)
-    # What masks and scores load by position must exist.
+    # Masks and scores may load only existing positions.
     k_pos = tl.minimum(tl.maximum(k_pos, 0), row.T_k - 1)
     keep = keep & visible(rows, k_pos, h, row, mask)
     s = skewed(rows_by_rows(q, k, PRECISION), BLOCK)
@@ -151,7 +150,7 @@ def _gradient_by_distance(
 def _grow(
     dbias, dkeys, m_first, d_first, vectors, row, operands, mask, score, const: tl.constexpr
 ):  # fmt: skip
-    """The sums, with what the queries from m_first on add at the distances from d_first on."""
+    """Add the queries from m_first on to the sums of the distances from d_first on."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     PRECISION: tl.constexpr = const.PRECISION
@@ -192,7 +191,7 @@ def _grow(
 
 @triton.jit
 def _store_bias(table_ptr, ends_ptr, sums, distances, reach, h, part):
-    """The sums within the reach to their entries, and those beyond it, summed, to `ends`."""
+    """Store sums within the reach in their entries, and the totals beyond it in `ends`."""
     entries = h * (2 * reach + 1) + distances + reach
     within = (distances >= -reach) & (distances <= reach)
     tl.store(table_ptr + entries, sums, mask=within)
@@ -213,7 +212,7 @@ def _store_keys(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store like `_store_bias`, with a vector for each distance."""
+    """`_store_bias` for vectors."""
     cols = tl.arange(0, BLOCK_D)
     entries = h * (2 * reach + 1) + distances + reach
     within = (distances >= -reach) & (distances <= reach)
@@ -314,9 +313,8 @@ def launch_backward_relative(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of options.relative_bias and options.relative_keys, fp32 in their shapes, or empty.
 
-    lse and delta as the other backward kernels use them for the same arguments. Query offsets that
-    are a tensor, and positions, are read on the host, unless a window bounds the distances on both
-    sides.
+    lse and delta: as for the other backward kernels. Tensors of query offsets, and positions, are
+    read on the host, unless a window bounds the distances on both sides.
     """
     q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
     B, H_q, _, D = q.shape
@@ -357,7 +355,7 @@ def launch_backward_relative(
 
 
 def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
-    """[start, end) of the distances p - j that pairs may have which see each other."""
+    """[start, end) of the distances p - j of visible pairs."""
     B, _, T_q, _ = q.shape
     T_k = k.shape[2]
     if min(B, T_q, T_k) == 0:
@@ -368,11 +366,11 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
         start = start if right is None else -right
         end = end if left is None else left + 1
     if options.cu_seqlens_q is not None:
-        # The last query stands at the last key of any sequence, and none is longer than all.
+        # The last query is at the last key of its sequence, which is no longer than all together.
         return max(start, 1 - T_q), min(end, T_k)
     in_order = options.query_offsets is None and options.q_positions is None
     if start > -UNBOUNDED and end < UNBOUNDED and not in_order:
-        # For narrower ones the host would wait for the device.
+        # Narrower bounds would synchronise with the device.
         return start, end
     if options.q_positions is not None and options.k_positions is not None:
         q_first, q_last = (int(x) for x in torch.aminmax(options.q_positions))
@@ -390,15 +388,15 @@ def _distances(options: Options, q: Tensor, k: Tensor) -> tuple[int, int]:
 def _starts_of_tiles(
     options: Options, q: Tensor, k: Tensor, distances: tuple[int, int], BLOCK: int
 ) -> Tensor | None:
-    """int32 [tiles]: where tiles begin that have a distance that occurs; None: one after another.
+    """int32 [tiles]: starts of tiles with occurring distances; None: consecutive tiles.
 
-    Rows that stand far from one another have few of the distances between the least and the most.
+    Rows with very different offsets have few of the distances between the extremes.
     """
     (B, _, T_q, _), T_k, (d_start, d_end) = q.shape, k.shape[2], distances
     if d_end - d_start <= 4 * B * (T_q + T_k):
         return None
     if options.q_positions is not None and options.k_positions is not None:
-        # A block of queries and one of keys have the distances of two tiles.
+        # A block of queries and a block of keys span the distances of two tiles.
         q_block, k_block = (
             x.div(BLOCK, rounding_mode="floor").unique().long()
             for x in (options.q_positions, options.k_positions)
@@ -425,7 +423,7 @@ def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor
 
 
 def _folded(table: Tensor | None, entries: Tensor | None, ends: Tensor | None) -> Tensor | None:
-    """The gradient of the table: the sums beyond its ends at its ends, heads that share as one."""
+    """Gradient of the table: ends added to its end entries, and heads that share entries summed."""
     if table is None or entries is None or ends is None:
         return None
     below, above = ends.sum(1).unbind(1)

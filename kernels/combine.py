@@ -1,9 +1,9 @@
-"""The outputs of parts of the keys, merged into those of all keys.
+"""Merge results over parts of the keys.
 
-From sm_90 to sm_110 the programs that merge are put in place while those that make the parts still
-end (programmatic dependent launch, CUDA C++ Programming Guide): they wait there for all that the
-others wrote, and no gap is left between the two kernels. FASTATTN_PDL=0, read when a kind of call
-is first launched, turns that off; so does a driver that cannot record such launches in a graph.
+From sm_90 to sm_110 the merging kernel starts while the kernel of the parts ends (programmatic
+dependent launch, CUDA C++ Programming Guide), and waits for its writes, so that there is no gap
+between the two. FASTATTN_PDL=0, read at the first launch of a kind of call, turns this off, as does
+a driver that cannot record such launches in a graph.
 """
 
 import os
@@ -21,16 +21,16 @@ from .launch.launches import Launch
 from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
 
-# Behind each output of a part stands its lse and, behind those of part number b, the first of the
-# parts of batch row b and their number, exact in fp32. The fourth place keeps whole 16 bytes. Of
-# packed queries, the rows of a tile's first part have the number, all others 0, and in the fourth
-# place the bits of an integer: the number of the row's query among all of its group of heads.
+# After each output of a part: its lse and, in part number b, the first part of batch row b and the
+# number of its parts, exact in fp32. The fourth entry pads to 16 bytes. For packed queries, the
+# rows of a tile's first part have the number of parts, all others 0, and the fourth entry holds the
+# bits of an integer: the row's query number among those of its group of heads.
 PART_FACTS = tl.constexpr(4)
-# Parts that are loaded at a time.
+# Parts loaded at a time.
 _BLOCK_S = 16
-# The compute capabilities on which a kernel may begin before the one ahead of it has ended.
+# Compute capabilities with programmatic dependent launch.
 EARLY_FROM, EARLY_UNTIL = tl.constexpr(90), tl.constexpr(120)
-# CUDA 12.3: graphs have edges for such launches from there on.
+# CUDA 12.3, whose graphs can capture such launches.
 _CAPTURING_DRIVER = 12030
 
 
@@ -44,7 +44,7 @@ class Strided(NamedTuple):
 
 
 def strided(x: Tensor) -> Strided:
-    """[B, H, T, width] as kernels take it."""
+    """A tensor [B, H, T, width] with its strides, for kernels."""
     return Strided(x, *map(runtime_int, x.stride()[:3]))
 
 
@@ -57,19 +57,19 @@ def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
     return x.ptr + b * stride_b + h * stride_h + t * stride_t
 
 
-# Elements of whole 16 bytes, which rows of parts are multiples of.
+# Elements of 16 bytes; rows of parts are multiples of it.
 PARTS_ALIGN = tl.constexpr(4)
 
 
 @triton.jit
 def part_facts(parts, part, h, t):
-    """Pointers to what stands behind the outputs of a part: see PART_FACTS."""
+    """Pointers to the facts after a part's outputs: see PART_FACTS."""
     return row_pointers(parts, part, h, t, PARTS_ALIGN) + value(parts.stride_t) - PART_FACTS
 
 
 @triton.jit
 def place_packed(parts, begin, split, splits, h_k, queries, in_rows, ROWS: tl.constexpr):
-    """Write the facts of a part of a packed tile, if there are several: only rows of the first one
+    """Write the facts of a part of a packed tile, if it has several; only rows of the first part
     have a number of parts. queries: their numbers, token times heads plus head.
     """
     rows = tl.arange(0, ROWS)
@@ -82,7 +82,7 @@ def place_packed(parts, begin, split, splits, h_k, queries, in_rows, ROWS: tl.co
 
 @triton.jit
 def clear_places(parts, part, count, free, h_k, places, ROWS: tl.constexpr):
-    """Say of this program's share of the places from `free` on that nothing is kept there.
+    """Mark this program's share of the places from `free` on as empty.
 
     There are `count` parts, and at most twice as many places.
     """
@@ -98,11 +98,11 @@ def combine_kernel(
     parts_ptr, o_ptr, lse_ptr, o_strides, row_width, packed, H, T,
     D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row [b, h, t], in the order of their numbers.
+    """Merge the parts of a row [b, h, t], in order.
 
-    EARLY: it may begin before the kernel that writes the parts has ended. packed: of packed queries
-    the heads that share keys and the number of queries, as `runtime_int`s; b is then the number of
-    a part, h a K/V head and t a row of its tile.
+    EARLY: it may start before the kernel of the parts has ended. packed: for packed queries, the
+    number of heads that share keys and of queries, as `runtime_int`s; b is then a part, h a K/V
+    head and t a row of its tile.
     """
     if EARLY:
         gdc_wait()
@@ -115,7 +115,7 @@ def combine_kernel(
     if packed is None:
         begin = tl.load(row_ptr + 1).to(tl.int32)
     else:
-        # Offsets that are none leave places that nobody has written or cleared.
+        # Invalid offsets leave places neither written nor cleared.
         begin = n // (H * T)
         splits = tl.minimum(splits, tl.num_programs(0) // (H * T) - begin)
         if splits <= 0:
@@ -131,7 +131,7 @@ def combine_kernel(
         lse = tl.load(pointers + facts, mask=part < splits, other=float("-inf"))
         within = (part < splits)[:, None] & (cols < D_V)[None, :]
         outputs = tl.load(pointers[:, None] + cols[None, :], mask=within, other=0.0)
-        # A part that saw nothing has no output. Not to wait for its lse, it is read all the same.
+        # A part without keys has no output, but it is read without waiting for its lse.
         outputs = tl.where((lse > float("-inf"))[:, None], outputs, 0.0)
         acc, m, l = merge_states(acc, m, l, outputs, lse)
     o, lse = finish(acc, m, l)
@@ -153,7 +153,7 @@ def combine_kernel(
 
 
 def may_begin_early() -> bool:
-    """Whether what merges parts is launched to begin before the kernel ahead of it has ended."""
+    """Whether merging kernels use programmatic dependent launch."""
     if not EARLY_FROM.value <= nvidia_capability() < EARLY_UNTIL.value:
         return False
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: _CAPTURING_DRIVER)
@@ -194,7 +194,7 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> 
 def merge_kernel(
     o1_ptr, lse1_ptr, o2_ptr, lse2_ptr, o_ptr, lse_ptr, width: tl.constexpr, COLS: tl.constexpr
 ):
-    """Merge the two parts of one row."""
+    """Merge the two parts of a row."""
     n = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     cols = tl.arange(0, COLS)[None, :]
     index = n[:, None] * width + cols
@@ -203,7 +203,7 @@ def merge_kernel(
     acc = tl.zeros([1, COLS], tl.float32)
     for part in tl.static_range(2):
         lse = tl.load((lse1_ptr if part == 0 else lse2_ptr) + n)
-        # A part that saw nothing has no output.
+        # A part without keys has no output.
         within = (lse > float("-inf"))[:, None] & (cols < width)
         o = tl.load((o1_ptr if part == 0 else o2_ptr) + index, mask=within, other=0.0)
         acc, m, l = merge_states(acc, m, l, o.to(tl.float32), lse)
@@ -213,7 +213,7 @@ def merge_kernel(
 
 
 def launch_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """o [..., D_v], contiguous, in the dtype of o1, and lse fp32 [...], from those of two parts."""
+    """Merge two parts: o [..., D_v], contiguous, in o1's dtype, and lse fp32 [...]."""
     o1, lse1, o2, lse2 = (x.contiguous() for x in (o1, lse1, o2, lse2))
     o, lse = torch.empty_like(o1), torch.empty_like(lse1)
     if lse.numel():
@@ -229,14 +229,14 @@ def merge_prefix_kernel(
     prefix, prefix_lse_ptr, o, lse_ptr, offsets_ptr, groups, T, width: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """Merge what a shared prefix gives to a query [h, t] into its result, in place, if it is one of
-    the groups' tokens.
+    """Merge a shared prefix's result for query [h, t] into its result, in place, if its token is in
+    a group.
     """
     n = tl.program_id(0) + tl.arange(0, 1)
     h, t = n // T, n % T
     inside = t < tl.load(offsets_ptr + groups)
     lse = tl.load(prefix_lse_ptr + n, mask=inside, other=float("-inf"))
-    # A query that sees nothing of a prefix keeps its result to the bit.
+    # A query that sees no key of the prefix keeps its result bitwise.
     seen = lse > float("-inf")
     cols = tl.arange(0, COLS)[None, :]
     within = seen[:, None] & (cols < width)

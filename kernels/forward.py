@@ -1,4 +1,4 @@
-"""Forward: o = softmax(score(q k^T), mask) v and lse, one program a tile of queries."""
+"""Forward: o = softmax(score(q k^T), mask) v and lse, one program per tile of queries."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 class _Operands(NamedTuple):
-    """Operands of a loop over key blocks: q, the rows that further keys are multiplied by, and K/V
-    as `tile.load_rows` takes them.
+    """Operands of a loop over key blocks: q, the query of further keys, and K/V for
+    `tile.load_rows`.
     """
 
     q: Any
@@ -55,7 +55,7 @@ class _Operands(NamedTuple):
 
 @triton.jit
 def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Take one key block into the state of the rows: see `blocks.over_key_blocks`."""
+    """Loop body for one key block: see `blocks.over_key_blocks`."""
     PRECISION: tl.constexpr = const.PRECISION
     acc, m, l = state
     BLOCK_N: tl.constexpr = const.BLOCK_N
@@ -87,9 +87,9 @@ def attention_forward_kernel(
     q_strides, k_strides, v_strides, o_strides, mask, score, H_q, G, T_q, T_k,
     const: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of a tile of queries, and the largest score of each where max_ptr is given.
+    """o and lse of a tile of queries, and the largest scores if max_ptr is given.
 
-    PARTS: of each row's sum, see `softmax.in_parts`.
+    PARTS: of the rows' sums, see `softmax.in_parts`.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
@@ -114,7 +114,7 @@ def attention_forward_kernel(
     acc, m, l = over_key_blocks(_attend, (acc, m, l), tile, operands, mask, score, const)
 
     if max_ptr is not None:
-        # The sink comes last: it is no key whose score counts.
+        # The sink comes last, so that it is not the largest score.
         tl.store(max_ptr + tile.statistics + tile.rows, m * LN2, mask=tile.in_rows)
         acc, m, l = with_sink(acc, m, l, tile.h, score)
     o, lse = finish(acc, m, l)
@@ -135,7 +135,7 @@ def _plan_with_max(
     *,
     maximum: tuple[Stream, ...] = (),
 ) -> Launch:
-    """maximum: what stands in the place of max_ptr where the call brings none."""
+    """maximum: value of max_ptr for calls without one."""
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
@@ -171,8 +171,8 @@ def _plan_with_max(
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, D_v] in q's dtype, or fp32 if options say so, and its memory order; lse fp32
-    [B, H_q, T_q], natural log.
+    """o [B, H_q, T_q, D_v] in q's dtype (or fp32, by options) and memory order; lse fp32 [B, H_q,
+    T_q], natural log.
 
     q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous and
     whole multiples of 16 bytes, H_k | H_q. Packed sequences have B = 1.
@@ -185,7 +185,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
 def launch_forward_with_max(
     q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`launch_forward`, and the largest score of each row, fp32 [B, H_q, T_q], without the sink."""
+    """`launch_forward`, with the rows' largest scores, fp32 [B, H_q, T_q], without the sink."""
     q, k, v, o, lse = _operands(q, k, v, options)
     largest = torch.empty_like(lse)
     launch_for(_plan_with_max, options, (q, k, v), o)(options, q, k, v, o, lse, largest)
@@ -195,7 +195,7 @@ def launch_forward_with_max(
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v as kernels read them, and memory for o and lse."""
+    """Aligned q, k and v, and memory for o and lse."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, _ = q.shape
     o = result_in_layout(options, q, H_q, T_q, v.shape[3])
@@ -206,14 +206,14 @@ def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward,
     plan: Callable[..., Launch] = _plan, readable: Callable[[Tensor], Tensor] = aligned,
 ) -> Forward | None:  # fmt: skip
-    """`launch_forward` for calls with the signature of this one, ready to launch.
+    """Cached `launch_forward` for calls with this signature.
 
-    Packed sequences have no batch dim: q [total_q, H_q, D], and so on. None where tensors have to
-    be copied for each call, and with users' functions. It depends on `device_key` too, and takes
-    the current device for theirs.
+    Packed sequences have no batch dim: q [total_q, H_q, D], and so on. None if each call has to
+    copy tensors, and with users' functions. It also depends on `device_key`, and uses the current
+    device.
 
-    otherwise: serves calls whose rows start elsewhere than at multiples of 16 bytes. plan,
-    readable: of other kernels, the launch and what copies tensors that they cannot read.
+    otherwise: serves calls with rows that are not 16-byte aligned. plan, readable: of other
+    kernels, the launch and what copies tensors that they cannot read.
     """
     packed = q.dim() == 3
     if packed:
@@ -264,5 +264,5 @@ def prepare_few_queries(
 
 
 def _as_cache(k: Tensor, v: Tensor) -> CacheTensors:
-    """Keys and values [B, H_k, T_k, width] as a cache with a page a row, all of it in use."""
+    """Keys and values [B, H_k, T_k, width] as a full cache with one page per row."""
     return CacheTensors(k, v, None, None, None, None, None, None, None)

@@ -1,8 +1,8 @@
-"""e4m3 codes of heads: one fp32 scale for each, in two passes over the numbers.
+"""Quantise heads to e4m3 with one fp32 scale each, in two passes.
 
-The first leaves the largest magnitude of every tile of rows, the second finds that of a head among
-them, and writes codes: where the numbers stood, or packed as `values` has it. Packed sequences have
-tiles and heads of their own.
+The first pass computes the largest magnitude of every tile of rows, the second reduces these to a
+head's and writes codes: in the input's layout, or packed as in `fp8_values`. Packed sequences have
+separate tiles and scales.
 """
 
 from typing import Any, NamedTuple
@@ -17,16 +17,16 @@ from .launch.arguments import aligned, block_dim, empty_in_layout, strides, tile
 from .rules.codes import key_at, row_scale, to_e4m3
 from .rules.tile import batch_row, head, key_program, load_at, memory_rows, store_tile
 
-# Maxima that are compared at once.
+# Maxima reduced at once.
 _MAXIMA = tl.constexpr(128)
-# Numbers of a tile, for what the registers of four warps hold.
+# Elements of a tile, which fits the registers of four warps.
 _TILE = 8192
 
 
 class Place(NamedTuple):
-    """Which rows a program has: tile number `tile` of head h of the batch row `row`.
+    """Rows of a program: tile number `tile` of head h of batch row `row`.
 
-    first: its first row there. b, first_k: where the batch row begins in memory.
+    first: its first row. b, first_k: start of the batch row in memory.
     """
 
     tile: Any
@@ -42,9 +42,9 @@ def _tile(
     x_ptr, x_strides, T, H, mask,
     ORDERED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """This program's rows in fp32, 0 where none count, and their `Place`.
+    """This program's rows in fp32, 0 for padding, and their `Place`.
 
-    ORDERED: the rows stand in the order of `key_at`.
+    ORDERED: rows are in the order of `key_at`.
     """
     tile, b, h = key_program(T, H, mask, ROWS)
     row = batch_row(b, T, T, mask)
@@ -64,9 +64,9 @@ def head_maxima_kernel(
     x_ptr, x_strides, maxima_ptr, T, H, mask,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """maxima, one for each program: of its tile of ROWS rows."""
+    """Write the largest magnitude of each program's tile of ROWS rows."""
     x, _place = _tile(x_ptr, x_strides, T, H, mask, False, ROWS, D, BLOCK_D)
-    # tl.max drops NaN; times zero, what is not finite is NaN, and all else adds nothing.
+    # tl.max drops NaN; adding x * 0 propagates NaN and infinity.
     largest = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
     tl.store(maxima_ptr + tl.program_id(0), largest)
 
@@ -76,10 +76,10 @@ def head_codes_kernel(
     x_ptr, x_strides, maxima_ptr, codes_ptr, codes_strides, scale_ptr, T, H, sixteens, mask,
     PACKED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """codes, as bytes, and scale [batch rows, H] from what `head_maxima_kernel` left."""
+    """Write codes, as bytes, and scale [batch rows, H] from `head_maxima_kernel`'s maxima."""
     x, place = _tile(x_ptr, x_strides, T, H, mask, PACKED, ROWS, D, BLOCK_D)
     first, row = place.first, place.row
-    # The tiles of a head are neighbours.
+    # Tiles of a head are adjacent.
     maxima_ptr += tl.program_id(0) - place.tile
     tiles = tl.cdiv(row.T_k, ROWS)
     numbers = tl.arange(0, _MAXIMA)
@@ -108,9 +108,9 @@ def launch_head_codes(
 ) -> tuple[Tensor, Tensor]:
     """e4m3 codes of x [B, H, T, D] in its memory order, or packed, and scale fp32 [B, H].
 
-    D is a multiple of 16, of packed codes a power of two; there is at least one number. lengths
-    int [B], contiguous: of other rows the codes are 0. cu_seqlens: int [N + 1], contiguous, of
-    packed sequences, of which there is one at least: B is 1, lengths are [N] and scale is [N, H].
+    D is a multiple of 16, for packed codes a power of two; x is not empty. lengths int [B],
+    contiguous: rows past them have codes 0. cu_seqlens: int [N + 1], contiguous, of N >= 1 packed
+    sequences: B is 1, lengths are [N] and scale is [N, H].
     """
     B, H, T, D = x.shape
     x = aligned(x)

@@ -1,8 +1,8 @@
-"""Values in 8 bits as the Hopper forward reads them: keys contiguous, in the order of `key_at`.
+"""Packed FP8 values for the Hopper forward: contiguous along keys, in the order of `key_at`.
 
-A product in 8 bits wants the dimension that it sums over contiguous in both operands, which for
-P V is that of the keys. Packed sequences begin with a 16 of keys of their own each: in the order of
-`key_at` a tile can begin nowhere else.
+An FP8 product needs both operands contiguous along the summed dim, which for P V are the keys. Each
+packed sequence starts at its own group of 16 keys, as in the order of `key_at` a tile can start
+only there.
 """
 
 import torch
@@ -17,13 +17,13 @@ from .rules.mask import Mask
 from .rules.tile import batch_row, first_slot, head, key_program, memory_rows
 
 _KEYS = tl.constexpr(128)
-# TMA reads from multiples of 16 bytes, and the order of `key_at` is one of 16 keys.
+# TMA needs 16-byte alignment, and `key_at` permutes groups of 16 keys.
 TOGETHER = tl.constexpr(16)
 
 
 @triton.jit
 def first_packed(b, first, mask):
-    """Where the packed values of batch row b begin; `first`: where its keys begin in memory."""
+    """Start of batch row b's packed values; `first`: start of its keys in memory."""
     return first_slot(b, first, mask, TOGETHER)
 
 
@@ -32,10 +32,10 @@ def store_packed(
     codes, packed_ptr, of_head, first, row, first_k, sixteens, mask,
     KEYS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write codes [KEYS, D] of keys first... of a batch row, which stand in the order of `key_at`.
+    """Write codes [KEYS, D] of keys first... of a batch row, which are in the order of `key_at`.
 
-    packed [heads, D, 16 sixteens]: so written, the compiler sees where rows start. first_k: where
-    the batch row begins in memory.
+    packed [heads, D, 16 sixteens], in this form so that the compiler knows the alignment of rows.
+    first_k: start of the batch row in memory.
     """
     length = sixteens * TOGETHER
     places = first + tl.arange(0, KEYS)
@@ -48,9 +48,9 @@ def store_packed(
 
 @triton.jit(do_not_specialize=["T", "H", "sixteens"])
 def pack_values_kernel(v_ptr, v_strides, packed_ptr, T, H, sixteens, mask, D: tl.constexpr):
-    """packed [B, H, D, 16 sixteens] of v [B, H, T, D], as bytes; zeros where there is no key.
+    """Pack v [B, H, T, D] as bytes [B, H, D, 16 sixteens], with zeros where there is no key.
 
-    A program for each 128 keys of a head. Between packed sequences it may leave what there was.
+    One program per 128 keys of a head. Gaps between packed sequences may stay unwritten.
     """
     tile, b, h = key_program(T, H, mask, _KEYS)
     row = batch_row(b, T, T, mask)
@@ -65,20 +65,20 @@ def pack_values_kernel(v_ptr, v_strides, packed_ptr, T, H, sixteens, mask, D: tl
 
 
 def rows_of(cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> Mask:
-    """The batch rows of one tensor, or its packed sequences, and which of their rows count."""
+    """Mask of a tensor's batch rows, or its packed sequences, and their lengths."""
     sequences = None if cu_seqlens is None else runtime_int(cu_seqlens.shape[0] - 1)
     return Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences, lengths_ptr=lengths)
 
 
 def packed_like(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Empty bytes [B, H, D, T'] for v [B, H, T, D], T' whole sixteens: TMA reads from there."""
+    """Empty bytes [B, H, D, T'] for v [B, H, T, D], T' a multiple of 16, as TMA needs."""
     B, H, T, D = v.shape
     length = TOGETHER.value * tiles_of(cu_seqlens, 1, T, TOGETHER.value)
     return torch.empty(B, H, D, length, dtype=torch.uint8, device=v.device)
 
 
 def launch_pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """v [B, H, T, D], of 8 bits and D a power of two, packed: [B, H, D, T'], T' whole sixteens.
+    """Pack 8-bit v [B, H, T, D], D a power of two: [B, H, D, T'], T' a multiple of 16.
 
     cu_seqlens: int [N + 1], contiguous, of packed sequences; B is 1 then.
     """

@@ -1,12 +1,13 @@
-"""Tangents of o and lse, after the forward: one program a tile of queries, five products a block.
+"""Tangents of o and lse, after the forward: one program per tile of queries, five products per
+block.
 
-With the tangent t of the scores, weights W that dropout left of P, and lse's tangent mu:
+With the tangent t of the scores, weights W = dropout(P), and lse's tangent mu:
 
     mu = sum_j P t + P_sink tsink        to = (W * t) v + W tv - mu o
 
-Scores of keys that have a part in common have tangents with a large mean, which cancels between the
-terms of `to` after W * t was rounded with it. So t is taken less its mean over the first block that
-shows the row a key.
+Keys with a common component give t a large mean, which cancels between the terms of `to`, but only
+after W * t has been rounded. So t is centred by its mean over the row's first block with a visible
+key.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class InputTangents(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Queries and their tangents, K/V and theirs as `tile.load_rows` takes them, and lse."""
+    """Queries, K/V for `tile.load_rows`, their tangents, and lse."""
 
     q: Any
     tq: Any
@@ -88,9 +89,10 @@ def _product_tangent(operands, k, n_first, valid, const: tl.constexpr):
 
 @triton.jit
 def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Take one key block into the state of the rows: see `blocks.over_key_blocks`.
+    """Loop body for one key block: see `blocks.over_key_blocks`.
 
-    r: the sum of P (t - centre). seen: that of P. centre: -inf until a block showed the row a key.
+    r: the sum of P (t - centre). seen: the sum of P. centre: -inf before the row's first visible
+    key.
     """
     PRECISION: tl.constexpr = const.PRECISION
     acc, r, centre, seen = state
@@ -125,7 +127,7 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
 
 @triton.jit
 def _head(ptr, steps, desc, tile, const: tl.constexpr):
-    """A tensor like k as `tile.load_rows` takes it; None without one."""
+    """Source for `tile.load_rows` of a tensor like k, or None."""
     out = None
     if ptr is not None:
         ptr, stride = key_head(ptr, steps, tile, const)
@@ -165,7 +167,7 @@ def attention_tangent_kernel(
     acc, r, centre, seen = over_key_blocks(_tangent, state, tile, operands, mask, score, const)
 
     centre = tl.where(centre == float("-inf"), 0.0, centre)
-    mu = r + centre * seen  # seen: 1, less the weight of the sink
+    mu = r + centre * seen  # seen: 1 minus the weight of the sink
     if tsinks_ptr is not None:
         weight = tl.exp2((tl.load(score.sinks_ptr + tile.h).to(tl.float32) - lse) * LOG2E)
         mu += weight * tl.load(tsinks_ptr + tile.h).to(tl.float32)
@@ -176,7 +178,7 @@ def attention_tangent_kernel(
 
 
 def _tile(q: Tensor, width: int) -> TileConfig:
-    """A tile of kernels that hold and stream as much at once: here are four tensors of keys.
+    """Tile of a kernel with similar register use and traffic, as there are four tensors of keys.
 
     width: the larger of the padded head dims.
     """
@@ -218,7 +220,7 @@ def _plan(
 
 
 def _rows(x: Tensor | None) -> Tensor | None:
-    """A tangent as `aligned` has it: torch may make one with any strides."""
+    """An `aligned` tangent, as torch may make one with any strides."""
     if x is None:
         return None
     return aligned(x if x.stride(-1) == 1 else x.contiguous())
@@ -229,8 +231,8 @@ def launch_tangent(
 ) -> tuple[Tensor, Tensor]:
     """Tangents of o, in its dtype and memory order, and of lse, fp32 [B, H_q, T_q].
 
-    Arguments as `forward.launch_forward` has them, o and lse as it returns them. There are no
-    relative keys. A row that sees no key has tangents of 0.
+    Arguments and results of `forward.launch_forward`, without relative keys. Rows without keys have
+    tangents of 0.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
     tq, tk, tv = map(_rows, given[:3])

@@ -1,12 +1,12 @@
-"""Backward for Hopper: one kernel for dQ and delta, one for dK and dV; or one for all three.
+"""Backward for Hopper: two kernels, for dQ and delta and for dK and dV, or one for all three.
 
     dv = p^T do          dp = do v^T          delta = rowsum(o * do) - dlse
     ds = p * (dp - delta)          dq = scale * ds k          dk = scale * ds^T q
 
-Two kernels compute the scores twice, seven products in place of five; but no sum depends on the
-order in which programs run, dQ needs no fp32 buffer, and no pass before or after. Where the caller
-permits it (`Options.atomic_dq`) the kernel of dK and dV adds up dQ too. Of 256 columns dK and dV do
-not fit the registers of a warpgroup together: a launch each, eight products.
+Two kernels compute the scores twice, seven products instead of five; but they are deterministic,
+and dQ needs no fp32 buffer and no pass before or after. If the caller permits it
+(`Options.atomic_dq`) the kernel of dK and dV also sums dQ. With 256 columns dK and dV do not fit
+the registers of a warpgroup together, so they take a launch each, eight products.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ def launch_hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
 
-    delta is filled where the gradient of sinks or a bias needs it, and undefined elsewhere.
+    delta is filled if the gradient of sinks or a bias needs it, otherwise undefined.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
-    o and lse as a forward, this one or the portable one, returned them for the same q, k, v and
-    options. `why_not_hopper` is None, and with options.atomic_dq so is
-    `why_not_one_pass`.
+    o and lse from either forward with the same q, k, v and options. `why_not_hopper` is None, and
+    with options.atomic_dq also `why_not_one_pass`.
     """
     q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
     o, options = aligned(o), aligned_bias(options)
@@ -102,7 +101,7 @@ def launch_hopper_backward(
 
 
 class _OfKeys(NamedTuple):
-    """The launch for dK and dV, and the parts of each tile of keys."""
+    """Launch for dK and dV, and the number of parts of each tile of keys."""
 
     launch: Launch
     parts: int
@@ -116,7 +115,7 @@ class _OfKeys(NamedTuple):
 
 
 def _scored(options: Options, D: int) -> bool:
-    """Whether scores take registers that there are not: for a derivative, or addresses."""
+    """Whether scores need extra registers, for a derivative or addresses."""
     if options.softcap is not None:
         return True
     return options.relative_bias is not None and tile_columns(D) == APART_HEAD_DIM
@@ -133,7 +132,7 @@ def _plan_dq(
     dq: Tensor,
     stats: Tensor,
 ) -> Launch:
-    """The launch that fills dq, stats [2, B * H_q, whole tiles], and delta if it is given."""
+    """Launch that fills dq, stats [2, B * H_q, whole tiles], and delta if given."""
     scored, placed = _scored(options, q.shape[3]), options.q_positions is not None
     config = backward_config("dq", q.shape[3], end_early(options), scored, placed, v.shape[3])
     grid, sizes = query_grid(q, k, config, options)
@@ -174,9 +173,9 @@ def _plan_dkv(
     total: Tensor | None,
     stats: Tensor,
 ) -> _OfKeys:
-    """The launch that fills dk and dv, or the one of them that is given.
+    """Launch that fills dk and dv, or the given one of them.
 
-    It adds dQ to total, fp32 [B, H_q, whole tiles, D], if that is given.
+    Adds dQ to total, fp32 [B, H_q, whole tiles, D], if given.
     """
     D, D_v = k.shape[3], v.shape[3]
     scored, placed = _scored(options, D), options.q_positions is not None
@@ -219,6 +218,6 @@ def _plan_dkv(
     return _OfKeys(launch, sizes[-1] or 1)
 
 
-# Launches are found again by their plans.
+# Cache keys of the launches.
 _plan_dk = partial(_plan_dkv)
 _plan_dv = partial(_plan_dkv)

@@ -1,12 +1,12 @@
-"""dK and dV for Hopper: two consumers of 64 keys each keep them in registers, queries stream by.
+"""dK and dV for Hopper, in registers of two consumers with 64 keys each; queries are streamed.
 
-With `dq_ptr` dQ too, see `one_pass`.
+With `dq_ptr` also dQ, see `one_pass`.
 
-Transposed, keys down and queries across, so that P^T and dS^T are the register operands of dV and
-dK and nothing but K, V, Q and dO passes through shared memory. One program meets the G query heads
-of a K/V head, one after the other: sums in registers, in a fixed order, no atomics. Where tiles of
-keys are too few for the device several programs share one (`schedule.heads_of_part`), and what
-each of them sums is added up in a fixed order, by another kernel.
+Transposed, keys down and queries across, so that P^T and dS^T are register operands of dV and dK,
+and only K, V, Q and dO pass through shared memory. A program loops over the G query heads of a K/V
+head: sums in registers, in a fixed order, without atomics. If there are too few tiles of keys for
+the device, several programs share a tile (`schedule.heads_of_part`), and another kernel adds their
+sums in a fixed order.
 """
 
 from typing import Any, NamedTuple
@@ -76,13 +76,12 @@ from .schedule import (
 
 
 class BackwardDkv(NamedTuple):
-    """State that the partitions of dK/dV share.
+    """State shared by the partitions of dK/dV.
 
     k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
     see `load_until`. bias: see `bias.py`. stats_ring: of the queries in q. exchange: of `one_pass`,
-    or None. dq: of it too, a `DqSum`. dk, dv: without ptr where the kernel leaves that gradient
-    out; without dk there is no v. dv_tiles: by which dV leaves, one for each consumer.
-    dk_parts_ptr, dv_parts_ptr: see `_store`.
+    or None. dq: likewise, a `DqSum`. dk, dv: without ptr if not computed; without dk there is no v.
+    dv_tiles: a store buffer of dV for each consumer. dk_parts_ptr, dv_parts_ptr: see `_store`.
     """
 
     k: Any
@@ -108,7 +107,7 @@ class BackwardDkv(NamedTuple):
 class StatsRing(NamedTuple):
     """-lse / scale and -delta of the queries in the stages of Q's ring, fp32 [STAGES, BLOCK].
 
-    full: mbarriers. A stage is empty when that of Q is.
+    full: mbarriers. A stage is empty when Q's is.
     """
 
     minus_lse: Any
@@ -117,10 +116,10 @@ class StatsRing(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The 64 keys of a consumer, as one query head meets them: the first one's number, all numbers,
-    tile, head, slope.
+    """The 64 keys of a consumer, for one query head: number of the first and of all, tile, head,
+    slope.
 
-    exist: which of them some query may see; None where the row's end says it.
+    exist: which of them some query may see; None if the row's end says it.
     """
 
     first: Any
@@ -157,7 +156,7 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
         for j in range(begin, stop):
             row = block_number(j, tile, work.mask) * config.BLOCK
             first, end = tile.first_q + row, tile.row.T_q - row
-            # Under way while the stage is still read.
+            # Started while the stage is still read.
             minus_lse = gl.load(shared.stats.minus_lse_ptr + slots + row)
             minus_delta = gl.load(shared.stats.minus_delta_ptr + slots + row)
             scrubs = load_until(shared.q, shared.q_landed, n, b, h, first, end, scrubs)
@@ -192,10 +191,9 @@ def _load_tile_keys(slots, landed, tile, h, i, mask, scrubs):
 def _starts(n, row, mine, shared, config: gl.constexpr):
     """Initial S^T and dP^T of the n-th block, and the lse that is left to subtract.
 
-    Both start from what their result needs subtracted, so that neither lse nor delta has to be kept
-    beside them. Keys that do not exist start elsewhere: if all rows were equal, ptxas would copy
-    them from one another between the products, and wait there. For dQ they start where their
-    weights are 0.
+    Both start from the negated subtrahend, so that lse and delta need no registers. Nonexistent
+    keys start from another value: if all rows were equal, ptxas would copy registers between the
+    products, and wait there. For dQ they start where their weights are 0.
     """
     LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK)
     score = shared.score
@@ -213,7 +211,7 @@ def _starts(n, row, mine, shared, config: gl.constexpr):
     dp_start = elsewhere + shared.stats_ring.minus_delta.index(stage).load(VECTOR)[None, :]
     lse = 0.0
     if score.softcap is not None:
-        # What a capped score needs subtracted cannot be subtracted before.
+        # The subtrahend of a capped score cannot be subtracted before.
         lse = (minus_lse if shared.exchange is None else s_start) * -score.scale
     return rows, s_start, dp_start, lse
 
@@ -232,8 +230,8 @@ def _step(
 ):
     """dk += dS^T Q and dv += P^T dO of the n-th block, from query number `row` on.
 
-    With an exchange dS K is added to dQ. A row past the last starts from -inf, so its weights are 0
-    and need no mask.
+    With an exchange dS K is added to dQ. Rows past the last start from -inf, so their weights are 0
+    without a mask.
     """
     dtype: gl.constexpr = shared.q.tiles.dtype
     exchange, score = shared.exchange, shared.score
@@ -241,7 +239,7 @@ def _step(
     h, batch = mine.h, at_queries(mine.tile.row, row, mask)
     DK: gl.constexpr = shared.dk.ptr is not None
     DV: gl.constexpr = shared.dv.ptr is not None
-    # Products still under way when that of dv is over.
+    # Products in flight when dv's is complete.
     AFTER_DV: gl.constexpr = (1 if DK else 0) if exchange is None else 3
     k = held(shared.k, CONSUMER, n)
     rows, s_start, dp_start, lse = _starts(n, row, mine, shared, config)
@@ -271,7 +269,7 @@ def _step(
         dv = warpgroup_mma(as_operand(p, dtype, config.value_tile), do, dv, is_async=True)
     if DK:
         if not DV:
-            # It is there. As in forward: without a branch ptxas would wait for dP^T before the
+            # Already loaded. As in forward, without a branch ptxas would wait for dP^T before the
             # exponentials.
             wait_full(shared.q, n)
         dp = warpgroup_mma_wait(1 if DV else 0, deps=[dp])
@@ -297,9 +295,9 @@ def _step(
 
 @gluon.jit
 def _add_dq(dq, n, row, mine, shared, CONSUMER: gl.constexpr):
-    """Add dQ of the n-th block, whose products are over, to the sum, whose rows are those of stats.
+    """Add dQ of the n-th block, whose products are complete, to the sum, with rows as in stats.
 
-    Rows past the last query are in whole tiles of their own there, so none of it needs a mask.
+    The sum is padded to whole tiles, so rows past the last query need no mask.
     """
     work, tile = shared.work, mine.tile
     release(shared.exchange[1 - CONSUMER], n)
@@ -346,7 +344,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
     if shared.exchange is not None:
         wait_read(shared.exchange, n, CONSUMER)
-    # The weights of keys that no query may see were never masked: they end here.
+    # Zero the gradients of invisible keys, whose weights were not masked.
     keys = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator_layout(D)))
     exists = keys < tile.row.end
     if exist is not None:
@@ -370,13 +368,13 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
 
 @gluon.jit
 def _store(out, parts_ptr, slot, x, at, COLUMNS: gl.constexpr):
-    """Write 64 rows of an output by way of `slot`, or where there are parts of this to parts_ptr.
+    """Write 64 rows of an output through `slot`, or to parts_ptr if there are parts.
 
     parts_ptr: fp32 [B, H_k, parts, T_k, COLUMNS]. at: tile, its first row, and work.
     """
     tile, first, work = at
     kept = tile.length - first
-    # Where there may be parts: one kernel, so that no length compiles another.
+    # One kernel with and without parts, so that no length compiles another.
     if work.parts is None or work.parts == 1:
         send(out, slot, x, tile.b, tile.h, tile.first_k + first, kept, COLUMNS)
     else:
@@ -395,11 +393,10 @@ def hopper_backward_dkv_kernel(
     """Persistent grid of any size over tiles of 128 keys of each K/V head, and their parts.
 
     dk_ptr, dv_ptr: None for a gradient that another launch computes; without dk, v_desc is None
-    too. dk_desc, dk_strides and those of dv: see `Output`; their parts: `_store`. dq_ptr: None, or
-    fp32 [B, H_q, whole tiles, D] contiguous, to which dQ is added without its scale. dq_desc: of
+    too. dk_desc, dk_strides, dv_desc, dv_strides: see `Output`; parts: see `_store`. dq_ptr: None,
+    or fp32 [B, H_q, whole tiles, D] contiguous, to which dQ is added without its scale. dq_desc: of
     it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. bias_desc:
-    None without attn_bias. parts: None
-    beside dq_ptr, whose kernel has no registers for them.
+    None without attn_bias. parts: None with dq_ptr, whose kernel lacks registers for them.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
     dq_tiles: gl.constexpr = None
@@ -408,7 +405,7 @@ def hopper_backward_dkv_kernel(
     exchange: gl.constexpr = None
     if dq_ptr is not None:
         exchange = allocate_exchange(q_desc.dtype, config.BLOCK)
-    # What keys past the end hold would reach dQ; what such queries hold reaches dK and dV.
+    # Keys past the end would reach dQ, and queries past the end dK and dV.
     K_EARLY: gl.constexpr = dq_ptr is not None
     Q_EARLY: gl.constexpr = mask.cu_q_ptr is not None
     landed: gl.constexpr = None
@@ -417,7 +414,7 @@ def hopper_backward_dkv_kernel(
     q, do = allocate_rings(q_desc, do_desc, config)
     k = allocate_ring(k_desc, 2, 1)
     v = None if v_desc is None else allocate_ring(v_desc, 2, 1)
-    # V's own tiles, or without V those of K, where they are as wide.
+    # V's own tiles, or without V K's tiles of equal width.
     dv_tiles = k.tiles if v is None else v.tiles
     if v_desc is None and config.value_tile != config.D and dv_desc is not None:
         SHAPE: gl.constexpr = [2, 1, 1, ROWS, config.value_tile]

@@ -1,7 +1,7 @@
-"""dQ for Hopper: two consumers of 64 queries each, K and V stream by.
+"""dQ for Hopper: two consumers with 64 queries each; K and V are streamed.
 
-The scores as in forward, then dS as the register operand of dS K. Beside dQ the kernel writes lse
-and delta of each row in the form in which dK/dV subtracts them.
+Scores as in forward, then dS as the register operand of dS K. The kernel also writes the rows' lse
+and delta in the form that dK/dV subtracts.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ from .schedule import SIZES, RowStats, Work, block_number, query_tile, stats_of_
 
 
 class BackwardDq(NamedTuple):
-    """State that the partitions of dQ share.
+    """State shared by the partitions of dQ.
 
     q, do: a slot for each consumer. k, v: rings. landed: see `load_until`. bias: see
     `bias.py`. lse_ptr, dlse_ptr, delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.
@@ -120,7 +120,7 @@ def _step(
     dtype: gl.constexpr = shared.q.tiles.dtype
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
     k = tile_of(shared.k, n)
-    # Of narrower heads the accumulators leave registers for the addresses of all products.
+    # With narrower heads there are registers for the addresses of all products.
     m = n if config.D == 256 else 0
     q = held(shared.q, CONSUMER, m)
     do = held(shared.do, CONSUMER, m)
@@ -143,7 +143,7 @@ def _step(
         shown = shown_keys(mine.rows, numbers, key, row, mask)
         seen = visible(rows, keys, h, row, mask, shown, first=key)
     p = weights(s, mine.lse[:, None], factor, seen)
-    # As in forward: without a branch here ptxas would wait for dO V^T before the exponentials.
+    # As in forward, without a branch ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(shared.v, n)
@@ -172,7 +172,7 @@ def _row_dot(o_ptr, stride, do, kept, COLUMNS: gl.constexpr):
 @gluon.jit
 def _load_delta(shared, tile, first, rows, of_head, do, config: gl.constexpr):
     """delta = rowsum(o * do) - dlse of 64 queries from number `first` on."""
-    # Strides without `head`'s hint of their divisibility: it takes more registers than there are.
+    # Strides without `head`'s hint of divisibility, which takes too many registers.
     o_strides = shared.o_strides
     o_ptr = shared.o_ptr + gl.cast(tile.b, gl.int64) * value(o_strides[0])
     o_ptr += tile.h.to(gl.int64) * value(o_strides[1])
@@ -181,7 +181,7 @@ def _load_delta(shared, tile, first, rows, of_head, do, config: gl.constexpr):
     delta = gl.convert_layout(delta, gl.SliceLayout(1, accumulator_layout(config.BLOCK)))
     exists = rows < tile.length
     if shared.work.mask.cu_q_ptr is not None:
-        # Past the end are the rows of another sequence.
+        # Past the end are another sequence's rows.
         delta = gl.where(exists, delta, 0.0)
     if shared.dlse_ptr is not None:
         delta -= gl.load(shared.dlse_ptr + of_head, mask=exists, other=0.0)
@@ -202,7 +202,7 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
     of_head = number_of_head * shared.work.T_q + tile.first_q + rows
     exists = rows < tile.length
     lse = gl.load(shared.lse_ptr + of_head, mask=exists, other=float("inf"))
-    # The weights of a row that sees nothing are 0, and not -inf minus -inf.
+    # The weights of a row without keys are 0, not exp(-inf - -inf).
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
     wait_slot(shared.q, i, CONSUMER)
     wait_slot(shared.do, i, CONSUMER)
@@ -267,7 +267,7 @@ def hopper_backward_dq_kernel(
     """Persistent grid of any size over tiles of 128 queries of each head.
 
     dq_desc, dq_strides: see `Output`. bias_desc: None without attn_bias. dlse_ptr,
-    delta_ptr: None where the one is not given and the other not wanted.
+    delta_ptr: None if not given and not wanted, respectively.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     landed = allocate_landed(mask)

@@ -1,7 +1,7 @@
-"""attn_bias in tiles of 16 bits: TMA brings each consumer those of its scores, one at a time.
+"""attn_bias in 16-bit tiles, which TMA loads for each consumer, one at a time.
 
-A consumer takes a tile into registers when its scores are there, and releases it at once: the next
-one lands under the exponentials and the next product.
+A consumer reads a tile into registers when its scores are ready, and releases it at once, so that
+the next load overlaps with the exponentials and the next product.
 """
 
 from triton.experimental import gluon

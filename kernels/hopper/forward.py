@@ -1,7 +1,7 @@
-"""Forward for Hopper: one producer warp loads, consumer warpgroups of 64 queries multiply.
+"""Forward for Hopper: a producer warp loads, consumer warpgroups of 64 queries multiply.
 
-A consumer issues Q K^T of the next block before it takes the softmax of this one, and the softmax
-overlaps with P V of the block before. README.md draws it. The same step serves 16 bits and 8.
+A consumer issues Q K^T of the next block before the softmax of this one, which overlaps with P V of
+the previous block; README.md has a diagram. The same step serves 16 and 8 bits.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ if TYPE_CHECKING:
 
 
 class Forward(NamedTuple):
-    """State that the partitions of forward share.
+    """State shared by the partitions of forward.
 
-    q: a slot for each consumer. k, v: rings. o_tiles: where consumers leave what TMA stores.
-    landed: see `load_until`. bias: see `bias.py`. turns: see `take_turn`. scales: None, or of q, k
-    and v in 8 bits.
+    q: a slot for each consumer. k, v: rings. o_tiles: buffers of TMA stores. landed: see
+    `load_until`. bias: see `bias.py`. turns: see `take_turn`. scales: of 8-bit q, k and v, else
+    None.
     """
 
     o: Any
@@ -147,10 +147,10 @@ def _start_scores(q, ring, n, config: gl.constexpr):
 
 @gluon.jit
 def _start_values(acc, p, ring, n):
-    """Issue acc + P V of the n-th block, whose tile has arrived; p: see `_waiting`."""
+    """Issue acc + P V of the n-th block, whose tile has arrived; p: from `_waiting`."""
     v = tile_of(ring, n)
     if is_fp8(v.dtype):
-        # Of 8 bits the second operand, too, has to have contiguous columns.
+        # In 8 bits the second operand also needs contiguous columns.
         v = v.permute((1, 0))
     if p.dtype == gl.float32:
         p = as_operand(p, v.dtype, v.shape[1])
@@ -161,9 +161,9 @@ def _start_values(acc, p, ring, n):
 
 @gluon.jit
 def _waiting(p, dtype: gl.constexpr, config: gl.constexpr):
-    """Weights as they wait for their product: in fp32, or two in a register where those are short.
+    """Weights waiting for their product: fp32, or packed in pairs if registers are short.
 
-    As its operand they would go through the loop in a register for each, to be packed anew.
+    As product operands they would take a register each through the loop, and be packed anew.
     """
     if not config.WIDE_WEIGHTS and not is_fp8(dtype):
         p = packed(p, dtype)
@@ -189,7 +189,7 @@ def _scores(s, bias, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr
 
 @gluon.jit
 def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.constexpr):
-    """Weights of the first block of a tile, which is the n-th: nothing to overlap with."""
+    """Weights of a tile's first block, number n, without overlap."""
     dtype: gl.constexpr = mine.q.dtype
     wait_full(shared.k, n)
     take_turn(shared.turns, n, CONSUMER)
@@ -212,9 +212,9 @@ def _step(
     acc, p, m, l, n, more, key, mine, shared,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the n-th block and values of the one before, whose weights are p, at once.
+    """Scores of the n-th block, overlapped with values of the previous one, with weights p.
 
-    key: the first of the block. more: whether the tile has another after it.
+    key: the first of the block. more: whether another block follows.
     """
     dtype: gl.constexpr = mine.q.dtype
     take_turn(shared.turns, n, CONSUMER)
@@ -229,11 +229,11 @@ def _step(
     SLACK: gl.constexpr = weight_slack(dtype, config.SLACK)
     HIDES: gl.constexpr = MASKED or mine.score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, HIDES, weight_shift(dtype), SLACK=SLACK)
-    # Between the softmax and the wait for P V there has to be a branch: without one ptxas moves
-    # that wait ahead of the exponentials, and nothing overlaps. The wait for the next keys is one.
+    # There must be a branch between the softmax and the wait for P V: otherwise ptxas moves the
+    # wait before the exponentials, and nothing overlaps. The wait for the next keys is a branch.
     wait_full(shared.k, n + 1, more)
     acc = warpgroup_mma_wait(0, deps=[acc_next])
-    # First, since no warp goes on from here before all have come: some will rescale, others not.
+    # First, as all warps synchronise here, and only some rescale.
     release(shared.v, n - 1)
     acc = rescaled(acc, rescale, accumulator_layout(config.value_tile, dtype), SLACK > 0)
     return acc, _waiting(p, dtype, config), m, l
@@ -291,7 +291,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
     o_tile = q_tile
     if config.APART:
         o_tile = shared.o_tiles.index(CONSUMER)
-        # The store of the tile before has had all this time.
+        # The store of the previous tile is probably complete by now.
         tma.store_wait(pendings=0)
     first_o, kept = tile.first_q + first, tile.length - first
     send(shared.o, o_tile, o, tile.b, tile.h, first_o, kept, config.value_columns)
@@ -309,11 +309,11 @@ def hopper_forward_kernel(
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
     o_desc, o_strides: see `Output`. bias_desc: None without attn_bias.
-    scales: those of q [B, H_q], k and v [B, H_k] where they are e4m3, else None; b counts packed
-    sequences, too. v_desc then is of v as `kernels.fp8_values` packs it.
+    scales: of e4m3 q [B, H_q], k and v [B, H_k], else None; b counts packed sequences too. v_desc
+    is then of v packed by `kernels.fp8_values`.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
-    # Dimensions of shared memory are powers of two.
+    # Dims of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
     landed = allocate_landed(mask)
     q = allocate_ring(q_desc, SLOTS, 1)
@@ -332,7 +332,7 @@ def hopper_forward_kernel(
 
 
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
-    """For q, k and v in 16 bits."""
+    """Plan for 16-bit q, k and v."""
     placed = options.q_positions is not None
     config = forward_config(q.shape[3], end_early(options), placed, v.shape[3])
     return _plan_with(config, options, None, q, k, v, o)
@@ -395,7 +395,7 @@ def launch_hopper_forward(
 def prepare_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: ForwardLauncher
 ) -> ForwardLauncher | None:
-    """`launch_hopper_forward` as `kernels.forward.prepare_forward` has that of its own kernel."""
+    """Cached `launch_hopper_forward`; see `kernels.forward.prepare_forward`."""
     if options.attn_bias is not None:
         return None  # it may have to be copied
     return prepare_forward(q, k, v, options, otherwise, _plan, walkable)
@@ -409,10 +409,10 @@ def launch_hopper_forward_fp8(
     dtype: torch.dtype,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """`launch_hopper_forward` of e4m3 numbers, o in `dtype`: bfloat16 or float16.
+    """`launch_hopper_forward` for e4m3 inputs, o in `dtype`: bfloat16 or float16.
 
-    values: v as `kernels.fp8_values.launch_pack_values` leaves it. scales: of q [B, H_q], k and v
-    [B, H_k], fp32 and contiguous; of packed sequences [N, H_q] and [N, H_k].
+    values: v from `kernels.fp8_values.launch_pack_values`. scales: of q [B, H_q], k and v [B, H_k],
+    fp32 and contiguous; for packed sequences [N, H_q] and [N, H_k].
     """
     q, k, values = walkable(q), walkable(k), walkable(values)
     _, H_q, T_q, D = q.shape

@@ -1,8 +1,8 @@
-"""Keys that no query may see, anywhere in a row: holes of a padding mask, keys of no document.
+"""Keys hidden from all queries: holes of a padding mask, keys without a document.
 
-Their weights are 0, and 0 times NaN is NaN: where a product sums over keys the producer zeroes what
-shared memory holds of them, as `pipeline.load_until` does behind the end of a row. Only boundary
-blocks have such keys.
+Their weights are 0, but 0 times NaN is NaN. So if a product sums over keys, the producer zeroes
+them in shared memory, as `pipeline.load_until` does after the end of a row. Only boundary blocks
+have such keys.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ _PIECE_COLS = gl.constexpr(64)  # of 16 bits
 
 @gluon.jit
 def allocate_landed(mask):
-    """The barrier of `load_until` and `load_keys`, or None where all keys in memory are seen."""
+    """Barrier of `load_until` and `load_keys`, or None if all keys in memory are visible."""
     landed: gl.constexpr = None
     ENDS: gl.constexpr = mask.lengths_ptr is not None or mask.cu_k_ptr is not None
     if ENDS or mask.padding_ptr is not None or mask.k_documents_ptr is not None:
@@ -29,10 +29,10 @@ def allocate_landed(mask):
 
 @gluon.jit
 def shown_keys(rows, keys, first, row, mask):
-    """The answer of `visible` for keys that exist, broadcast to scores; None where ranges say it.
+    """`visible` for existing keys, broadcast to scores; None if ranges suffice.
 
-    keys: [BLOCK], numbers of those from `first` on. Of no document are the same in a key and in a
-    query: here it is asked of the queries, rows [ROWS], for a thread has few of them.
+    keys: [BLOCK], numbers of those from `first` on. Having no document is symmetric in keys and
+    queries; it is checked for the queries, as a thread has few rows [ROWS].
     """
     shown: gl.constexpr = None
     if mask.padding_ptr is not None:
@@ -50,7 +50,7 @@ def shown_keys(rows, keys, first, row, mask):
 
 @gluon.jit
 def some_exist(keys, row, mask):
-    """Which keys some query may see; None where the row's end says it."""
+    """Which keys some query may see; None if the row's end suffices."""
     exists: gl.constexpr = None
     if mask.padding_ptr is not None or mask.k_documents_ptr is not None:
         exists = valid_keys(keys, row, mask)
@@ -61,9 +61,9 @@ def some_exist(keys, row, mask):
 def load_keys(
     ring, landed, n, b, h, first, key, row, mask, boundary, scrubs, TRANSPOSED: gl.constexpr = False
 ):
-    """`load_until` of the keys from number `key` on, with zeros for all that are hidden.
+    """`load_until` for the keys from number `key` on, with zeros for hidden ones.
 
-    boundary: whether any may be.
+    boundary: whether any may be hidden.
     """
     if mask.padding_ptr is None and mask.k_documents_ptr is None:
         scrubs = load_until(ring, landed, n, b, h, first, row.end - key, scrubs, TRANSPOSED)
@@ -71,7 +71,7 @@ def load_keys(
         BLOCK: gl.constexpr = ring.tiles.shape[3]
         hidden = False
         if boundary:
-            # Under way while the stage is still read.
+            # Started while the stage is still read.
             LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK // 32], [32], [1], [0])
             keys = key + gl.arange(0, BLOCK, layout=LAYOUT)
             hidden = gl.min(valid_keys(keys, row, mask).to(gl.int32), 0) == 0
@@ -91,7 +91,7 @@ def load_keys(
 
 @gluon.jit
 def _zero_hidden(tile, key, row, mask):
-    """Zero the rows of hidden keys, with one warp, in pieces that fit its few registers."""
+    """Zero the rows of hidden keys with one warp, in pieces that fit its few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     ROWS: gl.constexpr = tile.shape[0]

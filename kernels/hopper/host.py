@@ -1,4 +1,4 @@
-"""Launchers of the Hopper kernels: TMA descriptors, the persistent grid, which calls are served."""
+"""Host code of the Hopper kernels: TMA descriptors, persistent grids, and served calls."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _TYPES = {**_DTYPES, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
-# Of the 50 MB of L2 on H100 and H200: what the K and V of the heads under way may take.
+# Share of the 50 MB of L2 on H100 and H200 for K and V of the active heads.
 _L2_BYTES = 32 << 20
-# Tiles a multiprocessor from which on those of packed sequences are put in order first.
+# Tiles per multiprocessor from which on tiles of packed sequences are sorted.
 _ROUNDS = 4
-# Parts of a tile of keys: as many rounds of the device at most. To write a part in fp32 and to read
-# it again takes as long as so many queries do: of each of its 128 keys 16 bytes a column at 23 GB/s
-# of a multiprocessor, for 8 operations a column at 4.5 TFLOP/s. And so do the launches that add.
+# Parts of a tile of keys: at most as many as waves. Cost of writing and reading a part in fp32, in
+# queries: 16 bytes per column of each of its 128 keys at 23 GB/s of a multiprocessor, against 8
+# operations per column at 4.5 TFLOP/s; and the cost of the launches that add.
 _PART_ROUNDS = 8
 _PART_QUERIES = 400
 _ADDING_QUERIES = 1500
-# Where nothing else is known: H100 and H200 SXM.
+# Default: H100 and H200 SXM.
 _MULTIPROCESSORS = 132
 # Positions and sides of a band are added in int32.
 _MAX_LENGTH = 1 << 28
-# What the kernels know of an Options record; the rest has to be as in an empty one.
+# Fields of Options that the kernels support; the others must have their defaults.
 _SERVED_IN_8_BITS = {
     "key_lengths", "query_offsets", "prefix_lengths", "query_offset", "left", "right", "causal",
     "keep_first", "scale", "softcap", "sinks", "cu_seqlens_q", "cu_seqlens_k",
     "atomic_dq", "fp32_results", "q_positions", "k_positions",
-    # They are for dropout and functions alone.
+    # Only dropout and functions use them.
     "first_head", "all_heads",
 }  # fmt: skip
 _SERVED = _SERVED_IN_8_BITS | {
@@ -64,9 +64,9 @@ _SECOND = ("query2", "key2")
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the Hopper kernels cannot serve this call, whatever GPU it is on; None if they can.
+    """Why the Hopper kernels cannot serve this call on any GPU; None if they can.
 
-    The caller sees to the GPU (sm_90).
+    The caller checks the GPU (sm_90).
     """
     if (reason := _why_not_heads(q.shape[-1], v.shape[-1])) is not None:
         return reason
@@ -78,7 +78,7 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 def why_not_hopper_fp8(
     q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
 ) -> str | None:
-    """`why_not_hopper` for e4m3 numbers q [B, H_q, T_q, D], k and v, and o in `dtype`."""
+    """`why_not_hopper` for e4m3 q [B, H_q, T_q, D], k and v, and o in `dtype`."""
     if dtype not in _DTYPES:
         return f"out_dtype is {str(dtype).removeprefix('torch.')}; they write bfloat16 and float16"
     D, D_v = q.shape[-1], v.shape[-1]
@@ -90,7 +90,7 @@ def why_not_hopper_fp8(
 
 
 def _why_not_heads(D: int, D_v: int) -> str | None:
-    """Why tiles do not hold heads of D columns, in v D_v, or None."""
+    """Why tiles do not fit head dims D and D_v, or None."""
     for name, columns in (("q", D), ("v", D_v)):
         if not HEAD_DIMS[0] // 2 < columns <= HEAD_DIMS[-1]:
             return (
@@ -104,7 +104,7 @@ def _why_not_heads(D: int, D_v: int) -> str | None:
 
 
 def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]) -> str | None:
-    # Packed sequences are [total, H, D] until an operator takes them as a batch of one.
+    # Packed sequences are [total, H, D] before an operator adds the batch dim.
     T_q, T_k = (x.shape[0] if x.dim() == 3 else x.shape[2] for x in (q, k))
     D = tile_columns(q.shape[-1])
     defaults = options._field_defaults.values()
@@ -125,7 +125,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
 
 
 def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
-    """Why no TMA brings tiles of a bias [B or 1, H or 1, T_q or 1, T_k or 1], or None."""
+    """Why TMA cannot load a bias [B or 1, H or 1, T_q or 1, T_k or 1], or None."""
     if bias.element_size() != 2:
         said = str(bias.dtype).removeprefix("torch.")
         return f"attn_bias is {said}; they have room for tiles of 16 bits"
@@ -140,7 +140,7 @@ def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
 
 
 def aligned_bias(options: Options) -> Options:
-    """The options, attn_bias a copy where TMA cannot start from its address."""
+    """The options, with attn_bias copied if its address is unaligned for TMA."""
     bias = options.attn_bias
     if bias is None or bias.data_ptr() % 16 == 0:
         return options
@@ -153,19 +153,19 @@ def aligned_bias(options: Options) -> Options:
 def describe_bias(
     options: Options, q: Tensor, rows: int, cols: int
 ) -> tuple[int, TensorDescriptor | None]:
-    """Place of attn_bias among the options, and its descriptor in tiles [rows, cols] or None."""
+    """Index of attn_bias among the options, and its descriptor in tiles [rows, cols] or None."""
     x = bias_by_tma(options, q)
     place = ~options._fields.index("attn_bias")
     return place, None if x is None else describe(x, rows, cols)
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:
-    """Whether query heads share keys, of [B, H, T, D] or packed [total, H, D]."""
+    """Whether query heads share keys, for [B, H, T, D] or packed [total, H, D]."""
     return q.shape[-3 if q.dim() == 4 else 1] != k.shape[-3 if k.dim() == 4 else 1]
 
 
 def why_not_worth_it(q: Tensor) -> str | None:
-    """Why other kernels do better in a call that these serve, or None."""
+    """Why other kernels are faster for a call that these serve, or None."""
     T_q = q.shape[0] if q.dim() == 3 else q.shape[2]
     if T_q < ROWS.value:
         return f"{T_q} queries leave more than half of a tile of {2 * ROWS.value} empty"
@@ -173,7 +173,7 @@ def why_not_worth_it(q: Tensor) -> str | None:
 
 
 def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
-    """Why a backward that these kernels serve takes two of them, though atomics are permitted."""
+    """Why a backward takes two kernels although atomics are permitted, or None."""
     D = q.shape[-1]
     if tile_columns(D) == APART_HEAD_DIM:
         return f"dK and dV of head dim {D} take a kernel each"
@@ -191,7 +191,7 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
 
 
 def walkable(x: Tensor) -> Tensor:
-    """x [B, H, T, D] if TMA can walk it as it lies, else a copy: of expanded tensors, too."""
+    """x [B, H, T, D] if TMA supports its strides, else a copy, also of expanded tensors."""
     x = aligned(x)
     return x.contiguous() if 0 in x.stride() else x
 
@@ -199,11 +199,10 @@ def walkable(x: Tensor) -> Tensor:
 def describe(
     x: Tensor, rows: int, cols: int | None = None, piece: int | None = None
 ) -> TensorDescriptor:
-    """TMA descriptor of tensors that lie as x [B, H, T, D] does, which `walkable` left.
+    """TMA descriptor of tensors with the layout of x [B, H, T, D], from `walkable`.
 
-    In tiles of `rows` rows of one head; cols: default all. Tiles are zero-filled past the last row
-    and column when loaded, and clipped there when stored. piece: of so many columns a product may
-    read alone; default 128 bytes.
+    Tiles have `rows` rows of one head; cols: default all. Loads fill with zeros past the last row
+    and column, stores clip there. piece: columns that a product may read alone; default 128 bytes.
     """
     steps = tma_strides(x)
     assert steps is not None
@@ -211,12 +210,12 @@ def describe(
     in_pieces = [*block[:3], block[3] if piece is None else piece]
     layout = gl.NVMMASharedLayout.get_default_for(in_pieces, _TYPES[x.dtype])
     descriptor = TensorDescriptor(x, list(x.shape), steps, block, layout)
-    descriptor.base = None  # a launch is kept for longer than the tensors it was made for
+    descriptor.base = None  # a cached launch outlives its tensors
     return descriptor
 
 
 def end_early(options: Options) -> bool:
-    """Whether the keys of a batch row may end before those in memory do, or have holes."""
+    """Whether a batch row's keys may end before the keys in memory, or have holes."""
     hidden = (options.key_padding_mask, options.k_documents)
     return any(x is not None for x in (options.key_lengths, options.cu_seqlens_k, *hidden))
 
@@ -224,12 +223,12 @@ def end_early(options: Options) -> bool:
 def to_send(
     x: Tensor, options: Options, cols: int, piece: int | None = None
 ) -> TensorDescriptor | None:
-    """Descriptor of an output [B, H, T, D], see `describe`; None where TMA does not write it."""
+    """Descriptor of an output [B, H, T, D], see `describe`; None if TMA does not write it."""
     return None if options.fp32_results else describe(x, ROWS.value, cols, piece)
 
 
 def strides_to_send(x: Tensor, options: Options) -> tuple[int | None, ...] | None:
-    """Strides of an output [B, H, T, D] of which TMA does not write all; see `pipeline.send`."""
+    """Strides of an output [B, H, T, D] that TMA does not write completely; see `pipeline.send`."""
     whole = options.cu_seqlens_q is None and not options.fp32_results
     return None if whole else strides(x)
 
@@ -238,10 +237,10 @@ def mask_of(
     options: Options, q: Tensor, k: Tensor, config: HopperConfig, sizes: Sequence[Any],
     *, of_keys: bool,
 ) -> tuple[Mask, Tensor | None, CallTables | None]:  # fmt: skip
-    """`launch_mask` for a kernel whose tiles meet blocks of config.BLOCK rows, and their order.
+    """`launch_mask` for a kernel with blocks of config.BLOCK rows, and the order of its tiles.
 
-    sizes: of `query_grid` or `key_grid`. The order is None where it follows from the tiles'
-    numbers, and where so few are dealt out that to find it would take longer than it saves.
+    sizes: from `query_grid` or `key_grid`. The order is None if it follows from the tiles' numbers,
+    or if there are too few tiles for sorting to pay.
     """
     rows = ROWS.value * config.CONSUMERS
     shape = (rows, config.BLOCK) if of_keys else (config.BLOCK, rows)
@@ -261,7 +260,7 @@ def mask_of(
 def query_grid(
     q: Tensor, k: Tensor, config: HopperConfig, options: Options
 ) -> tuple[tuple[int], tuple[int, ...]]:
-    """Persistent grid over tiles of queries [B, H_q, T_q, D], and the kernel's sizes: `Work`."""
+    """Persistent grid over tiles of queries [B, H_q, T_q, D], and sizes for `Work`."""
     G = q.shape[1] // k.shape[1]
     tiles = tiles_of(options.cu_seqlens_q, 1, q.shape[2], ROWS.value * config.CONSUMERS)
     return _grid(q, k, q, G, tiles, heads_in_l2(k) * G, options)
@@ -270,9 +269,9 @@ def query_grid(
 def key_grid(
     q: Tensor, k: Tensor, config: HopperConfig, options: Options
 ) -> tuple[tuple[int], tuple[int | None, ...]]:
-    """Persistent grid over tiles of keys [B, H_k, T_k, D], and the kernel's sizes: `Work`.
+    """Persistent grid over tiles of keys [B, H_k, T_k, D], and sizes for `Work`.
 
-    The last of these is the number of parts of a tile, None for the kernel that adds up dQ.
+    The last size is the number of parts of a tile, None for the kernel that sums dQ.
     """
     G = q.shape[1] // k.shape[1]
     tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], ROWS.value * config.CONSUMERS)
@@ -283,7 +282,7 @@ def key_grid(
 
 
 def _key_parts(q: Tensor, k: Tensor, tiles: int, block: int, options: Options) -> int:
-    """Among how many programs each tile of keys is dealt out: what takes least time, modelled."""
+    """Number of programs that share each tile of keys, with the least modelled time."""
     of_heads, T_q = max(1, k.shape[0] * k.shape[1] * tiles), q.shape[2]
     if options.cu_seqlens_q is not None:
         T_q = -(-T_q // max(1, options.cu_seqlens_q.shape[0] - 1))
@@ -298,7 +297,7 @@ def _key_parts(q: Tensor, k: Tensor, tiles: int, block: int, options: Options) -
 
 @lru_cache(1024)
 def _cheapest_parts(of_heads: int, queries: int, most: int, programs: int, slanted: bool) -> int:
-    """How many parts, up to `most`, where one program would meet so many queries for a tile."""
+    """Number of parts, up to `most`, for tiles with this many queries."""
 
     def cost(parts: int) -> float:
         rounds = of_heads * parts / programs
@@ -309,11 +308,11 @@ def _cheapest_parts(of_heads: int, queries: int, most: int, programs: int, slant
 
 
 def _busy(rounds: float, slanted: bool) -> float:
-    """Share of the time that programs work, which get so many tiles each, dealt out to and fro.
+    """Utilisation of programs that get `rounds` tiles each, assigned in alternating order.
 
-    slanted: tiles fall in length from that of the first to none. Then, in units of the first, two
-    rounds that go to and fro give all programs the same, and one that is left, or a part of it, the
-    most to the first; where there are a whole one and a part, those with both get the same.
+    slanted: lengths fall linearly to 0. Then two alternating rounds give all programs the same
+    work, and a remaining round, or a part of it, gives the first program the most (in units of its
+    tile); with a whole round and a part, the programs with both get the same.
     """
     whole = int(rounds)
     if not slanted:
@@ -336,8 +335,8 @@ def _grid(
     pairs, pair_group = 0, 1
     in_order = options.cu_seqlens_q is None and options.q_positions is None
     if in_order and (options.causal or options.right is not None):
-        # Two to four rounds of the tiles that are left are dealt out one by one: so few that their
-        # keys fit L2 together, and enough that none weighs much.
+        # The last two to four rounds of tiles are assigned one by one: few enough that their keys
+        # fit in L2, and enough to balance.
         pairs = max(0, heads // 2 * tiles - 2 * programs) // max(1, tiles)
         pair_group, group = max(1, group // 2), heads
     sizes = (q.shape[2], k.shape[2], H, G, heads, tiles, group, pairs, pair_group)
@@ -345,11 +344,11 @@ def _grid(
 
 
 def heads_in_l2(x: Tensor) -> int:
-    """How many heads of two tensors like x [B, H, T, D] fit into L2 together, at least one."""
+    """Number of heads of two tensors like x [B, H, T, D] that fit in L2, at least one."""
     head_bytes = 2 * x.element_size() * x.shape[2] * x.shape[3]
     return max(1, _L2_BYTES // max(1, head_bytes))
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the device has."""
+    """Number of multiprocessors of the device."""
     return launch_tiles.multiprocessors(device) if device.type == "cuda" else _MULTIPROCESSORS

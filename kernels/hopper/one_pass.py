@@ -1,8 +1,9 @@
-"""dQ beside dK and dV: the consumers exchange dS^T in shared memory, and dQ is summed in global.
+"""dQ in one pass with dK and dV: consumers exchange dS^T in shared memory and sum dQ in global
+memory.
 
-A consumer holds dS^T of its 64 keys, and dQ needs all 128: two sums of 64 would go to global memory
-twice. So each consumer hands its dS^T to the other, and multiplies both with one half of the
-columns of K. That takes half the registers too, no more than the scores had.
+A consumer holds dS^T of its 64 keys, but dQ sums over all 128, and two sums of 64 would double the
+global traffic. So each consumer passes its dS^T to the other, and multiplies both with one half of
+K's columns. That also halves the registers, to no more than the scores took.
 
     dQ[:, half] = dS_0 K_0[:, half] + dS_1 K_1[:, half]
 """
@@ -32,7 +33,7 @@ _STAGES = gl.constexpr(2)
 
 
 class DsRing(NamedTuple):
-    """A `Ring` of dS^T, which a consumer fills from its registers."""
+    """A `Ring` of dS^T, filled by a consumer from its registers."""
 
     tiles: Any
     full: Any
@@ -40,10 +41,10 @@ class DsRing(NamedTuple):
 
 
 class DqSum(NamedTuple):
-    """Where dQ is summed, fp32 [B, H_q, whole tiles, D].
+    """The sum of dQ, fp32 [B, H_q, whole tiles, D].
 
-    tiles: in shared memory, one for each consumer, from which TMA adds to what desc describes. Both
-    are None where the threads add to what ptr points to.
+    tiles: in shared memory, one per consumer, from which TMA adds to desc. Both are None if the
+    threads add to ptr.
     """
 
     tiles: Any
@@ -60,7 +61,7 @@ def allocate_dq_tiles(desc):
 
 @gluon.jit
 def allocate_exchange(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
-    """A ring for each consumer, which fills it and which the other empties. dtype: that of dS."""
+    """A ring per consumer, which it fills and the other empties. dtype: of dS."""
     return _allocate_ring(dtype, BLOCK_M), _allocate_ring(dtype, BLOCK_M)
 
 
@@ -73,10 +74,10 @@ def _allocate_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def at(tiles, NUMBER: gl.constexpr, n):
-    """tiles.index(NUMBER), with its address computed in each block: n never reaches 2^30.
+    """tiles.index(NUMBER), with its address recomputed in each block, as n < 2^30.
 
-    The compiler, which does not know that, would keep all addresses in a tile that stays, and all
-    descriptors of its products, in registers from block to block: there are not enough.
+    Otherwise the compiler would keep all addresses of a loop-invariant tile, and all descriptors of
+    its products, in registers, of which there are too few.
     """
     return tiles.index(NUMBER + (n >> 30))
 
@@ -86,14 +87,14 @@ def held(slots, NUMBER: gl.constexpr, n):
     """The tile of a consumer as a matrix in shared memory, at the n-th block."""
     D: gl.constexpr = slots.tiles.shape[4]
     if D == 64:
-        # Its accumulators leave enough registers.
+        # The accumulators leave enough registers.
         n = 0
     return at(slots.tiles, NUMBER, n).reshape([ROWS, D])
 
 
 @gluon.jit
 def share(exchange, n, ds, CONSUMER: gl.constexpr):
-    """dS^T of the n-th block to shared memory, when the other consumer has read what was there."""
+    """Share dS^T of the n-th block, after the other consumer has read the previous one."""
     ring = exchange[CONSUMER]
     stage, parity = stage_and_parity(ring, n)
     mbarrier.wait(ring.empty.index(stage), parity ^ 1)
@@ -104,7 +105,7 @@ def share(exchange, n, ds, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr):
-    """Issue the two products of this consumer's columns of dQ, of the n-th block."""
+    """Issue the two products for this consumer's columns of dQ of the n-th block."""
     OTHER: gl.constexpr = 1 - CONSUMER
     own, other = exchange[CONSUMER], exchange[OTHER]
     BLOCK_M: gl.constexpr = own.tiles.shape[2]
@@ -112,7 +113,7 @@ def start_dq(exchange, n, k_slots, CONSUMER: gl.constexpr):
     dq = gl.zeros([BLOCK_M, HALF], gl.float32, accumulator_layout(HALF))
     k = _columns(k_slots, CONSUMER, n, CONSUMER, HALF)
     dq = warpgroup_mma(_ds(own, n), k, dq, use_acc=False, is_async=True)
-    # Who shares has had the keys that it shares for.
+    # The other consumer has waited for its keys before sharing.
     wait_full(other, n)
     k = _columns(k_slots, OTHER, n, CONSUMER, HALF)
     return warpgroup_mma(_ds(other, n), k, dq, is_async=True)
@@ -133,11 +134,11 @@ def _columns(k_slots, NUMBER: gl.constexpr, n, PART: gl.constexpr, COLS: gl.cons
 
 @gluon.jit
 def add_by_tma(dq_sum, n, dq, b, h, row, CONSUMER: gl.constexpr):
-    """Add this consumer's columns of dQ, of the n-th block, to rows `row`... of head h."""
+    """Add this consumer's columns of dQ of the n-th block to rows `row`... of head h."""
     BLOCK_M: gl.constexpr = dq.shape[0]
     HALF: gl.constexpr = dq.shape[1]
     tile = at(dq_sum.tiles, CONSUMER, n)
-    # The block before has had all this time.
+    # The previous block's addition is probably complete by now.
     tma.store_wait(pendings=0)
     tile.reshape([BLOCK_M, HALF]).store(dq)
     fence_async_shared()
@@ -148,8 +149,8 @@ def add_by_tma(dq_sum, n, dq, b, h, row, CONSUMER: gl.constexpr):
 def add_by_threads(dq_sum, dq, first, CONSUMER: gl.constexpr):
     """`add_by_tma` from the registers, to rows `first`... of all heads' together.
 
-    Four threads side by side add to the 32 bytes of a sector. Rows lie D apart, as the compiler is
-    told, so that a thread needs one address and constants.
+    Four adjacent threads add to a sector of 32 bytes. The row stride is the constant D, so that a
+    thread needs one address and constant offsets.
     """
     BLOCK_M: gl.constexpr = dq.shape[0]
     HALF: gl.constexpr = dq.shape[1]
@@ -162,9 +163,9 @@ def add_by_threads(dq_sum, dq, first, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def wait_read(exchange, n, CONSUMER: gl.constexpr):
-    """Until the other consumer has multiplied what this one shared of the block before the n-th.
+    """Wait until the other consumer has used what this one shared of the block before the n-th.
 
-    Before the first block of all there is nothing to wait for, and this does not.
+    Does not wait before the very first block.
     """
     ring = exchange[CONSUMER]
     stage, parity = stage_and_parity(ring, n - 1)

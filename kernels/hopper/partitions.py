@@ -1,7 +1,7 @@
-"""Partitions of a persistent program: one producer warp and two or three consumer warpgroups.
+"""Partitions of a persistent program: a producer warp and two or three consumer warpgroups.
 
-All of them go through the same tiles, and count them and their blocks alike. A kernel brings what
-is done for one tile: `load_tile` of the producer, `consume_tile` of a consumer.
+All iterate over the same tiles, with equal counts of tiles and blocks. A kernel provides the work
+for one tile: `load_tile` for the producer, `consume_tile` for a consumer.
 """
 
 from triton.experimental import gluon
@@ -21,8 +21,7 @@ def run_partitions(
 ):
     """Start the partitions, and wait for all.
 
-    find_tile: `query_tile` or `key_tile`. shared: a record of what all partitions know, its `work`
-    among it.
+    find_tile: `query_tile` or `key_tile`. shared: state of all partitions, including `work`.
     """
     if config.CONSUMERS == 2:
         gl.warp_specialize(
@@ -49,10 +48,10 @@ def run_partitions(
 
 @gluon.jit
 def _produce(find_tile: gl.constexpr, load_tile: gl.constexpr, shared, config: gl.constexpr):
-    """Load what every tile of this program needs.
+    """Producer loop over this program's tiles.
 
-    load_tile(shared, tile, i, n, scrubs, config) is for the i-th tile that exists, whose first
-    block is the n-th; it returns n and scrubs for the next, see `load_until`.
+    load_tile(shared, tile, i, n, scrubs, config) loads the i-th existing tile, with first block n,
+    and returns n and scrubs for the next, see `load_until`.
     """
     i = 0
     n = 0
@@ -72,7 +71,7 @@ def _consume(
     CONSUMER: gl.constexpr,
     config: gl.constexpr,
 ):
-    """The part of consumer number CONSUMER in every tile of this program.
+    """Loop of consumer number CONSUMER over this program's tiles.
 
     consume_tile(shared, tile, i, n, CONSUMER, config) as load_tile of `_produce`; returns n.
     """

@@ -1,11 +1,10 @@
-"""Producer and consumers: rings of stages in shared memory, loads and stores by TMA, mbarriers.
+"""Pipeline of producer and consumers: rings of stages in shared memory, TMA, mbarriers.
 
-The producer waits until a stage of a ring is empty and loads it; the bytes that land complete
-`full`. Consumers wait for `full`, and arrive at `empty` when their products have read the stage.
-The n-th use of a ring is stage n mod STAGES in round n div STAGES; n counts on from tile to tile of
-a persistent program.
+The producer waits until a stage is empty and loads it; arriving bytes complete `full`. Consumers
+wait for `full`, and arrive at `empty` when their products have read the stage. The n-th use of a
+ring is stage n mod STAGES in round n div STAGES; n counts over all tiles of a persistent program.
 
-TMA operations have the names of Triton 3.8, in every Triton from 3.6 on:
+TMA operations are named as in Triton 3.8, for every Triton from 3.6 on:
 
 | Triton      | loads, stores                                            | additions          |
 |-------------|----------------------------------------------------------|--------------------|
@@ -44,14 +43,14 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
-ROWS = gl.constexpr(64)  # that a consumer works on: those of one wgmma instruction
-# The smallest piece of a swizzled tile that can be addressed by itself.
+ROWS = gl.constexpr(64)  # of a consumer: one wgmma instruction
+# Smallest addressable piece of a swizzled tile.
 _PIECE_ROWS = gl.constexpr(8)
 _PIECE_COLS = gl.constexpr(64)  # of 16 bits
 
 
 class Ring(NamedTuple):
-    """Tiles of shared memory [STAGES, 1, 1, rows, columns] and two mbarriers for each stage.
+    """Tiles of shared memory [STAGES, 1, 1, rows, columns] and two mbarriers per stage.
 
     desc: of the tensor whose tiles they are.
     """
@@ -65,7 +64,7 @@ class Ring(NamedTuple):
 class Output(NamedTuple):
     """A tensor that consumers write, see `send`.
 
-    desc: None where it is written from registers. strides: None where TMA writes all of it.
+    desc: None if written from registers. strides: None if TMA writes all of it.
     """
 
     desc: Any
@@ -75,7 +74,7 @@ class Output(NamedTuple):
 
 @gluon.jit
 def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of the descriptor's tiles that CONSUMERS partitions read."""
+    """A ring of the descriptor's tiles for CONSUMERS readers."""
     SHAPE: gl.constexpr = [STAGES, 1, 1, desc.block_shape[2], desc.block_shape[3]]
     tiles = gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
     full = allocate_barriers(STAGES, 1)
@@ -85,7 +84,7 @@ def allocate_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def allocate_rings(first_desc, second_desc, config: gl.constexpr):
-    """Rings of K and V, or of Q and dO: what all consumers read block by block."""
+    """Rings of K and V, or of Q and dO, read by all consumers."""
     SECOND_STAGES: gl.constexpr = (
         config.STAGES if config.SECOND_STAGES is None else config.SECOND_STAGES
     )
@@ -111,7 +110,7 @@ def stage_and_parity(ring, n):
 
 @gluon.jit
 def wait_full(ring, n, pred=True):
-    """Consumer: until the n-th tile is there; at once where pred is False."""
+    """Consumer: wait for the n-th tile, unless pred is False."""
     stage, parity = stage_and_parity(ring, n)
     mbarrier.wait(ring.full.index(stage), parity, pred)
 
@@ -130,17 +129,17 @@ def matrix(ring, stage):
 
 @gluon.jit
 def release(ring, n):
-    """Consumer: the products that read the n-th tile are over."""
+    """Consumer: release the n-th tile, after its products."""
     stage, _parity = stage_and_parity(ring, n)
     mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
 @gluon.jit
 def take_turn(turns, n, CONSUMER: gl.constexpr):
-    """Consumer: until it may issue the products of its n-th block.
+    """Consumer: wait for its turn to issue the products of its n-th block.
 
-    turns: a barrier for each consumer, at which the one before it arrives; with None, nobody waits.
-    All consumers have the same blocks, so that they count alike; the first begins.
+    turns: a barrier per consumer, at which the previous one arrives; None: no waiting. All
+    consumers have equally many blocks; the first begins.
     """
     if turns is not None:
         if CONSUMER == 0:
@@ -151,29 +150,29 @@ def take_turn(turns, n, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def pass_turn(turns, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Consumer: its products are issued, and the next consumer's may follow them."""
+    """Consumer: pass the turn to the next consumer, after issuing products."""
     if turns is not None:
         mbarrier.arrive(turns.index((CONSUMER + 1) % CONSUMERS), count=1)
 
 
 @gluon.constexpr_function
 def accumulator_layout(columns, dtype=gl.bfloat16):
-    """Where a warpgroup keeps the [64, columns] result of a product of this type."""
+    """Layout of a warpgroup's [64, columns] product of this type."""
     depth = 256 // dtype.primitive_bitwidth
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
 
 
 @gluon.constexpr_function
 def products_of(columns):
-    """How many products `over_columns` issues."""
+    """Number of products that `over_columns` issues."""
     return 2 if 128 < columns <= 192 else 1
 
 
 @gluon.jit
 def over_columns(a, b, acc, COLUMNS: gl.constexpr, use_acc: gl.constexpr = True):
-    """Issue acc + a b^T, or a b^T, over the columns of two tiles, of which the first COLUMNS exist.
+    """Issue acc + a b^T, or a b^T, over the first COLUMNS columns of two tiles.
 
-    The others hold zeros: 64 of them are passed over.
+    The others are zeros; a group of 64 is skipped.
     """
     if products_of(COLUMNS) == 2:
         b_first = b.slice(0, 128, 1).permute((1, 0))
@@ -187,9 +186,9 @@ def over_columns(a, b, acc, COLUMNS: gl.constexpr, use_acc: gl.constexpr = True)
 
 @gluon.jit
 def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
-    """x as the register operand of a product with COLUMNS columns: nothing moves between threads.
+    """x as the register operand of a product with COLUMNS columns, without data exchange.
 
-    x is in the layout of an accumulator. In 8 bits its columns come in the order of `key_at`.
+    x has an accumulator's layout. In 8 bits its columns get the order of `key_at`.
     """
     IN_A_REGISTER: gl.constexpr = 32 // dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = accumulator_layout(COLUMNS, dtype)
@@ -202,21 +201,22 @@ def as_operand(x, dtype: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.constexpr_function
 def pack_code(dtype):
-    """Assembly: two fp32 numbers as a pair of this type, the first one below."""
+    """Assembly: pack two fp32 numbers to a pair of this type, the first in the low half."""
     pair = "bf16x2" if dtype.name == "bf16" else "f16x2"
     return f"cvt.rn.{pair}.f32 $0, $2, $1;"
 
 
-# Of a pair the number below, and the one above.
+# The low and the high number of a pair.
 UNPACK_LOW = gl.constexpr("{ .reg .b16 other; mov.b32 {$0, other}, $1; }")
 UNPACK_HIGH = gl.constexpr("{ .reg .b16 other; mov.b32 {other, $0}, $1; }")
 
 
 @gluon.jit
 def packed(x, dtype: gl.constexpr):
-    """x [ROWS, columns] of fp32 as pairs of neighbours of 16 bits, int32 [ROWS, columns / 2].
+    """Pack x [ROWS, columns] of fp32 to pairs of adjacent 16-bit numbers, int32 [ROWS, columns /
+    2].
 
-    A thread has both numbers of a pair: nothing moves between threads.
+    A thread has both numbers of a pair, so there is no data exchange.
     """
     COLS: gl.constexpr = x.shape[1]
     CODE: gl.constexpr = pack_code(dtype)
@@ -226,7 +226,7 @@ def packed(x, dtype: gl.constexpr):
 
 @gluon.jit
 def unpacked(pairs, dtype: gl.constexpr):
-    """x [ROWS, columns] of 16 bits that `packed` made pairs of."""
+    """Inverse of `packed`: 16-bit x [ROWS, columns]."""
     COLS: gl.constexpr = 2 * pairs.shape[1]
     return gl.join(_half(UNPACK_LOW, pairs, dtype), _half(UNPACK_HIGH, pairs, dtype)).reshape(
         [ROWS, COLS]
@@ -235,7 +235,7 @@ def unpacked(pairs, dtype: gl.constexpr):
 
 @gluon.jit
 def _half(CODE: gl.constexpr, pairs, dtype: gl.constexpr):
-    # The type of a result is no constexpr to Triton.
+    # Triton does not treat a result type as constexpr.
     if dtype == gl.bfloat16:
         x = gl.inline_asm_elementwise(CODE, "=h,r", [pairs], gl.bfloat16, True, 1)
     else:
@@ -243,7 +243,7 @@ def _half(CODE: gl.constexpr, pairs, dtype: gl.constexpr):
     return x
 
 
-# One flag for all rows of a warp: whether the factor of any is not 1, or NaN.
+# One flag per warp: whether any row's factor is not 1, or NaN.
 ANY_FACTOR = gl.constexpr("""{
     .reg .pred any;
     setp.neu.f32 any, $2, 0f3F800000;
@@ -256,9 +256,9 @@ ANY_FACTOR = gl.constexpr("""{
 
 @gluon.constexpr_function
 def times_factors(numbers):
-    """Assembly: so many numbers of a thread times their factors, all or, by the flag, none.
+    """Assembly: multiply a thread's numbers by their factors, unless the flag is 0.
 
-    Its operands: results, the numbers in the same registers, factors, and flags, all the same.
+    Operands: results, numbers (same registers), factors, and equal flags.
     """
     lines = [
         ".reg .pred none;",
@@ -280,16 +280,16 @@ def _places(numbers):
 def rescaled(acc, factor, LAYOUT: gl.constexpr, SKIP: gl.constexpr):
     """acc [ROWS, columns] times factor [ROWS]. acc is in the layout of an accumulator.
 
-    SKIP: a warp whose factors are all 1 jumps over its multiplications. Compiled as a condition of
-    the kernel that would be one for the whole warpgroup, which has to agree by a barrier.
+    SKIP: a warp whose factors are all 1 skips the multiplications. A condition in the kernel would
+    apply to the whole warpgroup and need a barrier.
     """
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     factors = gl.convert_layout(factor, OF_ROWS)[:, None]
     if SKIP:
-        # What a thread holds: two rows, of which a warp has 16.
+        # A thread holds two rows; a warp has 16.
         ROWS_OF_THREAD: gl.constexpr = 2
         NUMBERS: gl.constexpr = ROWS_OF_THREAD * acc.shape[1] // 4
-        # Not pure: it has to stay where all threads of the warp come by.
+        # Not pure, as it must stay where all threads of the warp are active.
         flag = gl.inline_asm_elementwise(
             ANY_FACTOR, "=r,=r,f,f", [factor], gl.int32, False, ROWS_OF_THREAD
         )
@@ -308,7 +308,7 @@ def rescaled(acc, factor, LAYOUT: gl.constexpr, SKIP: gl.constexpr):
 def load(ring, n, b, h, first, TRANSPOSED: gl.constexpr = False):
     """Producer: rows `first`... of head h as the n-th use of the ring; zeros past the last row.
 
-    TRANSPOSED: the tensor is [B, H, D, T], and its tiles have rows for columns.
+    TRANSPOSED: the tensor is [B, H, D, T], with transposed tiles.
     """
     stage, parity = stage_and_parity(ring, n)
     mbarrier.wait(ring.empty.index(stage), parity ^ 1)
@@ -317,7 +317,7 @@ def load(ring, n, b, h, first, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def start_load(ring, stage, b, h, first, landed, TRANSPOSED: gl.constexpr = False):
-    """Announce the bytes of a tile to the barrier `landed`, and start the copy."""
+    """Set the expected bytes of a tile on the barrier `landed`, and start the copy."""
     row = first
     col = 0
     if TRANSPOSED:
@@ -329,9 +329,9 @@ def start_load(ring, stage, b, h, first, landed, TRANSPOSED: gl.constexpr = Fals
 
 @gluon.jit
 def load_slot(slots, i, b, h, first, NUMBER: gl.constexpr):
-    """Producer: the 64 rows of consumer NUMBER, of the tile at row `first`, for the i-th tile.
+    """Producer: load the 64 rows of consumer NUMBER of the i-th tile, which starts at row `first`.
 
-    slots: a ring whose stages are not used in turn but belong to a consumer each.
+    slots: a ring with one stage per consumer.
     """
     mbarrier.wait(slots.empty.index(NUMBER), (i & 1) ^ 1)
     start_load(slots, NUMBER, b, h, first + NUMBER * ROWS, slots.full.index(NUMBER))
@@ -339,24 +339,24 @@ def load_slot(slots, i, b, h, first, NUMBER: gl.constexpr):
 
 @gluon.jit
 def wait_slot(slots, i, NUMBER: gl.constexpr):
-    """Consumer NUMBER: until its rows of the i-th tile are there."""
+    """Consumer NUMBER: wait for its rows of the i-th tile."""
     mbarrier.wait(slots.full.index(NUMBER), i & 1)
 
 
 @gluon.jit
 def release_slot(slots, NUMBER: gl.constexpr):
-    """Consumer NUMBER: its slot may be loaded again."""
+    """Consumer NUMBER: release its slot."""
     mbarrier.arrive(slots.empty.index(NUMBER), count=1)
 
 
 @gluon.jit
 def load_until(ring, landed, n, b, h, first, end, scrubs, TRANSPOSED: gl.constexpr = False):
-    """`load`, with zeros from row first + `end` on, whatever the tensor holds there.
+    """`load`, with zeros from row first + `end` on.
 
-    A hidden row has weight 0, and 0 times NaN is NaN. Where rows end with the tensor TMA fills in
-    the zeros; where they may end before it the tile lands at a barrier of the producer's own,
-    `landed`, which is None elsewhere. The producer writes the zeros and only then calls the stage
-    full. Returns scrubs, the number of times it did so.
+    A hidden row has weight 0, and 0 times NaN is NaN. If rows end with the tensor, TMA fills in
+    zeros; if they may end before it, the tile arrives at the producer's own barrier `landed`
+    (otherwise None), and the producer writes zeros before it marks the stage full. Returns scrubs,
+    the number of such tiles.
     """
     if landed is None:
         load(ring, n, b, h, first, TRANSPOSED)
@@ -381,7 +381,7 @@ def load_until(ring, landed, n, b, h, first, end, scrubs, TRANSPOSED: gl.constex
 
 @gluon.jit
 def _zero_rows(tile, kept):
-    """Zero all but the first `kept` rows, with one warp, in pieces that fit its few registers."""
+    """Zero all but the first `kept` rows with one warp, in pieces that fit its few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     rows = gl.arange(0, _PIECE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     ROWS: gl.constexpr = tile.shape[0]
@@ -396,7 +396,7 @@ def _zero_rows(tile, kept):
 
 @gluon.jit
 def _zero_columns(tile, kept):
-    """`_zero_rows` for a tile of 8 bits whose columns are keys in the order of `key_at`."""
+    """`_zero_rows` for an 8-bit tile whose columns are keys in the order of `key_at`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
     ROWS: gl.constexpr = tile.shape[0]
     COLS: gl.constexpr = tile.shape[1]
@@ -412,12 +412,12 @@ def _zero_columns(tile, kept):
 def send(out, tile, x, b, h, first, kept, COLUMNS: gl.constexpr):
     """Consumer: write x to rows `first`... of head h, the first `kept` of them.
 
-    x: [64, columns of the tile], of which the first COLUMNS exist.
+    x: [64, columns of the tile]; the first COLUMNS exist.
 
-    By way of `tile` in shared memory TMA does it, and clips what lies past the end of the tensor.
-    Where the rows of another sequence may follow, a tile that is not whole goes through registers.
-    Only what went by TMA has to be waited for. fp32, for which shared memory would be too small,
-    goes from the registers it is in: four threads side by side write the 32 bytes of a sector.
+    TMA stores through `tile` in shared memory, and clips past the end of the tensor. If another
+    sequence's rows may follow, partial tiles are stored from registers. Only TMA stores have to be
+    waited for. fp32, for which shared memory would be too small, is stored from registers: four
+    adjacent threads write a sector of 32 bytes.
     """
     if out.desc is None:
         ptr, stride = head(out.ptr, b, h, first, out.strides, gl.int64)
@@ -431,7 +431,7 @@ def send(out, tile, x, b, h, first, kept, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def store_rows(ptr, stride, x, LAYOUT: gl.constexpr, kept, COLUMNS: gl.constexpr):
-    """`send` from registers, in which x has this layout, to rows that lie `stride` apart."""
+    """`send` from registers in this layout to rows with this stride."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     pointers = ptr + (row * stride)[:, None] + cols[None, :]

@@ -1,7 +1,7 @@
-"""Order of tiles: which ones a program of the persistent grid works on, and where they lie.
+"""Schedule of the persistent grid: tiles of a program, and their blocks.
 
-And which blocks a tile meets: `kernels.rules.plans`, in their order. Boundary blocks come first:
-those are masked, and the loop over the full blocks that follows holds no mask at all.
+A tile's blocks are those of `kernels.rules.plans`. Boundary blocks, which are masked, come first,
+so that the loop over full blocks has no mask.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ class Work(NamedTuple):
     """All tiles of a launch, from arguments of every kernel.
 
     T_q, T_k: rows of q and k. H: heads of a batch row, query heads or, for tiles of keys, K/V
-    heads. G: query heads that share a K/V head. heads: those of all batch rows, times the parts.
-    tiles: of a head. pairs, pair_group, group: see `place`. order_ptr: see `launch.packed_order`;
-    None = by number. parts: of each tile of keys, see `heads_of_part`; None = one.
+    heads. G: query heads that share a K/V head. heads: of all batch rows, times the parts. tiles:
+    per head. pairs, pair_group, group: see `place`. order_ptr: see `launch.packed_order`; None = by
+    number. parts: of each tile of keys, see `heads_of_part`; None = one.
     """
 
     heads: Any
@@ -38,14 +38,15 @@ class Work(NamedTuple):
     parts: Any = None
 
 
-# Integers among the arguments: no new value compiles a kernel anew.
+# Integer arguments that do not specialise.
 SIZES = ["stats_stride", *(x for x in Work._fields if x not in ("mask", "order_ptr"))]
 
 
 class RowStats(NamedTuple):
-    """-lse / scale and -delta of each query, fp32, from which S^T and dP^T start in dK/dV.
+    """-lse / scale and -delta of each query, fp32, the initial accumulators of S^T and dP^T in
+    dK/dV.
 
-    A head has a row of `stride` numbers, in whole tiles (`first_slot`): -inf and 0 past the end.
+    A head has `stride` numbers, in whole tiles (`first_slot`), padded with -inf and 0.
     """
 
     minus_lse_ptr: Any
@@ -54,7 +55,7 @@ class RowStats(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of head h of a batch row, and the blocks that it meets.
+    """A tile of head h of a batch row, and its blocks.
 
     first: number of its first query (or key) of the `length` that the batch row has. row: the
     `BatchRow`. b, first_q, first_k: where the batch row begins in memory. boundary, blocks, plan:
@@ -76,7 +77,7 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def _pair_rounds(work):
-    """How often each program gets two tiles of unlike length; see `place`."""
+    """Number of pairs of tiles of unlike length for each program; see `place`."""
     return gl.cdiv(work.pairs * work.tiles, gl.num_programs(0))
 
 
@@ -92,7 +93,7 @@ def number_of_tiles(work):
 
 @gluon.jit
 def _turn(n):
-    """Place of this program in the n-th round: the order of programs is turned round after each."""
+    """Rank of this program in the n-th round: the order of programs alternates."""
     program = gl.program_id(0)
     return gl.where(n % 2 == 0, program, gl.num_programs(0) - 1 - program)
 
@@ -101,11 +102,11 @@ def _turn(n):
 def place(i, work):
     """(rank, head) of this program's i-th tile: rank 0 is the longest tile of its head.
 
-    The first 2 * `pairs` heads are dealt out two tiles at a time, rank k of one head and the k-th
-    from the end of its neighbour: where each rank is a block shorter than the one before, as with a
-    causal mask, all such pairs are equally long. What is missing to a whole round of pairs is taken
-    from the middle of the other heads' tiles. The rest of those is dealt out longest first, to and
-    fro. Heads are taken a group at a time: `pair_group` pairs of heads, or `group` of the others.
+    The first 2 * `pairs` heads are assigned two tiles at a time, rank k of one head and the k-th
+    last of its neighbour: if lengths fall linearly with the rank, as with a causal mask, all pairs
+    are equally long. An incomplete round of pairs is filled from the middle of the other heads'
+    tiles. The rest of those is assigned longest first, in alternating order. Heads are taken in
+    groups: `pair_group` pairs of heads, or `group` of the others.
     """
     tiles = work.tiles
     programs = gl.num_programs(0)
@@ -128,8 +129,8 @@ def place(i, work):
         group = gl.minimum(gl.load(work.order_ptr + tiles), heads)
     rank, head = _in_group(number, heads, group, tiles)
     if work.order_ptr is not None:
-        # Up and down in turn, so that no step from a group to the next repeats in what a program
-        # gets; the last group comes down.
+        # Alternating direction, so that a program does not always get the same side of a group; the
+        # last group is descending.
         behind = (heads - 1) // group - head // group
         rank = gl.where(behind % 2 == 0, rank, tiles - 1 - rank)
     shorter = gl.where(2 * rank < tiles, shorter, 1 - shorter)
@@ -140,7 +141,7 @@ def place(i, work):
 
 @gluon.jit
 def _in_group(number, heads, group, tiles):
-    """(rank, head) of a number: in a group all heads do one rank before any does the next."""
+    """(rank, head) of a number: a group's heads finish a rank before the next one."""
     first_head = number // (group * tiles) * group
     rest = number - first_head * tiles
     heads_here = gl.minimum(group, heads - first_head)
@@ -150,10 +151,10 @@ def _in_group(number, heads, group, tiles):
 
 @gluon.jit
 def _of_head(i, work, H, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """(tile, b, h) of this program's i-th tile, of H heads of a batch row.
+    """(tile, b, h) of this program's i-th tile, with H heads per batch row.
 
-    LAST_FIRST: the last tiles are the longest ones. Packed sequences are slots of TILE rows
-    (`kernels.rules.tile.sequence_of`), some of which lie past the end of their sequence.
+    LAST_FIRST: the last tiles are the longest. Packed sequences have slots of TILE rows
+    (`kernels.rules.tile.sequence_of`), some past the end of their sequence.
     """
     tile, head = place(i, work)
     if work.order_ptr is not None:
@@ -171,7 +172,7 @@ def _of_head(i, work, H, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
 def plan_of_queries(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Key blocks of the TILE queries from `first` on: (boundary blocks, all blocks, plan).
 
-    At least one, masked if need be: a tile that sees nothing still has an output to write.
+    At least one, masked if necessary, as a tile without keys still writes its output.
     """
     last = gl.minimum(first + TILE, row.T_q) - 1
     full, boundary, plan = key_plan(tile, first, last, h, row, mask, BLOCK_N)
@@ -188,17 +189,17 @@ def plan_of_keys(tile, first, h, row, mask, TILE: gl.constexpr, BLOCK_M: gl.cons
     full, boundary, plan = query_plan(tile, first, last, h, row, mask, BLOCK_M)
     blocks = full + boundary
     if mask.extents_ptr is not None:
-        # Of hidden keys alone there is nothing to compute.
+        # Only hidden keys: nothing to compute.
         boundary, blocks = gl.where(first > last, 0, boundary), gl.where(first > last, 0, blocks)
     return boundary, blocks, plan
 
 
 @gluon.jit
 def block_number(i, tile, mask):
-    """Number of the i-th block that a tile meets."""
+    """Number of a tile's i-th block."""
     boundary = tile.boundary
     if mask.blocks_ptr is not None:
-        # Both are loads: of what is not there, too.
+        # Both are loads, even if invalid.
         if i < boundary:
             block = masked_block(i, tile.plan, mask)
         else:
@@ -214,7 +215,7 @@ def block_number(i, tile, mask):
 
 @gluon.jit
 def query_tile(i, work, config: gl.constexpr):
-    """This program's i-th tile of queries. Of packed sequences it may lie past the end."""
+    """This program's i-th tile of queries, maybe past the end of a packed sequence."""
     TILE: gl.constexpr = ROWS * config.CONSUMERS
     mask = work.mask
     tile, b, h = _of_head(i, work, work.H, mask.cu_q_ptr, TILE, True)
@@ -227,9 +228,9 @@ def query_tile(i, work, config: gl.constexpr):
 
 @gluon.jit
 def key_tile(i, work, config: gl.constexpr):
-    """This program's i-th tile of keys, as `query_tile`; parts are dealt out like K/V heads.
+    """This program's i-th tile of keys, as `query_tile`; parts are scheduled like K/V heads.
 
-    The plan is that of the first of its G query heads, as of all others.
+    The plan is the first query head's, equal for all G.
     """
     TILE: gl.constexpr = ROWS * config.CONSUMERS
     mask = work.mask
@@ -255,10 +256,10 @@ def kv_head(h, work):
 
 @gluon.jit
 def heads_of_part(tile, work):
-    """(first, end) of the G query heads of a K/V head that a tile of keys meets.
+    """(first, end) of the query heads of a K/V head for a tile of keys.
 
-    Where K/V heads are few, so are such tiles, and several programs share one: each meets a part of
-    the blocks of all G heads, one head after the other; any two as many, to within one.
+    With few K/V heads there are few such tiles, so several programs share one: each takes a part of
+    the blocks of all G heads, head by head, balanced to within one block.
     """
     first_g = 0
     end_g = work.G
@@ -272,7 +273,7 @@ def heads_of_part(tile, work):
 
 @gluon.jit
 def _part(tile, work):
-    """(first, end) of what a tile meets of the blocks of all heads."""
+    """(first, end) of a part's blocks among those of all heads."""
     part = tile.h % work.parts
     blocks = tile.blocks * work.G
     number = blocks // work.parts
@@ -283,7 +284,7 @@ def _part(tile, work):
 
 @gluon.jit
 def blocks_of_part(g, tile, work):
-    """(first, end) of the blocks of the g-th head that a tile of keys meets."""
+    """(first, end) of a part's blocks of the g-th head."""
     begin = 0
     stop = tile.blocks
     if work.parts is not None:
@@ -295,7 +296,7 @@ def blocks_of_part(g, tile, work):
 
 @gluon.jit
 def loops_of_part(begin, stop, tile, work):
-    """(end of the boundary blocks, first and end of the full ones) among blocks of a tile."""
+    """(end of the boundary blocks, first and end of the full ones) among a tile's blocks."""
     boundary_end = tile.boundary
     full = 0
     if work.parts is not None:
@@ -306,11 +307,11 @@ def loops_of_part(begin, stop, tile, work):
 
 @gluon.jit
 def row_of_stats(tile, mask):
-    """Number of query 0 of a tile's batch row in the vectors of `RowStats`."""
+    """Index of query 0 of a tile's batch row in `RowStats`."""
     return first_slot(tile.row.b, tile.first_q, mask, 2 * ROWS)
 
 
 @gluon.jit
 def stats_of_head(stats, head, tile, mask):
-    """Offset of query 0 of a tile's batch row in `RowStats`; head counts on over the batch rows."""
+    """Offset of query 0 of a tile's batch row in `RowStats`; head counts over all batch rows."""
     return head * stats.stride + row_of_stats(tile, mask)

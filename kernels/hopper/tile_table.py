@@ -1,27 +1,26 @@
-"""Tile shapes, stages and registers, by head dim: what compiles without spills and fits."""
+"""Tile shapes, stages and registers by head dim: without spills, within shared memory."""
 
 from typing import NamedTuple
 
 from ..launch import tiles
 
-HEAD_DIMS = (64, 128, 256)  # columns of tiles; heads between them leave some at 0
-# dK and dV of 64 keys and 256 columns fill the registers of a warpgroup twice: a launch each.
+HEAD_DIMS = (64, 128, 256)  # columns of tiles; other head dims are padded with 0
+# dK and dV of 64 keys and 256 columns exceed the registers of a warpgroup: a launch each.
 APART_HEAD_DIM = 256
 
 
 class HopperConfig(NamedTuple):
-    """One way to compile a kernel, and its one constexpr.
+    """Configuration of a kernel, its only constexpr.
 
-    D: columns of the tiles of q and k, D_V: of v and o, if others. COLUMNS: the head dims of q and
-    of v where tiles have more, which TMA fills with zeros. BLOCK: rows of the tiles that go through
-    the rings. STAGES: of each ring, a power of two; SECOND_STAGES: of that of V or dO, where it has
-    others. CONSUMERS: warpgroups, of 64 rows each. Registers are those of a thread; three
-    warpgroups share 64512. APART: outputs leave through shared memory of their own, so that the
-    next tile need not wait for them. PING_PONG: consumers of forward issue their products in turn.
-    WIDE_WEIGHTS: those of forward wait for their product in fp32, as always in 8 bits; else two
-    share a register. DQ_BY_TMA: TMA adds dQ of one pass to its sum; else the threads do. SLACK: O
-    of forward is rescaled where a score is 2^SLACK times above what weights are relative to; 0: in
-    every block, as always in 8 bits.
+    D: columns of the tiles of q and k, D_V: of v and o, if different. COLUMNS: head dims of q and
+    v, if smaller than the tiles, which TMA fills with zeros. BLOCK: rows of the tiles in the rings.
+    STAGES: of each ring, a power of two; SECOND_STAGES: of V's or dO's ring, if different.
+    CONSUMERS: warpgroups of 64 rows each. Registers are per thread; three warpgroups share 64512.
+    APART: outputs have their own shared memory, so that the next tile need not wait for them.
+    PING_PONG: consumers of forward issue their products in turn. WIDE_WEIGHTS: weights of forward
+    wait for their product in fp32, as always in 8 bits; else packed in pairs. DQ_BY_TMA: TMA adds
+    dQ of one pass to its sum; else the threads do. SLACK: O of forward is rescaled only if a score
+    is 2^SLACK times above the weights' reference; 0: in every block, as always in 8 bits.
     """
 
     D: int
@@ -56,31 +55,31 @@ class HopperConfig(NamedTuple):
 
 
 def tile_columns(D: int) -> int:
-    """Columns of the tiles that hold this head dim: the least of HEAD_DIMS."""
+    """Columns of the tiles for this head dim: the least of HEAD_DIMS that holds it."""
     return next(columns for columns in HEAD_DIMS if columns >= D)
 
 
 def _of_heads(config: HopperConfig, D: int, D_v: int) -> HopperConfig:
-    """The configuration of D columns for heads of D and D_v."""
+    """Adapt the configuration of D columns to head dims D and D_v."""
     if tile_columns(D_v) != config.D:
-        # Outputs of fewer columns than q has do not leave through its tile.
+        # Outputs narrower than q do not fit its tile's layout.
         config = config._replace(D_V=tile_columns(D_v), APART=True)
     exact = (config.D, config.value_tile) == (D, D_v)
     return config if exact else config._replace(COLUMNS=(D, D_v))
 
 
 def _registers(early: bool) -> tuple[int, int]:
-    """early: the producer also zeroes the rows behind the last one, which takes registers."""
+    """Producer and consumer registers; early: the producer also zeroes rows past the last one."""
     return (232, 40) if early else (240, 24)
 
 
 def forward_config(
     D: int, early: bool, placed: bool = False, D_v: int | None = None
 ) -> HopperConfig:
-    """Tile of forward, for heads of D columns, in v D_v, by default as many.
+    """Configuration of forward for head dims D and D_v (default D).
 
-    early: the keys of a batch row may end before those in memory. placed: queries and keys have
-    positions of their own, which tiles of 128 rows keep in order.
+    early: a batch row's keys may end before the keys in memory. placed: queries and keys have
+    explicit positions, which are in order within tiles of 128 rows.
     """
     registers = _registers(early)
     tile, D_v = tile_columns(D), D if D_v is None else D_v
@@ -89,15 +88,15 @@ def forward_config(
         config = {
             64: HopperConfig(tile, 128, 4, 2, *registers, WIDE_WEIGHTS=early or placed),
             128: HopperConfig(tile, 128, 2, 2, *registers, WIDE_WEIGHTS=placed and not early),
-            # 64 more KB for the output do not fit.
+            # Another 64 KB for the output do not fit.
             256: HopperConfig(tile, 64, 2, 2, *registers, APART=False),
         }[tile]
     return _of_heads(config, D, D_v)
 
 
 def fp8_config(D: int, early: bool) -> HopperConfig:
-    """Tile of forward in 8 bits. Weights wait for their product in 32, so that 256 columns of
-    output leave registers for blocks of 64 keys only.
+    """Configuration of FP8 forward. Weights wait for their product in 32 bits, so 256 output
+    columns leave registers for blocks of only 64 keys.
     """
     if (other := _other("fp8", D, early)) is not None:
         return other
@@ -107,14 +106,14 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
 def backward_config(
     kernel: str, D: int, early: bool, scored: bool, placed: bool = False, D_v: int | None = None
 ) -> HopperConfig:
-    """Tile of a kernel of backward, for heads of D columns, in v D_v, by default as many.
+    """Configuration of a backward kernel for head dims D and D_v (default D).
 
-    kernel: "dq", whose rings carry K and V, "dkv", whose rings carry Q and dO, "dk" and "dv" of
-    APART_HEAD_DIM, or "one_pass", which is "dkv" with dQ. Its products have 64 queries at least.
+    kernel: "dq", with rings of K and V, "dkv", with rings of Q and dO, "dk" and "dv" for
+    APART_HEAD_DIM, or "one_pass", "dkv" with dQ, whose products have at least 64 queries.
 
-    early: what the rings carry may end before the rows in memory do, or for "one_pass" the keys.
-    scored: scores take registers of their own, as capped ones do for their derivative. Either takes
-    smaller blocks where registers are short. placed: as of `forward_config`.
+    early: rows in the rings (for "one_pass" the keys) may end before the rows in memory. scored:
+    scores need registers, such as a softcap's derivative. Both reduce the block size if registers
+    are short. placed: as in `forward_config`.
     """
     tile, D_v = tile_columns(D), D if D_v is None else D_v
     config = _other(kernel, tile, early or scored or placed or tile != tile_columns(D_v))
@@ -126,7 +125,7 @@ def backward_config(
 def _backward_tile(kernel: str, D: int, early: bool, scored: bool) -> HopperConfig:
     registers = _registers(early)
     if D == APART_HEAD_DIM:
-        # 64 rows are 32 KB: four tiles that stay leave room for three, and two for four.
+        # 64 rows are 32 KB: with four resident tiles three stages fit, with two four.
         if kernel == "dv":
             return HopperConfig(D, 64, 2, 2, *registers)
         block, stages = (32, 4) if scored else (64, 2)
@@ -141,7 +140,7 @@ def _backward_tile(kernel: str, D: int, early: bool, scored: bool) -> HopperConf
 
 
 def _other(kernel: str, D: int, economical: bool) -> HopperConfig | None:
-    """Configuration that replaces this table's, for calls that need not save registers."""
+    """Installed configuration that replaces this table's, for calls with enough registers."""
     if economical:
         return None
     forced: HopperConfig | None = tiles.other(f"hopper_{kernel}", D)

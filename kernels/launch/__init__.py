@@ -1,6 +1,6 @@
-"""Parts that launchers share: tiles, arguments, tables, launches that are cached."""
+"""Shared parts of launchers: tiles, arguments, tables, cached launches."""
 
 from .interpreter import mend
 
-# Before any kernel is launched, whoever imports it.
+# Before any launch, whichever module is imported first.
 mend()

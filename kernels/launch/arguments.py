@@ -1,4 +1,4 @@
-"""Arguments that every launcher gives its kernel: strides, alignment, precision, mask and score."""
+"""Kernel arguments common to all launchers: strides, alignment, precision, mask and score."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .launches import Stream
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
-    # Its fields are all that launchers ask for; at run time this package knows nothing above it.
+    # For type checks only: at run time this package imports nothing above it.
     from fastattn.options import Options
 
-# Window sides are added to positions in int32. No distance is as long: sequences are shorter than
-# 2^28, and no query stands farther than that from the first key (`tile.FARTHEST`).
+# Window sides are added to positions in int32. Distances are shorter: sequences are shorter than
+# 2^28, and no query is farther from the first key (`tile.FARTHEST`).
 UNBOUNDED = (1 << 29) - 1
-# No tile has more rows than this.
+# Most rows of a tile.
 _MAX_ROWS = 256
 
 
@@ -42,10 +42,9 @@ def broadcast_strides(x: Tensor) -> tuple[int | None, ...]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x if each of its rows starts at a multiple of 16 bytes, as vector loads need, else a copy.
+    """x if each row is 16-byte aligned, for vector loads, else a copy.
 
-    The caller keeps head dims to whole multiples, so a copy is rare: a view that starts or steps
-    between them.
+    The caller pads head dims, so only views with unaligned starts or strides are copied.
     """
     elements = 16 // x.element_size()
     assert x.shape[3] % elements == 0, "the caller pads the head dim"
@@ -60,7 +59,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def index_type(*tensors: Tensor | None) -> tl.dtype:
-    """int32 where no tile spans 2^31 elements, else int64, for offsets inside a tile."""
+    """Type of offsets inside a tile: int32 if no tile spans 2^31 elements, else int64."""
     for x in tensors:
         if x is not None and abs(x.stride(2)) >= 2**31 // _MAX_ROWS:
             return tl.int64
@@ -68,12 +67,12 @@ def index_type(*tensors: Tensor | None) -> tl.dtype:
 
 
 def block_dim(D: int) -> int:
-    """Columns of a tile for head dim D: a power of two, at least the 16 that tl.dot needs."""
+    """Columns of a tile for head dim D: a power of two, at least 16, as tl.dot needs."""
     return max(16, 1 << (D - 1).bit_length())
 
 
 def blocks(length: int, BLOCK: int) -> int:
-    """How many blocks cover a length. `triton.cdiv` is for kernels and slow on the host."""
+    """Number of blocks in a length. `triton.cdiv` is slow on the host."""
     return -(-length // BLOCK)
 
 
@@ -87,8 +86,8 @@ def tile_for(
 ) -> TileConfig:
     """The tile of one of the three attention kernels for padded head dims `dims`.
 
-    calls: what the kernel takes as many registers as, where the options take no more. streams_bias:
-    it takes a bias by `bias_stream`.
+    calls: least register class of the kernel, see `tiles.lookup`. streams_bias: the kernel loads a
+    bias by `bias_stream`.
     """
     registers = options.registers
     if options.key2 is not None:
@@ -98,14 +97,14 @@ def tile_for(
     if registers in ("bias", "scores") and not streams_bias:
         registers = "heavy"
     elif registers == "bias" and bias_by_tma(options, q) is None:
-        registers = "scores"  # it is loaded in place, as one by distance is
+        registers = "scores"  # it is loaded in place, like a relative bias
     tile = tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
     assert options.q_positions is None or max(tile.BLOCK_M, tile.BLOCK_N) <= ORDERED.value
     return tile
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """fp32 products are IEEE unless torch's own matmul may use TF32; others have no choice."""
+    """IEEE for fp32 products, unless torch's own matmul may use TF32."""
     return "tf32" if dtype == torch.float32 and tiles.tf32() else "ieee"
 
 
@@ -117,9 +116,9 @@ def constants(
     *tensors: Tensor | None,
     options: Options | None = None,
 ) -> Constants:
-    """Compile-time constants of a kernel; tensors: those that it addresses by rows.
+    """Compile-time constants of a kernel; tensors: addressed by rows.
 
-    options: those of a call that may have a second product.
+    options: of a call that may have a second product.
     """
     D2 = D
     if options is not None and options.key2 is not None:
@@ -140,7 +139,7 @@ def constants(
 
 
 def shown_by_ranges(options: Options) -> bool:
-    """Whether positions alone say which blocks are full."""
+    """Whether full blocks follow from positions alone."""
     f = options
     others = (f.stride, f.key_padding_mask, f.q_documents, f.attn_mask, f.mask_mod)
     return all(x is None for x in others)
@@ -149,9 +148,9 @@ def shown_by_ranges(options: Options) -> bool:
 def empty_in_layout(
     like: Tensor, heads: int, rows: int, cols: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Empty [B, heads, rows, cols] in the memory order of `like`: a [B, T, H, D] user keeps it.
+    """Empty [B, heads, rows, cols] in the memory order of `like`, such as [B, T, H, D].
 
-    dtype: default that of `like`.
+    dtype: default: of `like`.
     """
     B = like.shape[0]
     dtype = like.dtype if dtype is None else dtype
@@ -162,7 +161,7 @@ def empty_in_layout(
 
 
 def result_in_layout(options: Options, like: Tensor, heads: int, rows: int, cols: int) -> Tensor:
-    """`empty_in_layout` for what a kernel returns, in the dtype that the call wants."""
+    """`empty_in_layout` for a result, in the call's result dtype."""
     dtype = torch.float32 if options.fp32_results else None
     return empty_in_layout(like, heads, rows, cols, dtype)
 
@@ -175,19 +174,19 @@ def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
 
 
 def query_programs(options: Options, q: Tensor, BLOCK_M: int) -> int:
-    """Programs of a kernel that works on tiles of queries: see `tile.query_program`."""
+    """Number of programs of a kernel over tiles of queries: see `tile.query_program`."""
     B, H_q, T_q, _ = q.shape
     return tiles_of(options.cu_seqlens_q, B, T_q, BLOCK_M) * H_q
 
 
 def key_programs(options: Options, k: Tensor, BLOCK_N: int) -> int:
-    """Programs of a kernel that works on tiles of keys: see `tile.key_program`."""
+    """Number of programs of a kernel over tiles of keys: see `tile.key_program`."""
     B, H_k, T_k, _ = k.shape
     return tiles_of(options.cu_seqlens_k, B, T_k, BLOCK_N) * H_k
 
 
 def tiles_of(cu_seqlens: Tensor | None, B: int, T: int, BLOCK: int) -> int:
-    """Tiles of one head in all batch rows; of packed sequences at least as many, see `tile`."""
+    """Tiles of a head in all batch rows; an upper bound for packed sequences, see `tile`."""
     if cu_seqlens is None:
         return B * blocks(T, BLOCK)
     sequences = cu_seqlens.shape[0] - 1
@@ -195,9 +194,9 @@ def tiles_of(cu_seqlens: Tensor | None, B: int, T: int, BLOCK: int) -> int:
 
 
 def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
-    """The mask for the kernels, without the table of blocks that some masks need.
+    """The kernels' mask, without the block table that some masks need.
 
-    extents: of the key padding, to be filled before the launch; None: they are made here.
+    extents: of the key padding, to be filled before the launch; None: computed here.
     """
     f = options
     bare = f.prefix_lengths is None and not f.keep_first and f.stride is None
@@ -242,7 +241,7 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
 
 
 def _tree(mask: Tensor) -> tuple[int | None, ...]:
-    """`Mask.tree` of a tree mask [total, width], or of rows of a matrix each, one after another."""
+    """`Mask.tree` of a tree mask [total, width], or of consecutive matrices."""
     end = 1 + sum((size - 1) * step for size, step in zip(mask.shape, mask.stride(), strict=True))
     if mask.dim() == 1:
         return runtime_int(1), None, runtime_int(1), runtime_int(UNBOUNDED), runtime_int(end)
@@ -251,7 +250,7 @@ def _tree(mask: Tensor) -> tuple[int | None, ...]:
 
 
 def mask_by_blocks(options: Options) -> Mask:
-    """`kernel_mask` without extents of the key padding: holes are met block by block."""
+    """`kernel_mask` without extents of the key padding, whose holes are handled block by block."""
     padding = options.key_padding_mask
     mask = kernel_mask(options._replace(key_padding_mask=None))
     if padding is None:
@@ -264,7 +263,7 @@ def _first_head(f: Options) -> int | None:
 
 
 def _distance(x: int | None) -> int | None:
-    """In the form of `runtime_int`, at most what is as good as unbounded."""
+    """A window side as `runtime_int`, clamped to an effectively unbounded one."""
     return None if x is None else runtime_int(min(x, UNBOUNDED))
 
 
@@ -281,15 +280,15 @@ def _positions_strides(f: Options) -> tuple[int | None, ...] | None:
 
 
 def bias_stream(options: Options, q: Tensor, tile: TileConfig) -> Stream:
-    """attn_bias in blocks of a tile of scores; None where TMA does not bring it."""
+    """Stream of attn_bias in blocks of a score tile; None if TMA cannot load it."""
     place = ~options._fields.index("attn_bias")
     return Stream(place, bias_by_tma(options, q), tile.BLOCK_M, tile.BLOCK_N)
 
 
 def bias_by_tma(options: Options, q: Tensor) -> Tensor | None:
-    """attn_bias with one index where it is the same for all rows or heads, if TMA can walk it.
+    """attn_bias with size 1 in dims of equal batch rows or heads, if TMA can load it.
 
-    It has to have every query and key: TMA repeats none.
+    Query and key dims must be full, as TMA does not broadcast.
     """
     bias = options.attn_bias
     if bias is None or bias.shape[2] != q.shape[2] or bias.shape[3] == 1:
@@ -299,7 +298,7 @@ def bias_by_tma(options: Options, q: Tensor) -> Tensor | None:
 
 
 def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
-    """The score for kernels whose q has this dtype."""
+    """The kernels' score, for q of this dtype."""
     f = options
     bias, table, slopes = f.attn_bias, f.relative_bias, f.alibi_slopes
     keys = f.relative_keys
@@ -341,7 +340,7 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
 
 
 def second_query(options: Options) -> Tensor | None:
-    """The tensor beside q that further keys are multiplied by; relative keys may take q itself."""
+    """The query of further keys, if it is not q itself."""
     return options.relative_query if options.query2 is None else options.query2
 
 
@@ -353,5 +352,5 @@ def _aligned_keys(keys: Tensor) -> Tensor:
 
 
 def _slopes_strides(slopes: Tensor) -> tuple[int | None, ...]:
-    """To the next batch row and the next head, of [H_q] or [B, H_q]."""
+    """Batch and head strides of [H_q] or [B, H_q]."""
     return (*broadcast_strides(slopes[None] if slopes.dim() == 1 else slopes),)

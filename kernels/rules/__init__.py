@@ -1,1 +1,1 @@
-"""The rules, each stated once: functions of @triton.jit that kernels are made of."""
+"""Shared @triton.jit functions of the kernels, one for each rule."""

@@ -1,9 +1,8 @@
-"""The loop nest of attention: a tile of queries meets key blocks, a tile of keys query blocks.
+"""Loops of attention: over key blocks for a tile of queries, over query blocks for a tile of keys.
 
-Full blocks come first, in which nothing is hidden and nothing is compared; then the boundary
-blocks. BODY is the kernel's own function of one block. It takes the state that the loops carry, the
-block, its mask, the tile, and what the kernel hands through: its operands, the score and its
-constants; and it returns the next state.
+Full blocks, which need no mask, come first, then boundary blocks. BODY is the kernel's function for
+one block. It takes the loop state, the block, its mask, the tile, and the kernel's operands, score
+and constants, and returns the next state.
 """
 
 from typing import Any, NamedTuple
@@ -31,9 +30,9 @@ from .tile import (
 class QueryTile(NamedTuple):
     """A tile of queries of head h, which reads K/V head h_k.
 
-    number: which tile of its row. first, last: its first row and its last one that exists. rows,
-    in_rows [BLOCK_M]: its rows, and which of them exist. batch, first_q, first_k: see
-    `tile.memory_rows`. statistics: index of row 0 in tensors [B, H_q, T_q].
+    number: of the tile in its row. first, last: first and last existing row. rows, in_rows
+    [BLOCK_M]: its rows, and which exist. batch, first_q, first_k: see `tile.memory_rows`.
+    statistics: index of row 0 in tensors [B, H_q, T_q].
     """
 
     number: Any
@@ -54,8 +53,8 @@ class QueryTile(NamedTuple):
 class KeyTile(NamedTuple):
     """A tile of keys of K/V head h_k.
 
-    number: which tile of its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and which
-    of them some query may see. batch, first_q, first_k: see `tile.memory_rows`.
+    number: of the tile in its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and
+    which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`.
     """
 
     number: Any
@@ -104,7 +103,7 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
 
 @triton.jit
 def meeting_keys(tile, n_first, mask):
-    """A tile of queries, its row that of the keys from n_first on: see `tile.at_keys`."""
+    """A tile of queries, with its row for the keys from n_first on: see `tile.at_keys`."""
     return QueryTile(
         tile.number,
         tile.h,
@@ -124,7 +123,7 @@ def meeting_keys(tile, n_first, mask):
 
 @triton.jit
 def meeting_queries(tile, m_first, mask):
-    """A tile of keys, its row that of the queries from m_first on: see `tile.at_queries`."""
+    """A tile of keys, with its row for the queries from m_first on: see `tile.at_queries`."""
     return KeyTile(
         tile.number,
         tile.h_k,
@@ -141,7 +140,7 @@ def meeting_queries(tile, m_first, mask):
 
 @triton.jit
 def load_queries(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Rows of a tile of queries, [BLOCK_M, COLS], from a tensor like q."""
+    """Load a tile of queries, [BLOCK_M, COLS], from a tensor like q."""
     ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
     return load_tile(ptr, stride, tile.first, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
 
@@ -163,16 +162,16 @@ def key_head(ptr, strides, tile, const: tl.constexpr):
 
 @triton.jit
 def load_keys(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Rows of a tile of keys, [BLOCK_N, COLS], from a tensor like k; 0 for those not valid."""
+    """Load a tile of keys, [BLOCK_N, COLS], from a tensor like k; 0 for invalid rows."""
     ptr, stride = key_head(ptr, strides, tile, const)
     return load_tile(ptr, stride, tile.first, tile.valid, const.BLOCK_N, COLS, WIDTH)
 
 
 @triton.jit
 def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for keys that no query may see.
+    """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for invalid keys.
 
-    In full blocks those keys were met without a mask too.
+    In full blocks those keys were processed without a mask.
     """
     ptr, stride = key_head(ptr, strides, tile, const)
     _store_keys_at(ptr, stride, tile, x, COLS, WIDTH, const)
@@ -199,11 +198,10 @@ def _store_keys_at(
 
 @triton.jit
 def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, const: tl.constexpr):
-    """The state after every key block that a tile of queries visits.
+    """Loop state after all key blocks of a tile of queries.
 
-    BODY(state, n_first, valid, keep, tile, operands, score, const): valid [BLOCK_N], keys that
-    exist, and keep, pairs that see each other, are None for a full block. keep broadcasts to
-    [BLOCK_M, BLOCK_N].
+    BODY(state, n_first, valid, keep, tile, operands, score, const): valid [BLOCK_N], existing keys,
+    and keep, visible pairs, are None for a full block. keep broadcasts to [BLOCK_M, BLOCK_N].
     """
     BLOCK_N: tl.constexpr = const.BLOCK_N
     HOLES: tl.constexpr = mask.padding_ptr is not None and mask.blocks_ptr is None
@@ -215,7 +213,7 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
     full, boundary, plan = key_plan(tile.number, tile.first, tile.last, tile.h, row, mask, BLOCK_N)
     holed = 0
     if HOLES:
-        # In what would be full blocks, the padding hides the same keys from all queries.
+        # In otherwise full blocks, padding hides the same keys from all queries.
         holed = tl.where(tile.row.solid, 0, full)
         for i in range(0, holed):
             n_first = full_block(i, plan, mask) * BLOCK_N
@@ -236,10 +234,10 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
         valid = valid_keys(k_pos, tile.row, mask, words)
         shown = valid
         if HOLES:
-            # Of a pair, the limits of its row say whether the key is past the end.
+            # The row's limits include whether a key is past the end.
             shown = padded_keys(words, BLOCK_N)
         rows = tile.rows[:, None]
-        # Threads have the columns of fp32 scores in other orders, and would need more registers.
+        # fp32 scores have another layout, which would need more registers.
         first = n_first if const.HALVES else None
         keep = visible(rows, k_pos[None, :], tile.h, here.row, mask, shown[None, :], first)
         state = BODY(state, n_first, valid, keep, here, operands, score, const)
@@ -250,11 +248,11 @@ def over_key_blocks(BODY: tl.constexpr, state, tile, operands, mask, score, cons
 def over_query_blocks(
     BODY: tl.constexpr, state, h, tile, operands, there, mask, score, const: tl.constexpr
 ):
-    """The state after every query block of head h that a tile of keys visits.
+    """Loop state after all query blocks of head h of a tile of keys.
 
-    BODY(state, m_first, in_rows, keep, h, tile, operands, score, const): in_rows [BLOCK_M], queries
-    that exist, and keep [BLOCK_N, BLOCK_M], pairs that see each other, are None for a full block.
-    there: what every keep includes, [BLOCK_N, 1], or None.
+    BODY(state, m_first, in_rows, keep, h, tile, operands, score, const): in_rows [BLOCK_M],
+    existing queries, and keep [BLOCK_N, BLOCK_M], visible pairs, are None for a full block. there:
+    ANDed to every keep, [BLOCK_N, 1], or None.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_N: tl.constexpr = const.BLOCK_N

@@ -1,16 +1,15 @@
-"""8-bit codes: int8, or e4m3 as uint8. Of fp32 numbers, and as the numbers that products take.
+"""8-bit codes, int8 or e4m3 as uint8: quantise fp32, and convert codes for products.
 
-A number becomes the nearest code, ties to even, bit for bit as torch's casts round, in arithmetic
-that every GPU has: the conversion instructions for e4m3 exist from sm_89 on only, and elsewhere
-round in other ways. A code becomes a number exactly.
+A number becomes the nearest code, ties to even, bitwise as in torch, in arithmetic of every GPU:
+conversion instructions for e4m3 exist only from sm_89 on, and some round differently. A code
+converts to a number exactly.
 
-Of a cache in 8 bits, decoding reads half the bytes, so that the instructions a code takes decide
-its speed. Codes are loaded two side by side as one 16-bit number: as such matrix loads bring them
-to where a product wants them, values transposed, and a register holds four, columns 2c and 2c + 1
-of two keys. They become numbers there, in two registers: one for the product with the even columns
-and one for that with the odd ones. Numbers of either kind fit into fp16, in fewer instructions than
-into bf16, so that is what products take where queries have 16 bits: the queries are scaled to its
-range, and weights with the scales of values in them by `lift_of`.
+Decoding from an 8-bit cache reads half the bytes, so the instructions per code determine its speed.
+Codes are loaded in pairs as 16-bit numbers, which matrix loads distribute for a product (values
+transposed); a register holds four, columns 2c and 2c + 1 of two keys. They are converted there, to
+a register for the product with the even columns and one for the odd columns. Both kinds of codes
+fit in fp16, in fewer instructions than in bf16. So with 16-bit queries products are in fp16:
+queries are scaled to its range, and weights times the scales of values by `lift_of`.
 """
 
 from typing import Any, NamedTuple
@@ -21,16 +20,16 @@ import triton.language as tl
 from .product import add_weighted_rows, rows_by_rows
 from .tile import load_at
 
-# Adding 1.5 * 2**23 leaves a number below 2**22 rounded to an integer in the lowest bits.
+# Adding 1.5 * 2**23 rounds a number below 2**22 to an integer in the lowest bits.
 _ROUNDING = tl.constexpr(12582912.0)
 _ROUNDING_BITS = tl.constexpr(0x4B400000)
-# 2**14 has 2**-9, the step of e4m3's subnormal numbers, as its unit in the last place.
+# The unit in the last place of 2**14 is 2**-9, the step of e4m3's subnormals.
 _SUBNORMAL = tl.constexpr(16384.0)
 _SUBNORMAL_BITS = tl.constexpr(0x46800000)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
-# Four codes in; those of even columns out, and those of odd ones.
+# Input: four codes; outputs: even columns and odd columns.
 _FOUR = tl.constexpr("=r,=r,r")
-# A byte below 0x64 is 1024 + u in fp16, and u = c + 128 is the code with its top bit turned.
+# The bytes 0x64, u are 1024 + u in fp16, and u = c + 128 is the code with its top bit flipped.
 INT8_TO_RAISED = tl.constexpr("""{
     .reg .b32 upper, offset;
     mov.b32 offset, 0x64806480;
@@ -47,7 +46,7 @@ INT8_TO_FP16 = tl.constexpr("""{
     sub.rn.f16x2 $0, even, offset;
     sub.rn.f16x2 $1, odd, offset;
 }""")
-# What is added to a code in the numbers of INT8_TO_RAISED: 0x6480 in fp16.
+# Offset of codes in the numbers of INT8_TO_RAISED: 0x6480 in fp16.
 RAISED_BY = tl.constexpr(1152.0)
 E4M3_TO_FP16 = tl.constexpr("""{
     .reg .b32 sorted;
@@ -57,7 +56,7 @@ E4M3_TO_FP16 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-# For GPUs without that conversion: see `from_e4m3`.
+# For GPUs without that instruction: see `from_e4m3`.
 E4M3_BITS_TO_FP16 = tl.constexpr("""{
     .reg .b32 moved, sign, even, odd, factor;
     mov.b32 factor, 0x5c005c00;
@@ -72,16 +71,16 @@ E4M3_BITS_TO_FP16 = tl.constexpr("""{
     mul.rn.f16x2 $1, odd, factor;
 }""")
 _TWO_FP16 = tl.constexpr((tl.float16, tl.float16))
-# Weights with the scales of values in them are at most about this power of two.
+# Weights times scales of values are at most about this power of two.
 _LARGEST_WEIGHT = tl.constexpr(12)
-# What rows know before any key, they know this many powers of two above their maximum.
+# The initial state of rows is this many powers of two above their maximum.
 _BEHIND = tl.constexpr(100)
 
 
 @triton.jit
 def row_scale(x, LARGEST: tl.constexpr):
     """Scale of every row of x [R, C], fp32: absmax / LARGEST; NaN where a number is not finite."""
-    # tl.max drops NaN; times zero, what is not finite is NaN, and all else adds nothing.
+    # tl.max drops NaN; adding x * 0 propagates NaN and infinity.
     absmax = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
     scale = tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32))
     return tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
@@ -89,16 +88,16 @@ def row_scale(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def to_int8(x):
-    """The nearest integer of every number in [-127, 127], int8."""
+    """Round numbers in [-127, 127] to int8."""
     return ((x + _ROUNDING).to(tl.int32, bitcast=True) - _ROUNDING_BITS).to(tl.int8)
 
 
 @triton.jit
 def to_e4m3(x):
-    """The e4m3 code of every number in [-448, 448], as uint8."""
+    """Round numbers in [-448, 448] to e4m3 codes, as uint8."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Round the mantissa to 3 bits, then move the exponent's bias from 127 to 7.
+    # Round the mantissa to 3 bits, then change the exponent's bias from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (tl.abs(x) + _SUBNORMAL).to(tl.int32, bitcast=True) - _SUBNORMAL_BITS
     code = tl.where(tl.abs(x) < 2.0**-6, subnormal, tl.minimum(normal, 0x7E))
@@ -109,18 +108,18 @@ def to_e4m3(x):
 def from_e4m3(code):
     """fp16 from uint8 codes, exact; the code of NaN reads as 480."""
     bits = code.to(tl.uint16)
-    # The code's bits as those of an fp16 number: its exponent's bias is 8 too large.
+    # Interpreted as fp16, the code's exponent bias is 8 too large.
     half = (((bits << 8) & 0x8000) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return half * 256.0
 
 
 @triton.jit
 def key_at(place):
-    """Which key's weight, and value, stands at a place of a product over keys in 8 bits on sm_90.
+    """Key at a position of the summed dim of an FP8 product on sm_90.
 
-    After Q K^T a thread holds the scores of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16, and as
-    operand of the next product it gives four that stand side by side. Any order of keys will do
-    that weights and values share. In this one those four stand side by side: no weight moves.
+    After Q K^T a thread holds the scores of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16, but as
+    operand of the next product it needs four adjacent ones. Any common order of weights and values
+    is valid; in this one these four are adjacent, so that no weight moves between threads.
     """
     return (place & -16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1)
 
@@ -128,9 +127,8 @@ def key_at(place):
 class Queries(NamedTuple):
     """A tile of queries for products with codes.
 
-    even, odd [M, D / 2]: its columns; of 16 bits, as fp16 whose largest is near that type's.
-    start [M]: what sums of products with raised codes begin with, to end as those with codes.
-    unit: what one in them stands for.
+    even, odd [M, D / 2]: its columns; for 16-bit queries scaled to fp16's range. start [M]: initial
+    sums that cancel the offset of raised codes. unit: scale of the sums.
     """
 
     even: Any
@@ -141,13 +139,13 @@ class Queries(NamedTuple):
 
 @triton.jit
 def numbers_of(pairs, INT8: tl.constexpr, RAISED: tl.constexpr, NVIDIA: tl.constexpr):
-    """Numbers of even and of odd columns, fp16 [N, C] each, from codes int16 [N, C].
+    """Convert pairs of codes int16 [N, C] to even and odd columns, fp16 [N, C] each.
 
-    RAISED: int8 codes plus RAISED_BY, which spares subtracting it. NVIDIA: the GPU's compute
-    capability, as 89, where it is NVIDIA's, else 0.
+    RAISED: keep the offset RAISED_BY of int8 codes, to save the subtraction. NVIDIA: the compute
+    capability, such as 89; 0 for other GPUs.
     """
     if NVIDIA > 0:
-        # The first that converts e4m3 by itself is sm_89.
+        # sm_89 is the first with an e4m3 conversion.
         E4M3: tl.constexpr = E4M3_TO_FP16 if NVIDIA >= 89 else E4M3_BITS_TO_FP16
         EIGHT: tl.constexpr = INT8_TO_RAISED if RAISED else INT8_TO_FP16
         ASSEMBLY: tl.constexpr = EIGHT if INT8 else E4M3
@@ -169,7 +167,7 @@ def numbers_of(pairs, INT8: tl.constexpr, RAISED: tl.constexpr, NVIDIA: tl.const
 
 @triton.jit
 def _largest(x):
-    """The largest finite magnitude in a tile, fp32."""
+    """Largest finite magnitude of a tile, fp32."""
     x = tl.abs(x.to(tl.float32))
     return tl.max(tl.max(tl.where(x < float("inf"), x, 0.0), 1), 0)
 
@@ -178,7 +176,7 @@ def _largest(x):
 def queries_for_codes(
     pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, RAISED: tl.constexpr
 ):
-    """`Queries` of the rows that begin at pointers [M, 1]; COLS and WIDTH as in `load_tile`."""
+    """`Queries` of the rows at pointers [M, 1]; COLS and WIDTH as in `load_tile`."""
     HALF: tl.constexpr = COLS // 2
     pointers = pointers + 2 * tl.arange(0, HALF)[None, :]
     even = load_at(pointers, in_rows, HALF, (WIDTH + 1) // 2)
@@ -186,7 +184,7 @@ def queries_for_codes(
     unit = 1.0
     start = tl.zeros([even.shape[0]], tl.float32)
     if even.dtype != tl.float32:
-        # A power of two takes the largest to 2^14 .. 2^15: bf16 keeps its bits in 32 powers below.
+        # A power of two scales the largest to 2^14 .. 2^15; bf16 stays exact for 32 powers below.
         largest = tl.maximum(_largest(even), _largest(odd))
         exponent = tl.minimum(268 - (largest.to(tl.int32, bitcast=True) >> 23), 253)
         factor = (exponent << 23).to(tl.float32, bitcast=True)
@@ -204,7 +202,7 @@ def scores_of_codes(
     q, pairs, INT8: tl.constexpr, RAISED: tl.constexpr, PRECISION: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Scores fp32 [M, N] in `q.unit` of codes int16 [N, C], whose keys' scales are not in them."""
+    """Scores fp32 [M, N], in `q.unit` and without scales of keys, from codes int16 [N, C]."""
     even, odd = numbers_of(pairs, INT8, RAISED, NVIDIA)
     if RAISED:
         s = tl.broadcast_to(q.start[:, None], q.even.shape[0], pairs.shape[0])
@@ -224,7 +222,7 @@ def add_weighted_codes(
     acc, weights, pairs, DTYPE: tl.constexpr, INT8: tl.constexpr, PRECISION: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """acc, of even and of odd columns, + weights codes. DTYPE: that of `Queries`."""
+    """acc (even and odd columns) + weights @ codes. DTYPE: of `Queries`."""
     even, odd = numbers_of(pairs, INT8, False, NVIDIA)
     return (
         add_weighted_rows(acc[0], weights, even.to(DTYPE), PRECISION),
@@ -234,11 +232,11 @@ def add_weighted_codes(
 
 @triton.jit
 def lift_of(scale):
-    """Lift of keys in log2 units, from the scales of values, when the maximum of a row is taken.
+    """Lift of scores, in log2 units, from the scales of values, for the row maximum.
 
-    It makes weights times scales at most 2^12, however small or large the scales are: fp16 then has
-    all bits of numbers above 2^-26 of the largest. The logarithm is below the exact one by at most
-    0.09: the bits of the scale, as an integer, count powers of two and are linear between them.
+    It bounds weights times scales by 2^12, for any scales, so that fp16 is exact down to 2^-26 of
+    the largest. The logarithm, from the scale's bits as an integer, is linear between powers of two
+    and at most 0.09 too small.
     """
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return bits * 2.0**-23 - (127.0 + _LARGEST_WEIGHT)
@@ -246,5 +244,5 @@ def lift_of(scale):
 
 @triton.jit
 def far_behind(m, l):
-    """The state before any key with m so low that `lift_of` places it by the keys."""
+    """The initial state with m so low that keys determine it despite `lift_of`."""
     return m - _BEHIND, l * 2.0**_BEHIND
