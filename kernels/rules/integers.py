@@ -1,9 +1,8 @@
 """Integers as kernels take and compare them.
 
-Those inside tuple arguments are passed at run time so that no value specialises. Triton compiles a
-kernel anew when an integer in a tuple becomes 1 or a multiple of 16, and `do_not_specialize` does
-not reach into tuples. 4 x + 3 is never either, so lengths, strides and window sides are passed in
-that form and no new value compiles anything.
+Integers inside tuple arguments must not specialise. Triton recompiles a kernel when an integer in a
+tuple becomes 1 or a multiple of 16, and `do_not_specialize` does not apply to tuples. 4 x + 3 is
+neither, so lengths, strides and window sides are passed in that form.
 """
 
 import triton
@@ -12,22 +11,22 @@ from triton.language.target_info import cuda_capability_geq
 
 
 def runtime_int(x: int | None) -> int | None:
-    """4 x + 3; None, which leaves its part of the kernel out, stays None."""
+    """4 x + 3, or None, which removes the part from the kernel."""
     return None if x is None else 4 * x + 3
 
 
 @triton.jit
 def value(n):
-    """The integer that the host passed as `runtime_int`."""
+    """Inverse of `runtime_int`, on the device."""
     return n >> 2
 
 
 @triton.jit
 def at_most(x, limit, also=None):
-    """x <= limit, element by element, of int32; and `also`, of bool, where it is given.
+    """x <= limit, element by element, for int32, ANDed with bool `also` if given.
 
-    LLVM would make vectors of a tile's comparisons, pack what comes out into words, and take each
-    bit from its word again. With `also` a comparison is one instruction still.
+    LLVM would vectorise comparisons, pack the results into words, and extract each bit again. With
+    `also` a comparison is still one instruction.
     """
     if x.dtype != tl.int32 or limit.dtype != tl.int32 or not cuda_capability_geq(8):
         within = x <= limit

@@ -1,6 +1,6 @@
-"""Which keys a query sees.
+"""The mask: which keys a query sees.
 
-Query i of batch row b stands at position p = i + offset[b] among the keys. It sees key j iff
+Query i of batch row b is at position p = i + offset[b] among the keys. It sees key j iff
 
     near      p - left <= j <= p + right      the window; a side left out is unbounded
               or (p - j) % stride == 0        where given; without a window, alone
@@ -11,13 +11,12 @@ Query i of batch row b stands at position p = i + offset[b] among the keys. It s
     in the    same document, attn_mask[b, h, i, j], mask_mod(b, h, p, j), where given; of the new
     masks     tokens of a packed row, from offset on, tree_mask[i, j - offset]
 
-`visible` states the rule for elements of any shape: forward passes columns of queries against
-rows of keys, dK/dV the transpose. What follows for blocks is in `plans`.
+`visible` implements the rule for elements of any shape: forward passes columns of queries and rows
+of keys, dK/dV the transpose. `plans` derives the blocks to visit.
 
-Where queries and keys have positions of their own, p and j above are those, but for what tensors
-hold of each key: lengths, padding, documents and attn_mask go by its place in memory. Positions
-follow one another within each 128 places, so that a tile has one offset and a block of keys one
-shift; a row is told them by `at_queries` and `at_keys`.
+With explicit positions, p and j above are these, except that lengths, padding, documents and
+attn_mask index keys in memory. Positions are consecutive within each 128 tokens, so that a tile has
+one offset and a block of keys one shift, set by `at_queries` and `at_keys`.
 """
 
 from typing import Any, NamedTuple
@@ -30,15 +29,15 @@ from .tile import FARTHEST
 
 
 class Mask(NamedTuple):
-    """The mask as kernels take it: pointers, and integers as `runtime_int`s; None = absent.
+    """The mask as a kernel argument: pointers, and integers as `runtime_int`s; None = absent.
 
-    left, right, keep_first, stride, query_offset: integers. causal: 0 where `right` does not say
-    it. cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then
-    are the batch rows. extents_ptr, extents_stride: see `key_extents`. tables: see
-    `block_sparsity`. mod: the user's function, tensors: its further arguments. positions_strides:
-    to the next batch row, of queries and of keys. first_head: see `head_of_whole`. tree_starts_ptr:
-    where each row of the tree mask begins. tree: strides of those numbers, of queries (None: a
-    row's tokens) and of keys, how many of these there are at most, and the end of the memory.
+    left, right, keep_first, stride, query_offset: integers. causal: 0 unless `right` includes it.
+    cu_q_ptr, cu_k_ptr, sequences: offsets int32 [sequences + 1] of packed sequences, which then are
+    the batch rows. extents_ptr, extents_stride: see `key_extents`. tables: see `block_sparsity`.
+    mod: the user's function, tensors: its further arguments. positions_strides: to the next batch
+    row, of queries and of keys. first_head: see `head_of_whole`. tree_starts_ptr: start of each row
+    of the tree mask. tree: strides of the starts, of queries (None: the row's tokens) and of keys,
+    most keys, and the end of the memory.
     """
 
     query_offset: Any = None
@@ -76,13 +75,13 @@ class Mask(NamedTuple):
     tree: Any = None
 
 
-# Numbers of a row of extents before its words.
+# Numbers before the words in a row of extents.
 EXTENTS = tl.constexpr(3)
 
 
 @triton.jit
 def padding_words(n_first, row, mask, BLOCK_N: tl.constexpr):
-    """The padding of the block of keys from n_first on: words with a bit a key, 32 keys each."""
+    """Padding words, a bit per key, of the block of keys from n_first on."""
     row_ptr = mask.extents_ptr + tl.cast(row.b, tl.int64) * value(mask.extents_stride)
     row_ptr += EXTENTS + n_first // 32
     words = (tl.load(row_ptr),)
@@ -95,23 +94,23 @@ def padding_words(n_first, row, mask, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def padded_keys(words, BLOCK_N: tl.constexpr, cols=None):
-    """[BLOCK_N] True where `padding_words` show a key. cols: 0, 1, ... BLOCK_N - 1."""
+    """bool [BLOCK_N]: the bits of `padding_words`. cols: 0, 1, ... BLOCK_N - 1."""
     if cols is None:
         cols = tl.arange(0, BLOCK_N)
     word = words[0]
     for i in tl.static_range(1, BLOCK_N // 32):
         word = tl.where(cols < 32 * i, word, words[i])
-    # Of a product of 16-bit numbers, threads differ in these columns alone: the first step is one
-    # for all that a thread has of a word, and the second is known to the compiler.
+    # In a product's layout of 16-bit numbers, threads differ only in these columns: a thread shifts
+    # a word once, and the second shift is a constant.
     word = word >> (cols & 6)
     return ((word >> (cols & 25)) & 1) != 0
 
 
 @triton.jit
 def valid_keys(k_pos, row, mask, words=None):
-    """True where a key of the row exists: some query may see it. Others are never loaded.
+    """True for keys that some query may see. Others are never loaded.
 
-    words: those of a block of keys, in place of the padding mask.
+    words: of a block of keys, in place of the padding mask.
     """
     valid = (k_pos >= row.start) & (k_pos < row.end)
     if words is not None:
@@ -129,9 +128,9 @@ def valid_keys(k_pos, row, mask, words=None):
 def visible(rows, k_pos, h, row, mask, valid=None, first=None):
     """True where query number `rows` of head h sees the key at k_pos, if both exist.
 
-    Keys from the row's end on do not. rows and k_pos broadcast to the shape of the result. valid,
-    in the shape of k_pos: what `valid_keys` says of them; with it the result is False for others.
-    first: the least k_pos, where keys lie across and follow one another.
+    False for keys from the row's end on. rows and k_pos broadcast to the shape of the result.
+    valid, in the shape of k_pos: from `valid_keys`; the result is False for others. first: the
+    least k_pos, if keys lie across and are consecutive.
     """
     keep = _in_range(rows + row.offset, k_pos, row, mask, valid, first)
     b = tl.cast(row.b, tl.int64)
@@ -147,7 +146,7 @@ def visible(rows, k_pos, h, row, mask, valid=None, first=None):
     if mask.tree_ptr is not None:
         keep = keep & _in_tree(rows, k_pos, row, mask)
     if mask.mod is not None:
-        # The user's function may load by position: it is asked about existing pairs only.
+        # The user's function may load by position, so only existing pairs are evaluated.
         q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
         k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
         keep = keep & mask.mod(row.b, head_of_whole(h, mask), q_pos, k_pos, *mask.tensors)
@@ -156,13 +155,13 @@ def visible(rows, k_pos, h, row, mask, valid=None, first=None):
 
 @triton.jit
 def _in_tree(rows, k_pos, row, mask):
-    """Whether a key is an old one, or a new token that the tree mask shows to the query."""
+    """Whether a key is an old token, or a new one that the tree mask shows to the query."""
     stride_start, stride_q, stride_k, width, end = mask.tree
     new = k_pos - row.offset
     start = tl.load(mask.tree_starts_ptr + row.b).to(tl.int64) * value(stride_start)
     step = row.T_q if stride_q is None else value(stride_q)
     count = tl.minimum(row.T_q, value(width))
-    # Starts are the device's, too: a row whose elements are not all in the mask has none.
+    # Starts are on the device: a row that exceeds the mask's memory sees no new token.
     last = (row.T_q - 1).to(tl.int64) * step + (count - 1).to(tl.int64) * value(stride_k)
     fits = (start >= 0) & (start + last < value(end))
     inside = (rows < row.T_q) & (new >= 0) & (new < tl.where(fits, count, 0))
@@ -174,14 +173,14 @@ def _in_tree(rows, k_pos, row, mask):
 def _in_range(position, k_pos, row, mask, valid, first):
     """Whether a key is near, in time, before the row's end, and valid.
 
-    Ranges are a limit or two of each row, so that an element takes a comparison with each: in
-    boundary blocks of causal masks that is most of what the mask costs. What lies down, queries or
-    keys, stays from block to block: it takes in what it can.
+    Ranges become one or two limits per row, so that an element takes one comparison with each: most
+    of the mask's cost in boundary blocks of causal masks. The dim that lies down is constant in the
+    loop, so it absorbs as much as possible.
     """
     KEYS_DOWN: tl.constexpr = k_pos.shape[0] > 1
     RANGED: tl.constexpr = mask.stride is None and mask.keep_first is None
     sought = k_pos
-    # The position counts here for its shape alone: no key stands so far ahead of it.
+    # Only the position's shape matters here: no key is this far ahead.
     last = position + 2 * FARTHEST
     if mask.causal is not None:
         last = tl.maximum(position, row.prefix - 1)
@@ -202,8 +201,8 @@ def _in_range(position, k_pos, row, mask, valid, first):
     else:
         last = tl.minimum(last, row.end - 1)
         if first is not None:
-            # Columns of a thread differ in the other bits alone, which the compiler knows: limits
-            # go without what they share, and comparisons are with numbers in place of registers.
+            # A thread's columns differ only in the other bits, known at compile time: subtracted
+            # from the limits, they make comparisons with constants.
             BITS: tl.constexpr = (k_pos.shape[1] - 1) & -7
             cols = k_pos - first
             shared = first + (cols & 6)
@@ -225,8 +224,8 @@ def _in_range(position, k_pos, row, mask, valid, first):
 
 @triton.jit
 def _near(ahead, k_pos, mask):
-    """Whether the key `ahead` of the query's position is in the window, on the stride or kept."""
-    near = ahead == ahead  # all True, in whatever layout Gluon kernels keep their tiles
+    """Whether a key `ahead` positions after the query is in the window, on the stride or kept."""
+    near = ahead == ahead  # all True, in the tile's Gluon layout
     if mask.right is not None:
         near = near & (ahead <= value(mask.right))
     if mask.left is not None:
@@ -248,7 +247,7 @@ def elements(ptr, b, h, rows, k_pos, strides):
 
 @triton.jit
 def head_of_whole(h, record):
-    """Head h of a call, as the whole counts it of whose heads the call has a part.
+    """Index in the full model of head h of a call with a slice of the heads.
 
     record: a `Mask` or a `Score`.
     """
@@ -259,14 +258,14 @@ def head_of_whole(h, record):
 
 @triton.jit
 def any_key(valid):
-    """Whether a key of the block exists."""
+    """Whether any key of the block exists."""
     return tl.max(valid.to(tl.int32), 0) != 0
 
 
 @triton.jit
 def seen_by_position(m_first, m_last, n_first, n_last, row, mask):
-    """Decide for blocks of queries and keys with consecutive positions: (whether some pair may see
-    each other, whether each does), as far as positions say.
+    """For blocks of queries and keys with consecutive positions: (whether any pair may be visible,
+    whether all are), by positions alone.
     """
     q_first = m_first + row.offset
     q_last = m_last + row.offset
@@ -276,7 +275,7 @@ def seen_by_position(m_first, m_last, n_first, n_last, row, mask):
         some = m_first <= m_last
         each = m_first > m_last
     else:
-        # The window holds distance 0, and the distances of the pairs have no gaps.
+        # The window includes distance 0, and the pairs' distances have no gaps.
         least = k_first - q_last
         most = k_last - q_first
         some = _near(tl.minimum(tl.maximum(least, 0), most), k_first, mask)

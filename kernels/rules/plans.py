@@ -1,8 +1,8 @@
-"""Which blocks a tile meets: of keys, a tile of queries, and of queries, a tile of keys.
+"""Plans: key blocks for a tile of queries, query blocks for a tile of keys.
 
-`key_plan` and `query_plan` state the rule of `mask` for tiles: which blocks are full (nothing in
-them is hidden) and which are boundary blocks. Where ranges cannot tell (a stride, documents, a mask
-tensor, a mask_mod, positions) a table of blocks does, which `block_sparsity` makes with `visible`.
+`key_plan` and `query_plan` apply the rule of `mask` to tiles: which blocks are full (nothing is
+masked) and which are boundary blocks. If ranges do not suffice (a stride, documents, a mask tensor,
+a mask_mod, positions), a table of blocks is used, which `block_sparsity` makes with `visible`.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .integers import value
 
 @triton.jit
 def _blocks(first, last, full_first, full_last, BLOCK: tl.constexpr):
-    """Positions to block numbers: visible [lo, hi), and inside it full [full_lo, full_hi)."""
+    """Block numbers of positions: visible [lo, hi), and inside it full [full_lo, full_hi)."""
     first = tl.maximum(first, 0)
     lo = first // BLOCK
     hi = tl.where(last > first, tl.cdiv(last, BLOCK), lo)
@@ -26,10 +26,9 @@ def _blocks(first, last, full_first, full_last, BLOCK: tl.constexpr):
 def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
     """Key blocks of queries m_first..m_last: (lo, full_lo, full_hi, hi, kept).
 
-    Blocks lo..hi-1, and 0..kept-1 before them, hold every key that one of these queries sees. In
-    full_lo..full_hi-1 every query sees every key, so nothing is masked there; the others are
-    boundary blocks. Documents, mask tensors and functions are left to `block_sparsity`; so is all
-    that goes by positions where they are not in order.
+    Blocks lo..hi-1, and 0..kept-1 before them, contain every key visible to one of these queries.
+    In full_lo..full_hi-1 every query sees every key; the others are boundary blocks. Documents,
+    mask tensors and functions are left to `block_sparsity`, as are unordered positions.
     """
     ORDERED: tl.constexpr = mask.q_positions_ptr is None
     end = row.end
@@ -61,7 +60,7 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
     if mask.keep_first is not None and ORDERED:
         known_end = tl.maximum(tl.minimum(known_end, value(mask.keep_first)), 0)
         kept = tl.cdiv(known_end, BLOCK_N)
-        # Where the kept blocks run into the range they become a part of it.
+        # Kept blocks that overlap the range become part of it.
         hi = tl.where(hi > lo, tl.maximum(hi, kept), hi)
         kept = tl.where(hi > lo, tl.minimum(kept, lo), kept)
     return lo, full_lo, full_hi, hi, kept
@@ -71,8 +70,8 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
 def query_blocks(k_first, k_last, row, mask, BLOCK_M: tl.constexpr):
     """Query blocks of the keys k_first..k_last: the inverse of `key_blocks`, without its `kept`.
 
-    Rows, not positions, are counted: row i stands at i + offset. Keys that no row may see do not
-    matter here, since they touch their own row of dK and dV alone, which is written as 0.
+    In rows, not positions: row i is at i + offset. Invisible keys do not matter, as they affect
+    only their own rows of dK and dV, which are written as 0.
     """
     ORDERED: tl.constexpr = mask.q_positions_ptr is None
     first = 0
@@ -98,16 +97,16 @@ def query_blocks(k_first, k_last, row, mask, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def boundary_block(i, lo, full_lo, full_hi):
-    """Number of the i-th boundary block: those before the full blocks, then those after them."""
+    """Number of the i-th boundary block: first those before the full blocks, then those after."""
     before = full_lo - lo
     return tl.where(i < before, lo + i, full_hi + i - before)
 
 
 @triton.jit
 def _plan_by_table(tile, b, h, mask):
-    """The plan of a tile from a table: full blocks from the front of its list, others from the end.
+    """Plan of a tile from a table: full blocks from the front of its list, others from the end.
 
-    table_strides: rows of the table to the next b and to the next h, and blocks in a row.
+    table_strides: rows of the table to the next b and h, and blocks in a row.
     """
     table_row = tl.cast(b, tl.int64) * value(mask.table_strides[0])
     table_row += tl.cast(h, tl.int64) * value(mask.table_strides[1]) + tile
@@ -126,7 +125,7 @@ def _plan_by_ranges(lo, full_lo, full_hi, hi, kept):
 
 @triton.jit
 def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
-    """Which key blocks a query tile visits: (full blocks, boundary blocks, plan)."""
+    """Key blocks of a query tile: (number of full blocks, of boundary blocks, plan)."""
     if mask.blocks_ptr is not None:
         plan = _plan_by_table(tile, row.b, h, mask)
     else:
@@ -137,7 +136,7 @@ def key_plan(tile, m_first, m_last, h, row, mask, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def query_plan(tile, k_first, k_last, h, row, mask, BLOCK_M: tl.constexpr):
-    """Which query blocks of head h a key tile visits, as `key_plan`."""
+    """Query blocks of head h of a key tile, as `key_plan`."""
     if mask.blocks_ptr is not None:
         plan = _plan_by_table(tile, row.b, h, mask)
     else:

@@ -1,8 +1,8 @@
 """The two matrix products of attention, in fp32 as precise as the inputs allow.
 
-fp16 and bf16 tiles go to the matrix units as they are. An IEEE fp32 product has no matrix unit, and
-Triton then keeps all operands that a thread needs in registers: products over or into more than 64
-columns are taken in parts, even and odd columns apart, or they would spill.
+fp16 and bf16 tiles use matrix units. An IEEE fp32 product has none, and Triton keeps a thread's
+operands in registers: products over or into more than 64 columns are split into even and odd
+columns, or they would spill.
 """
 
 import triton

@@ -1,12 +1,11 @@
-"""Second products, which join q.k: with keys of their own, or with a vector for each distance.
+"""Second products added to q.k: with further keys, or with a vector per distance.
 
-The latter are relative keys, a vector for each distance p - j.
+The latter are relative keys, indexed by the distance p - j.
 
-A tile of queries and keys meets fewer distances than it has pairs: BLOCK_M + BLOCK_N - 1. So the
-products of its queries with the vectors are a matrix product too, [BLOCK_M, W] with W the power of
-two that holds them, ordered by distance. `skewed` brings them under their keys; `unskewed` takes
-the gradients of scores back (Huang et al. 2018, arXiv 1809.04281, skew by padding and reshaping,
-which needs lengths that tiles do not have).
+A tile of queries and keys has only BLOCK_M + BLOCK_N - 1 distances. So the products of its queries
+with the vectors are a matrix product, [BLOCK_M, W] ordered by distance, with W the next power of
+two. `skewed` moves them to their keys' columns; `unskewed` moves the gradients of scores back
+(Huang et al. 2018, arXiv 1809.04281, skew by padding and reshaping, which tiles do not permit).
 """
 
 import triton
@@ -20,7 +19,7 @@ from .tile import head_at, load_block, load_tile
 
 @triton.jit
 def relative_query(q, batch, h, first_q, m_first, in_rows, score, const: tl.constexpr):
-    """The rows that further keys are multiplied by: those of q where no others are given."""
+    """The query of further keys: q, if no other is given."""
     BLOCK_M: tl.constexpr = q.shape[0]
     query = q
     if score.query_ptr is not None:
@@ -31,9 +30,9 @@ def relative_query(q, batch, h, first_q, m_first, in_rows, score, const: tl.cons
 
 @triton.jit
 def further_keys(tile, m_first, n_first, valid, h, score, const: tl.constexpr):
-    """Keys of a second product, [BLOCK_N, BLOCK_D2], or relative keys [W, BLOCK_D]; else None.
+    """Keys of a second product, [BLOCK_N, BLOCK_D2], or relative keys [W, BLOCK_D], or None.
 
-    tile: of queries or of keys. h: query head. valid: which keys exist, None if all do.
+    tile: of queries or of keys. h: query head. valid: which keys exist; None: all.
     """
     keys = None
     if score.key2_ptr is not None:
@@ -59,7 +58,7 @@ def further_products(query, keys, score, const: tl.constexpr):
 
 @triton.jit
 def vectors_at(distances, h, H_q, score, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Relative keys of head h, [distances, BLOCK_D]; those beyond the reach as its end."""
+    """Relative keys of head h, [distances, BLOCK_D], with distances clamped to the reach."""
     own = h * value(score.keys_heads) // H_q
     rows = 2 * value(score.keys_reach) + 1
     keys_ptr = score.keys_ptr + tl.cast(own, tl.int64) * rows * D
@@ -74,7 +73,7 @@ def vectors_at(distances, h, H_q, score, D: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def vectors_of_tile(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
-    """Relative keys [W, BLOCK_D] of the distances of a tile, from the smallest one."""
+    """Relative keys [W, BLOCK_D] of a tile's distances, ascending."""
     W: tl.constexpr = triton.next_power_of_2(const.BLOCK_M + const.BLOCK_N - 1)
     smallest = m_first + row.offset - (n_first + row.shift) - (const.BLOCK_N - 1)
     return vectors_at(smallest + tl.arange(0, W), h, H_q, score, const.D, const.BLOCK_D)
@@ -82,7 +81,7 @@ def vectors_of_tile(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
 
 @triton.jit
 def relative_products(query, vectors, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """[BLOCK_M, BLOCK_N]: the product of each query with the vector of its distance to each key."""
+    """[BLOCK_M, BLOCK_N]: product of each query with the vector of its distance to each key."""
     return skewed(rows_by_rows(query, vectors, PRECISION), BLOCK_N)
 
 
@@ -90,7 +89,7 @@ def relative_products(query, vectors, BLOCK_N: tl.constexpr, PRECISION: tl.const
 def skewed(x, COLS: tl.constexpr):
     """[ROWS, COLS] with x[r, r - c + COLS - 1] at [r, c].
 
-    Takes columns by distance from the smallest to columns by key from the first, and the reverse.
+    Converts columns by ascending distance to columns by key, and vice versa.
     """
     r = tl.arange(0, x.shape[0])[:, None]
     c = tl.arange(0, COLS)[None, :]
@@ -112,9 +111,9 @@ def unskewed(x):
 def _take(x, cols):
     """x[r, cols[r, c]] at [r, c].
 
-    In one dim, since a gather along rows of two is made of as many shuffles and selects as a row
-    has elements in a thread, and in one dim of loads from shared memory. There, eight rows lie
-    beside each other, so that the threads of a matrix product's layout meet few banks twice.
+    In one dim: a two-dim gather compiles to a shuffle and select per element of a thread's row, a
+    one-dim gather to loads from shared memory. Eight rows are interleaved there, so that threads in
+    a matrix product's layout have few bank conflicts.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]

@@ -1,4 +1,4 @@
-"""From q.k to the score that the softmax takes, and the way back for gradients.
+"""Scores from q.k, and their gradients.
 
     x = scale * q.k        (products with relative keys or key2 are added before: see `relative`)
     x = softcap * tanh(x / softcap)
@@ -7,8 +7,8 @@
     x = x + attn_bias[b, h, i, j]
     x = score_mod(x, b, h, p, j)         the user's function
 
-each where it is given. `modified` states the chain once, for tiles of either orientation;
-`gradient` is its derivative. Every part that is absent is absent from the compiled kernel.
+each if given. `modified` implements the chain for tiles of either orientation, `gradient` its
+derivative. Absent parts are not compiled.
 """
 
 from typing import Any, NamedTuple
@@ -23,20 +23,19 @@ from .tile import load_in_place
 
 
 class Score(NamedTuple):
-    """The score as kernels take it: pointers, floats, and integers in the form of `runtime_int`.
+    """The score as a kernel argument: pointers, floats, and integers as `runtime_int`s.
 
     slopes_strides: (batch, head). bias_strides: four, 0 where broadcast. relative_ptr: relative
     bias, rows of 2 reach + 1 distances, relative_stride from head to head. keys_ptr: relative keys,
     contiguous, 2 keys_reach + 1 vectors for each of keys_heads heads, which query heads share.
-    key2_ptr: keys of a second product in their place, with key2_heads heads, which K/V heads share.
-    query_ptr: what either is multiplied by, if not q. Strides are as `tile.head` takes them.
-    mod, mod_grad: the user's functions, tensors: their further arguments.
-    dropout: a weight is kept if its random word, as a signed number, is at least this; survivors
-    are multiplied by dropout_scale. seed_ptr: int64 [2]. hides: not None if the score itself can be
-    -inf, so that a block without a mask may show a row nothing. linear: not None if scores are
-    scale * q.k and nothing else. exact: not None if scores are good to fp32. placed: not None if
-    queries and keys have positions of their own, which dropout counts. first_head, all_heads: not
-    None if the call has a part of a whole's heads, see `head_of_whole`.
+    key2_ptr: keys of a second product instead, with key2_heads heads, which K/V heads share.
+    query_ptr: the query of either, if not q. Strides are as in `tile.head`. mod, mod_grad: the
+    user's functions, tensors: their further arguments. dropout: a weight is kept if its random
+    word, as a signed number, is at least this; survivors are multiplied by dropout_scale. seed_ptr:
+    int64 [2]. hides: not None if a score can be -inf, so that a row may see nothing in an unmasked
+    block. linear: not None if scores are just scale * q.k. exact: not None if scores are accurate
+    to fp32. placed: not None with explicit positions, which dropout counts. first_head, all_heads:
+    not None if the call has a slice of the heads, see `head_of_whole`.
     """
 
     scale: Any
@@ -73,7 +72,7 @@ class Score(NamedTuple):
 
 @triton.jit
 def tanh(x):
-    """tanh to fp32 accuracy: a series where the quotient of exponentials would cancel."""
+    """tanh to fp32 accuracy, with a series where the quotient of exponentials would cancel."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
     quotient = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
@@ -84,8 +83,8 @@ def tanh(x):
 def softcapped(s, score):
     """softcap * tanh(scale * s / softcap).
 
-    Of fp16 and bf16 products an absolute error of 1e-7 softcap is far below what they are good for:
-    they do without the series, and with a reciprocal by way of rsqrt, which is one instruction.
+    For fp16 and bf16 products an absolute error of 1e-7 softcap is negligible, so they use no
+    series, and a reciprocal by rsqrt, which is one instruction.
     """
     if score.exact is not None:
         capped = score.softcap * tanh(s * score.scale * (1.0 / score.softcap))
@@ -104,7 +103,7 @@ def shift_of(distance, reach):
 
 @triton.jit
 def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
-    """attn_bias of a tile [BLOCK_M, BLOCK_N] by TMA; 0 past the last row and key."""
+    """Load attn_bias of a tile [BLOCK_M, BLOCK_N] by TMA; 0 past the last row and key."""
     b = tl.where(value(score.bias_strides[0]) != 0, b, 0)
     h = tl.where(value(score.bias_strides[1]) != 0, h, 0)
     return desc.load([b, h, m_first, n_first]).reshape(const.BLOCK_M, const.BLOCK_N)
@@ -124,9 +123,9 @@ def slope_of(h, row, score):
 def distances(rows, k_pos, ahead, first):
     """|k_pos - (rows + ahead)| in fp32, rounded from 2^24 on.
 
-    first: the least of what lies across, keys or rows that follow one another; or None. A thread's
-    columns differ in bits that the compiler knows (see `mask._in_range`): it converts one number of
-    each row, and adds constants.
+    first: the least key or row of the dim that lies across, if consecutive; or None. A thread's
+    columns differ in bits known at compile time (see `mask._in_range`), so it converts one number
+    per row, and adds constants.
     """
     if first is None:
         distance = tl.abs(k_pos - (rows + ahead)).to(tl.float32)
@@ -143,10 +142,10 @@ def distances(rows, k_pos, ahead, first):
 
 @triton.jit
 def ahead_of(rows, k_pos, ahead, first, start):
-    """p - j = rows + ahead - k_pos, as a number of a thread's first pair and constants.
+    """p - j = rows + ahead - k_pos, as the number of a thread's first pair plus constants.
 
-    first: see `distances`. start: likewise of what lies down. A thread has two rows, 8 apart: pairs
-    of one distance are then one to the compiler, which loads for them once.
+    first: see `distances`. start: likewise for the dim that lies down. A thread has two rows, 8
+    apart, so the compiler knows pairs of equal distance, and loads once for them.
     """
     if start is None:
         distance = rows + ahead - k_pos
@@ -167,16 +166,16 @@ def modified(
 ):  # fmt: skip
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
-    x times factor is the score in log2 units: where nothing changes s, it stays as it is and the
-    factor is folded into the exponent. The last two are what `gradient` needs. rows and k_pos
-    broadcast to the shape of s. unit: two numbers whose product one in s stands for, the second of
-    which broadcasts likewise; None: 1. first, start: see `ahead_of`. slope: of the head.
+    x times factor is the score in log2 units: if nothing modifies s, x is s and the factor is
+    folded into the exponent. The last two results are for `gradient`. rows and k_pos broadcast to
+    the shape of s. unit: two numbers whose product is the unit of s (None: 1); the second
+    broadcasts likewise. first, start: see `ahead_of`. slope: of the head.
     """
     PLAIN: tl.constexpr = score.linear is not None
     if unit is not None and not PLAIN:
         s = s * (unit[0] * unit[1])
     x = s
-    # As one number, which leaves the products of the tile to run beside what follows.
+    # As one number, so that the tile's products can overlap with later work.
     ahead = row.offset - row.shift
     factor = score.scale * LOG2E
     if unit is not None and PLAIN:
@@ -194,9 +193,9 @@ def modified(
             if slope is None:
                 slope = slope_of(h, row, score)
             distance = distances(rows, k_pos, ahead, first)
-            # The backward computes the score again and needs the forward's bits. Of a difference
-            # of two products a compiler may fuse either one; this says which: a sum of three takes
-            # no |x|, a product of two does.
+            # The backward recomputes the score and needs the forward's bits. In a difference of two
+            # products a compiler may fuse either one; this form fixes which: an FMA takes no |x|, a
+            # product does.
             if score.softcap is not None:
                 x = tl.fma(-slope, distance, x)
             else:
@@ -213,7 +212,7 @@ def modified(
             x = x + bias.to(tl.float32)
         before = x
         if score.mod is not None:
-            # The user's function may load by position: it is asked about existing pairs only.
+            # The user's function may load by position, so only existing pairs are evaluated.
             q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
             k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
             x = score.mod(x, row.b, head_of_whole(h, score), q_pos, k_pos, *score.tensors)
@@ -222,7 +221,8 @@ def modified(
 
 @triton.jit
 def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
-    """From the gradient of x (natural units): (that of attn_bias and relative bias, of scale*q.k).
+    """From the gradient of x (natural units): gradients of (attn_bias and relative bias,
+    scale*q.k).
 
     keep: what the mask shows, or None where it shows all.
     """
@@ -242,7 +242,7 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
 
 
 class ScoreTangents(NamedTuple):
-    """Tangents of what is added to scores: attn_bias and relative_bias, as `Score` has those."""
+    """Tangents of attn_bias and relative_bias, in the form of `Score`."""
 
     bias_ptr: Any = None
     bias_strides: Any = None
@@ -252,11 +252,11 @@ class ScoreTangents(NamedTuple):
 
 @triton.jit
 def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, given):
-    """From the tangent of q.k to that of the score (natural units), 0 where it is hidden.
+    """From the tangent of q.k to the score's (natural units), 0 where masked.
 
-    x, before, capped: of `modified`. keep: what the mask shows, or None where it shows all. given:
-    `ScoreTangents`. A function of one number has a factor for its derivative: its gradient is its
-    tangent too.
+    x, before, capped: from `modified`. keep: visible pairs, or None = all. given: `ScoreTangents`.
+    The user's function acts on one number, so its tangent is multiplied by the same factor as its
+    gradient.
     """
     t = ts * score.scale
     if score.softcap is not None:
@@ -284,9 +284,9 @@ def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, given):
 
 @triton.jit
 def first_state(h, m, l, score):
-    """Maximum (log2 units) and sum of rows before any key: nothing, or the head's sink alone."""
+    """Initial maximum (log2 units) and sum of rows: empty, or the head's sink."""
     if score.sinks_ptr is not None:
-        # l is 0, in whatever layout Gluon kernels keep it.
+        # l is 0, in its Gluon layout.
         m = l + tl.load(score.sinks_ptr + h).to(tl.float32) * LOG2E
         l = l + 1.0
     return m, l
@@ -294,7 +294,7 @@ def first_state(h, m, l, score):
 
 @triton.jit
 def with_sink(acc, m, l, h, score):
-    """Take the head's sink into the state of rows that have met all their keys; l [M] after it."""
+    """Add the head's sink to the final state of rows; l [M] after it."""
     if len(l.shape) == 2:
         l = tl.sum(l, 1)
     if score.sinks_ptr is not None:
@@ -313,10 +313,10 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
-    (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So a weight's fate depends on
-    its position alone, not on tiles, kernels or the batch beside it. Positions of their own take
-    the place of i and j; those of the keys from n_first on start at a multiple of 4. h and H_q are
-    the whole's where the call has a part of its heads.
+    (j // 4, i, b H_q + h, seed[1]); its word j % 4 decides on key j. So the choice depends only on
+    a weight's position, not on tiles, kernels or the batch size. Explicit positions replace i and
+    j; positions of the keys from n_first on start at a multiple of 4. For a slice of heads, h and
+    H_q are the full model's.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_N: tl.constexpr = const.BLOCK_N
@@ -333,7 +333,7 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
 
 @triton.jit
 def kept_at(rows, k_pos, h, H_q, row, score):
-    """`kept` for keys in any order: rows and k_pos broadcast. Four times its price."""
+    """`kept` for keys in any order: rows and k_pos broadcast. Costs four times as much."""
     if score.placed is not None:
         rows += row.offset
         k_pos += row.shift
@@ -346,7 +346,7 @@ def kept_at(rows, k_pos, h, H_q, row, score):
 
 @triton.jit
 def _random_words(fours, rows, h, H_q, row, score):
-    """The words of four keys each, from number 4 fours; both of one shape."""
+    """Random words for four keys each, from key 4 fours on; fours and rows have one shape."""
     seed = tl.load(score.seed_ptr)
     salt = tl.load(score.seed_ptr + 1).to(tl.int32)
     zeros = tl.zeros_like(rows)
@@ -363,5 +363,5 @@ def _survives(words, score):
 
 @triton.jit
 def dropped(x, survivors, score):
-    """x where it survives, scaled so that its mean stays."""
+    """x where it survives, scaled to keep its mean."""
     return tl.where(survivors, x * score.dropout_scale, 0.0)
