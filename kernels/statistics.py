@@ -1,9 +1,9 @@
 """Statistics of attention weights, without a tensor of all of them.
 
-With p_ij the weight of key j for query i: the entropy of each row, -sum_j p_ij ln p_ij, and its
-mean distance, sum_j p_ij |p - j|; the sum that each key receives, sum_i p_ij; the largest weights
-of each row and their keys; and, for small shapes, the weights themselves. All are computed again
-from scores and lse, as backward does.
+With p_ij the weight of key j for query i: each row's entropy, -sum_j p_ij ln p_ij, and mean
+distance, sum_j p_ij |p - j|; the total weight of each key, sum_i p_ij; the largest weights of each
+row and their keys; and, for small shapes, the weights themselves. All are recomputed from scores
+and lse, as in backward.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from .rules.tile import head_at, load_block, load_tile
 if TYPE_CHECKING:
     from fastattn.options import Options
 
-# A position that no key has; the empty places of a list count down from it.
+# Position of no key; empty entries of a list count down from it.
 _NOWHERE = tl.constexpr(2**31 - 1)
 
 
 class _Operands(NamedTuple):
-    """Operands of a loop over key blocks: q, its lse, and what relative keys are multiplied by."""
+    """Operands of a loop over key blocks: q, its lse, and the query of relative keys."""
 
     q: Any
     query: Any
@@ -74,7 +74,7 @@ def _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, con
 
 @triton.jit
 def _block_weights(n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Scores in log2 units, -inf where hidden, and weights [BLOCK_M, BLOCK_N] of one key block."""
+    """Scores in log2 units, -inf where masked, and weights [BLOCK_M, BLOCK_N] of a key block."""
     PRECISION: tl.constexpr = const.PRECISION
     q, query, lse, k_ptr, k_stride = operands
     k = load_block(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
@@ -94,14 +94,14 @@ def _block_weights(n_first, valid, keep, tile, operands, score, const: tl.conste
 
 @triton.jit
 def _largest(x, k_pos):
-    """The largest x of each row and the lowest position that has it; k_pos broadcasts to x."""
+    """The largest x of each row and its lowest position; k_pos broadcasts to x."""
     best = tl.max(x, 1)
     return best, tl.min(tl.where(x == best[:, None], k_pos, _NOWHERE), 1)
 
 
 @triton.jit
 def _contest(x, k_pos, top_x, top_pos):
-    """Compare a block with the list of each row: best candidate, weakest entry, whether to swap."""
+    """Compare a block with each row's list: best candidate, weakest entry, whether to swap."""
     best, best_pos = _largest(x, k_pos)
     worst = tl.min(top_x, 1)
     worst_pos = tl.max(tl.where(top_x == worst[:, None], top_pos, -1), 1)
@@ -111,10 +111,10 @@ def _contest(x, k_pos, top_x, top_pos):
 
 @triton.jit
 def _into_top(x, k_pos, top_x, top_pos):
-    """Lists [BLOCK_M, PLACES] of largest scores, in no order, after a block of scores x.
+    """Update the unordered lists [BLOCK_M, PLACES] of largest scores by a block of scores x.
 
-    One score a row enters with each turn, and turns end when none does: after the first blocks
-    there are few.
+    Each iteration inserts one score per row, until none is inserted: few iterations after the first
+    blocks.
     """
     best, best_pos, worst, worst_pos, enters = _contest(x, k_pos, top_x, top_pos)
     while tl.max(enters.to(tl.int32), 0) != 0:
@@ -128,10 +128,10 @@ def _into_top(x, k_pos, top_x, top_pos):
 
 @triton.jit
 def _into_rows(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Take one key block into the statistics of the rows: see `blocks.over_key_blocks`."""
+    """Add one key block to the rows' statistics: see `blocks.over_key_blocks`."""
     entropy, distance, top_x, top_pos = state
     x, p = _block_weights(n_first, valid, keep, tile, operands, score, const)
-    # A weight of 0 adds nothing, though its logarithm is -inf.
+    # A weight of 0 adds 0, although its logarithm is -inf.
     surprise = tl.where(p > 0, operands.lse[:, None] - x * LN2, 0.0)
     entropy += tl.sum(p * surprise, 1)
     k_pos = n_first + tl.arange(0, const.BLOCK_N)
@@ -147,9 +147,9 @@ def attention_row_statistics_kernel(
     q_ptr, k_ptr, lse_ptr, entropy_ptr, distance_ptr, top_ptr, position_ptr, q_strides, k_strides,
     mask, score, H_q, G, T_q, T_k, top, const: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Entropy, distance and the `top` largest weights of a tile of queries; grid as forward's.
+    """Entropy, distance and the `top` largest weights of a tile of queries; grid as forward.
 
-    PLACES: of the list of each row, a power of two; 1 leaves the lists out.
+    PLACES: size of each row's list, a power of two; 1 = no lists.
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
@@ -157,7 +157,7 @@ def attention_row_statistics_kernel(
     lse = operands.lse
 
     entropy = tl.zeros([BLOCK_M], tl.float32)
-    # Places past the first `top` are full for good.
+    # Entries past the first `top` are permanently full.
     places = tl.arange(0, PLACES)[None, :] + tl.zeros([BLOCK_M, PLACES], tl.int32)
     top_x = tl.where(places < top, float("-inf"), float("inf"))
     top_pos = _NOWHERE - places
@@ -212,7 +212,7 @@ def attention_received_kernel(
     q_ptr, k_ptr, lse_ptr, received_ptr, q_strides, k_strides, mask, score, H_q, G, T_q, T_k,
     const: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights that a tile of keys receives from a query head. Grid: as dK/dV's, for H_q."""
+    """Sum the weights that a tile of keys receives from a query head. Grid as dK/dV, for H_q."""
     BLOCK_N: tl.constexpr = const.BLOCK_N
     tile = key_tile(H_q, H_q, T_q, T_k, mask, BLOCK_N)
     h = tile.h_k
@@ -228,7 +228,7 @@ def attention_received_kernel(
         received = over_query_blocks(
             _into_keys, received, h, tile, operands, None, mask, score, const
         )
-    # A block without a mask reads keys that do not exist as 0: those have a weight too.
+    # Unmasked blocks load nonexistent keys as 0, which get a weight too.
     received = tl.where(tile.valid, received, 0.0)
     stats = (b * H_q + h).to(tl.int64) * T_k + tile.k_pos
     tl.store(received_ptr + stats, received, mask=tile.k_pos < T_k)
@@ -236,7 +236,7 @@ def attention_received_kernel(
 
 @triton.jit
 def _store_block(weights_ptr, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
-    """Write the weights of one key block into the rows [T_q, T_k] of a head.
+    """Write the weights of a key block to the rows [T_q, T_k] of a head.
 
     The state of `blocks.over_key_blocks` is the pointer to them.
     """
@@ -260,7 +260,7 @@ def attention_weights_kernel(
 
 
 def launch_lse(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """lse as forward's, fp32 [B, H_q, T_q], at the price of the scores: values of 16 bytes."""
+    """lse of forward, fp32 [B, H_q, T_q], for little more than the scores: with 16-byte values."""
     v = k[..., : 16 // k.element_size()]
     return launch_forward(q, k, v, options)[1]
 
@@ -271,8 +271,7 @@ def launch_row_statistics(
     """Entropy and distance fp32 [B, H_q, T_q]; largest weights fp32 and their keys int64, each
     [B, H_q, T_q, top].
 
-    q, k and options as `launch_forward` takes them, dense and without dropout; lse as it gives it,
-    contiguous.
+    q, k and options as in `launch_forward`, dense and without dropout; its lse, contiguous.
     """
     B, H_q, T_q, _ = q.shape
     entropy = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
@@ -330,7 +329,7 @@ def _launch(
     numbers: tuple[int, ...] = (),
     constexprs: tuple[int, ...] = (),
 ) -> None:
-    """Launch a kernel that writes what is found of q and k, if there are programs."""
+    """Launch a kernel that writes statistics of q and k, if there are programs."""
     if programs:
         q, k = aligned(q), aligned(k)
         kernel[(programs,)](

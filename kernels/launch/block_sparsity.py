@@ -1,8 +1,8 @@
-"""Tables of blocks for masks that no range can describe.
+"""Block tables for masks that ranges cannot describe.
 
-For every tile of a kernel the table lists the blocks that it visits: those without a hidden pair
-from the front of the row, those with some from its end. It is made with the rule `mask.visible`,
-so nothing is stated twice, and only over the range that window, length and padding leave.
+For every tile of a kernel the table lists the blocks to visit: full blocks from the front of the
+row, boundary blocks from its end. It is computed with `mask.visible`, over the range that window,
+length and padding leave.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ def _note(
     full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Enter a block into the list of a tile: does it show any pair, is no pair to be hidden.
+    """Add a block to a tile's list, as full or boundary block, unless it is hidden.
 
-    exist [BLOCK_N]: keys of which something may have to be hidden; None: all, be there a key or
-    not. queries: how many see such a key if nothing is. Where positions say it for all pairs at
-    once, none is looked at.
+    exist [BLOCK_N]: keys that may need a mask; None: all, existing or not. queries: number that see
+    such a key in a full block. If positions decide for all pairs, no pair is evaluated.
     """
     if mask.q_positions_ptr is not None:
         m_last = m_first + queries - 1
@@ -72,8 +71,7 @@ def _note_pairs(
 ):  # fmt: skip
     """`_note` by every pair.
 
-    To count along queries takes the fewest registers: the other way lanes have to exchange what
-    they count.
+    Counting along queries takes the fewest registers; along keys, lanes would exchange counts.
     """
     m_pos = m_first + tl.arange(0, BLOCK_M)
     k_pos = n_first + tl.arange(0, BLOCK_N)
@@ -95,7 +93,7 @@ def block_sparsity_kernel(
     mask, counts_ptr, blocks_ptr, T_q, T_k, H, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The row of one tile of queries (OF_KEYS: the key blocks it visits), or of one of keys."""
+    """Table row of a tile of queries (OF_KEYS: its key blocks), or of a tile of keys."""
     tile = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -111,12 +109,12 @@ def block_sparsity_kernel(
         lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
         lo = tl.where(kept > 0, 0, lo)
         hi = tl.maximum(hi, kept)
-        # Who takes a block of every tile finds one where nothing is seen.
+        # Kernels that read a block of every tile need a valid entry here.
         tl.store(blocks_ptr + width - 1, 0, mask=width > 0)
         for block in range(lo, hi):
             n_first = block * BLOCK_N
             here = at_keys(row, n_first, mask)
-            # Rows that do not exist are never stored: nothing of them has to be hidden.
+            # Nonexistent rows are never stored, so they need no mask.
             full, boundary = _note(
                 full, boundary, block, m_first, n_first, None, m_last + 1 - m_first, h, here, mask,
                 blocks_ptr, width, BLOCK_M, BLOCK_N,
@@ -126,10 +124,10 @@ def block_sparsity_kernel(
         row = at_keys(row, n_first, mask)
         k_first = tl.maximum(n_first, row.start)
         k_last = tl.minimum(n_first + BLOCK_N, row.end) - 1
-        # Keys that do not exist are stored as 0: nothing of them has to be hidden.
+        # Nonexistent keys are stored as 0, so they need no mask.
         valid = valid_keys(n_first + tl.arange(0, BLOCK_N), row, mask)
         lo, _, _, hi = query_blocks(k_first, k_last, row, mask, BLOCK_M)
-        # A tile without keys has no pairs to ask the user's function about.
+        # A tile without keys has no pairs for the user's function.
         hi = tl.where(any_key(valid), hi, lo)
         for block in range(lo, hi):
             here = at_queries(row, block * BLOCK_M, mask)
@@ -142,12 +140,12 @@ def block_sparsity_kernel(
 
 
 class CallTables:
-    """Tensors that a kernel reads beside a call's options, and the launches that fill them.
+    """Tensors that a kernel reads besides a call's options, and the launches that fill them.
 
     Args:
-        empty: int32; None where the call has no such thing. They are forgotten by `bind`.
-        fills: the launches in their order, each with the places of what it is called on: among the
-            options or, counted from the end, in `empty`.
+        empty: int32, or None. `bind` drops them.
+        fills: the launches in order, each with the indices of its arguments: among the options or,
+            counted from the end, in `empty`.
     """
 
     def __init__(
@@ -179,9 +177,9 @@ class CallTables:
 def launch_mask(
     options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool
 ) -> tuple[Mask, CallTables | None]:
-    """The mask for a `Launch`, and its tables where every call has its own.
+    """The mask for a `Launch`, and its tables if they differ between calls.
 
-    of_keys: the kernel works on tiles of queries and visits key blocks, else the reverse.
+    of_keys: the kernel's tiles are queries, which visit key blocks, else the reverse.
     """
     if options.launched_anew:
         return _complete(options, q, k, tile, of_keys=of_keys), None
@@ -201,12 +199,12 @@ def launch_mask(
 
 
 def mask_for_queries(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> Mask:
-    """The mask of a kernel that works on tiles of queries, with a table where it takes one."""
+    """The mask of a kernel over tiles of queries, with a table if needed."""
     return _complete(options, q, k, tile, of_keys=True)
 
 
 def mask_for_keys(options: Options, q: Tensor, k: Tensor, tile: TileConfig) -> Mask:
-    """The mask of a kernel that works on tiles of keys, with a table where it takes one."""
+    """The mask of a kernel over tiles of keys, with a table if needed."""
     return _complete(options, q, k, tile, of_keys=False)
 
 
@@ -228,7 +226,7 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
     if key is not None and mod.may_keep(q.device):
         if len(kept) >= _TABLES_KEPT:
             del kept[next(iter(kept))]
-        # With the tensors that it was made from, whose addresses are part of its key.
+        # Keep the source tensors alive, as their addresses are part of the key.
         kept[key] = (table, mask)
     return mask._replace(**table)
 
@@ -245,13 +243,13 @@ def _irregular(options: Options) -> bool:
 
 
 def _per_head(options: Options) -> bool:
-    """Whether heads differ in what they see."""
+    """Whether the mask differs between heads."""
     of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_head", True)
     return of_mod or (options.attn_mask is not None and options.attn_mask.shape[1] > 1)
 
 
 def _per_batch(options: Options) -> bool:
-    """Whether rows of the batch differ in what they see."""
+    """Whether the mask differs between batch rows."""
     own = (
         options.query_offsets, options.key_lengths, options.key_padding_mask,
         options.prefix_lengths, options.q_documents, options.cu_seqlens_q,
@@ -265,7 +263,7 @@ def _per_batch(options: Options) -> bool:
 def _empty_table(
     options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_keys: bool
 ) -> dict[str, Any]:
-    """Fields of `Mask`: for each tile of the kernel the blocks that it visits."""
+    """Table fields of `Mask`: the blocks of each tile of the kernel."""
     B, H_q, T_q, _ = q.shape
     per_batch, heads = _per_batch(options), H_q if _per_head(options) else 1
     (T, BLOCK), (T_other, BLOCK_OTHER) = (T_q, tile.BLOCK_M), (k.shape[2], tile.BLOCK_N)
@@ -297,14 +295,14 @@ def _blocks_launch(
     )  # fmt: skip
 
 
-# A mask that is used with a few shapes and other options has three tables for each.
+# A mask has up to three tables for each shape and set of other options.
 _TABLES_KEPT = 24
 
 
 def _table_key(
     mask: Mask, sizes: tuple[int, ...], of_keys: bool, device: torch.device
 ) -> tuple[Any, ...] | None:
-    """Key of all that a table depends on, or None where a change could go unnoticed."""
+    """Cache key of a table, or None if a change could go unnoticed."""
     key: list[Any] = [sizes, of_keys, device]
     for x in (*mask._replace(extents_ptr=None, tensors=()), *mask.tensors):
         if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""TMA descriptors, by which one thread asks for a block of rows and hardware brings it."""
+"""TMA descriptors, with which one thread requests a block of rows from hardware."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def tma_strides(x: Tensor) -> list[int] | None:
-    """Strides of [B, H, T, D] as TMA takes them, or None where it cannot walk x.
+    """Strides of [B, H, T, D] for TMA, or None if TMA does not support x.
 
-    Rows have to start at multiples of 16 bytes. A stride that is never taken may be anything in
-    torch, but not here; one of 0, of a tensor that was expanded, is not served.
+    Rows must be 16-byte aligned. Strides of dims of size 1 are arbitrary in torch, but not here; a
+    stride of 0, of an expanded tensor, is not served.
     """
     elements = 16 // x.element_size()
     if x.numel() == 0 or x.data_ptr() % 16 or (x.stride(3) != 1 and x.shape[3] > 1):
@@ -21,22 +21,22 @@ def tma_strides(x: Tensor) -> list[int] | None:
 
 
 def descriptor_like(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """Blocks of `rows` rows and `cols` columns of a head, for tensors that lie in memory as x does.
+    """Descriptor of blocks [rows, cols] of a head, for tensors with the layout of x.
 
-    What lies outside of x reads as 0. None where TMA cannot walk such a tensor.
+    Out-of-bounds elements read as 0. None if TMA does not support the layout.
     """
     strides = tma_strides(x)
     if strides is None:
         return None
     descriptor = TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols])
-    descriptor.base = None  # a plan is kept for longer than the tensors it was made for
+    descriptor.base = None  # a cached plan outlives its tensors
     return descriptor
 
 
 def descriptor_of(x: Tensor, like: TensorDescriptor) -> TensorDescriptor:
-    """The descriptor of x, which lies in memory as what `like` was made for does."""
+    """The descriptor of x, which has the layout of `like`'s tensor."""
     descriptor: TensorDescriptor = object.__new__(type(like))
-    # Checked when `like` was made; to check again takes the host several times what this does.
+    # Without the checks done for `like`, which would take several times as long.
     descriptor.__dict__.update(like.__dict__)
     descriptor.base = x
     return descriptor

@@ -1,9 +1,9 @@
-"""The repairs behind `interpreter.mend`: bfloat16, TF32, NaN, memory checks, cheap helper calls.
+"""Repairs of Triton's interpreter: bfloat16, TF32, NaN, memory checks, cheap helper calls.
 
 Triton's interpreter runs a kernel's Python source; every tl operation ends in a method of one
 `InterpreterBuilder`, on handles that pair a NumPy array with a Triton dtype. NumPy has no bfloat16:
-such a handle carries the bits as uint16. The classes here override what the stock ones get wrong,
-a concept each, and `install` puts them in the stock ones' places. Valid for Triton 3.6 to 3.9.
+such a handle carries the bits as uint16. The classes here each fix one aspect of the stock classes,
+which `install` replaces. Valid for Triton 3.6 to 3.9.
 """
 
 import threading
@@ -28,15 +28,15 @@ _TF32_MASK = np.uint32(0xFFFFE000)  # sign, 8 exponent bits, 10 of the 23 mantis
 
 
 class OutOfBoundsError(IndexError):
-    """An interpreted kernel touched memory that belongs to none of its tensor arguments."""
+    """An interpreted kernel accessed memory outside its tensor arguments."""
 
 
 def bf16_bits(x: Array) -> Array:
-    """float32 values rounded to the nearest bfloat16, ties to even, as uint16 bits of x's shape."""
+    """Round float32 values to bfloat16, ties to even, as uint16 bits of x's shape."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32).reshape(np.shape(x))
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = (bits + half) >> np.uint32(16)
-    # The carry of the rounding would turn some NaN into zero.
+    # The rounding's carry would turn some NaN into zero.
     return np.where(np.isnan(x), _BF16_NAN, rounded).astype(np.uint16)
 
 
@@ -50,7 +50,7 @@ def _is_bf16(handle: TensorHandle) -> bool:
 
 
 def _widen(handle: TensorHandle) -> TensorHandle:
-    """bfloat16 as float32; anything else as it is."""
+    """Convert bfloat16 to float32; leave other types."""
     return TensorHandle(bf16_values(handle.data), tl.float32) if _is_bf16(handle) else handle
 
 
@@ -59,7 +59,7 @@ def _narrow(handle: TensorHandle) -> TensorHandle:
 
 
 class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
-    """Element by element: computed in float32 and rounded once, as GPUs do."""
+    """bfloat16 element by element: computed in float32 and rounded once, as on GPUs."""
 
     def get_bf16(self, value: float) -> TensorHandle:
         return TensorHandle(bf16_bits(np.array([value], np.float32)), tl.bfloat16)
@@ -72,7 +72,7 @@ class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Array]) -> Any:
         out = super().binary_op(_widen(lhs), _widen(rhs), op)
         if out.data.dtype == bool:
-            # The stock type of a comparison is that of its operands, which it takes as a tile.
+            # The stock comparison has its operands' type, not bool.
             return TensorHandle(out.data, tl.int1)
         return _narrow(out) if _is_bf16(lhs) else out
 
@@ -87,7 +87,7 @@ class _Bfloat16(InterpreterBuilder):  # type: ignore[misc]
 
 
 class _TensorCores(InterpreterBuilder):  # type: ignore[misc]
-    """tl.dot: bfloat16 and float16 products summed in float32, TF32 where a kernel asks for it."""
+    """tl.dot: bfloat16 and float16 products summed in float32, TF32 on request."""
 
     def create_dot(
         self, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, imprecise_acc: Any
@@ -123,7 +123,7 @@ class _NanRules(InterpreterBuilder):  # type: ignore[misc]
 
 
 class _Reduce(stock.ReduceOps):  # type: ignore[misc]
-    """Reductions of bfloat16: in float32, rounded once at the end."""
+    """Reductions of bfloat16 in float32, rounded once at the end."""
 
     def apply_impl(self, input: tuple[Any, ...]) -> tuple[Any, ...]:
         narrow = [_is_bf16(tensor.handle) for tensor in input]
@@ -138,7 +138,7 @@ class _Reduce(stock.ReduceOps):  # type: ignore[misc]
         )
 
     def min_max(self, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        # The same numbers as nanmax and nanmin, without their warning about rows of NaN.
+        # As nanmax and nanmin, without the warning about rows of NaN.
         quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
         return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
@@ -150,7 +150,7 @@ def _with_handle(tensor: Any, handle: TensorHandle) -> Any:
 
 
 class _Extent(NamedTuple):
-    """The bytes [first, end) that one tensor argument of a launch may touch."""
+    """The bytes [first, end) of a tensor argument's storage."""
 
     argument: str
     first: int
@@ -164,12 +164,12 @@ class _Launch:
     language_is_patched: bool = False
 
 
-# The launch that is running; a list because a hook of one launch may start another.
+# Running launches; a list, as a launch's hook may start another.
 _launches: list[_Launch] = []
 
 
 class _CheckedMemory(InterpreterBuilder):  # type: ignore[misc]
-    """Every unmasked address has to lie in the storage of a tensor argument of the launch."""
+    """Check that every unmasked address is in the storage of a tensor argument."""
 
     def create_masked_load(self, ptrs: TensorHandle, mask: Any, *args: Any, **kwargs: Any) -> Any:
         self._check("load", ptrs, mask)
@@ -234,7 +234,7 @@ def _extents(name: str, arg: Any) -> Iterator[_Extent]:
 
 
 class _GridExecutor(stock.GridExecutor):  # type: ignore[misc]
-    """A launch: knows its memory, and keeps NumPy from warning about NaN and infinity."""
+    """A launch: records its memory, and silences NumPy's warnings about NaN and infinity."""
 
     def __call__(self, *args_dev: Any, **kwargs: Any) -> None:
         _launches.append(_Launch(self.fn.__name__))
@@ -250,22 +250,22 @@ class _GridExecutor(stock.GridExecutor):  # type: ignore[misc]
             _launches.pop()
 
     def _init_args_hst(self, args_dev: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-        # The interpreter works on host copies of device tensors: their addresses count.
+        # The interpreter works on host copies of device tensors, so use their addresses.
         args, kwargs = super()._init_args_hst(args_dev, kwargs)
         named = [*zip(self.arg_names, args, strict=False), *kwargs.items()]
         _launches[-1].extents = [extent for name, arg in named for extent in _extents(name, arg)]
         return args, kwargs
 
 
-# A launch changes the language and the builder of the whole process. Within a launch nothing waits
-# for another thread, so whoever waits here gets its turn, autograd's threads too. A hook of a
-# launch may start another in its own thread.
+# A launch changes the language and the builder of the whole process, so launches take this lock. A
+# launch waits for no other thread, so there is no deadlock. Re-entrant, as a launch's hook may
+# start another.
 _one_at_a_time = threading.RLock()
 _stock_run = stock.InterpretedFunction.run
 
 
 def _run(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Launch an interpreted kernel when no other thread runs one."""
+    """Launch an interpreted kernel, one at a time in the process."""
     with _one_at_a_time:
         _stock_run(self, *args, **kwargs)
 
@@ -281,16 +281,16 @@ _whole_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 
 def _patch_lang(fn: Any) -> Any:
-    """Replace the language by interpreted functions, once a launch.
+    """Replace the language by interpreted functions, once per launch.
 
-    The stock function does it at every call of a jit helper, tl.sum and tl.max included, for the
-    modules that the helper sees. Here a launch replaces all of them, and helpers find it done.
+    The stock function does so at every call of a jit helper, tl.sum and tl.max included, for the
+    modules that the helper uses. Here a launch replaces all of them once.
     """
     if _launches and _launches[-1].language_is_patched:
         return stock._LangPatchScope()
     scope = _stock_patch_lang(_whole_language)
-    # int() of an array with one element and a dimension is an error since NumPy 2.4, which left
-    # Triton 3.6 without `range` over a loaded bound.
+    # int() of a one-element array fails since NumPy 2.4, which broke `range` over a loaded bound in
+    # Triton 3.6.
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     if _launches:
         _launches[-1].language_is_patched = True
@@ -302,7 +302,7 @@ _np_dtypes: dict[str, np.dtype[Any]] = {}
 
 
 def _np_dtype(dtype: Any) -> np.dtype[Any]:
-    """NumPy's dtype of a tile's elements: the stock function makes its whole table at each call."""
+    """NumPy's dtype of a tile's elements; the stock function rebuilds its table at each call."""
     element = dtype.scalar
     if isinstance(element, tl.pointer_type):
         return _stock_np_dtype(dtype)
@@ -316,10 +316,10 @@ class _Builder(_CheckedMemory, _NanRules, _TensorCores, _Bfloat16):
 
 
 def install() -> None:
-    """Put the repaired classes in place of Triton's."""
-    # Kernels, their tl functions and Triton's semantics all hold this one object.
+    """Replace Triton's classes by the repaired ones."""
+    # Kernels, tl functions and Triton's semantics all share this object.
     stock.interpreter_builder.__class__ = _Builder
-    # The check repeats every sum and product of integers in 64 bits: half of all the time.
+    # The overflow check repeats every integer sum and product in 64 bits: half of all time.
     stock.interpreter_builder.options = stock.InterpreterOptions(sanitize_overflow=False)
     stock.ReduceOps = _Reduce
     stock.GridExecutor = _GridExecutor

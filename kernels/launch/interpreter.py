@@ -1,9 +1,8 @@
-"""Makes Triton's CPU interpreter (TRITON_INTERPRET=1) give the numbers a GPU gives.
+"""Make Triton's CPU interpreter (TRITON_INTERPRET=1) compute as a GPU.
 
-The stock interpreter multiplies bfloat16 by its bit pattern, truncates where a GPU rounds, lets NaN
-through tl.maximum where a GPU drops it, and reads past the end of a tensor without a word.
-`mend` repairs that for the whole process; `emulation` holds the repairs, `interpreter_speed` what
-makes it fast enough to test with.
+The stock interpreter multiplies bit patterns of bfloat16, truncates instead of rounding, propagates
+NaN in tl.maximum, and silently reads past the end of a tensor. `mend` fixes this for the whole
+process, with the repairs of `emulation`, and makes the interpreter faster (`interpreter_speed`).
 """
 
 import triton
@@ -12,11 +11,11 @@ import triton
 def mend() -> None:
     """Repair the interpreter of this process; without TRITON_INTERPRET=1 do nothing.
 
-    May be called any number of times, at any moment before the first launch that has to be right.
+    Idempotent; call it before the first launch.
     """
     if not triton.knobs.runtime.interpret:
         return
-    # The interpreter needs NumPy, which compiled kernels do without.
+    # Only the interpreter needs NumPy.
     from . import emulation, interpreter_speed
 
     emulation.install()

@@ -1,9 +1,9 @@
-"""The operators of tensors in the interpreter, for operands that need no promotion.
+"""Fast tensor operators of the interpreter, for operands without promotion.
 
-In Triton `a + b` of two tiles goes through the rules of promotion and broadcasting, which make
-handles and types for both operands before NumPy adds them. Where both have one dtype, or one is a
-number that takes the other's, or both are signed integers, NumPy broadcasts them itself, to the
-same numbers. `quick` leaves everything else to Triton. Valid for Triton 3.6 to 3.9.
+Triton applies its rules of promotion and broadcasting to `a + b`, with new handles and types for
+both operands, before NumPy adds them. If both have one dtype, or one is a number that takes the
+other's, or both are signed integers, NumPy's own broadcasting gives the same result. `quick` leaves
+other cases to Triton. Valid for Triton 3.6 to 3.9.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ _BITS = _INTEGERS | {"int1"}
 
 
 class _Operator(NamedTuple):
-    """NumPy's function, the dtypes for which it is Triton's, and what it gives."""
+    """NumPy's function, the dtypes for which it equals Triton's, and its result type."""
 
     function: Callable[..., Any]
     dtypes: frozenset[str]
     compares: bool = False
 
 
-# Of fp16, Triton divides in fp32.
+# Triton divides fp16 in fp32.
 _OPERATORS = {
     "add": _Operator(np.add, _NUMBERS),
     "sub": _Operator(np.subtract, _NUMBERS),
@@ -49,7 +49,7 @@ _REFLECTED = {f"__r{name}__": operator for name, operator in _OPERATORS.items()}
 
 
 def quick(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `name` of tl.tensor, by NumPy alone where that is the same; else `slow`."""
+    """The method `name` of tl.tensor, by NumPy alone if equivalent, else `slow`."""
     if name == "__getitem__":
         return _with_new_dims(slow)
     reflected = name in _REFLECTED
@@ -94,7 +94,7 @@ def quick(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(pointers: Any, offsets: Any) -> Any:
-    """Pointers further by offsets in elements, or None where Triton has to say."""
+    """Pointers plus offsets in elements, or None if Triton has to compute it."""
     if offsets.dtype.name not in _INTEGERS:
         return None
     dtype = pointers.dtype
@@ -107,7 +107,7 @@ def _moved(pointers: Any, offsets: Any) -> Any:
 
 
 def _common_type(one: Any, other: Any, dtype: Any) -> Any:
-    """The type of `dtype` that both are broadcast to, or None where Triton has to say."""
+    """The broadcast type with `dtype`, or None if Triton has to compute it."""
     shapes = [type.shape.values for type in (one, other) if type.is_block()]
     if not shapes:
         return dtype
@@ -126,7 +126,7 @@ def _is_whole(index: Any) -> bool:
 
 
 def _with_new_dims(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """x[:, None], x[None] and the like."""
+    """Fast x[:, None], x[None] and the like."""
 
     def method(self: Any, index: Any, **kwargs: Any) -> Any:
         if not self.type.is_block() or type(index) is not tuple:

@@ -1,10 +1,9 @@
-"""Makes the interpreter about twice as fast without changing a number.
+"""Make the interpreter about twice as fast, with equal results.
 
-Triton's front end is written to go once over the source of a kernel. The interpreter goes through
-it at every operation of every program, so that NumPy gets a fraction of the time. Here types are
-made once, the attributes of a tensor are copied from its type, operands that need no promotion skip
-its rules, and calls skip the wrappers around the functions of the language.
-Valid for Triton 3.6 to 3.9.
+The interpreter runs Triton's front end, written for one pass over a kernel, at every operation of
+every program, so that NumPy gets a fraction of the time. Here types are cached, a tensor's
+attributes are copied from its type, operands without promotion skip its rules, and calls skip the
+wrappers of the language's functions. Valid for Triton 3.6 to 3.9.
 """
 
 from typing import Any
@@ -20,14 +19,14 @@ _init_tensor = tl.tensor.__init__
 _equal_dtypes = tl.dtype.__eq__
 _unwrap = tl.core._unwrap_if_constexpr
 
-# Classes of what is no constexpr and contains none.
+# Classes that are no constexpr and contain none.
 _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
 _INTEGERS = frozenset({"int32", "int64"})
 _FLOATS = frozenset({"fp32", "fp16", "bf16"})
 
 
 def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
-    """The type made before for these elements and this shape; the elements' type holds it."""
+    """Cached block type for these elements and this shape, stored in the elements' type."""
     known = element_ty.__dict__.get("_blocks") if cls is tl.block_type else None
     if known and isinstance(shape, list | tl.tuple):
         sizes = tuple([s.value if type(s) is tl.constexpr else s for s in shape])
@@ -45,7 +44,7 @@ def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _init_tensor_by_type(self: Any, handle: Any, type: Any) -> None:
-    """All attributes but the handle follow from the type, which keeps those of its first tensor."""
+    """Copy all attributes but the handle from the type's first tensor."""
     attributes = type.__dict__.get("_attributes")
     if attributes is None:
         _init_tensor(self, handle, type)
@@ -93,7 +92,7 @@ class _Semantic(TritonSemantic):  # type: ignore[misc]
         )
 
     def _constant(self, x: Any, dtype: Any) -> Any:
-        """A number as a scalar of the other operand's dtype, if that is what it is promoted to."""
+        """A number as a scalar of the other operand's dtype, if it is promoted to it."""
         small = type(x) is int and -(2**31) <= x < 2**31
         if (small and dtype.name in _INTEGERS) or (
             (small or type(x) is float) and dtype.name in _FLOATS
@@ -113,7 +112,7 @@ class _Semantic(TritonSemantic):  # type: ignore[misc]
         return super().broadcast_impl_value(lhs, rhs)
 
     def _load_legacy(self, ptr: Any, mask: Any, other: Any, *options: Any) -> Any:
-        """A zero for what is masked is not made a tile: it is what the interpreter takes anyhow."""
+        """Skip making a tile of a zero `other`, which is the interpreter's default."""
         if mask is not None and other is not None and not other.type.is_block():
             bits = other.handle.data.tobytes()
             other = other if any(bits) else None
@@ -125,7 +124,7 @@ class _Semantic(TritonSemantic):  # type: ignore[misc]
 
 
 def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Interpret a function of the language, without the wrapper that looks for its semantics."""
+    """Interpret a function of the language without its wrapper."""
     function = getattr(member, "__wrapped__", member)
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:
@@ -136,13 +135,13 @@ def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> N
 
 
 def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
-    """Without the look whether the array is as wide as the dtype: `binary_op` sees to that."""
+    """Skip the check of the array's width, which `binary_op` ensures."""
     self.data, self.dtype = data, dtype
     self.attr = {} if attr is None else attr
 
 
 def install() -> None:
-    """Put the quick ways in place of Triton's."""
+    """Replace Triton's functions by the fast ones."""
     tl.block_type.__new__ = _block_type
     tl.block_type.__init__ = _init_block_type_once
     tl.tensor.__init__ = _init_tensor_by_type

@@ -1,5 +1,5 @@
-"""A boolean key padding mask as kernels meet it: in three numbers a row, so that they can skip by
-range, and in bits, of which a block of keys takes a word or a few.
+"""Key padding masks for kernels: three numbers per row, to skip by range, and bits, in words of 32
+keys.
 """
 
 import torch
@@ -18,7 +18,7 @@ _LARGEST = 128
 @triton.jit(do_not_specialize=["T_k", "stride", "words"])
 def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, words, BLOCK: tl.constexpr):
     """extents[b] = first visible key, one past the last, number of hidden keys in between, and
-    `words` words, of 32 keys each, with a bit for each visible key. Without any: 0, 0, 0.
+    `words` words of 32 keys each, with a bit per visible key. Without any: 0, 0, 0.
     """
     b = tl.program_id(0)
     row_ptr = padding_ptr + b.to(tl.int64) * stride
@@ -35,15 +35,15 @@ def padding_extents_kernel(padding_ptr, extents_ptr, T_k, stride, words, BLOCK: 
         bits = keep.to(tl.int32).reshape(BLOCK // 32, 32) << tl.arange(0, 32)[None, :]
         word = start // 32 + tl.arange(0, BLOCK // 32)
         tl.store(extents_ptr + EXTENTS + word, tl.sum(bits, 1), mask=word < words)
-    # Some kernel meets a first block of no keys, too, and its words have to be there.
+    # Some kernels read the words of a first block without keys.
     tl.store(extents_ptr, tl.minimum(first, end))
     tl.store(extents_ptr + 1, end)
     tl.store(extents_ptr + 2, tl.maximum(end - first, 0) - count)
 
 
 def extents_launch(key_padding_mask: Tensor) -> tuple[Tensor, Launch]:
-    """Empty extents, int32 [B, 3 + words], and what fills them, called on ((), key_padding_mask,
-    extents).
+    """Empty extents, int32 [B, 3 + words], and the launch that fills them, called on ((),
+    key_padding_mask, extents).
     """
     B, T_k = key_padding_mask.shape
     words = triton.cdiv(T_k, _LARGEST) * (_LARGEST // 32)

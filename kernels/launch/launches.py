@@ -1,9 +1,8 @@
 """Cached launches: the compiled kernel and its arguments for a call signature.
 
-A signature holds shapes, strides and dtypes of tensors, whether those of the options start at a
-multiple of 16 bytes, and the options' numbers: all that a launcher goes by. To find the arguments
-again takes the host less time than to make them, and than Triton takes to look at each of them.
-Tensors are the call's own: none is kept.
+A signature holds shapes, strides and dtypes of tensors, 16-byte alignment of the options' tensors,
+and the options' numbers: all that a launcher depends on. A lookup is faster than computing the
+arguments, and than Triton's own inspection of them. No tensor is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from fastattn.options import Options
 
-# Which tensor a descriptor is of, and one for tensors that lie in memory as it does.
+# Index of a descriptor's tensor, and a descriptor of a tensor with the same layout.
 Described: TypeAlias = "tuple[int, TensorDescriptor | None]"
 
 _KEPT = 1024
@@ -32,12 +31,12 @@ _KEPT = 1024
 
 @lru_cache(_KEPT)
 def _slot(key: Hashable) -> list[Any]:
-    """Where the launch of this key is, if there is one; the slots used last are kept."""
+    """LRU slot of this key's launch, if any."""
     return []
 
 
 class Reusable(Protocol):
-    """`Launch`, or several of one call."""
+    """`Launch`, or several of a call."""
 
     @property
     def reusable(self) -> bool:
@@ -51,7 +50,7 @@ _L = TypeVar("_L", bound=Reusable)
 
 
 class Tables(Protocol):
-    """Tensors that are made anew for each call; see `block_sparsity.CallTables`."""
+    """Tensors made for each call; see `block_sparsity.CallTables`."""
 
     empty: tuple[Tensor | None, ...]
 
@@ -63,10 +62,9 @@ class Tables(Protocol):
 
 
 class Stream(NamedTuple):
-    """A tensor of four dims that a kernel loads in blocks of one head.
+    """A 4-dim tensor that a kernel loads in blocks of one head.
 
-    place: n if it is the n-th of the tensors that a launch is called on, ~n if it is the n-th in
-    `given`.
+    place: n for the n-th tensor of the launch call, ~n for the n-th in `given`.
     """
 
     place: int
@@ -76,21 +74,21 @@ class Stream(NamedTuple):
 
 
 class Launch:
-    """A launch of a kernel with all of its arguments but its first ones, which are tensors.
+    """A launch of a kernel with all arguments except its first ones, which are tensors.
 
-    reusable: whether calls may bring tensors of their own in place of those in the arguments.
+    reusable: whether other calls may replace the tensors in the arguments.
 
     Args:
-        kernel: a function of triton.jit.
-        programs: of a grid of one dimension, or of two; with none, nothing is launched.
-        tile: says the warps and the stages, or what is said to Triton in their place.
-        arguments: what follows the tensors, in the order of the kernel's parameters.
-        streams: what kernels load block by block, see `Stream`. Their descriptors come between the
-            tensors and the arguments; None where the tile does without or TMA cannot walk one.
-        tables: further tensors among the arguments, which are made anew for each call.
-        described: which of the first arguments the kernel takes a descriptor of, and one like it,
-            in place of `streams`.
-        hidden: so many of the first arguments the kernel knows by descriptors alone.
+        kernel: a @triton.jit function.
+        programs: grid of one or two dims; 0 launches nothing.
+        tile: warps and stages, or options for Triton instead.
+        arguments: arguments after the tensors, in the kernel's order.
+        streams: tensors loaded block by block, see `Stream`. Their descriptors come between the
+            tensors and the arguments; None if the tile has none or TMA does not support the tensor.
+        tables: further tensors among the arguments, made for each call.
+        described: first arguments passed as descriptors, each with one like it, in place of
+            `streams`.
+        hidden: number of first arguments that are passed only as descriptors.
     """
 
     __slots__ = (
@@ -136,16 +134,16 @@ class Launch:
         self._run_compiled: Callable[..., None] | None = None
 
     def bind(self, given: Sequence[Any]) -> None:
-        """Let every call bring its own in place of the tensors in `given`.
+        """Replace the tensors in `given` by placeholders that every call fills.
 
-        The launch is not reusable where its arguments hold another, made for a single call.
+        The launch is not reusable if its arguments hold another tensor, made for a single call.
         """
         self.reusable = True
         if self._tables is not None:
             given = (*given, *self._tables.empty)
             self._tables.bind(given)
         elif not any(map(_of_a_call, given)):
-            return  # nothing in the arguments can come of a tensor
+            return  # no argument can derive from a tensor
         places = {id(x): place for place, x in enumerate(given) if _of_a_call(x)}
         arguments = list(self._arguments)
         for at, argument in enumerate(arguments):
@@ -162,13 +160,13 @@ class Launch:
         self._arguments = tuple(arguments)
 
     def __call__(self, given: Sequence[Any], *tensors: Tensor | None) -> None:
-        """Launch on these; any two calls agree in which are None and in all dtypes.
+        """Launch on these tensors; all calls agree in which are None and in all dtypes.
 
-        given: as the one of `bind`, in tensors of the same signature.
+        given: as in `bind`, with tensors of the same signature.
         """
         if not self._grid[0]:
             return
-        # Triton compiles tensors that start at a multiple of 16 bytes apart from others.
+        # Triton specialises on 16-byte alignment of tensors.
         pointers = 0
         for x in tensors:
             if x is not None:
@@ -202,15 +200,15 @@ class Launch:
             values = fields.copy()
             for n, place in places:
                 values[n] = given[place]
-            # As a NamedTuple's own `_make`, in half of its time.
+            # NamedTuple's `_make`, in half the time.
             arguments[at] = tuple.__new__(record, values)
         return arguments
 
 
 class _Bound(NamedTuple):
-    """An argument that holds tensors: its number, its fields, and whence each tensor comes.
+    """An argument that holds tensors: its index, its fields, and each tensor's source.
 
-    record: its type where it is a tuple. places: (field, place in what is given).
+    record: its type, if a tuple. places: (field, index in `given`).
     """
 
     at: int
@@ -234,11 +232,11 @@ def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescrip
 def launch_for(
     plan: Callable[..., _L], options: Options, tensors: tuple[Tensor | None, ...], *rest: Any
 ) -> _L:
-    """plan(options, *tensors, *rest), cached where launches with such options can be.
+    """plan(options, *tensors, *rest), cached if the options permit it.
 
     Args:
-        tensors: q first. Of each, plan may ask for nothing but shape, strides, dtype and device.
-        rest: what follows from options and the tensors.
+        tensors: q first. plan may read only shape, strides, dtype and device of each.
+        rest: derived from options and tensors.
     """
     if options.launched_anew:
         return plan(options, *tensors, *rest)
@@ -257,16 +255,16 @@ def cached(
     key: Hashable | None, given: Sequence[Any], plan: Callable[[list[Any]], _L],
     dtype: torch.dtype,
 ) -> _L:  # fmt: skip
-    """plan(given), found again by its key and `device_key`.
+    """plan(given), cached by key and `device_key`.
 
-    key: says all that plan asks of the tensors and numbers in `given`; None: nothing may be kept.
+    key: determines all that plan reads of `given`; None: not cached.
     """
     if key is not None:
         key = (key, tiles.device_key(dtype))
         slot: list[_L] = _slot(key)
         if slot:
             return slot[0]
-    # One object for each place, even where a call has one tensor in two of them.
+    # Distinct objects, even if a call passes one tensor twice.
     views = [_viewed(x) for x in given] if any(map(_of_a_call, given)) else list(given)
     launch = plan(views)
     launch.bind(views)
@@ -290,5 +288,5 @@ def signature(given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def forget() -> None:
-    """Make every launch anew: for tests and for measuring."""
+    """Clear the cache, for tests and benchmarks."""
     _slot.cache_clear()

@@ -1,8 +1,8 @@
-"""Tiles of packed sequences, longest first: their lengths are on the device, where no host looks.
+"""Order of the tiles of packed sequences, longest first, computed on the device.
 
-A head has `slots` places for tiles (`kernels.rules.tile.sequence_of`). The table holds them by the
-blocks that their tiles meet, most first, and behind them how many heads go through it side by side:
-as many as have the rows of the longest sequence in L2. `hopper.schedule.place` deals them out.
+A head has `slots` slots for tiles (`kernels.rules.tile.sequence_of`). The table holds them by
+descending number of blocks, followed by the number of heads to interleave: as many as fit their
+longest sequence in L2. `hopper.schedule.place` assigns them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def packed_order_kernel(
     mask, costs_ptr, order_ptr, slots, rows_in_l2, shared_by, times,
     TILES_OF_KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots by falling cost; of equal ones the first comes first. Behind them the group of heads.
+    """Slots by descending cost (stable), followed by the group of heads.
 
     rows_in_l2 / (rows of the longest sequence * shared_by) * times heads are a group.
     """
@@ -85,16 +85,17 @@ def order_of_tiles(
     options: Options, mask: Mask, q: Tensor, k: Tensor, slots: int, shape: tuple[int, int],
     rows_in_l2: int, *, tiles_of_keys: bool,
 ) -> tuple[Tensor, CallTables | None]:  # fmt: skip
-    """The table of a launch, int32 [slots + 1], and what fills it for each call; None: it is full.
+    """The table of a launch, int32 [slots + 1], and the launch that fills it for each call; None:
+    it is constant.
 
     Args:
-        shape: rows of a tile, and of the blocks that it meets.
-        rows_in_l2: rows of two tensors like q or k, of one head, that may stay in L2.
-        tiles_of_keys: whether a tile is of keys, and meets queries.
+        shape: rows of a tile, and of its blocks.
+        rows_in_l2: rows of two tensors like q or k, of one head, that fit in L2.
+        tiles_of_keys: whether tiles are of keys, with blocks of queries.
     """
     costs, order = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (slots, slots + 1))
     G = q.shape[1] // k.shape[1]
-    # All heads of a K/V head read it; a tile of keys reads the queries of all its heads.
+    # All heads of a K/V head share its rows; a tile of keys reads all its heads' queries.
     shared_by, times = (G, 1) if tiles_of_keys else (1, G)
     fills = (
         Launch(

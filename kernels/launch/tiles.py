@@ -1,7 +1,7 @@
 """Tile choices as data: tuning/<arch>.json, looked up by kernel, element size and head dim.
 
-Nothing is timed or tuned at run time, so a first call compiles one kernel and results reproduce.
-Tiles that were tuned on a device before take the place of the table's there: `install`.
+Nothing is tuned at run time, so a first call compiles one kernel and results are reproducible.
+`install` replaces the table's tiles by those tuned on a device before.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The gradient of the scores of one tile, from which every other gradient follows."""
+"""Gradient of a tile's scores, on which all other gradients depend."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from .tile import load_vector
 
 @triton.jit
 def load_lse(pointers, in_rows, score, NOWHERE: tl.constexpr = float("inf")):
-    """lse of rows, NOWHERE for those that do not exist; with inf their weights are 0, unmasked too.
+    """lse of rows, NOWHERE for nonexistent rows; with inf their weights are 0 without a mask.
 
-    So are those of a row that the score alone shows nothing.
+    The weights of rows whose scores are all -inf are 0 too.
     """
     lse = load_vector(pointers, in_rows, NOWHERE)
     if score.hides is not None:
@@ -28,7 +28,7 @@ def load_lse(pointers, in_rows, score, NOWHERE: tl.constexpr = float("inf")):
 def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
     """delta = rowsum(o * do) - dlse of a tile's rows, written to delta_ptr if it is given.
 
-    stats: where the rows stand in lse and delta.
+    stats: offsets of the rows in lse and delta.
     """
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse_ptr is not None:
@@ -41,7 +41,7 @@ def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
 class QueryRows(NamedTuple):
     """Operands from a tile's queries for the gradients of its scores.
 
-    q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: what further keys are multiplied by.
+    q, do [BLOCK_M, ...], lse, delta [BLOCK_M]; query: of further keys.
     """
 
     q: Any
@@ -53,10 +53,10 @@ class QueryRows(NamedTuple):
 
 @triton.jit
 def tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: tl.constexpr):
-    """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function, and of
+    """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function and of
     scale * q.k.
 
-    k, v: rows from n_first. keep: what the mask shows, or None where it shows all. further: see
+    k, v: rows from n_first. keep: visible pairs, or None = all. further: see
     `relative.further_keys`. bias: see `score.modified`.
     """
     PRECISION: tl.constexpr = const.PRECISION

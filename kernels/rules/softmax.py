@@ -1,9 +1,8 @@
-"""The softmax of a row, met block by block.
+"""Online softmax of rows, block by block.
 
 State of a row: m, the largest score so far in log2 units (score * scale * log2(e)); l, the sum of
-2^(score - m), or parts of it that are added up at the end; and the accumulator of weighted values,
-rescaled whenever m grows (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv
-2205.14135).
+2^(score - m), or partial sums; and the accumulator of weighted values, rescaled when m grows
+(Milakov & Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135).
 """
 
 import triton
@@ -20,14 +19,14 @@ def online_step(
     s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0, lift=None,
     SLACK: tl.constexpr = 0,
 ):  # fmt: skip
-    """Take a block of scores s = q.k (unscaled, -inf where hidden) into the state of its rows.
+    """Update the state of rows by a block of scores s = q.k (unscaled, -inf where masked).
 
     Returns the block's weights relative to the new m, the factor for the accumulator, m and l.
-    scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA.
-    l is [M] or, from `in_parts`, [M, parts]. SHIFT: m stays this far below the largest score, and
-    weights reach 2^SHIFT. lift: m is the largest score plus lift, which broadcasts to s, as
-    scale_log2 then may: weights times 2^lift are 1 at most. SLACK: m stays where it is, and the
-    factor 1, until a score is farther above it than this; weights reach 2^SLACK.
+    scale_log2 > 0, so the maximum is taken before the scale and the exponent is one FMA. l is [M]
+    or, from `in_parts`, [M, parts]. SHIFT: m is this far below the largest score, so weights reach
+    2^SHIFT. lift: m is the maximum of score plus lift; lift, and then scale_log2, broadcast to s;
+    weights times 2^lift are at most 1. SLACK: m is unchanged, and the factor 1, until a score
+    exceeds it by more than this; weights reach 2^SLACK.
     """
     largest = tl.max(s, 1) * scale_log2 if lift is None else tl.max(s * scale_log2 + lift, 1)
     if SHIFT > 0:
@@ -39,14 +38,14 @@ def online_step(
         m_next = tl.where(largest > m + SLACK, largest, m)
     m_finite = m_next
     if MASKED:
-        # A row that has seen nothing yet: -inf minus -inf would be NaN.
+        # Rows without keys so far: -inf minus -inf would be NaN.
         m_finite = tl.maximum(m_next, LOWEST)
     p = tl.exp2(s * scale_log2 - m_finite[:, None])
     rescale = tl.exp2(m - m_finite)
     if len(l.shape) == 1:
         l_next = l * rescale + tl.sum(p, 1)
     else:
-        # The factor goes the way of the weights, to be where they end: the largest of its copies.
+        # Compute the factor in the weights' layout, as the maximum of its copies.
         PARTS: tl.constexpr = l.shape[1]
         factors = _by_part(tl.broadcast_to(rescale[:, None], s.shape[0], s.shape[1]), PARTS)
         l_next = l * tl.max(tl.max(factors, 3), 1) + tl.sum(tl.sum(_by_part(p, PARTS), 3), 1)
@@ -61,18 +60,17 @@ def _by_part(x, PARTS: tl.constexpr):
 
 @triton.jit
 def in_parts(l, PARTS: tl.constexpr):
-    """The sums l [M] as [M, PARTS] that add up to them.
+    """Split sums l [M] into partial sums [M, PARTS].
 
-    What a matrix product of 16-bit numbers leaves of a row lies with four threads on most GPUs,
-    columns 8 i + 2 t and 8 i + 2 t + 1 with the t-th: with a part for each, no thread asks another
-    for its sum before the end.
+    On most GPUs four threads hold a row of a 16-bit matrix product, thread t columns 8 i + 2 t and
+    8 i + 2 t + 1: with a partial sum for each, threads exchange sums only at the end.
     """
     return tl.broadcast_to(l[:, None] * (1.0 / PARTS), l.shape[0], PARTS)
 
 
 @triton.jit
 def finish(acc, m, l):
-    """Output and lse (natural log) of rows that have met all their keys; 0 and -inf without any."""
+    """Output and lse (natural log) from rows' final state; 0 and -inf without keys."""
     if len(l.shape) == 2:
         l = tl.sum(l, 1)
     l_nonzero = tl.where(l == 0.0, 1.0, l)
@@ -83,28 +81,27 @@ def finish(acc, m, l):
 
 @triton.jit
 def weights(s, lse, scale_log2, keep=None):
-    """Normalised weights from scores and the lse of their rows; lse broadcasts against s.
+    """Normalised weights from scores and the rows' lse; lse broadcasts against s.
 
-    keep: which scores the mask shows, or None where it shows all; the weights of others are 0.
+    keep: visible pairs, or None = all; other weights are 0.
     """
     start = lse * -LOG2E
     if keep is not None:
-        # The scores and not the weights: ptxas would compare while products are under way for what
-        # comes after the exponentials, and has to keep the answers as bits.
+        # Mask scores, not weights: otherwise ptxas compares during products and keeps the results
+        # as bits until after the exponentials.
         s = tl.where(keep, s, float("-inf"))
-        # -inf less an lse of -inf, of a row without a key, is NaN, and so is what is less NaN, of a
-        # row that met it. What the latter sees gets an infinite weight in place of NaN.
+        # -inf minus -inf, in a row without keys, is NaN, as is anything minus NaN, in a row with
+        # NaN. Visible keys of the latter get an infinite weight instead of NaN.
         start = tl.minimum(start, -LOWEST)
     return tl.exp2(s * scale_log2 + start)
 
 
 @triton.jit
 def merge_states(acc, m, l, o, lse):
-    """Take finished parts of one row into its state: outputs o [PARTS, COLS] and lse [PARTS].
+    """Merge finished parts of a row into its state: outputs o [PARTS, COLS] and lse [PARTS].
 
-    A part is to the row what a key is: its lse (natural log) is the score, its output the value. A
-    part that saw nothing has lse = -inf and, so that nothing undefined is read, o = 0. acc is
-    [1, COLS], m and l are [1].
+    A part is like a key: its lse (natural log) is the score, its output the value. A part without
+    keys has lse = -inf and o = 0, which must be defined. acc is [1, COLS], m and l are [1].
     """
     p, rescale, m, l = online_step(lse[None, :], m, l, LOG2E, True)
     acc = acc * rescale[:, None] + tl.sum(tl.trans(p) * o, 0)[None, :]

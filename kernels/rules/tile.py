@@ -1,4 +1,4 @@
-"""Tiles of rows in memory, which tile a program works on, and the rows of a batch, packed or not.
+"""Tiles in memory, the tile of a program, and batch rows, packed or not.
 
 mask: see `mask.Mask`.
 """
@@ -15,9 +15,9 @@ from .integers import value
 class Constants(NamedTuple):
     """Compile-time constants of a kernel.
 
-    D, D_V: head dims; BLOCK_D, BLOCK_DV: the powers of two above. FAR: offsets inside a tile take
-    64 bits. PRECISION: of fp32 products. HALVES: operands have 16 bits, as matrix units want them.
-    D2, BLOCK_D2: of a second product; without one that of relative keys, D.
+    D, D_V: head dims; BLOCK_D, BLOCK_DV: padded to powers of two. FAR: offsets inside a tile take
+    64 bits. PRECISION: of fp32 products. HALVES: operands have 16 bits, for matrix units. D2,
+    BLOCK_D2: of a second product, or of relative keys (D).
     """
 
     D: int
@@ -37,12 +37,12 @@ class Constants(NamedTuple):
 def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
     """Pointer to row `first` of head h in batch row b, and the stride between rows.
 
-    strides are (batch, head, row) in elements, each in the form of `runtime_int`, so that no length
-    compiles anything; that 16 bytes divide each, which vector loads need, is the launcher's
-    promise. INDEX is the width of offsets inside a tile: 32 bits take half the registers of 64.
+    strides are (batch, head, row) in elements, as `runtime_int`s; the launcher guarantees that 16
+    bytes divide each, for vector loads. INDEX is the type of offsets inside a tile: 32 bits take
+    half the registers of 64.
     """
     ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    # `value` written out: a hint on the result of a call is lost when the call is inlined.
+    # `value` inlined by hand, as inlining loses hints on a call's result.
     stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
     stride_t = tl.multiple_of((strides[2] >> 2).to(INDEX), ALIGN)
@@ -82,19 +82,19 @@ _WIDE_PRODUCT = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 def load_block(
     ptr, stride_t, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """`load_tile` in a loop over blocks, or once beside it; ptr and stride_t are those of `head`.
+    """`load_tile` in a loop over blocks; ptr and stride_t: from `head`.
 
-    Offsets inside a tile are the same in each pass, and `load_tile` keeps them in registers. To
-    multiply each row number takes fewer, and one instruction: by a stride that is not widened
-    before the loop, which compilers do, and then multiply 64 bits in four.
+    `load_tile` would keep the loop-invariant offsets inside a tile in registers. Here each row
+    number is multiplied anew, in one instruction, by a stride that compilers must not widen before
+    the loop, as a 64-bit product takes four.
     """
     BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    # In fp32 products of whole tiles leave no registers for it: Triton 3.9 spills one.
+    # fp32 products of whole tiles leave no registers for it: Triton 3.9 spills one.
     SHORT: tl.constexpr = stride_t.dtype == tl.int32 and BITS == 16
     if SHORT and cuda_capability_geq(8):
         factors = [first + tl.arange(0, ROWS), stride_t]
         offsets = tl.inline_asm_elementwise(_WIDE_PRODUCT, "=l,r,r", factors, tl.int64, True, 1)
-        # Columns first: their sum is the same in each pass.
+        # Columns first, as their sum is loop-invariant.
         pointers = ptr + tl.arange(0, COLS)[None, :] + tl.multiple_of(offsets, 128 // BITS)[:, None]
     else:
         pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
@@ -103,11 +103,11 @@ def load_block(
 
 @triton.jit
 def load_rows(source, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_block` of a head whose blocks are met one by one: by TMA, without a pointer a thread,
-    where it has a descriptor and every row exists.
+    """`load_block` for consecutive blocks of a head: by TMA if there is a descriptor and every row
+    exists.
 
-    source: pointer and stride of `head`, a descriptor of [B, H, T, D] in blocks of one head or
-    None, and the b, h and first that `head` was given.
+    source: pointer and stride from `head`, a descriptor of [B, H, T, D] in blocks of one head or
+    None, and the arguments b, h and first of `head`.
     """
     ptr, stride_t, desc, b, h, begin = source
     if desc is not None and keep is None:
@@ -119,7 +119,7 @@ def load_rows(source, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH
 
 @triton.jit
 def load_at(pointers, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_tile` for rows that lie anywhere: pointers [ROWS, COLS]."""
+    """`load_tile` for arbitrary rows: pointers [ROWS, COLS]."""
     if keep is not None:
         if WIDTH == COLS:
             tile = tl.load(pointers, mask=keep[:, None], other=0)
@@ -152,10 +152,10 @@ _LOAD_16_IF = tl.constexpr("""{
 
 @triton.jit
 def load_in_place(pointers, keep):
-    """Numbers that lie anywhere, 0 where keep is False; each thread loads those that it works on.
+    """Load from arbitrary pointers, 0 where keep is False; each thread loads its own numbers.
 
-    For memory that the kernel does not write. The compiler would load them by neighbours and change
-    the layout of all that meets them, or copy those of 4 bytes to shared memory one by one.
+    For memory that the kernel does not write. The compiler would coalesce the loads and convert
+    layouts, or copy 4-byte numbers to shared memory one by one.
     """
     BITS: tl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
     WIDE: tl.constexpr = BITS == 32
@@ -176,7 +176,7 @@ def load_in_place(pointers, keep):
 
 @triton.jit
 def load_vector(pointers, keep, other):
-    """One number a row, `other` where keep is False; keep = None promises that every row exists."""
+    """Load one number per row, `other` where keep is False; keep = None: every row exists."""
     return tl.load(pointers, mask=keep, other=other if keep is not None else None)
 
 
@@ -184,7 +184,7 @@ def load_vector(pointers, keep, other):
 def store_tile(
     ptr, stride_t, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Write the rows of tile [ROWS, COLS] where keep [ROWS] is True, and WIDTH columns of each."""
+    """Write WIDTH columns of the rows of tile [ROWS, COLS] where keep [ROWS] is True."""
     pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
     mask = keep[:, None]
     if WIDTH != COLS:
@@ -196,14 +196,14 @@ def store_tile(
 def add_tile(
     ptr, stride_t, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Add tile [ROWS, COLS] to fp32 rows that other programs add to; arguments as `load_tile`'s."""
+    """Add tile [ROWS, COLS] atomically to fp32 rows; arguments as in `load_tile`."""
     cols = tl.arange(0, COLS)
     if not cuda_capability_geq(9):
-        # There each atomic takes one column. Were it known that columns follow one another, a
-        # thread would take four in a row, and each of its atomics touch every sector of the row.
+        # Here each atomic takes one column. If the compiler knew that columns are contiguous, a
+        # thread would take four, and each of its atomics would touch every sector of the row.
         cols = tl.minimum(cols, COLS - 1)
-    # In this form each address is one instruction. Offsets in the tile, as `_pointers` has them, do
-    # not change from block to block, and would be kept in registers beside all else.
+    # In this form each address is one instruction. The loop-invariant offsets of `_pointers` would
+    # stay in registers.
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     pointers = ptr + cols[None, :] + rows[:, None] * stride_t
     mask = None
@@ -216,12 +216,12 @@ def add_tile(
 
 
 class BatchRow(NamedTuple):
-    """A row of the batch, or a packed sequence, as kernels know it.
+    """Facts about a batch row, or a packed sequence.
 
-    b: its number. offset: position of query 0. start, end: its keys. solid: they have no holes.
-    prefix: keys before it are seen ahead of time. shift: position of key 0. With positions of their
-    own, offset is what the queries of a tile stand ahead of their places, and shift what the keys
-    of a block do.
+    b: its number. offset: position of query 0. start, end: range of its keys. solid: the range has
+    no holes. prefix: keys before it are visible despite causal. shift: position of key 0. With
+    explicit positions, offset is the position minus the index of a tile's queries, and shift of a
+    block's keys.
     """
 
     b: Any
@@ -235,10 +235,10 @@ class BatchRow(NamedTuple):
     shift: Any
 
 
-# Positions of their own follow one another within so many places: no tile is larger.
+# Explicit positions are consecutive within this many tokens, the largest tile.
 ORDERED = tl.constexpr(128)
-# Positions of queries farther than this from the first key count as this far: far enough that no
-# key is nearer, for no sequence is this long, and near enough that int32 holds sums of them.
+# Distances of queries from the first key are clamped to this: longer than any sequence, but sums
+# fit in int32.
 FARTHEST = tl.constexpr(1 << 28)
 
 
@@ -250,7 +250,7 @@ def int32_within(x, low, high):
 
 @triton.jit
 def memory_rows(b, mask):
-    """Where batch row b begins in memory: (batch index, first query, first key)."""
+    """Start of batch row b in memory: (batch index, first query, first key)."""
     batch = b
     first_q = 0
     first_k = 0
@@ -263,7 +263,7 @@ def memory_rows(b, mask):
 
 @triton.jit
 def batch_row(b, T_q, T_k, mask):
-    """The facts of batch row b that the rules below take as `row`."""
+    """`BatchRow` of batch row b."""
     if mask.cu_q_ptr is not None:
         T_q = (tl.load(mask.cu_q_ptr + b + 1) - tl.load(mask.cu_q_ptr + b)).to(tl.int32)
         T_k = (tl.load(mask.cu_k_ptr + b + 1) - tl.load(mask.cu_k_ptr + b)).to(tl.int32)
@@ -293,7 +293,7 @@ def batch_row(b, T_q, T_k, mask):
 
 @triton.jit
 def at_queries(row, m_first, mask):
-    """The row, for the queries of the tile from m_first on."""
+    """The row with the offset of the queries from m_first on."""
     offset = row.offset
     if mask.q_positions_ptr is not None:
         row_ptr = mask.q_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[0])
@@ -305,7 +305,7 @@ def at_queries(row, m_first, mask):
 
 @triton.jit
 def at_keys(row, n_first, mask):
-    """The row, for the keys of the block from n_first on."""
+    """The row with the shift of the keys from n_first on."""
     shift = row.shift
     if mask.k_positions_ptr is not None:
         row_ptr = mask.k_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[1])
@@ -317,10 +317,10 @@ def at_keys(row, n_first, mask):
 
 @triton.jit
 def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
-    """Which packed sequence owns a slot, and which of its tiles the slot is.
+    """The packed sequence that owns a slot, and the slot's tile number in it.
 
-    Sequence b has the slots from cu[b] // BLOCK + b up to those of the next one: at least as many
-    as it has tiles, so neither the host nor the grid needs to know any length.
+    Sequence b owns the slots from cu[b] // BLOCK + b up to the next sequence's: at least one per
+    tile, so neither the host nor the grid needs to know lengths.
     """
     low = 0
     high = sequences
@@ -335,7 +335,7 @@ def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(slot, row, heads, cu_ptr, sequences, BLOCK: tl.constexpr):
-    """(tile, b, head) of a slot among `row` = head, or batch row and head."""
+    """(tile, b, head) of a slot; row: head, or batch row and head."""
     tile = slot
     b = row // heads
     if cu_ptr is not None:
@@ -345,9 +345,9 @@ def _place(slot, row, heads, cu_ptr, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_slot(b, first, mask, ROWS: tl.constexpr):
-    """First row of batch row b where every head has whole tiles of ROWS rows.
+    """First row of batch row b if heads are padded to whole tiles of ROWS rows.
 
-    first: where packed sequence b begins in memory. No two sequences share a tile.
+    first: start of packed sequence b in memory. Sequences do not share tiles.
     """
     slot = 0
     if mask.cu_q_ptr is not None:
@@ -367,9 +367,9 @@ def _slots(T, cu_ptr, sequences, BLOCK: tl.constexpr):
 def query_program(T_q, H_q, G, mask, BLOCK_M: tl.constexpr):
     """(query tile, b, h_q, h_k) of this program; T_q counts the rows in memory.
 
-    Neighbouring programs are the G heads of one K/V head, then the tiles of that head from the
-    last (the longest, if causal) to the first: they meet the same K/V in L2, and the short ones
-    fill the end. Of packed sequences a tile may lie past the end of its own.
+    Consecutive programs are the G heads of a K/V head, then its tiles from the last (the longest,
+    if causal) to the first: they share K/V in L2, and short tiles fill the end. A tile may be past
+    the end of its packed sequence.
     """
     pid = tl.program_id(0)
     slots = _slots(T_q, mask.cu_q_ptr, mask.sequences, BLOCK_M)
@@ -382,7 +382,7 @@ def query_program(T_q, H_q, G, mask, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def query_rows(tile, T_q, BLOCK_M: tl.constexpr):
-    """First and last existing row of a query tile, its rows [BLOCK_M], and which of them exist."""
+    """First and last existing row of a query tile, its rows [BLOCK_M], and their existence."""
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     return first, tl.minimum(first + BLOCK_M, T_q) - 1, rows, rows < T_q
@@ -392,7 +392,7 @@ def query_rows(tile, T_q, BLOCK_M: tl.constexpr):
 def key_program(T_k, H_k, mask, BLOCK_N: tl.constexpr, parts=1):
     """(key tile, b, h_k) of this program; the first keys, which most queries see, come first.
 
-    parts: programs of each tile, which are neighbours.
+    parts: consecutive programs per tile.
     """
     pid = tl.program_id(0) // parts
     slots = _slots(T_k, mask.cu_k_ptr, mask.sequences, BLOCK_N)

@@ -1,1 +1,1 @@
-"""Attention over the key blocks that lists name: block-sparse attention."""
+"""Attention over lists of key blocks (block-sparse attention)."""

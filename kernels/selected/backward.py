@@ -1,6 +1,6 @@
-"""Backward over lists of key blocks: dQ by the lists, dK and dV by who lists a block.
+"""Backward over lists of key blocks: dQ over the lists, dK and dV over the inverted lists.
 
-The formulas are those of `backward`. Sums are taken in a fixed order: nothing is added by atomics.
+Formulas as in `backward`. Sums are in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def selected_backward_dq_kernel(
     v_strides, o_strides, do_strides, dq_strides, mask, score, lists, H_q, H_k, T_q, T_k,
     const: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile, and the delta of its rows, which dK/dV reads. Grid and loop as forward's."""
+    """dQ of a tile, and the rows' delta, which dK/dV reads. Grid and loop as in forward."""
     PRECISION: tl.constexpr = const.PRECISION
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_D: tl.constexpr = const.BLOCK_D
@@ -83,10 +83,10 @@ def selected_backward_dkv_kernel(
     v_strides, do_strides, dk_strides, dv_strides, mask, score, lists, H_q, H_k, T_q, T_k,
     const: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys of one block, over the lists that name the block.
+    """dK and dV of a tile of keys of one block, over the lists that contain the block.
 
     1-D grid: tiles of a block, blocks, K/V heads, batch. Transposed: keys down, queries across.
-    dk_ptr, dv_ptr: None leaves that gradient out.
+    dk_ptr, dv_ptr: None = gradient not computed.
     """
     PRECISION: tl.constexpr = const.PRECISION
     BLOCK_N: tl.constexpr = const.BLOCK_N
@@ -139,7 +139,7 @@ def selected_backward_dkv_kernel(
                 _, ds = gradient(dx, before, capped, across, down, heads, row, keep, score)
                 dk = add_weighted_rows(dk, ds, q, PRECISION)
     in_keys = k_pos < T_k
-    # Keys that no query may see were met with those of their tile.
+    # Invisible keys of the tile were processed too.
     if dk_ptr is not None:
         dk = tl.where(valid[:, None], dk * score.scale, 0.0)
         store_rows_at(dk_ptr, b, h_k, k_pos, dk_strides, dk, in_keys, BLOCK_D, const.D)
@@ -155,7 +155,7 @@ def launch_selected_backward(
     """dq, dk, dv in the shapes, dtypes and memory orders of q, k, v; delta fp32 like lse.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
-    the rest as `launch_selected_forward` took and gave it.
+    other arguments as in `launch_selected_forward`, with its results.
     """
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
     B, H_q, T_q, D = q.shape

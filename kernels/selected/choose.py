@@ -1,4 +1,4 @@
-"""Scores of key blocks, by which queries choose: sums of weights, or largest scores, of a block."""
+"""Scores of key blocks for selection: sums of weights or largest scores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def block_scores_kernel(
     first_query, offset, rows, wide, const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr,
     PER_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N / PER_BLOCK] of a tile of queries and of some blocks, over the heads
-    that share a list. 1-D grid: tiles of blocks, of queries, lists, batch.
+    """Scores [BLOCK_M, BLOCK_N / PER_BLOCK] of a tile of queries and blocks, over the heads that
+    share a list. 1-D grid: tiles of blocks, of queries, lists, batch.
 
-    lse_ptr: of the queries over these keys: the score is their sum of weights; None: the largest
-    score. Key i is of the tokens from i STRIDE up to i STRIDE + POOL - 1. A block of PER_BLOCK
-    STRIDE tokens has the keys that begin in it and, once for each STRIDE that they reach into it,
-    those before. A block without a key that the query sees scores -inf. rows: queries that are
-    scored, from first_query on; wide: blocks. offset: in a tuple, position of query 0.
+    lse_ptr: of the queries over these keys: the score is the sum of weights; None: the largest
+    score. Key i pools the tokens from i STRIDE to i STRIDE + POOL - 1. A block of PER_BLOCK STRIDE
+    tokens includes the keys that begin in it and, once for each STRIDE of overlap, earlier keys. A
+    block without visible keys scores -inf. rows: number of queries, from first_query on; wide:
+    blocks. offset: in a tuple, position of query 0.
     """
     PRECISION: tl.constexpr = const.PRECISION
     BLOCK_M: tl.constexpr = const.BLOCK_M
@@ -45,7 +45,7 @@ def block_scores_kernel(
     position = query + (offset[0] >> 2)
     best = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
     first_key = tile * BLOCKS * PER_BLOCK
-    # A tile that begins behind the last query has nothing to show.
+    # A tile that begins after the last query is hidden.
     last = (H_q // H_s) * (s_head + 1)
     if CAUSAL:
         last = tl.where(first_key * STRIDE <= m_first + BLOCK_M + (offset[0] >> 2), last, 0)
@@ -87,9 +87,9 @@ def launch_block_scores(
 ) -> Tensor:  # fmt: skip
     """fp32 [B, H_s, rows, count]: scores of `count` blocks for queries rows[0] up to rows[1] - 1.
 
-    q [B, H_q, T_q, D] and k [B, H_k, T_k, D] as `launch_forward` takes them; lse fp32 [B, H_q, T_q]
-    contiguous or None. H_s: divides H_q. pool: tokens of a key, and from one key to the next.
-    per_block: keys that begin in a block, a power of two up to 128. offset: position of query 0.
+    q [B, H_q, T_q, D] and k [B, H_k, T_k, D] as in `launch_forward`; lse fp32 [B, H_q, T_q]
+    contiguous or None. H_s: divides H_q. pool: tokens of a key, and their stride. per_block: keys
+    that begin in a block, a power of two up to 128. offset: position of query 0.
     """
     q, k = aligned(q), aligned(k)
     B, H_q, T_q, D = q.shape

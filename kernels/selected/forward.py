@@ -1,4 +1,4 @@
-"""Forward over lists of key blocks: one program a tile of the queries that share a list."""
+"""Forward over lists of key blocks: one program per tile of queries that share a list."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def launch_selected_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q].
 
-    q, k, v as `launch_forward` takes them. lists: int32 [B, H_s, R, n], of each block of block[0]
-    queries the numbers of its blocks of block[1] keys, each once; behind them as many as T_k has
-    blocks. counts: int32 [B, H_s, R]. Of options the masks by position, lengths, padding and
-    documents count, scale, softcap and sinks.
+    q, k, v as in `launch_forward`. lists: int32 [B, H_s, R, n], for each block of block[0] queries
+    the distinct numbers of its blocks of block[1] keys, padded with T_k's number of blocks. counts:
+    int32 [B, H_s, R]. Options: masks by position, lengths, padding and documents, scale, softcap
+    and sinks.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
     _, H_q, T_q, D = q.shape

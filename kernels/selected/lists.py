@@ -1,9 +1,9 @@
-"""Tiles whose queries share a list of key blocks, the keys of a list, and who lists a block.
+"""Tiles of queries that share a list of key blocks, the keys of a list, and inverted lists.
 
-One list is for `block_q` queries of every head that shares it. Those heads read one K/V head, so
+A list serves `block_q` queries of every head that shares it. These heads read one K/V head, so
 their queries are the rows of one tile: row `slot` is query slot // heads of head slot % heads.
-Blocks are `block_k` keys of any number: the keys of short ones lie in one tile, gathered, and those
-of long ones in several. Backward meets the lists the other way round, see `inverted`.
+Blocks have any number `block_k` of keys: short ones are gathered in one tile, long ones take
+several. Backward uses inverted lists, see `inverted`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..rules.tile import batch_row, load_at
 
 
 class Lists(NamedTuple):
-    """Lists as kernels take them, or, for key blocks, who lists them: integers as `runtime_int`s.
+    """Lists, or inverted lists, as a kernel argument; integers as `runtime_int`s.
 
-    numbers_ptr: int32 [B, H_s, ..., width], numbers of key blocks, or of lists. ends_ptr: int32, of
-    each list how many there are, or of each key block where its numbers start: they end where those
-    of the next one do. count: lists of a head.
+    numbers_ptr: int32 [B, H_s, ..., width], numbers of key blocks, or of lists. ends_ptr: int32,
+    the length of each list, or the start of each key block's numbers, which end at the next start.
+    count: lists of a head.
     """
 
     numbers_ptr: Any
@@ -42,7 +42,7 @@ class Lists(NamedTuple):
 class Shape(NamedTuple):
     """Compile-time constants: heads that share a list and a K/V head, queries and keys of a block.
 
-    They belong to a model, and each row of a tile is divided by them.
+    They are constant in a model, and rows are divided by them.
     """
 
     HEADS: int
@@ -53,8 +53,8 @@ class Shape(NamedTuple):
 class ListTile(NamedTuple):
     """A tile of queries that share a list.
 
-    row: of the batch. h, rows, in_rows, statistics [BLOCK_M]: heads, queries, which of them exist,
-    and their places in tensors [B, H_q, T_q]. blocks_ptr: the list. steps: tiles of its keys.
+    row: of the batch. h, rows, in_rows, statistics [BLOCK_M]: heads, queries, their existence, and
+    offsets in tensors [B, H_q, T_q]. blocks_ptr: the list. steps: tiles of its keys.
     """
 
     row: Any
@@ -70,7 +70,7 @@ class ListTile(NamedTuple):
 
 @triton.jit
 def list_queries(slot, number, group, shape: tl.constexpr):
-    """(head, query) of a row of the tiles of list `number`; group: which heads share the list."""
+    """(head, query) of a row of the tiles of list `number`; group: of heads that share it."""
     HEADS: tl.constexpr = shape.HEADS
     return group * HEADS + slot % HEADS, number * shape.BLOCK_Q + slot // HEADS
 
@@ -109,15 +109,15 @@ def list_tile(
 
 @triton.jit
 def list_head(b, group, groups, lists):
-    """Index among [B, H_s] of the lists of a group of heads, in 64 bits."""
+    """64-bit index in [B, H_s] of a group of heads."""
     return (b * value(lists.H_s) + group * value(lists.H_s) // groups).to(tl.int64)
 
 
 @triton.jit
 def list_keys(i, tile, mask, shape: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Positions of the i-th tile of a list's keys, and which of them exist.
+    """Positions of the i-th tile of a list's keys, and their existence.
 
-    Places past the list stand behind all keys.
+    Entries past the list have positions after all keys.
     """
     BLOCK_K: tl.constexpr = shape.BLOCK_K
     first = i * BLOCK_N
@@ -134,7 +134,7 @@ def list_keys(i, tile, mask, shape: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def row_pointers(ptr, b, h, rows, strides, COLS: tl.constexpr):
-    """Pointers [ROWS, COLS] to rows that lie anywhere; strides as `tile.head` takes them."""
+    """Pointers [ROWS, COLS] to arbitrary rows; strides as in `tile.head`."""
     ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
@@ -145,7 +145,7 @@ def row_pointers(ptr, b, h, rows, strides, COLS: tl.constexpr):
 
 @triton.jit
 def load_rows_at(ptr, b, h, rows, strides, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """`tile.load_tile` of rows that lie anywhere: of one head, or each of its own."""
+    """`tile.load_tile` for arbitrary rows, of one head or different heads."""
     return load_at(row_pointers(ptr, b, h, rows, strides, COLS), keep, COLS, WIDTH)
 
 
@@ -167,11 +167,11 @@ def shape_of(lists: Tensor, block: tuple[int, int], q: Tensor, k: Tensor) -> Sha
 
 
 def inverted(lists: Tensor, key_blocks: int) -> tuple[Tensor, Tensor]:
-    """Who lists each key block: numbers of lists, int32 [B, H_s, R n], in the order of the blocks,
-    and where those of each block start, int32 [B, H_s, key_blocks + 1].
+    """Invert lists: numbers of lists, int32 [B, H_s, R n], ordered by key block, and the start of
+    each block's, int32 [B, H_s, key_blocks + 1].
 
-    lists: int32 [B, H_s, R, n], blocks of each list behind which all are `key_blocks`. One sort,
-    which keeps the order of equals: the same sums in every run.
+    lists: int32 [B, H_s, R, n], key blocks padded with `key_blocks`. The sort is stable, so that
+    sums are deterministic.
     """
     blocks, places = lists.flatten(2).sort(dim=-1, stable=True)
     numbers = torch.arange(key_blocks + 1, dtype=torch.int32, device=lists.device)
@@ -180,15 +180,15 @@ def inverted(lists: Tensor, key_blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def tile_of_lists(kernel: str, q: Tensor, D_v: int, shape: Shape) -> TileConfig:
-    """The tile of an attention kernel for calls that change scores: pointers to each row take as
-    many registers, with no more rows of its own than a list has queries or a block keys.
+    """The tile of an attention kernel for calls that modify scores, as row pointers take as many
+    registers, limited to a list's queries or a block's keys.
     """
     widest = max(block_dim(q.shape[3]), block_dim(D_v))
     tile = tiles.lookup(kernel, q.element_size(), widest, "scores")
     of_keys = kernel == "backward_dkv"
     most = shape.BLOCK_K if of_keys else shape.HEADS * shape.BLOCK_Q
     if of_keys and not tiles.current_arch().startswith("sm_"):
-        most = min(most, 64)  # AMD's compiler spills beside dK and dV of more
+        most = min(most, 64)  # AMD's compiler spills with more
     side = "BLOCK_N" if of_keys else "BLOCK_M"
     rows = min(getattr(tile, side), max(16, triton.next_power_of_2(most)))
     warps = min(4, tile.num_warps) if rows < 64 else tile.num_warps
@@ -196,6 +196,6 @@ def tile_of_lists(kernel: str, q: Tensor, D_v: int, shape: Shape) -> TileConfig:
 
 
 def programs_of_lists(q: Tensor, lists: Tensor, shape: Shape, BLOCK_M: int) -> int:
-    """Programs of a kernel that works on tiles of lists [B, H_s, R, n]."""
+    """Number of programs of a kernel over tiles of lists [B, H_s, R, n]."""
     heads = q.shape[0] * q.shape[1] // shape.HEADS
     return heads * lists.shape[2] * blocks(shape.HEADS * shape.BLOCK_Q, BLOCK_M)
