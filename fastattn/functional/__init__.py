@@ -1,4 +1,4 @@
-"""The calls: check the arguments, choose a backend, compute."""
+"""Attention functions: check arguments, choose a backend, compute."""
 
 from .attend import attention as attention
 from .attend import attention_varlen as attention_varlen

@@ -1,7 +1,7 @@
-"""Additive attention, whose scores are u^T tanh(W_q q + W_k k): Bahdanau et al. 2015.
+"""Additive attention: scores u^T tanh(W_q q + W_k k) (Bahdanau et al. 2015).
 
-arXiv 1409.0473. The "concat" of Luong et al. 2015 (arXiv 1508.04025), u^T tanh(W [q; k]), is the
-same with W_q and W_k the halves of W.
+arXiv 1409.0473. "concat" of Luong et al. 2015 (arXiv 1508.04025), u^T tanh(W [q; k]), is equal,
+with W_q and W_k the halves of W.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -55,19 +55,18 @@ def additive_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(u^T tanh(W_q q + W_k k)) v, fused (Bahdanau et al. 2015).
 
-    The kernels take the scores of a tile one hidden column at a time, forward and backward: memory
-    is linear in T, and the [T_q, T_k, hidden] that the formula speaks of is never held. Time is
-    B * H_q * T_q * T_k * hidden tanh, without matrix units.
+    The kernels sum scores one hidden column at a time, forward and backward, so memory is linear in
+    T, without a [T_q, T_k, hidden] tensor. They compute B * H_q * T_q * T_k * hidden tanh, without
+    matrix units.
 
     Args:
         q: [B, H_q, T_q, D_q], fp16, bf16, fp32 or fp64.
-        k: [B, H_k, T_k, D_k], likewise; H_k divides H_q, K/V heads are shared as in `attention`.
+        k: [B, H_k, T_k, D_k], likewise; H_k divides H_q, as in `attention`.
         v: [B, H_k, T_k, D_v].
-        u: [hidden], or [H_q, hidden] for one a head, any float dtype.
-        w_query: W_q in q's dtype, [hidden, D_q] as an nn.Linear(D_q, hidden) has it, or
-            [H_q, hidden, D_q]. None: q is projected already, D_q = hidden (a bias can be added to
-            it then).
-        w_key: W_k, [hidden, D_k] or [H_k, hidden, D_k]. None: k is projected already.
+        u: [hidden], or [H_q, hidden] per head, any float dtype.
+        w_query: W_q in q's dtype, [hidden, D_q] as in nn.Linear(D_q, hidden), or [H_q, hidden,
+            D_q]. None: q is already projected, D_q = hidden (and may include a bias).
+        w_key: W_k, [hidden, D_k] or [H_k, hidden, D_k]. None: k is already projected.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto", as for `attention`.
         masks: causal, window, prefix_lengths, keep_first, stride, key_padding_mask, key_lengths,
@@ -75,9 +74,9 @@ def additive_attention(
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q]. Both are
-        differentiable in q, k, v, u, w_query and w_key, deterministically; gradients of gradients
-        take the formula on torch. A query that sees no key has o = 0, lse = -inf and gradients of
-        0. NaN in keys or values that are padded out reaches nothing.
+        differentiable in q, k, v, u, w_query and w_key, deterministically; double backward uses
+        torch. A query that sees no key has o = 0, lse = -inf and gradients of 0. NaN in padded-out
+        keys or values does not propagate.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
@@ -88,7 +87,7 @@ def additive_attention(
     _refuse_others(masks)
     hidden = _check_u(u, q)
     q = inputs.projected("w_query", w_query, "q", q, hidden)
-    # Options first, without gradients: a NaN in keys that are padded out would reach those of W_k.
+    # Detach: a NaN in padded-out keys would otherwise reach the gradient of W_k.
     keys = k.detach().new_empty(()).expand(*k.shape[:3], hidden)
     options = call_options.dense_options(q, keys.to(q.dtype), v.to(q.dtype), **masks)
     exists = formula.existing_keys(options, k.shape[2], k.device)
@@ -104,13 +103,13 @@ def _compute(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options, return_lse: bool,
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """o, or (o, lse), from the backend that serves the checked call."""
+    """o, or (o, lse), for a checked call."""
     choice = dispatch.choose(q, k, v, options, backend, family="additive")
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         o, lse = additive_formula.attention(q, k, v, u, options)
         return (o, lse.float()) if return_lse else o
-    # Columns of zeros add u_d tanh(0) = 0 to every score.
+    # Zero columns add u_d tanh(0) = 0 to every score.
     width = v.shape[-1]
     q, k, v = (inputs.kernel_rows(x) for x in (q, k, v))
     u = torch.nn.functional.pad(u, (0, q.shape[-1] - u.shape[-1]))
@@ -127,7 +126,7 @@ def _refuse_others(masks: dict[str, Any]) -> None:
 
 
 def _check_u(u: Tensor, q: Tensor) -> int:
-    """u is [hidden] or [H_q, hidden] on q's device; returns hidden."""
+    """Check that u is [hidden] or [H_q, hidden] on q's device; return hidden."""
     checks.check_floats("u", u)
     H_q = q.shape[1]
     if u.dim() not in (1, 2) or u.shape[-1] == 0 or (u.dim() == 2 and u.shape[0] != H_q):

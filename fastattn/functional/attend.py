@@ -1,4 +1,4 @@
-"""Attention as a function: check the arguments, choose a backend, call it."""
+"""`attention`, `attention_varlen` and `explain`: check, choose a backend, compute."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -55,8 +55,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention softmax(q k^T * scale + mask) v with grouped-query heads; differentiable.
 
-    Query i of batch row b has position p = i + query_offset among the keys. Masks combine: it sees
-    key j where every given mask allows it. With T_q = 2, T_k = 4 (rows are queries):
+    Query i of batch row b has position p = i + query_offset among the keys. It sees key j if all
+    given masks allow it. With T_q = 2, T_k = 4 (rows are queries):
 
         causal        window=2      window=(0, 1)    key_lengths=[3]    causal, query_offset=0
         1 1 1 0       0 1 1 0       0 0 1 1          1 1 1 0            1 0 0 0
@@ -72,17 +72,17 @@ def attention(
         1 1 1 1 0           1 0 1 1 0           0 1 0 1 0           1 0 1 1 0           0 0 0 1 1
         1 1 1 1 1           1 0 0 1 1           1 0 1 0 1           0 1 0 1 1           0 0 0 1 1
 
-    The score of a key that is seen, at distance p - j, is computed in this order:
+    The score of a visible key is computed in this order:
 
         x = scale * (q.k + query2.key2 + relative_query . relative_keys[h, p - j])
         x = softcap * tanh(x / softcap)
         x = x - alibi_slopes[h] * |p - j| + relative_bias[h, p - j] + attn_bias[b, h, i, j]
         x = score_mod(x, b, h, p, j, *mod_tensors)
-        weight = exp(x) / (sum over seen keys of exp(x), + exp(sinks[h]))
+        weight = exp(x) / (sum of exp(x) over visible keys, + exp(sinks[h]))
 
     Args:
-        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. Copied once for the kernels if
-            the last dim is not contiguous or rows are not a whole number of 16 bytes.
+        q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64, any strides. Copied for the kernels if the
+            last dim is not contiguous or rows are not multiples of 16 bytes.
         k: [B, H_k, T_k, D], same dtype and device. H_k divides H_q; query head h reads K/V head
             h // (H_q // H_k), and K/V are not expanded in memory.
         v: [B, H_k, T_k, D_v].
@@ -90,95 +90,91 @@ def attention(
         window: (left, right) sees p - left <= j <= p + right, None = unbounded on that side, and
             (None, None) no window; an int W is the last W keys, the query's own counted:
             (W - 1, 0).
-        prefix_lengths: with causal, keys j < prefix_lengths[b] are seen from before them too
-            (prefix LM). An int, or int32 or int64 [B].
+        prefix_lengths: with causal, all queries see the keys j < prefix_lengths[b] (prefix LM). An
+            int, or int32 or int64 [B].
         keep_first: keys j < keep_first stay visible outside the window and stride (StreamingLLM).
-        stride: keys at distances p - j that are multiples of it are visible; with a window, those
-            of the window too.
+        stride: only keys at distances p - j that are multiples of it are visible, with a window
+            also its keys.
         key_padding_mask: bool [B, T_k], True = attend.
         key_lengths: int32 or int64 [B]; row b has keys 0..key_lengths[b] - 1. Values are clamped to
             [0, T_k].
         documents: int32 or int64 ids [B, T], or a pair (q_ids [B, T_q], k_ids [B, T_k]): a query
-            sees the keys of its own id. Keys of negative id are padding. `document_ids` makes ids
-            from offsets.
+            sees the keys with its own id. Keys with negative ids are padding. `document_ids` makes
+            ids from offsets.
         attn_mask: bool (True = attend) with 2 to 4 dims that broadcast to [B, H_q, T_q, T_k]; not
             expanded in memory. A float tensor is taken as attn_bias.
         mask_mod: @triton.jit function mask_mod(b, h, q_pos, k_pos, *mod_tensors) -> bool, True =
             attend, with q_pos = p and k_pos = j; or a `BlockMask` of one.
         query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
-            query is at the last key (bottom-right). Within 2^28 of 0; a tensor's values are
-            taken within that.
-        positions: (q_positions int32 [B or 1, T_q], k_positions int32 [B or 1, T_k]), positions
-            of queries and keys in the full sequence, which replace p and j above: for
-            causal, window, prefix_lengths, keep_first, stride, alibi_slopes, relative_bias,
-            relative_keys, q_pos and k_pos of mods, and the bits of dropout, which are those of the
-            whole. Within each aligned block of 128 they rise by 1; with dropout each such block of
-            keys begins at a multiple of 4. On a GPU nobody looks whether they do. key_lengths,
-            key_padding_mask, documents, attn_mask and attn_bias go by places in memory.
+            query is at the last key (bottom-right). Within +-2^28; a tensor's values are clamped to
+            this range.
+        positions: (q_positions int32 [B or 1, T_q], k_positions int32 [B or 1, T_k]), positions of
+            queries and keys in the full sequence, which replace p and j in causal, window,
+            prefix_lengths, keep_first, stride, alibi_slopes, relative_bias, relative_keys, q_pos
+            and k_pos of mods, and dropout. They must rise by 1 within each aligned block of 128;
+            with dropout each such block of keys must begin at a multiple of 4. This is not checked
+            on a GPU. key_lengths, key_padding_mask, documents, attn_mask and attn_bias still index
+            memory.
         heads: (first, total): q is a slice of the heads, from `first` of the full model's `total`.
-            Then h of mods and the bits of dropout are the full model's. Options with a dim of the
-            heads have q's number of heads. For dropout of a part of a batch, first counts through
-            its rows: row * total + head.
+            Then h in mods and dropout is the full model's. Options with a head dim have q's number
+            of heads. For dropout of a part of a batch, first is row * total + head.
         scale: factor on q.k, > 0; default D ** -0.5, with key2 (D + D2) ** -0.5. Required with key2
-            where v is k or key2, as of latents that a projection was absorbed into: there it is
-            that of the head dim before.
+            if v is k or key2 (latents with an absorbed projection, whose scale is the original head
+            dim's).
         softcap: bound of the scores, > 0.
         alibi_slopes: fp32 [H_q] or [B, H_q], without gradient. `fastattn.alibi_slopes` makes the
             paper's.
-        relative_bias: float [H_q, 2 R + 1], differentiable. Entry R + p - j is added, distances
-            beyond R taken as R. `t5_relative_bias` makes it from T5's table of buckets.
+        relative_bias: float [H_q, 2 R + 1], differentiable. Entry R + p - j is added, with
+            distances clamped to R. `t5_relative_bias` makes it from T5's buckets.
         relative_keys: [H, 2 R + 1, D] in q's dtype, H one of H_q, H_k and 1, differentiable: a
-            vector for each distance (Shaw et al., Transformer-XL), beyond R as in relative_bias.
-        relative_query: as q, differentiable: what relative_keys are multiplied by. Default q.
+            vector per distance (Shaw et al., Transformer-XL), clamped as in relative_bias.
+        relative_query: as q, differentiable: the query of relative_keys. Default q.
         query2: [B, H_q, T_q, D2] in q's dtype, differentiable: queries of a second product.
-        key2: [B, H_k2, T_k, D2], differentiable: its keys, with H_k2 heads, a divisor of H_k, which
-            are not repeated for those of k in the kernels' memory (rotary keys that all heads
-            share, as in multi-head latent attention). Not with relative_keys in the kernels.
-        attn_bias: float, broadcasting as attn_mask does, differentiable. -inf hides a key; to the
-            kernels, so does what is below -2.3e38, as torch.finfo(torch.float32).min is.
+        key2: [B, H_k2, T_k, D2], differentiable: keys of the second product, with H_k2 heads, a
+            divisor of H_k, which the kernels do not expand (such as shared rotary keys in
+            multi-head latent attention). The kernels do not serve it with relative_keys.
+        attn_bias: float, broadcasting as attn_mask, differentiable. -inf hides a key; in the
+            kernels, so do values below -2.3e38, such as torch.finfo(torch.float32).min.
         score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
         score_mod_grad: @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *mod_tensors)
-            -> gradient of score_mod's x, from dx, the gradient of its result. Default: derived from
+            -> gradient of score_mod's x, from the gradient dx of its result. Default: derived from
             score_mod.
-        mod_tensors: contiguous tensors that mask_mod, score_mod and score_mod_grad get as pointers
-            to read with tl.load. What score_mod reads is differentiable, once: by torch's formula,
-            in chunks of queries, in fp32.
-        sinks: float [H_q], differentiable: the score of one more key for every query of a head,
-            whose value is 0.
+        mod_tensors: contiguous tensors, passed to mask_mod, score_mod and score_mod_grad as
+            pointers for tl.load. Those that score_mod reads are differentiable, once: by torch, in
+            chunks of queries, in fp32.
+        sinks: float [H_q], differentiable: per head, the score of one more key with value 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
-            Applied whenever it is above 0: pass 0 for evaluation.
-        dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device,
-            so torch.manual_seed repeats it. `dropout_keep_mask` shows what a seed drops.
-        deterministic: gradients are the same bits from run to run. False permits the kernels of
-            "triton" and "hopper" to add the gradient of q up in one pass with k's and v's, by
-            atomics in fp32: less work, more traffic, and last bits that may differ. The forward is
-            the same, and torch.use_deterministic_algorithms(True) overrides it. The "torch" backend
-            is as deterministic as torch is, which on a GPU goes by that flag alone.
+            Always applied: pass 0 for evaluation.
+        dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device.
+            `dropout_keep_mask` returns a seed's mask.
+        deterministic: gradients are bitwise equal from run to run. False permits "triton" and
+            "hopper" to compute all gradients in one pass, with q's summed by fp32 atomics: less
+            work, more traffic, and last bits that may differ. The forward is not affected, and
+            torch.use_deterministic_algorithms(True) overrides it. The "torch" backend is as
+            deterministic as torch, which on a GPU depends on that flag alone.
         return_lse: also return the log of the softmax denominators.
-        return_max: also return, last, the largest score of each query, x above, -inf where it sees
-            no key; sinks are no keys. Its `amax((0, 2))` is what QK-clip goes by. No gradient. By
-            "triton" from the same pass over the keys, by "torch" computed apart; "hopper" has none.
-        backend: "hopper", "triton", "torch" or "auto" (default; the
-            environment variable FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same
-            arguments and tells which one serves.
+        return_max: also return, last, the largest score x of each query, -inf without visible keys;
+            sinks do not count. QK-clip uses its `amax((0, 2))`. No gradient. "triton" computes it
+            in the same pass, "torch" separately; "hopper" does not serve it.
+        backend: "hopper", "triton", "torch" or "auto" (default; the environment variable
+            FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same arguments and reports
+            the choice.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
-        log, the sink counted; with return_max also the maximum, as lse. o and lse are
-        differentiable. A query that sees no key has o = 0,
-        lse = -inf (with sinks, lse = sinks[h]) and gradients 0 in q, k and v. A NaN in keys or
-        values that are padded out (key_padding_mask, key_lengths, negative document ids) reaches
-        no output and no gradient. In autocast regions q, k, v, relative_keys, relative_query,
-        query2 and key2 are cast as torch's own attention casts its inputs. Of DTensors that are
-        sharded by rows or heads, or whole, come DTensors: each rank computes its part
-        (`fastattn.functional.sharded`).
-        Under forward-mode AD, o and lse have tangents from those of q, k, v and every option that
-        is differentiable, at any depth of torch.func's transforms.
+        log, sink included; with return_max also the maximum, as lse. o and lse are differentiable.
+        A query that sees no key has o = 0, lse = -inf (with sinks, lse = sinks[h]) and gradients 0
+        in q, k and v. A NaN in padded-out keys or values (key_padding_mask, key_lengths, negative
+        document ids) reaches no output and no gradient. Under autocast q, k, v, relative_keys,
+        relative_query, query2 and key2 are cast as in torch's own attention. DTensors that are
+        sharded by rows or heads, or replicated, give DTensors: each rank computes its part
+        (`fastattn.functional.sharded`). Under forward-mode AD, o and lse have tangents from q, k, v
+        and all differentiable options, at any depth of torch.func's transforms.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, arguments that
-            contradict each other, a score_mod whose derivative is wanted and unknown, or a forced
-            backend that cannot serve the call; the message names it.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, contradictory
+            arguments, a score_mod whose derivative is needed and unknown, or a forced backend that
+            cannot serve the call; the message names it.
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
@@ -243,21 +239,21 @@ def attention_varlen(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`attention` within each of N sequences that lie behind one another, without padding.
+    """`attention` within each of N packed sequences, without padding.
 
-    Sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1, and keys likewise. Either
-    may be none. Positions count from the start of each sequence's keys, and its last query is at
-    its last key. What `attention` calls a batch row b is the sequence here: in key_lengths [N],
+    Sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1, and keys likewise; both
+    may be empty. Positions count from the start of each sequence's keys, and its last query is at
+    its last key. Sequences replace the batch rows b of `attention`: in key_lengths [N],
     prefix_lengths [N], alibi_slopes [N, H_q], and for mask_mod, score_mod and dropout.
 
     Args:
         q: [total_q, H_q, D].
         k: [total_k, H_k, D].
         v: [total_k, H_k, D_v].
-        cu_seqlens_q: int32 or int64 [N + 1] on q's device, from 0, never falling, to total_q.
+        cu_seqlens_q: int32 or int64 [N + 1] on q's device, non-decreasing from 0 to total_q.
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
         return_lse, return_max, backend: as for `attention`.
-        options: those of `attention`, except key_padding_mask, documents, attn_mask, attn_bias and
+        options: as for `attention`, except key_padding_mask, documents, attn_mask, attn_bias and
             query_offset. relative_query has q's shape; query2 is [total_q, H_q, D2] and key2
             [total_k, H_k2, D2].
 
@@ -266,8 +262,7 @@ def attention_varlen(
         the maximum, as lse.
 
     Raises:
-        TypeError, ValueError: as `attention`. The values of the offsets are checked where they lie
-            on the CPU.
+        TypeError, ValueError: as `attention`. The values of offsets are checked on the CPU only.
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
@@ -276,7 +271,7 @@ def attention_varlen(
     key = None if largest else call_memo.key_of((q, k, v), given, backend)
     known = call_memo.find(key)
     if known is not None:
-        if q.is_cpu:  # what they say is no part of the key
+        if q.is_cpu:  # their values are not part of the key
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
@@ -312,7 +307,7 @@ def explain(
     backend: str | None = None,
     **options: "Unpack[AttentionArguments]",
 ) -> Explanation:
-    """Which backend `attention` would use for these arguments, and why not a faster one.
+    """Backend of `attention` for these arguments, and why faster ones are passed over.
 
     With deterministic=False also whether gradients would come in one pass, or why not. With few
     queries beside many keys also whether those are split among programs.
@@ -320,8 +315,8 @@ def explain(
     Checks the arguments as `attention` does, and computes nothing.
 
     Returns:
-        An `Explanation`: `.backend`, `.one_pass`, `.split_keys`, and `.reasons` from the name of
-        what was passed over to the reason; `str()` of it is meant for people.
+        An `Explanation`: `.backend`, `.one_pass`, `.split_keys`, and `.reasons` by name of the
+        backend passed over; `str()` formats it.
     """
     given: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(given)
@@ -352,8 +347,7 @@ def compute(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """o, or (o, lse), from the backend that serves the checked call.
 
-    key, given: what to know the call by, and the options that came with it, unchecked. cast:
-    autocast changed a tensor.
+    key, given: memo key and unchecked options of the call. cast: autocast changed a tensor.
     """
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))

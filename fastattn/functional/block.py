@@ -1,9 +1,9 @@
-"""Attention to a part of the keys, forward and backward, for callers that put parts together.
+"""Attention to a part of the keys, forward and backward, for callers that merge parts.
 
-Ring attention keeps the keys of a sequence on several devices. Its forward merges what the parts
-give. Backward every part works by itself, as the weights exp(score - lse) need the lse of the whole
-and the gradients of scores, weight * (do.v - do.o), the o of the whole: Liu et al., "Ring Attention
-with Blockwise Transformers for Near-Infinite Context", 2023, arXiv 2310.01889.
+Ring attention keeps the keys of a sequence on several devices. Its forward merges the parts'
+results. In backward the parts are independent, given the merged lse for the weights exp(score -
+lse) and the merged o for the gradients of scores, weight * (do.v - do.o): Liu et al., "Ring
+Attention with Blockwise Transformers for Near-Infinite Context", 2023, arXiv 2310.01889.
 """
 
 from collections.abc import Container
@@ -25,7 +25,7 @@ class BlockGradients(NamedTuple):
     """Gradients from one part of the keys; see `attention_block_backward`.
 
     Attributes:
-        of_options: by name, gradients of the given options that require grad.
+        of_options: gradients by name of options that require grad.
     """
 
     dq: Tensor
@@ -47,18 +47,18 @@ def attention_block_forward(
     backend: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of `attention` to a part of the keys, which `merge` puts together; no gradients.
+    """o and lse of `attention` to a part of the keys, for `merge`; no gradients.
 
-    Of q in fp64 lse is fp64 too, unless sequences are packed.
+    For q in fp64 lse is fp64 too, unless sequences are packed.
 
-    Parts in bf16 are rounded once each, and their sum is worse the more there are: with out_dtype
-    torch.float32 they are not rounded.
+    Each part in bf16 is rounded; out_dtype torch.float32 avoids the accumulated error.
 
     Args:
-        q, k, v: as `attention`'s, k and v of this part. With cu_seqlens_q as `attention_varlen`'s.
-        out_dtype: dtype of o: q's (default), or torch.float32 where q is fp16 or bf16.
-        backend, options: as for `attention`. Of all parts one alone takes sinks. Dropout needs its
-            seed. Autocast casts nothing here.
+        q, k, v: as in `attention`, k and v of this part. With cu_seqlens_q as in
+            `attention_varlen`.
+        out_dtype: dtype of o: q's (default), or torch.float32 for q in fp16 or bf16.
+        backend, options: as for `attention`. Pass sinks to one part only. Dropout needs
+            dropout_seed. Autocast does not apply.
 
     Raises:
         TypeError, ValueError: as `attention`.
@@ -86,28 +86,27 @@ def attention_block_backward(
     backend: str | None = None,
     **options: Any,
 ) -> BlockGradients:
-    """Compute the share of one part of the keys in the gradients of `attention` to all keys.
+    """Compute the share of a part of the keys in the gradients of `attention` to all keys.
 
     Args:
-        do: the gradient of o, in q's dtype.
-        q, k, v: as `attention_block_forward`'s, k and v of this part.
-        o: [B, H_q, T_q, D_v], or packed [total_q, H_q, D_v], of the whole; in fp32 it is taken in
-            q's dtype.
-        lse: fp32 [B, H_q, T_q], or packed [H_q, total_q], of the whole, natural log; of q in fp64
-            as `attention_block_forward` gives it, fp64, or the gradients are as coarse as fp32.
-        dlse: the gradient of lse, as lse; default: none.
-        out_dtype: dtype of all gradients: their tensor's (default), or torch.float32 where q is
-            fp16 or bf16.
+        do: gradient of o, in q's dtype.
+        q, k, v: as in `attention_block_forward`, k and v of this part.
+        o: merged [B, H_q, T_q, D_v], or packed [total_q, H_q, D_v]; fp32 is converted to q's dtype.
+        lse: merged fp32 [B, H_q, T_q], or packed [H_q, total_q], natural log. For q in fp64 pass
+            `attention_block_forward`'s fp64 lse, as fp32 would limit the gradients' accuracy.
+        dlse: gradient of lse, as lse, or None.
+        out_dtype: dtype of all gradients: their tensor's (default), or torch.float32 for q in fp16
+            or bf16.
         backend, options: as for `attention`, of this part. relative_bias, relative_keys,
-            relative_query, query2, key2, attn_bias and sinks get gradients where they require grad;
-            those of sinks come of the whole, so one part alone takes them. Dropout needs its seed.
+            relative_query, query2, key2, attn_bias and sinks get gradients if they require grad.
+            Pass sinks to one part only. Dropout needs dropout_seed.
 
     Returns:
         dq, dk and dv in the shapes of q, k and v; delta = do.o - dlse, fp32 as lse; and gradients
         of options by their names, in their shapes.
 
     Raises:
-        TypeError, ValueError: as `attention`, or results that are not those of such a call.
+        TypeError, ValueError: as `attention`, or o or lse does not fit the call.
     """
     name = "attention_block_backward"
     checked = _checked(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
@@ -147,7 +146,7 @@ def _checked(
     out_dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> Options:
-    """The checked options of a part; name: of the function that is called."""
+    """Checked options of a part; name: of the public function."""
     if cu_seqlens_q is None:
         call_options.DENSE._replace(name=name).refuse_others(options)
         if cu_seqlens_k is not None:
@@ -163,7 +162,7 @@ def _checked(
     wide = torch.promote_types(q.dtype, torch.float32)
     if out_dtype not in (None, q.dtype, wide):
         raise ValueError(f"out_dtype must be {q.dtype} or {wide}, got {out_dtype}")
-    # Of fp64 lse is fp64 too: else all gradients would be as coarse as it is.
+    # With fp64 lse is fp64 too, as it limits the accuracy of all gradients.
     wider = q.dtype == torch.float64 and cu_seqlens_q is None
     return checked._replace(fp32_results=wider or out_dtype not in (None, q.dtype))
 
@@ -190,9 +189,9 @@ def _check_results(
 
 
 def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, Tensor]]:
-    """Options that need gradients, by field: the name and the tensor that the caller gave.
+    """Options that need gradients, by field: name and original tensor.
 
-    The check may replace a tensor by a view made without autograd, which requires no grad.
+    The checks may replace a tensor by a detached view.
     """
     learned = {}
     for name, x in options.items():
@@ -214,7 +213,7 @@ def _by_kernels(
     options: Options,
     learned: Container[str],
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of q, k, v and of the learned fields, as wide as kernels take them; delta."""
+    """Gradients of q, k, v and the learned fields, with padded head dims; delta."""
     rows = [inputs.kernel_rows(x) for x in (do, q, k, v, o)]
     options = inputs.kernel_options(options)
     packed = options.cu_seqlens_q is not None
@@ -230,6 +229,6 @@ def _by_kernels(
     grads, delta = gradients_and_delta(kernels, saved, needed, do, dlse)
     if packed:
         delta = delta[0]
-        # Of tensors with rows; others have fewer dims.
+        # Only tensors with rows; others have fewer dims.
         grads = [x if x is None or x.dim() != 4 else as_packed(x) for x in grads]
     return [x for x in grads if x is not None], delta

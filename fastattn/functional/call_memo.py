@@ -1,9 +1,8 @@
 """Memo of eager calls: checked options and prepared launches, keyed by layouts and options.
 
-Most calls of a program are like an earlier one but for the contents of their tensors. All that the
-host does for such a call up to the launch follows from the key here: shapes, strides, dtypes,
-devices and alignment of tensors, values and types of numbers (True is not 1 to a check). It is done
-once. Tensors are not kept: each call brings its own.
+Most calls differ from an earlier one only in tensor contents. The host's work before the launch
+depends only on the key: shapes, strides, dtypes, devices and alignment of tensors, values and types
+of numbers (checks distinguish True from 1). It is done once per key. No tensor is kept.
 """
 
 import os
@@ -25,9 +24,9 @@ _TYPES = (Tensor, torch.nn.Parameter)
 
 
 class _Source(NamedTuple):
-    """A field of `Options` that holds a tensor, and the option that gives it.
+    """A tensor field of `Options`, and the option that it comes from.
 
-    option: its name; None: the seed of dropout, drawn at each call. leading: dims of 1 to be added.
+    option: its name; None: the dropout seed, drawn at each call. leading: dims of size 1 to add.
     """
 
     field: int
@@ -36,10 +35,10 @@ class _Source(NamedTuple):
 
 
 class KnownCall(NamedTuple):
-    """Checked options without their tensors, where those come from, and the prepared launch.
+    """Checked options without tensors, the tensors' sources, and the prepared launch.
 
-    dtype: of q as kernels get it. cast: autocast changes the dtype of q, or of another tensor.
-    device_key: `ops.attend.device_key` as it was.
+    dtype: of q in the kernels. cast: autocast changes a tensor's dtype. device_key:
+    `ops.attend.device_key` at preparation.
     """
 
     options: Options
@@ -51,7 +50,7 @@ class KnownCall(NamedTuple):
     device_key: Hashable
 
     def options_of(self, given: Mapping[str, Any]) -> Options:
-        """The checked options of a call that was given these."""
+        """Checked options of a call with these options."""
         if not self.sources:
             return self.options
         fields = list(self.options)
@@ -61,27 +60,27 @@ class KnownCall(NamedTuple):
             else:
                 x = given[option]
                 fields[field] = x[(None,) * leading] if leading else x
-        # As `_make`, in half of its time.
+        # `_make`, in half the time.
         return tuple.__new__(Options, fields)
 
 
 @lru_cache(_KEPT)
 def _slot(key: Hashable) -> list[KnownCall]:
-    """Where the known call of this key is, if there is one; the slots used last are kept."""
+    """LRU slot of this key's call, if any."""
     return []
 
 
 def key_of(
     inputs: tuple[Any, ...], given: Mapping[str, Any], backend: str | None
 ) -> list[Any] | None:
-    """Key of a call in the memo; None for a call that is traced or of another kind.
+    """Memo key of a call; None for traced and other unsuitable calls.
 
-    Conjugate and negative views have no key either: `ops.call.Operator` resolves them.
+    Conjugate and negative views have no key; `ops.call.Operator` resolves them.
 
     Args:
-        inputs: tensors that every such call has, q first. The launch looks at their alignment.
-        given: all that the caller gave beside them, under the names that `keep` is told.
-        backend: as the caller asked for it.
+        inputs: tensors of every such call, q first. The launch depends on their alignment.
+        given: other arguments, named as for `keep`.
+        backend: the caller's argument.
     """
     for x in inputs:
         if type(x) not in _TYPES:
@@ -102,7 +101,7 @@ def key_of(
                 if x.is_neg():
                     return None
                 key += layout(x)
-            elif kind is tuple and all(map(_is_number, map(type, x))):  # as a window is
+            elif kind is tuple and all(map(_is_number, map(type, x))):  # such as a window
                 key += (x, *map(type, x))
             elif _is_number(kind):
                 key.append(x)
@@ -110,30 +109,30 @@ def key_of(
                 return None
         if choices.by_direction:
             key += (torch.is_grad_enabled(), *(x.requires_grad for x in inputs))
-    except RuntimeError:  # nested or sparse, and about to be refused
+    except RuntimeError:  # nested or sparse, to be refused later
         return None
     return key
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:
-    """Properties of a tensor that checks and launches may depend on."""
+    """Properties of a tensor on which checks and launches may depend."""
     aligned = x.data_ptr() & 15 == 0
     return x.shape, x.stride(), x.dtype, x.device, aligned, x.requires_grad
 
 
 @cache
 def _is_number(kind: type) -> bool:
-    """Whether what is of this type never changes; a tensor's or an array's number may, in place."""
+    """Whether values of this type are immutable numbers, unlike a tensor's or an array's."""
     return kind is not tuple and not hasattr(kind, "__setitem__") and "__call__" not in dir(kind)
 
 
 def find(key: list[Any] | None) -> KnownCall | None:
-    """The known call of this key, if it still holds."""
+    """The call of this key, if still valid."""
     if key is None:
         return None
     try:
         slot = _slot(tuple(key))
-    except TypeError:  # an argument that has no hash, and is about to be refused
+    except TypeError:  # an unhashable argument, to be refused later
         return None
     if not slot or slot[0].device_key != attend.device_key(slot[0].dtype):
         return None
@@ -144,12 +143,12 @@ def keep(
     key: list[Any] | None, q: Tensor, given: Mapping[str, Any], options: Options,
     prepare: Callable[[], Any], cast: bool = False,
 ) -> None:  # fmt: skip
-    """Remember a call that kernels have served with the caller's own tensors, or their casts.
+    """Store a call that kernels served with the caller's own tensors, or their casts.
 
     Args:
-        given: as `key_of` had it, but for what autocast made of it.
-        options: what came of it.
-        prepare: makes what runs such calls, or None where each is another.
+        given: as in `key_of`, after autocast.
+        options: the checked options.
+        prepare: returns a launcher for such calls, or None if they cannot be cached.
         cast: as in `KnownCall`.
     """
     if key is None:
@@ -169,9 +168,9 @@ def keep(
 
 
 def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] | None:
-    """Where the tensors in options come from.
+    """Sources of the tensors in options.
 
-    None where one was made for a single call, or a number was read from a tensor.
+    None if one was made for a single call, or a number was read from a tensor.
     """
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     sources = []
@@ -182,7 +181,7 @@ def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] 
             sources.append(_Source(field, None))
             continue
         options_like_it = [option for option, y in tensors.items() if _is_it(x, y)]
-        # One tensor may be given twice; what is named as the field is meant by it.
+        # If a tensor is passed twice, the option with the field's name is its source.
         if name in options_like_it:
             options_like_it = [name]
         if len(options_like_it) != 1:
@@ -195,7 +194,7 @@ def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] 
 
 
 def _is_it(x: Tensor, y: Tensor) -> bool:
-    """Whether x is y, perhaps with leading dims of size 1."""
+    """Whether x is y, up to leading dims of size 1."""
     if x is y:
         return True
     leading = x.dim() - y.dim()
@@ -205,5 +204,5 @@ def _is_it(x: Tensor, y: Tensor) -> bool:
 
 
 def forget() -> None:
-    """Check every call anew: for tests and for measuring."""
+    """Clear the memo, for tests and benchmarks."""
     _slot.cache_clear()

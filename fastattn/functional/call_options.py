@@ -1,4 +1,4 @@
-"""From the keyword arguments of a call to its `Options`, every one of them checked."""
+"""Check the keyword arguments of a call and make its `Options`."""
 
 import difflib
 import inspect
@@ -12,7 +12,7 @@ from ..options import OPTIONS, Options, OptionSpec
 from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Names that other libraries have for what is an argument here.
+# Other libraries' names of arguments.
 FOREIGN = {
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "scale"),
     **dict.fromkeys(("mask", "attention_mask"), "attn_mask"),
@@ -30,7 +30,7 @@ FOREIGN = {
 
 
 class Callee(NamedTuple):
-    """A function that takes options: which, and why it refuses another option of the table."""
+    """A function with options: those it takes, and why it refuses the others."""
 
     name: str
     taken: dict[str, OptionSpec]
@@ -38,7 +38,7 @@ class Callee(NamedTuple):
     defaults: dict[str, Any]
 
     def refuse_others(self, given: dict[str, Any]) -> None:
-        """Raises TypeError for the first option that the function does not take."""
+        """Raise TypeError for the first option that the function does not take."""
         if given.keys() <= self.taken.keys():
             return
         name = next(name for name in given if name not in self.taken)
@@ -52,7 +52,7 @@ class Callee(NamedTuple):
         raise TypeError(f"{self.name} takes no {name}" + (f": {reason}" if reason else ""))
 
     def sign(self, function: Function) -> Function:
-        """Puts the options into the signature of the function, in place of its **options."""
+        """Replace **options in the signature of the function by its options."""
         own = inspect.signature(function)
         *named, _ = own.parameters.values()
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -81,12 +81,12 @@ ADDITIVE = _callee(
 )
 SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
 
-# Of named tuples the host would look up every field by its name.
+# Plain tuples, as named tuples look up every field by name.
 _OPTIONS = tuple((name, row.default, row.check, row.fields) for name, row in OPTIONS.items())
 
 
 def _checked(call: Checking) -> Options:
-    """The record of a call. Each call on a GPU waits for this: only what is given is looked at."""
+    """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
     given, fields = call.given, call.fields
     for name, default, check, names in _OPTIONS:
         if name in given:
@@ -102,22 +102,22 @@ def _checked(call: Checking) -> Options:
 
 
 def dense_options(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Options:
-    """The options of one call of `attention`, after `checks.check_tensors`."""
+    """Options of a call of `attention`, after `checks.check_tensors`."""
     checks.check_qkv(q, k, v)
     return _checked(Checking(q, k, v, q.shape[0], given, _defaults(q, k)))
 
 
 def fp8_options(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Options:
-    """The options of one call of `attention_fp8`, whose dtypes and devices have been checked."""
+    """Options of a call of `attention_fp8`, with checked dtypes and devices."""
     checks.check_shapes(q, k, v)
     return _checked(Checking(q, k, v, q.shape[0], given, _defaults(q, k)))
 
 
 def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Fields that follow from the sizes: the last query stands at the last key."""
+    """Fields that follow from the sizes: the last query is at the last key."""
     offset, scale = k.shape[2] - q.shape[2], q.shape[3] ** -0.5
     if isinstance(offset, Tensor):
-        # torch.jit.trace records sizes as tensors, and would take an int for a constant.
+        # torch.jit.trace records sizes as tensors, and an int would become a constant.
         return {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
     return {"query_offset": offset, "scale": scale}
 
@@ -130,7 +130,7 @@ def packed_options(
     cu_seqlens_k: Tensor | None,
     **given: Any,
 ) -> Options:
-    """The options of one call of `attention_varlen`, after `checks.check_packed`."""
+    """Options of a call of `attention_varlen`, after `checks.check_packed`."""
     PACKED.refuse_others(given)
     checks.check_dtypes_and_devices(q, k, v)
     return packed_fp8_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
@@ -144,7 +144,7 @@ def packed_fp8_options(
     cu_seqlens_k: Tensor | None,
     **given: Any,
 ) -> Options:
-    """Make the options of `attention_varlen_fp8`, whose dtypes and devices have been checked."""
+    """Options of a call of `attention_varlen_fp8`, with checked dtypes and devices."""
     checks.check_packed_shapes(q, k, v)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
     if cu_seqlens_k is None:
@@ -169,20 +169,20 @@ def packed_fp8_options(
 def paged_options(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, given: dict[str, Any]
 ) -> Options:
-    """Make the options of one call of `attention_paged`: as `cache_options`, q [total, H_q, D]."""
+    """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
     PAGED.refuse_others(given)
     B, fields = cu_seqlens.shape[0] - 1, {"query_offset": 0, "scale": q.shape[2] ** -0.5}
     return _checked(Checking(q, k, v, B, {"causal": True, **given}, fields))
 
 
 def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, given: dict[str, Any]) -> Options:
-    """The options of one call of `decode_attention`.
+    """Options of a call of `decode_attention`.
 
     Args:
         q: [B, H_q, T_q, D].
-        k, v: [P, H_k, S, D or D_v], the cache's.
-        bound: positions that a mask or bias has to reach over.
-        given: options. Causal unless they say otherwise.
+        k, v: [P, H_k, S, D or D_v], of the cache.
+        bound: positions that a mask or bias must cover.
+        given: options; causal by default.
     """
     CACHE.refuse_others(given)
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}

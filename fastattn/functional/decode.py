@@ -1,4 +1,4 @@
-"""Attention of a few new tokens to a cache, as a function: check, choose a backend, call it."""
+"""`decode_attention`: attention of a few new tokens to a cache."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -55,56 +55,52 @@ def decode_attention(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest T_q tokens of every row of a cache to all that the row holds.
+    """Attention of the newest T_q tokens of every row of a cache to the row's tokens.
 
-    Their keys and values are in the cache already: token i of row b has position
-    lengths[b] - T_q + i. With T_q = 2 and causal, rows of 3 and 5 tokens in a cache of 6 (1 = seen,
-    . = no token):
+    The cache already includes their keys and values: token i of row b has position lengths[b] - T_q
+    + i. With T_q = 2 and causal, rows of 3 and 5 tokens in a cache of 6 (1 = seen, . = no token):
 
         row 0   1 1 0 . . .        row 1   1 1 1 1 0 .
                 1 1 1 . . .                1 1 1 1 1 .
 
-    The lengths are read on the device, so that a CUDA graph of this call serves rows that grow. On
-    a GPU the keys are split among programs and the parts merged in the order of the keys: the
-    result is the same from run to run.
+    The lengths are read on the device, so that a CUDA graph of this call serves growing rows. On a
+    GPU the keys are split among programs and the parts merged in order, so that the result is
+    deterministic.
 
-    Kernels are compiled for keys that are split and for keys that are not, which num_splits says or
-    the batch and the room in the cache decide, and for T_q H_q / H_k up to 16 and above; for no
-    other size. `fastattn.warmup` compiles them all.
+    Separate kernels are compiled for split and unsplit keys, and for T_q H_q / H_k up to 16 and
+    above; other sizes do not recompile. `fastattn.warmup` compiles all of them.
 
     Args:
         q: [B, H_q, T_q, D] in the cache's dtype, any strides. Query head h reads K/V head
             h // (H_q // H_k). Or a DTensor sharded by rows or heads, whose part on a rank belongs
             to that rank's cache.
-        cache: a `KVCache`; a `PagedKVCache`, whose rows in use are then the batch, oldest first; or
-            a `CacheView` of either, or of tensors (`view_of_tensors`). Rows shorter than T_q have
-            queries before their first token; if causal, these see nothing. A ring brings
-            its window and first positions with it, and T_q is at most its max_step.
-        new_lengths: int32 or int64 [B], taken within [0, T_q], as the cache's `append` was given
-            it: only the first new_lengths[b] queries of row b are tokens. Token i is at
-            lengths[b] - new_lengths[b] + i then; what comes out for the others is unspecified,
-            though finite. None: all T_q count.
-        num_splits: into how many parts the keys of a row are split. Default: as many as keep the
-            GPU busy, by the batch, the heads and the room in the cache. The result depends on it
-            in the last bits.
-        batch_invariant: split the keys by positions instead, every 512 of them, wherever they are
-            kept. A row's result is then the same to the bit alone and in any batch, in a cache of
-            any size. The price: parts are always written and merged, which one long row in a small
-            batch has anyway and a large batch could have done without; a few long rows are split
-            less finely than a large GPU could serve them.
+        cache: a `KVCache`; a `PagedKVCache`, whose rows in use are the batch, oldest first; or a
+            `CacheView` of either, or of tensors (`view_of_tensors`). If causal, queries before a
+            short row's first token see nothing. A ring sets window and keep_first, and T_q is at
+            most its max_step.
+        new_lengths: int32 or int64 [B], clamped to [0, T_q], as for the cache's `append`: only the
+            first new_lengths[b] queries of row b are tokens. Token i is at lengths[b] -
+            new_lengths[b] + i; the other results are unspecified, but finite. None: all T_q are
+            tokens.
+        num_splits: number of parts that a row's keys are split into. Default: enough to fill the
+            GPU, by batch size, heads and cache size. It changes the last bits of the result.
+        batch_invariant: split the keys every 512 positions instead. A row's result is then bitwise
+            equal in any batch and in a cache of any size. The cost: parts are always written and
+            merged, also in large batches, and a few long rows are split less finely than a large
+            GPU could use.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
-            `explain_decode` tells which one serves. torch holds a copy of what it reads unless the
-            cache is a plain one.
+            `explain_decode` reports the choice. torch copies the keys and values unless the cache
+            is a plain `KVCache`.
         options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
-            scale, softcap, alibi_slopes, relative_bias, score_mod and sinks mean what they mean to
-            `fastattn.attention`, as do attn_mask and attn_bias, whose last dim counts positions
-            from 0 and reaches as far as any row does.
+            scale, softcap, alibi_slopes, relative_bias, score_mod, sinks, attn_mask and attn_bias,
+            as for `fastattn.attention`; the last dim of a mask or bias are positions from 0, up to
+            the longest row.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
-        log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink).
-        Unused slots and pages never reach them, not even their NaN.
+        log, sink included. A query that sees no key has o = 0 and lse = -inf (or its sink). Unused
+        slots and pages, even with NaN, do not affect them.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
@@ -160,7 +156,7 @@ def attend_to_part(
     backend: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`decode_attention` for `merge`: of q in fp64, which torch alone serves, lse is fp64 too.
+    """`decode_attention` for `merge`: for q in fp64, which only torch serves, lse is fp64 too.
 
     Rounded to fp32, an lse of 1e4 would change the weights of a part by 5e-4.
     """
@@ -189,7 +185,7 @@ def explain_decode(
     backend: str | None = None,
     **options: "Unpack[DecodeAttentionArguments]",
 ) -> Explanation:
-    """Which backend `decode_attention` would use for these arguments, and why not a faster one.
+    """Backend of `decode_attention` for these arguments, and why faster ones are passed over.
 
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
@@ -203,12 +199,12 @@ def explain_decode(
 def with_cache(
     key: list[Any] | None, q: Tensor, view: CacheView, given: dict[str, Any]
 ) -> list[Any] | None:
-    """key, and what the checks and the launch look at of a cache. Its length the device knows."""
+    """Extend a memo key by the properties of a cache, without its lengths on the device."""
     if key is None:
         return None
     key += (view.page_size, view.keep_first, view.window, view.dtype)
     key.append(decode_ops.one_memory(view.k, view.v, view.k_scale))
-    if "attn_mask" in given or "attn_bias" in given:  # which have to reach as far
+    if "attn_mask" in given or "attn_bias" in given:  # which must cover the positions
         key.append(view.length_bound)
     tensors = (view.k, view.v, view.lengths, view.k_scale, view.v_scale, view.block_table)
     for x in (*tensors, view.starts, view.batch_index):
@@ -225,7 +221,7 @@ def _of_latents(view: CacheView) -> bool:
 
 
 def in_tiles(q: Tensor, view: CacheView) -> Tensor:
-    """q as wide as the widest tile that the kernel makes of it, by which backends are chosen."""
+    """q with the shape of the kernel's widest tile, for the choice of backend."""
     if not _of_latents(view):
         return q
     D, D_v = view.k.shape[-1], view.v.shape[-1]
@@ -233,7 +229,7 @@ def in_tiles(q: Tensor, view: CacheView) -> Tensor:
 
 
 def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
-    """ValueError where keys hold more than the values that they are, and no scale is given."""
+    """Raise ValueError for latents with further key columns and no scale."""
     D, D_v = view.k.shape[-1], view.v.shape[-1]
     if options.get("scale") is None and D_v < D and _of_latents(view):
         raise ValueError(
@@ -243,7 +239,7 @@ def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
 
 
 def _splits(num_splits: int | None, invariant: bool) -> tuple[int | None, bool]:
-    """num_splits and batch_invariant, of which one at most is given."""
+    """Check num_splits and batch_invariant, at most one of which may be set."""
     invariant = checks.check_flag("batch_invariant", invariant)
     if num_splits is None:
         return None, invariant
@@ -268,7 +264,7 @@ def _checked(
 
 
 def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
-    """RuntimeError if autograd would ask for gradients of a call that has none."""
+    """Raise RuntimeError if an input requires grad in a call without gradients."""
     if choices.wants_gradients(q, q, q, options):
         raise RuntimeError(
             f"{call} has no gradients, but an input requires grad: call it under "
@@ -293,7 +289,7 @@ def _check_query(q: Tensor, view: CacheView) -> None:
 
 
 def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the window of a ring, and its first positions."""
+    """Options with a ring's window and keep_first."""
     assert view.window is not None and view.keep_first is not None
     most = view.page_size - view.keep_first - view.window + 1
     if T_q > most:

@@ -1,4 +1,4 @@
-"""q, k and v as a backend takes them: projected, cast under autocast, padded for the kernels."""
+"""Prepare q, k and v for a backend: projection, autocast, padding for the kernels."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..options import LEARNED, LIKE_Q, Options
 
 
 def kernel_rows(x: Tensor) -> Tensor:
-    """x with contiguous rows of a whole number of 16 bytes; columns of zeros change no score."""
+    """x with contiguous rows, zero-padded to a multiple of 16 bytes."""
     surplus = -x.shape[-1] % (16 // x.element_size())
     if surplus:
         return F.pad(x, (0, surplus))
@@ -19,7 +19,7 @@ def kernel_rows(x: Tensor) -> Tensor:
 
 
 def kernel_options(options: Options) -> Options:
-    """options whose tensors that are multiplied by q and its like are as `kernel_rows` has them."""
+    """Options with `kernel_rows` applied to the tensors that are multiplied like q."""
     if options.relative_keys is None and options.key2 is None:
         return options
     given = {name: getattr(options, name) for name in LIKE_Q}
@@ -30,9 +30,9 @@ def kernel_options(options: Options) -> Options:
 def autocast(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Inside torch.autocast, floating tensors in its dtype, as scaled_dot_product_attention has.
+    """Inside torch.autocast, cast floating tensors as scaled_dot_product_attention does.
 
-    options: unchecked. The same dict comes back where no tensor changes, and else another.
+    options: unchecked. Returns the same dict if no tensor changes.
     """
     dtype = tracing.autocast_dtype(q.device)
     if dtype is None:
@@ -50,7 +50,7 @@ def autocast(
 
 
 def duals(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors with a tangent among q, k, v and the learned options, by the caller's names."""
+    """Tensors with a tangent among q, k, v and the learned options, by the caller's names."""
     if not tracing.in_forward_mode():
         return {}
     learned = {name: options.get(name) for name in ("attn_mask", *LEARNED)}
@@ -70,7 +70,7 @@ def _is_dense(x: Tensor) -> bool:
 def detached(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], duals: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """A call without its tangents: checks refuse one that is left, which nothing would carry."""
+    """Remove the tangents of a call, as checks refuse unsupported ones."""
     plain: dict[str, Any] = {name: x.detach() for name, x in duals.items()}
     q, k, v = (plain.pop(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     return q, k, v, options | plain
@@ -79,10 +79,10 @@ def detached(
 def restored(
     q: Tensor, k: Tensor, v: Tensor, options: Options, duals: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """The inverse of `detached`, after the checks: tensors in the dtypes and dims that they gave.
+    """Inverse of `detached`, after the checks, in their dtypes and dims.
 
     Raises:
-        ValueError: a score_mod that cannot be differentiated, and comes without score_mod_grad.
+        ValueError: score_mod cannot be differentiated, and there is no score_mod_grad.
     """
     if options.score_mod is not None and options.score_mod_grad is None:
         where = f"where an input has a tangent, as {next(iter(duals))} has"
@@ -99,9 +99,9 @@ def restored(
 
 
 def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """A call's options with mod_tensors detached, and those themselves if any requires grad.
+    """Options with mod_tensors detached, and mod_tensors themselves if any requires grad.
 
-    Checks refuse one that does: of all calls two give it a gradient, where a score_mod reads it.
+    Checks refuse mod_tensors that require grad, as only two functions give them a gradient.
     """
     mods = options.get("mod_tensors")
     if options.get("score_mod") is None or type(mods) is not tuple:
@@ -113,9 +113,9 @@ def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
 
 
 def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Tensor:
-    """x [B, H, T, D] times w^T, w being [width, D] or [H, width, D]; x itself without w.
+    """x [B, H, T, D] w^T, for w [width, D] or [H, width, D]; x itself without w.
 
-    name, of: what messages call w and x.
+    name, of: names of w and x in messages.
     """
     H, D = x.shape[1], x.shape[3]
     if w is None:

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together: `merge`, and prefixes that a batch shares."""
+"""Merge attention over parts of the keys: `merge`, and prefixes shared by a batch."""
 
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,26 +17,25 @@ from .decode import attend_to_part
 def merge(
     o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from the attention over each.
+    """Merge attention over two disjoint sets of keys.
 
-    With the log of the softmax denominators of each, lse = log(exp(lse1) + exp(lse2)) and
-    o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2: exact, since a softmax is a sum over keys divided
-    by another one. Ring attention (Liu et al. 2023, arXiv 2310.01889) and shared prefixes are made
-    of it. Differentiable in all four, any number of times.
+    lse = log(exp(lse1) + exp(lse2)) and o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2, exactly. Ring
+    attention (Liu et al. 2023, arXiv 2310.01889) and shared prefixes use it. Differentiable in all
+    four, any number of times.
 
     Args:
         o1, o2: [..., D_v], of one shape and dtype. Computed in fp32 or wider.
-        lse1, lse2: fp32 (or fp64) [...], natural log, as `attention(..., return_lse=True)` has
-            them. Where one is -inf, its part saw no key: its o is not read, be it NaN.
-        backend: "triton", "torch" or "auto"; auto takes the kernel for tensors on a GPU where no
-            gradient is wanted.
+        lse1, lse2: fp32 (or fp64) [...], natural log, as from `attention(..., return_lse=True)`.
+            -inf: the part has no visible key, and its o is ignored, even NaN.
+        backend: "triton", "torch" or "auto"; auto uses the kernel on a GPU if no gradient is
+            needed.
 
     Returns:
         o in o1's dtype, lse in lse1's. Where both lse are -inf, o = 0 and lse = -inf.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes or devices that do not go together, or a forced
-            backend that cannot serve.
+        TypeError, ValueError: shapes, dtypes or devices do not match, or a forced backend cannot
+            serve.
     """
     _check(o1, lse1, o2, lse2)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (o1, lse1, o2, lse2))
@@ -49,9 +48,9 @@ def merge(
 def merge_into(
     o1: Tensor, lse1: Tensor, o: Tensor, lse: Tensor, offsets: Tensor, backend: str | None
 ) -> None:
-    """`merge` of packed results [total, H_q, D_v] and lse [H_q, total], into o and lse.
+    """`merge` packed results [total, H_q, D_v] and lse [H_q, total] into o and lse.
 
-    offsets: int [G + 1]; tokens from the last one on keep what stands there.
+    offsets: int [G + 1]; tokens from offsets[-1] on keep their values.
     """
     takes = dispatch.takes_kernel("merge", backend, {"o1": o1, "lse1": lse1}, "merge")
     if takes and not tracing.may_be_traced(o):
@@ -65,7 +64,7 @@ def merge_into(
 
 
 def _formula(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    # Each inf is replaced before it meets another: inf - inf would be NaN, here or in a gradient.
+    # Replace inf first, as inf - inf is NaN, here and in gradients.
     largest = torch.maximum(lse1, lse2).detach()
     blind = largest == float("-inf")
     largest = torch.where(blind, 0.0, largest)
@@ -106,20 +105,20 @@ def cascade_attention(
     return_lse: bool = False,
     **how: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`decode_attention` to a prefix that all rows share, read once, and to each row's own tokens.
+    """`decode_attention` to a prefix shared by all rows, read once, and to each row's own tokens.
 
-    The keys that a batch shares, such as a system prompt, are read by the queries of all rows as
-    one large tile; the rest goes row by row, and the two are merged. It equals attention over the
-    concatenation of prefix and row.
+    The queries of all rows read the shared keys, such as a system prompt, as one large tile; the
+    rest is read row by row, and the two results are merged. Equals attention over the concatenation
+    of prefix and row.
 
     Args:
         q: [B, H_q, T_q, D], the newest tokens of every row.
         prefix: a cache or `CacheView` of one row: the prefix alone.
-        cache: a cache or `CacheView` of B rows, in which every query finds its own token.
-        forked: the rows of `cache` begin with the prefix, as rows of a `PagedKVCache` do that were
-            forked from it; there it is passed over. Default: they hold what follows it.
-        scale, softcap, sinks: as in `decode_attention`. Windows and whatever else depends on a
-            position have no place here, as one tile holds queries of many, and nor have rings.
+        cache: a cache or `CacheView` of B rows, including the queries' own tokens.
+        forked: the rows of `cache` begin with the prefix (as forked rows of a `PagedKVCache`),
+            which is skipped there. Default: they hold only later tokens.
+        scale, softcap, sinks: as in `decode_attention`. Windows, other position-dependent options
+            and rings are not served, as one tile has queries of many positions.
         return_lse: also return the log of the softmax denominators.
         how: num_splits, batch_invariant and backend, as in `decode_attention`.
 
@@ -155,7 +154,7 @@ def cascade_attention(
 
 
 def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:
-    """The view with the prefix taken for padding."""
+    """The view with the prefix as padding."""
     if view.starts is not None:
         raise ValueError("forked: the cache's rows begin with padding")
     start = prefix.of_batch(prefix.lengths).to(torch.int32)
@@ -163,13 +162,13 @@ def _after_prefix(view: CacheView, prefix: CacheView) -> CacheView:
 
 
 class SharedPages(NamedTuple):
-    """First pages that rows of a step share, as `shared_pages` makes them for `attention_paged`.
+    """First pages shared by groups of rows, from `shared_pages`, for `attention_paged`.
 
     Attributes:
-        offsets: int [G + 1]: the tokens of each group of rows.
+        offsets: int [G + 1]: offsets of the groups' tokens.
         table: int32 [G, N]: the pages of each group.
-        lengths: int32 [G]: tokens that its rows share.
-        starts: int32 [rows of the cache]: tokens that a row shares with others.
+        lengths: int32 [G]: shared tokens of each group.
+        starts: int32 [rows of the cache]: shared tokens of each row.
     """
 
     offsets: Tensor
@@ -179,23 +178,23 @@ class SharedPages(NamedTuple):
 
 
 def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor) -> SharedPages:
-    """First pages that groups of rows share, for `attention_paged(..., shared=)`.
+    """Describe first pages shared by groups of rows, for `attention_paged(..., shared=)`.
 
-    For rows that were forked from one, or whose prompts begin alike. Rows of a group lie beside
-    each other, and the groups come first: with rows = [0, 3, 5] and lengths = [64, 32] rows 0, 1
-    and 2 share their first 64 tokens, rows 3 and 4 their first 32, others nothing. Made once a
-    step it serves all layers that share a table, and lengths may be 0.
+    For forked rows, or rows with equal beginnings of prompts. Rows of a group are adjacent, and the
+    groups come first: with rows = [0, 3, 5] and lengths = [64, 32] rows 0, 1 and 2 share their
+    first 64 tokens, rows 3 and 4 their first 32, others nothing. Call it once per step for all
+    layers with one table; lengths may be 0.
 
     Args:
         cache, cu_seqlens_q: as for `attention_paged`.
         rows: int32 or int64 [G + 1], from 0 up to at most B.
-        lengths: int32 or int64 [G]: tokens, older than the step's, in pages that all rows of the
-            group list in the same places.
+        lengths: int32 or int64 [G]: shared tokens, older than the step's, in pages at equal
+            positions of the rows' block tables.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a cache
-            without pages, or with padding; on a CPU also rows that fall or pass B, a length past
-            what one of the rows held before the step, and a page that rows do not share.
+            without pages, or with padding; on a CPU also decreasing rows or rows past B, a length
+            larger than a row before the step, and a page that is not shared.
     """
     view = view_of_step(cache)
     if view.block_table is None or view.starts is not None:
@@ -214,7 +213,7 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
     rows = rows.clamp(0, B)
     listed = view.of_batch(view.block_table)
     of_row = torch.arange(B, device=rows.device)
-    # As many as begin at or before the row, less one: its group, or past the last one.
+    # Group of a row: the number of groups that begin at or before it, minus one.
     group = torch.searchsorted(rows, of_row.to(rows.dtype), right=True) - 1
     shares = torch.cat((lengths, lengths.new_zeros(1))).int()[group]
     starts = torch.zeros_like(view.lengths, dtype=torch.int32)
@@ -228,7 +227,7 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
 
 
 def _check_groups(view: CacheView, cu_seqlens: Tensor, rows: list[int], lengths: list[int]) -> None:
-    """The rows of each group share the pages that hold so many of their older tokens."""
+    """Check that the rows of each group share the pages of their first `length` tokens."""
     assert view.block_table is not None
     table, counts = view.of_batch(view.block_table), cu_seqlens.diff().tolist()
     held = view.of_batch(view.lengths).tolist()
@@ -247,12 +246,12 @@ def _check_groups(view: CacheView, cu_seqlens: Tensor, rows: list[int], lengths:
                 )
 
 
-# Options that a query has wherever it stands.
+# Options that do not depend on positions.
 _ANYWHERE = ("causal", "scale", "softcap", "sinks")
 
 
 def by_position(options: dict[str, Any]) -> list[str]:
-    """The options among these that go by the positions of queries and keys."""
+    """Names of options that depend on positions."""
     given = ((x, options[x]) for x in options if x not in _ANYWHERE)
     return [name for name, x in given if isinstance(x, Tensor) or x not in (None, 0, ())]
 
@@ -260,7 +259,7 @@ def by_position(options: dict[str, Any]) -> list[str]:
 def check_shared(
     shared: SharedPages, view: CacheView, options: dict[str, Any], batch_invariant: bool
 ) -> None:
-    """Raise where `attention_paged` cannot take these pages, or other options beside them."""
+    """Raise if `attention_paged` cannot serve these pages, or other options with them."""
     call_options.PAGED.refuse_others(options)
     if not isinstance(shared, SharedPages):
         raise TypeError(f"shared must come from shared_pages, got {checks.type_name(shared)}")

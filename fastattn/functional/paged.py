@@ -1,4 +1,4 @@
-"""Attention of packed new tokens to a paged cache, as a function: check, choose a backend, call."""
+"""`attention_paged`: attention of packed new tokens to a paged cache."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..arguments import AttentionPagedArguments
 
-# A mask of new tokens: one for all rows, or a matrix of each and where it begins.
+# Tree mask: one tensor for all rows, or matrices and their starts.
 TreeMask = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -65,65 +65,61 @@ def attention_paged(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens of every row of a cache, of any number, to all that it holds.
+    """Attention of any number of newest tokens of every row of a cache to the row's tokens.
 
-    One step of a server: chunks of prompts, rows that decode a token and rows that have none, one
-    behind another without padding. Their keys and values are in the cache already: token i of the
-    n = cu_seqlens_q[b + 1] - cu_seqlens_q[b] tokens of row b has position lengths[b] - n + i.
-    Causal, rows that hold 4 and 3 tokens, of which 3 and 1 are new, cu_seqlens_q = [0, 3, 4]
-    (1 = seen, . = no token):
+    One step of a server: prompt chunks, decoding rows and rows without new tokens, packed without
+    padding. The cache already includes their keys and values: token i of the n = cu_seqlens_q[b +
+    1] - cu_seqlens_q[b] tokens of row b has position lengths[b] - n + i. Causal, rows of 4 and 3
+    tokens, 3 and 1 of them new, cu_seqlens_q = [0, 3, 4] (1 = seen, . = no token):
 
         q[0]   1 1 0 0        q[3]   1 1 1 .
         q[1]   1 1 1 0
         q[2]   1 1 1 1
 
-    Offsets and lengths are read on the device: no call waits for it, and a CUDA graph of one serves
-    rows of other lengths, up to max_seqlen_q tokens each. On a GPU rows whose new tokens, times
-    H_q / H_k, are up to 16 are a launch with tiles of 16, longer ones a launch with tiles of 64;
-    where tiles are too few for the GPU their keys are split, and the parts merged in the order of
-    the keys.
+    Offsets and lengths are read on the device: the call does not wait, and its CUDA graph serves
+    other lengths, up to max_seqlen_q new tokens per row. On a GPU rows with up to 16 new tokens
+    times H_q / H_k are a launch with tiles of 16, others a launch with tiles of 64; if tiles are
+    too few for the GPU, keys are split, and the parts merged in order.
 
     Args:
         q: [total, H_q, D] in the cache's dtype, any strides. Query head h reads K/V head
-            h // (H_q // H_k). Behind the last row's tokens there may be others, of no row.
-        cache: a `PagedKVCache`, whose rows in use are then the batch, oldest first; a `KVCache`
-            without a window; a `CacheView` (`view_of_tensors` makes one of a server's tensors); or
-            (k_pages [P, H_k, S, D], v_pages [P, H_k, S, D_v], block_table [B, N], lengths [B]).
+            h // (H_q // H_k). Further tokens may follow the last row's.
+        cache: a `PagedKVCache`, whose rows in use are the batch, oldest first; a `KVCache` without
+            a window; a `CacheView` (`view_of_tensors` makes one of a server's tensors); or (k_pages
+            [P, H_k, S, D], v_pages [P, H_k, S, D_v], block_table [B, N], lengths [B]).
         cu_seqlens_q: int32 or int64 [B + 1], from 0 up to at most total.
-        max_seqlen_q: a number that no row's new tokens exceed; default total. With 1, or another
-            number times H_q / H_k up to 16, the launch for longer rows is left out.
-        tree_mask: which new tokens of a row each of them sees, besides all older keys that the
-            other masks show: bool [total, W], of query i and of new token j of its row, W at least
-            as many as any row has; or (flat, starts), bool [M] with an n x n matrix for each row
-            from starts int32 or int64 [B] on. A draft's tokens see their ancestors, themselves
-            included; with causal, those that come before them in the row.
-        shared: first pages that rows share, from `shared_pages`, which then are read once for all
-            queries of these rows, and merged with the rest by lse. The values are those without it
-            but for rounding. Of options it takes causal, scale, softcap and sinks; others go by
-            positions, of which a tile over shared pages holds many.
-        out: [total, H_q, D_v] in q's dtype, any strides but the last, to be written in place and
-            returned. What stands at tokens of no row stays.
-        batch_invariant: the result of a row depends on no other row, nor on its place in pages or
-            batch: keys are split by positions, every 512 of them, and in longer rows not at all.
+        max_seqlen_q: bound on a row's new tokens; default total. If it is up to 16 H_k / H_q, there
+            is no launch for longer rows.
+        tree_mask: visibility between a row's new tokens, in addition to older keys: bool [total,
+            W], for query i and new token j of its row, W at least the most new tokens of a row; or
+            (flat, starts), bool [M] with an n x n matrix per row from starts int32 or int64 [B] on.
+            A draft's tokens see their ancestors and themselves; with causal, only earlier ones in
+            the row.
+        shared: first pages shared by rows, from `shared_pages`, read once for all queries of these
+            rows and merged by lse. Results are equal up to rounding. Only causal, scale, softcap
+            and sinks are served with it, as others depend on positions, and a tile over shared
+            pages has queries of many positions.
+        out: [total, H_q, D_v] in q's dtype, last dim contiguous, written in place and returned,
+            except for tokens of no row.
+        batch_invariant: a row's result does not depend on other rows, pages or its index: keys are
+            split every 512 positions, and in rows with more new tokens not at all.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
-            `explain_paged` tells which one serves. torch computes row by row, and waits for the
-            device.
+            `explain_paged` reports the choice. torch computes row by row, and waits for the device.
         options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
-            scale, softcap, alibi_slopes ([H_q] or [B, H_q]), relative_bias, score_mod and sinks
-            mean what they mean to `fastattn.attention`.
+            scale, softcap, alibi_slopes ([H_q] or [B, H_q]), relative_bias, score_mod and sinks, as
+            for `fastattn.attention`.
 
     Returns:
         o [total, H_q, D_v] in q's dtype; with return_lse also lse, fp32 [H_q, total], in natural
-        log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink). At
-        tokens of no row both are unspecified. Unused slots and pages never reach them.
+        log, sink included. A query that sees no key has o = 0 and lse = -inf (or its sink). For
+        tokens of no row both are unspecified. Unused slots and pages do not affect them.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; on a CPU,
-            whose values the host reads, also offsets that fall or pass total, lengths below 0 or
-            past the slots of a row's pages, and numbers of no page among those that are read; or a
-            forced backend that cannot serve the call. On a GPU no access leaves the tensors,
-            whatever these hold.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; on a CPU also
+            decreasing offsets or offsets past total, negative lengths or lengths past a row's
+            slots, and invalid page numbers; or a forced backend that cannot serve the call. On a
+            GPU no access leaves the tensors, whatever these hold.
         RuntimeError: an input requires grad while grad mode is on: a cache has no gradients.
     """
     if type(return_lse) is not bool:
@@ -183,7 +179,7 @@ def explain_paged(
     backend: str | None = None,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> Explanation:
-    """Which backend `attention_paged` would use for these arguments, and why not a faster one.
+    """Backend of `attention_paged` for these arguments, and why faster ones are passed over.
 
     Checks the arguments as `attention_paged` does, and computes nothing.
     """
@@ -201,13 +197,13 @@ def _over_shared(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, shared: SharedPages, options: dict[str, Any],
     how: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse of a step whose rows share pages: those behind them, and these for each group as
-    one row of queries.
+    """o and lse of a step with shared pages: attend to later pages per row, to shared pages per
+    group, and merge.
     """
     own = view._replace(starts=shared.starts)
     o, lse = _part(q, own, cu_seqlens, how, options)
     prefix = view._replace(block_table=shared.table, lengths=shared.lengths, batch_index=None)
-    # Queries see all of it, and their sinks are of the rest.
+    # Queries see all shared pages; sinks apply to the rest.
     scores = {**options, "causal": False, "sinks": None}
     alone = {**how, "max_seqlen_q": None, "tree_mask": None, "out": None}
     merge_into(
@@ -219,7 +215,7 @@ def _over_shared(
 def _part(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, how: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """`attention_paged` for `merge_into`: of q in fp64 the lse is fp64 too, as `attend_to_part`."""
+    """`attention_paged` for `merge_into`: for q in fp64 lse is fp64 too, as in `attend_to_part`."""
     if getattr(q, "dtype", None) != torch.float64:
         return attention_paged(q, view, cu_seqlens, return_lse=True, **how, **options)
     longest, tree, out, backend = (how[x] for x in ("max_seqlen_q", "tree_mask", "out", "backend"))
@@ -266,7 +262,7 @@ def _checked(
 def _check_values(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, longest: int | None, tree: TreeMask
 ) -> None:
-    """Offsets, lengths, pages and the reach of a tree mask, where the host knows them."""
+    """Check offsets, lengths, pages and tree mask, if on the CPU."""
     if not tracing.host_knows(q):
         return
     checks.check_offset_values("cu_seqlens_q", cu_seqlens, q.shape[0], whole=False)
@@ -283,7 +279,7 @@ def _check_values(
 
 
 def _check_rows(view: CacheView, counts: Tensor) -> None:
-    """Lengths and new tokens within the slots of a row, and pages of the pool where a token is."""
+    """Check that lengths and new tokens fit a row's slots, and page numbers of tokens are valid."""
     lengths = view.of_batch(view.lengths)
     columns = 1 if view.block_table is None else view.block_table.shape[1]
     room = columns * view.page_size
@@ -329,7 +325,7 @@ def _check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _with_tree(options: Options, tree: TreeMask, q: Tensor, B: int) -> Options:
-    """The options with a tree mask."""
+    """Add a tree mask to the options."""
     total, starts = q.shape[0], None
     if isinstance(tree, tuple):
         if len(tree) != 2:
@@ -351,7 +347,7 @@ def _with_tree(options: Options, tree: TreeMask, q: Tensor, B: int) -> Options:
 
 
 def _check_tree_reaches(tree: Tensor | tuple[Tensor, Tensor], counts: list[int]) -> None:
-    """Every new token has an element of the tree mask for every other of its row."""
+    """Check that the tree mask covers all new tokens of each row."""
     for b, n in enumerate(counts):
         if isinstance(tree, Tensor):
             if n > tree.shape[1]:

@@ -1,4 +1,4 @@
-"""Scores of the literature that the kernels of `attention` compute after a projection.
+"""Dot-product and multiplicative attention, by the kernels of `attention`.
 
 dot product      q . k                        Luong et al. 2015 (arXiv 1508.04025), "dot"
 multiplicative   k^T W q                      the same, "general"
@@ -26,13 +26,13 @@ def dot_product_attention(
     backend: str | None = None,
     **options: "Unpack[AttentionArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` with the score q . k, not scaled (Luong et al. 2015, "dot").
+    """`attention` with the unscaled score q . k (Luong et al. 2015, "dot").
 
     Args:
         q: [B, H_q, T_q, D].
         k: [B, H_k, T_k, D].
         v: [B, H_k, T_k, D_v].
-        return_lse, backend, options: as for `attention`; scale is not among them.
+        return_lse, backend, options: as for `attention`, without scale.
 
     Returns:
         As `attention`; differentiable likewise.
@@ -55,15 +55,15 @@ def multiplicative_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` with the score k^T W q (Luong et al. 2015, "general").
 
-    Queries are projected by W to the width of the keys; then the kernels take their dot product.
+    Queries are projected by W to the width of the keys, then the kernels compute dot products.
 
     Args:
         q: [B, H_q, T_q, D_q].
         k: [B, H_k, T_k, D_k].
         v: [B, H_k, T_k, D_v].
-        weight: W in q's dtype, [D_k, D_q] as an nn.Linear(D_q, D_k) has it, or [H_q, D_k, D_q], one
-            for each head; differentiable.
-        return_lse, backend, options: as for `attention`; scale is not among them.
+        weight: W in q's dtype, [D_k, D_q] as in nn.Linear(D_q, D_k), or [H_q, D_k, D_q] per head;
+            differentiable.
+        return_lse, backend, options: as for `attention`, without scale.
 
     Returns:
         As `attention`; differentiable in q, k, v and weight.

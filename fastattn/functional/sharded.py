@@ -1,8 +1,7 @@
-"""Calls with DTensors: each rank computes the rows and heads that it has, without an exchange.
+"""Calls with DTensors: each rank computes its rows and heads, without communication.
 
-q, k and v are sharded by batch rows (dim 0) or heads (dim 1), or whole, in each dimension of their
-mesh. Options follow them: a tensor that is the same on every rank is cut to what a rank needs, and
-its gradient is the whole one. What comes out is sharded as q is.
+q, k and v are sharded by batch rows (dim 0) or heads (dim 1), or replicated, in each mesh dim. A
+replicated option is sliced for each rank, and its gradient is summed. Results are sharded like q.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 _ROW_DIMS, _HEADS = along("B"), along("H_q")
-# Arguments whose tensors have the dims of a field of another name.
+# Arguments with the dims of a field of another name.
 _FIELDS = {
     "new_lengths": "key_lengths",
     **{
@@ -33,10 +32,10 @@ _FIELDS = {
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor, which this neither imports nor makes."""
+    """Whether x is a DTensor, without importing DTensor."""
     if type(x) in (Tensor, torch.nn.Parameter) or not isinstance(x, Tensor):
         return False
-    # Whoever made one has imported it.
+    # The creator of a DTensor has imported it.
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
@@ -45,17 +44,17 @@ def is_dtensor(x: Any) -> bool:
 def attend(
     call: Callable[..., Any], inputs: Mapping[str, Tensor], given: Mapping[str, Any]
 ) -> Tensor | tuple[Tensor, ...]:
-    """`call` on this rank's part of each input; what comes out as DTensors again.
+    """Run `call` on this rank's part of each input; return DTensors.
 
     Args:
-        call: takes inputs and given by name, and returns o, or o and what has its rows.
+        call: takes inputs and options by name, and returns o, or o and tensors with its rows.
         inputs: DTensors [B, H, T, D], q first.
-        given: options, of which any may be DTensors.
+        given: options, maybe DTensors.
 
     Raises:
         TypeError: an input is no DTensor.
-        ValueError: inputs are of several meshes, or placed otherwise than by rows and heads; heads
-            do not divide; or an option counts batch rows that are sharded.
+        ValueError: inputs have several meshes, or placements other than rows and heads; heads are
+            not divisible; or an option counts sharded batch rows.
     """
     _check(inputs, given)
     q: Any = inputs["q"]
@@ -110,7 +109,7 @@ def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
 
 
 def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, ranks: int) -> None:
-    """A dimension of the mesh: rows or heads as q's, whole, or whole keys for q's heads."""
+    """Check a mesh dim: rows or heads as q's, or replicated, also for sharded heads of q."""
     from torch.distributed.tensor import Replicate, Shard
 
     if one == Shard(2):
@@ -134,7 +133,7 @@ def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, rank
 
 
 def _heads(q: DTensor) -> tuple[int, int]:
-    """The first of this rank's heads, and how many it has."""
+    """This rank's first head, and its number of heads."""
     first, count = 0, q.shape[1]
     for i, one in enumerate(q.placements):
         if one.is_shard(1):
@@ -144,7 +143,7 @@ def _heads(q: DTensor) -> tuple[int, int]:
 
 
 def _local(x: DTensor, q: DTensor) -> Tensor:
-    """This rank's part; gradients of what is whole are summed over ranks that differ in q."""
+    """This rank's part; gradients of replicated tensors are summed over the ranks that shard q."""
     from torch.distributed.tensor import Partial
 
     grads = [
@@ -155,7 +154,7 @@ def _local(x: DTensor, q: DTensor) -> Tensor:
 
 
 def _input(x: Any, first: int, count: int, q: DTensor) -> Tensor:
-    """This rank's part of q, k or v: of keys that are whole, the heads that its queries read."""
+    """This rank's part of q, k or v; of replicated keys only the heads that its queries read."""
     part = _local(x, q)
     if x.placements == q.placements:
         return part
@@ -169,7 +168,7 @@ def _input(x: Any, first: int, count: int, q: DTensor) -> Tensor:
 
 
 def _part(name: str, x: Any, q: DTensor) -> Any:
-    """An option as this rank's call takes it."""
+    """This rank's part of an option."""
     if isinstance(x, tuple):
         return tuple(_part(name, one, q) for one in x)
     if not isinstance(x, Tensor):
@@ -194,16 +193,16 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
 
 
 def _shareable(keys: Tensor, q: DTensor) -> Tensor:
-    """relative_keys of K/V heads, a row for each query head where ranks cannot share out theirs."""
+    """relative_keys of K/V heads, expanded to query heads if ranks cannot shard them."""
     H_q, H = q.shape[1], len(keys)
     ranks = H_q // _heads(q)[1]
     if keys.dim() != 3 or H < 2 or H % ranks == 0 or H_q % H:
-        return keys  # as they are, or no relative_keys, which the call refuses
+        return keys  # unchanged, or invalid, which the call refuses
     return keys[:, None].expand(-1, H_q // H, -1, -1).flatten(0, 1)
 
 
 def _dim(table: Mapping[str, int], name: str, x: Tensor, size: int) -> int | None:
-    """The dim of an option that counts rows or heads; None if it has none, or one for all."""
+    """The dim of an option with rows or heads; None if absent or of size 1."""
     if name == "relative_keys":
         return 0 if table is _HEADS and len(x) > 1 else None
     if name == "key2" and table is _HEADS:

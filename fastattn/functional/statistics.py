@@ -1,4 +1,4 @@
-"""Statistics of attention: entropies, weight received, largest weights and scores, the weights."""
+"""Statistics of attention weights: entropy, weight received, largest weights and scores."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ..arguments import AttentionArguments
 
-# Of the list that a kernel keeps of each row in registers.
+# Size of a kernel's list of each row in registers.
 MAX_TOP = 64
-# Of the tensor that `attention_weights` makes: 256 MiB.
+# Elements of `attention_weights`' result: 256 MiB.
 MAX_ELEMENTS = 2**26
 
 
@@ -29,15 +29,14 @@ class AttentionStatistics(NamedTuple):
     """Results of `attention_statistics`: fp32 tensors, fp64 for inputs in fp64.
 
     Attributes:
-        entropy: [B, H_q, T_q], of the weights of each query, in nats: between 0 (one key has all
-            the weight) and the log of the number of keys that it sees. 0 for a query that sees
-            none.
-        received: [B, H_q, T_k], the weights of each key added up over the queries. They come to T_q
-            if every query sees a key and there are no sinks.
+        entropy: [B, H_q, T_q], of each query's weights, in nats: between 0 (one key has all the
+            weight) and the log of the number of visible keys. 0 for a query without keys.
+        received: [B, H_q, T_k], total weight of each key over the queries. Their sum is T_q if
+            every query sees a key and there are no sinks.
         top_weights: [B, H_q, T_q, top], the largest weights of each query, the largest first.
         top_positions: int64 [B, H_q, T_q, top], their keys; of equal scores the first key comes
-            first. Where a query sees fewer keys than `top`, the rest has weight 0 and position -1.
-        distance: [B, H_q, T_q], how far each query looks: the mean of |p - j| by its weights.
+            first. Padded with weight 0 and position -1.
+        distance: [B, H_q, T_q], weighted mean of |p - j|.
     """
 
     entropy: Tensor
@@ -56,28 +55,27 @@ def attention_statistics(
     backend: str | None = None,
     **options: "Unpack[AttentionArguments]",
 ) -> AttentionStatistics:
-    """Statistics of the weights that `attention` gives the keys; no [T_q, T_k] tensor is made.
+    """Statistics of the weights of `attention`, without a [T_q, T_k] tensor.
 
-    Weights are those of `attention` with the same arguments. With sinks, the sink is one more key
-    in the entropy and takes its share of the weights, but is none of the keys that are listed. A
-    key whose score is -inf, by an attn_bias or score_mod, counts as not seen.
+    Weights as in `attention` with the same arguments. A sink is one more key in the entropy and
+    takes its share of the weights, but is not listed. A key with score -inf, by an attn_bias or
+    score_mod, counts as not visible.
 
-    All but top_positions are differentiable in q, k, lse and the options that learn: the backward
-    is torch's formula in chunks of queries, by every backend, and has no derivative of its own. Of
-    scores that are scale * q.k alone the entropy is, by kernels both ways,
-    `lse - scale * (q * attention(q, k, k)).sum(-1)`.
+    All but top_positions are differentiable in q, k, lse and learned options: with every backend
+    the backward runs on torch in chunks of queries, without double backward. For plain scores scale
+    * q.k the following computes the entropy by kernels, forward and backward: `lse - scale * (q *
+    attention(q, k, k)).sum(-1)`.
 
     Args:
         q: [B, H_q, T_q, D], as for `attention`.
         k: [B, H_k, T_k, D].
-        lse: float [B, H_q, T_q], as `attention` with return_lse=True gave it for the same
-            arguments, which saves computing it again. With the lse of more keys than these, as
-            where they are divided among devices, every sum is the part of these keys. One that does
-            not require grad leaves the results without gradient.
-        top: how many of the largest weights of each query to list, 0 to 64. A first call compiles
-            a kernel for 0, for 1 and 2, and for each power of two, which serves all tops to it.
-        backend: as for `attention`; `fastattn.explain(q, k, k, ...)` tells which one serves.
-        options: those of `attention`, except dropout.
+        lse: float [B, H_q, T_q], from `attention` with return_lse=True and the same arguments, to
+            save recomputing it. It may include more keys, such as other devices': every sum is then
+            these keys' share. If it does not require grad, nor do the results.
+        top: number of largest weights of each query to list, 0 to 64. There are kernels for 0, for
+            1 and 2, and for each power of two.
+        backend: as for `attention`; `fastattn.explain(q, k, k, ...)` reports the choice.
+        options: as for `attention`, except dropout.
 
     Returns:
         An `AttentionStatistics`.
@@ -108,20 +106,20 @@ def attention_weights(
     backend: str | None = None,
     **options: "Unpack[AttentionArguments]",
 ) -> Tensor:
-    """The weights that `attention` gives every key, for shapes where they fit into memory.
+    """All weights of `attention`, for shapes where they fit in memory.
 
-    Not differentiable: inputs that require grad are read as if detached.
+    Not differentiable: inputs are detached.
 
     Args:
         q, k, lse, backend, options: as for `attention_statistics`.
-        max_elements: how many numbers the result may have.
+        max_elements: limit on the size of the result.
 
     Returns:
-        fp32 (fp64 for q in fp64) [B, H_q, T_q, T_k]. Rows add up to 1, with sinks to less, and to 0
-        where a query sees no key.
+        fp32 (fp64 for q in fp64) [B, H_q, T_q, T_k]. Rows sum to 1, with sinks to less, and to 0
+        for queries without keys.
 
     Raises:
-        TypeError, ValueError: as `attention`, and a result of more than max_elements numbers.
+        TypeError, ValueError: as `attention`, or the result exceeds max_elements.
     """
     max_elements = checks.check_count("max_elements", max_elements, 0)
     with torch.no_grad():
@@ -146,13 +144,13 @@ def _prepared(
     backend: str | None,
     given: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Options, str]:
-    """q, k and lse as the backend takes them, the checked options, and the backend."""
+    """q, k and lse for the backend, the checked options, and the backend."""
     if given.get("dropout"):
         raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
     call_options.DENSE._replace(name=name).refuse_others(given)
     checks.check_tensors(q, k, k)
     q, k, _, given = inputs.autocast(q, k, k, given)
-    # There are no values, which else might be latents.
+    # Without values, as k could be taken for latents.
     options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **given)
     if lse is not None:
         checks.check_floats("lse", lse)
@@ -171,7 +169,7 @@ def _prepared(
 def attention_with_max(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None
 ) -> tuple[Tensor, ...]:
-    """`attention` or `attention_varlen` with return_max=True, of checked arguments."""
+    """`attention` or `attention_varlen` with return_max=True, for checked arguments."""
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend)

@@ -18,10 +18,10 @@ from .decode import decode_attention
 from .merge import shared_pages
 from .paged import attention_paged
 
-# Any length, number of heads and batch size does: kernels are compiled for none of them. But few
-# queries to many keys have kernels of their own.
+# Lengths, heads and batch size do not matter, as kernels do not specialise on them. But few queries
+# with many keys have separate kernels.
 _B, _H, _T = 2, 2, 16
-# Keys of rows with so many are split on any device.
+# Rows with this many keys are split on any device.
 _MANY_PAGES = 4096
 
 
@@ -29,7 +29,7 @@ def _per_row(device: torch.device) -> Tensor:
     return torch.full((_B,), _T, dtype=torch.int32, device=device)
 
 
-# What to call `attention` with; values do not matter, only which arguments are given.
+# Arguments of `attention` by flag; their values do not matter.
 _FLAGS: dict[str, Any] = {
     "full": lambda device, T_q, T_k: {},
     "causal": lambda device, T_q, T_k: {"causal": True},
@@ -53,9 +53,9 @@ _FLAGS: dict[str, Any] = {
     "return_lse": lambda device, T_q, T_k: {"return_lse": True},
     "varlen": lambda device, T_q, T_k: {},
 }
-# What caches of generation are like; the flags that change scores go with them too.
+# Flags of generation caches, which combine with flags that change scores.
 _CACHES = ("decode", "paged", "packed", "shared", "int8", "fp8", "rotary")
-# What each goes beside.
+# Flags that each flag requires.
 _BESIDE = {"packed": "paged", "shared": "packed"}
 
 
@@ -69,31 +69,29 @@ def warmup(
 ) -> None:
     """Compile the kernels of `attention` for the current GPU, so that later calls compile nothing.
 
-    A first call takes seconds where Triton's disk cache does not know its kernels. They are
-    compiled for a combination of head dim, dtype and arguments: lengths, batch sizes, numbers of
-    heads and memory orders need none of their own. Calls on small tensors are made, each once.
+    A first call takes seconds if its kernels are not in Triton's disk cache. Kernels depend on head
+    dim, dtype and arguments, not on lengths, batch size, number of heads and memory order. This
+    makes each call once, on small tensors.
 
         fastattn.warmup((64, 128), calls=("causal", "causal+key_lengths"))
 
     Args:
         head_dims: of q, k and v.
         dtypes: fp16, bf16 or fp32.
-        calls: names of arguments that calls will have, joined by "+": causal, window, key_lengths,
+        calls: names of the calls' arguments, joined by "+": causal, window (an int), key_lengths,
             query_offset (a tensor), key_padding_mask, documents, softcap, alibi_slopes, sinks,
-            dropout, deterministic=False, return_lse (with gradients of lse); "full" for none of
-            them; "varlen" among them for `attention_varlen`. A window is the last keys, as an int
-            is. "decode" among them for what a generation calls, `decode_attention` and a cache's
-            append, prompts and steps, split and whole: of a `KVCache`, with "paged" of a
-            `PagedKVCache` (any page size), with "int8" or "fp8" of codes, with "rotary" of keys
-            that are rotated as they are appended (all of head_dim, in halves). "packed" beside
-            "decode" and "paged" for `attention_paged` too, "shared" beside these for its calls over
-            `shared_pages` as well.
-        backward: also the kernels of gradients.
+            dropout, deterministic=False, return_lse (with gradients of lse); "full" for none; with
+            "varlen" for `attention_varlen`. With "decode" for generation: `decode_attention` and a
+            cache's append, prompts and steps, split and unsplit. The cache is a `KVCache`, with
+            "paged" a `PagedKVCache` (any page size), with "int8" or "fp8" quantised; with "rotary"
+            keys are rotated when appended (all of head_dim, in halves). With "decode" and "paged",
+            "packed" adds `attention_paged`, and "shared" its calls over `shared_pages`.
+        backward: also the backward kernels.
         device: of the tensors.
 
     Raises:
-        ValueError: an unknown name, a GPU that is not there, or something that the kernels cannot
-            serve; the message says why.
+        ValueError: an unknown name, an unavailable GPU, or a call that the kernels do not serve;
+            the message gives the reason.
         TypeError: head_dims or dtypes of the wrong type.
     """
     dims = [head_dims] if isinstance(head_dims, int) else list(head_dims)
@@ -133,7 +131,7 @@ def _flags(call: str) -> list[str]:
 def _call_on_hopper(
     flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool
 ) -> None:
-    """`_call` by the kernels for Hopper, which longer calls take, where they serve it."""
+    """`_call` by the Hopper kernels, which serve longer calls, if they support it."""
     if not ops.on_hopper(device):
         return
     try:
@@ -167,7 +165,7 @@ def _call(
         return zeros(*shape, grad=backward)
 
     with torch.set_grad_enabled(backward), torch.autocast(device.type, enabled=False):
-        # Heads that share keys: their gradients may be summed in parts, by a kernel of its own.
+        # With shared K/V heads, gradients may be summed in parts, by a separate kernel.
         q, k, v = leaves = [rows(_H), rows(1), rows(1)]
         if packed:
             starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
@@ -184,7 +182,7 @@ def _call(
 
 @torch.no_grad()
 def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Make the calls of a generation, with pages of whole blocks of keys and with smaller ones."""
+    """Make the calls of generation, with pages of whole blocks of keys and with smaller ones."""
     options: dict[str, Any] = {"backend": "triton"}
     for flag in flags:
         options |= {} if flag in _CACHES else _FLAGS[flag](device, _T, _T)
@@ -202,8 +200,8 @@ def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device
 
 
 def _steps(view: CacheView, options: dict[str, Any], sharing: bool) -> None:
-    """Make calls of packed queries in tiles of either kind, in rows too short to split and in long
-    ones, of a cache and of a server's tensors; sharing: also with all rows as one group.
+    """Make calls with packed queries in both kinds of tiles, in short and long rows, of a cache and
+    of a server's tensors; sharing: also with all rows as one group.
     """
     B, D, device = view.batch_size, view.k.shape[3], view.k.device
     q = torch.zeros(4 * _T, _H, D, dtype=view.dtype, device=device)
@@ -222,7 +220,7 @@ def _steps(view: CacheView, options: dict[str, Any], sharing: bool) -> None:
 def _appended(
     flags: list[str], page_size: int | None, q: Tensor, k: Tensor, lengths: list[int] | None
 ) -> tuple[Any, Tensor | None]:
-    """A cache that k was appended to, and lengths as a tensor."""
+    """A cache with k appended, and lengths as a tensor."""
     D, device = k.shape[3], k.device
     quantize: Any = next((flag for flag in ("int8", "fp8") if flag in flags), None)
     options: dict[str, Any] = {"backend": "triton"}

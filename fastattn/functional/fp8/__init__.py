@@ -1,4 +1,4 @@
-"""Attention in 8 bits: codes and scales, and the calls that take them."""
+"""FP8 attention: codes and scales, and functions on them."""
 
 from .attend import attention_fp8 as attention_fp8
 from .attend import attention_varlen_fp8 as attention_varlen_fp8

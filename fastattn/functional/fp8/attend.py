@@ -1,20 +1,19 @@
-"""Attention in 8 bits: e4m3 queries, keys and values with a scale a head. Forward only.
+"""FP8 attention: e4m3 queries, keys and values with a scale per head. Forward only.
 
     o_i = sum_j w_ij v_scale v_j,    w_i = softmax_j(scale * q_scale * k_scale * q_i . k_j)
 
-An extra beside exact attention, with half the bytes and on Hopper twice the rate of the tensor
-cores. What it costs in accuracy, beside that of the e4m3 inputs themselves: where the products run
-in 8 bits the weights are rounded to e4m3 as well. They are scaled so that the largest of a row
-stands at 2^8 at most, by the maximum of the keys met so far, and with u = 2^-4, e4m3's half unit
-in the last place, and 2^-10, half the step of its subnormal numbers,
+It reads half the bytes and on Hopper has twice the tensor-core rate. Besides the rounding of
+inputs, products in 8 bits round the weights to e4m3. Weights are scaled by the running row maximum
+to at most 2^8. With u = 2^-4, e4m3's half unit in the last place, and 2^-10, half the step of its
+subnormals,
 
     |o_i - exact| <= sum_j (u w_ij + 2^-18 max_j w_ij) |v_scale v_j|   over the visible keys,
 
-a sink's weight counted in the maximum, plus what 16-bit attention errs by, too. lse is not
-affected: sums take weights before rounding. Hopper's tensor cores add up products in 8 bits with
-about 14 bits (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2):
-a further 2^-13 or so of the sum in every instruction of 32 columns or keys. The kernel leaves it at
-that: the remedy, sums moved on to other registers at intervals, takes registers that it has not.
+a sink's weight included in the maximum, plus the error of 16-bit attention. lse is not affected, as
+sums use unrounded weights. Hopper's tensor cores accumulate 8-bit products with about 14 bits
+(DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2): a further error
+of about 2^-13 of the sum per instruction of 32 columns or keys. The kernel has no registers for the
+remedy, periodic promotion of partial sums.
 """
 
 import math
@@ -43,8 +42,7 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class _Call(NamedTuple):
     """A checked call.
 
-    v: a view with the shape of v, where `values`, which were given, are packed. rows: batch rows,
-    or packed sequences.
+    v: a view in v's shape if `values` are packed. rows: batch rows, or packed sequences.
     """
 
     q: Tensor
@@ -57,11 +55,11 @@ class _Call(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether it is one of packed sequences."""
+        """Whether sequences are packed."""
         return self.options.cu_seqlens_q is not None
 
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The scales of q, k and v, 1 where none was given."""
+        """Scales of q, k and v, default 1."""
         q, k, v = (
             x.new_ones(self.rows, x.shape[1], dtype=torch.float32) if scale is None else scale
             for x, scale in zip((self.q, self.k, self.v), self.given.values(), strict=True)
@@ -69,14 +67,14 @@ class _Call(NamedTuple):
         return q, k, v
 
     def stand_ins(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors of the shapes of q, k and v in another dtype, that hold one number."""
+        """Expanded scalars in another dtype with the shapes of q, k and v."""
         number = torch.zeros(1, dtype=dtype, device=self.q.device)
         return (
             number.expand(self.q.shape), number.expand(self.k.shape), number.expand(self.v.shape)
         )  # fmt: skip
 
     def numbers(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, read back."""
+        """Dequantised q, k and v."""
         of_queries, of_keys = self.options.cu_seqlens_q, self.options.cu_seqlens_k
         v = self.values
         v = unpacked(v, of_keys) if isinstance(v, PackedValues) else v
@@ -122,31 +120,31 @@ def attention_fp8(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of e4m3 queries, keys and values, each head with a scale. Has no gradients.
+    """Attention of e4m3 queries, keys and values with a scale per head, without gradients.
 
-    The Hopper kernel multiplies in 8 bits, for which it rounds the weights to e4m3 (the head of
-    this module states the bound), and reads v with its keys contiguous: unless v comes packed
-    (`pack_values`), a pass over v puts it so. Every other backend dequantises to out_dtype and
-    calls `fastattn.attention`: as good as that on the same numbers, and no faster.
+    The Hopper kernel multiplies in 8 bits and so rounds the weights to e4m3 (this module's
+    docstring has the bound). It reads v contiguous along keys, which takes a pass over v unless v
+    is packed (`pack_values`). Other backends dequantise to out_dtype and call `fastattn.attention`,
+    with its accuracy and speed.
 
     Args:
         q: [B, H_q, T_q, D] float8_e4m3fn, any strides.
         k: [B, H_k, T_k, D] float8_e4m3fn.
         v: [B, H_k, T_k, D_v] float8_e4m3fn, or `PackedValues`.
         q_scale: fp32 [B, H_q], positive; default 1. `quantize_fp8` makes codes and scales. Values
-            are checked on a CPU only.
+            are checked on the CPU only.
         k_scale, v_scale: fp32 [B, H_k], likewise.
         out_dtype: bfloat16, float16 or float32.
         return_lse: also return the log of the softmax denominators.
-        backend: "hopper" (has to be asked for), "triton", "torch" or "auto" (default;
-            FASTATTN_BACKEND replaces it); `explain_fp8` tells which one serves.
+        backend: "hopper" (opt-in), "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces
+            it); `explain_fp8` reports the choice.
         options: causal, window, prefix_lengths, keep_first, key_lengths, query_offset, scale,
-            softcap and sinks mean what they mean to `fastattn.attention`.
+            softcap and sinks, as for `fastattn.attention`.
 
     Returns:
         o [B, H_q, T_q, D_v] in out_dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
-        log, the sink counted. A query that sees no key has o = 0 and lse = -inf (or its sink). A
-        NaN behind key_lengths reaches neither.
+        log, sink included. A query that sees no key has o = 0 and lse = -inf (or its sink). A NaN
+        past key_lengths reaches neither.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
@@ -198,28 +196,29 @@ def attention_varlen_fp8(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention_fp8` within each of N sequences that lie behind one another, without padding.
+    """`attention_fp8` within each of N packed sequences, without padding.
 
-    It is to `attention_fp8` what `attention_varlen` is to `attention`.
+    The FP8 counterpart of `attention_varlen`.
 
     Args:
         q: [total_q, H_q, D] float8_e4m3fn, any strides.
         k: [total_k, H_k, D] float8_e4m3fn.
-        v: [total_k, H_k, D_v] float8_e4m3fn, or `PackedValues` of the same cu_seqlens_k.
-        cu_seqlens_q: int32 or int64 [N + 1] on q's device, from 0, never falling, to total_q.
+        v: [total_k, H_k, D_v] float8_e4m3fn, or `PackedValues` with the same cu_seqlens_k.
+        cu_seqlens_q: int32 or int64 [N + 1] on q's device, non-decreasing from 0 to total_q.
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
         q_scale: fp32 [N, H_q], positive; default 1. `quantize_fp8` makes codes and scales. Values
-            are checked on a CPU only.
+            are checked on the CPU only.
         k_scale, v_scale: fp32 [N, H_k], likewise.
         out_dtype, return_lse, backend: as for `attention_fp8`.
-        options: those of `attention_fp8` except query_offset; key_lengths and prefix_lengths [N].
+        options: as for `attention_fp8`, except query_offset; key_lengths and prefix_lengths are
+            [N].
 
     Returns:
         o [total_q, H_q, D_v] in out_dtype; with return_lse also lse, fp32 [H_q, total_q].
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `attention_fp8`. The values of the offsets are
-            checked where they lie on the CPU.
+        TypeError, ValueError, RuntimeError: as `attention_fp8`. The values of offsets are checked
+            on the CPU only.
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     offsets = (cu_seqlens_q, cu_seqlens_k)
@@ -241,7 +240,7 @@ def explain_fp8(
     backend: str | None = None,
     **options: "Unpack[AttentionFp8Arguments]",
 ) -> Explanation:
-    """Which backend `attention_fp8` would use for these arguments, and why not a faster one.
+    """Backend of `attention_fp8` for these arguments, and why faster ones are passed over.
 
     Checks the arguments as `attention_fp8` does, and computes nothing.
     """
@@ -254,7 +253,7 @@ def _compute(
     call: _Call, out_dtype: torch.dtype, return_lse: bool, backend: str | None,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """o, or (o, lse). options: as they came, unchecked."""
+    """o, or (o, lse). options: unchecked."""
     return_lse = checks.check_flag("return_lse", return_lse)
     choice = _choose(call, out_dtype, backend)
     dispatch.log_once("fp8", choice, call.q, call.k, call.k, call.options)
@@ -270,9 +269,9 @@ def _compute(
 def _by_others(
     call: _Call, backend: str, out_dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of the numbers, read back. options: as they came, unchecked."""
+    """o and lse of the dequantised inputs. options: unchecked."""
     if tracing.autocasting(call.q.device):
-        # It would take them in its own dtype.
+        # Autocast would change the dtype.
         with torch.autocast(call.q.device.type, enabled=False):
             return _by_others(call, backend, out_dtype, options)
     q, k, v = call.numbers(out_dtype)
@@ -301,7 +300,7 @@ def _checked(
     out_dtype: torch.dtype, options: dict[str, Any],
     offsets: tuple[Tensor, Tensor | None] | None = None,
 ) -> _Call:  # fmt: skip
-    """offsets: of packed queries and keys, or None."""
+    """Check a call. offsets: of packed queries and keys, or None."""
     callee = call_options.FP8 if offsets is None else call_options.PACKED_FP8
     callee.refuse_others(options)
     if out_dtype not in _OUT_DTYPES:
@@ -328,7 +327,7 @@ def _checked(
 
 
 def _view(v: PackedValues, in_sequences: bool) -> Tensor:
-    """`viewed`, after a check that there is such a view."""
+    """`viewed`, after checking the values."""
     checks.check_count("v.length", v.length, 0)
     if in_sequences and v.codes.shape[0] != 1:
         raise ValueError(
@@ -365,12 +364,12 @@ def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:
 
 
 def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
-    """The backend of a checked call, the Hopper kernel first."""
+    """Backend of a checked call, the Hopper kernel preferred."""
     forced = dispatch.asked_for(backend)
     reason = fp8.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
         if reason is None:
-            # Whoever asks first has the shapes installed that were tuned on this device.
+            # The first caller installs this device's tuned shapes.
             choices.any_about(call.q.device)
             return Explanation("hopper", {}, forced=True)
         raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
@@ -385,6 +384,6 @@ def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explana
 
 
 def _say_once(choice: Explanation, device: torch.device) -> None:
-    """Say once for each reason that a GPU serves 8 bits no faster than 16 although nobody asked."""
+    """Warn once per reason that an unforced GPU call is not computed in 8 bits."""
     message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
     dispatch.warn_once(message, device, 4)

@@ -1,4 +1,4 @@
-"""e4m3 codes of heads with a scale each, and values in the memory order of the Hopper kernel."""
+"""Quantise heads to e4m3 with a scale each, and pack values for the Hopper kernel."""
 
 from typing import Literal, NamedTuple, overload
 
@@ -16,13 +16,13 @@ _PACKED_HEAD_DIMS = (64, 128, 256)
 
 
 class PackedValues(NamedTuple):
-    """Values in the memory order of the Hopper kernel; made by `pack_values`.
+    """Values in the Hopper kernel's memory order, from `pack_values`.
 
     Attributes:
-        codes: [B, H_k, D, T] e4m3, T_k rounded up to whole sixteens, whose keys stand in the order
-            0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 within every 16. Packed sequences are a batch
-            of one, and sequence n begins with the 16 of number cu_seqlens[n] // 16 + n.
-        length: T_k, or of packed sequences total_k.
+        codes: [B, H_k, D, T] e4m3, T_k rounded up to a multiple of 16, with keys in the order 0 1 8
+            9, 2 3 10 11, 4 5 12 13, 6 7 14 15 within every 16. Packed sequences are a batch of one,
+            and sequence n begins at group cu_seqlens[n] // 16 + n of 16 keys.
+        length: T_k, or total_k for packed sequences.
     """
 
     codes: Tensor
@@ -46,28 +46,28 @@ def quantize_fp8(
     cu_seqlens: Tensor | None = None,
     packed: bool = False,
 ) -> tuple[Tensor | PackedValues, Tensor]:
-    """e4m3 codes of x with one scale for each head, so that x is about scale * codes.
+    """Quantise x to e4m3 with one scale per head, so that x is about scale * codes.
 
-    On a GPU a kernel reads x twice and writes codes once, to the bit what torch's arithmetic gives
-    elsewhere. It takes head dims that are multiples of 16; float64 and others go through torch.
+    On a GPU a kernel reads x twice and writes codes once, bitwise equal to torch's. It serves head
+    dims that are multiples of 16; torch serves float64 and other head dims.
 
     Args:
         x: [B, H, T, D], any float dtype, any strides; with cu_seqlens [total, H, D].
-        lengths: int32 or int64 [B]: only the first lengths[b] rows of batch row b count. The codes
-            of the others are 0, whatever they hold.
-        cu_seqlens: int32 or int64 [N + 1] on x's device, from 0, never falling, to total: N
-            sequences lie behind one another, and are what batch rows are elsewhere.
-        packed: give codes as `pack_values` does, without a pass of its own; D 64, 128 or 256.
+        lengths: int32 or int64 [B]: only the first lengths[b] tokens of batch row b count. The
+            codes of the others are 0.
+        cu_seqlens: int32 or int64 [N + 1] on x's device, non-decreasing from 0 to total: offsets of
+            N packed sequences, which replace batch rows.
+        packed: return codes as `pack_values`, without its extra pass; D 64, 128 or 256.
 
     Returns:
         codes, float8_e4m3fn in x's shape and memory order, or `PackedValues`, and scale fp32 [B, H]
         or [N, H]: the largest magnitude over 448. |x - scale * codes| <= max(|x| / 16, scale /
-        1024). A head that holds inf or NaN gets the scale NaN, which `attention_fp8` refuses where
-        it looks; without any row all scales are 1.
+        1024). A head with inf or NaN gets the scale NaN, which `attention_fp8` refuses on the CPU;
+        without tokens all scales are 1.
 
     Raises:
-        TypeError, ValueError: x is no float tensor of four dimensions, or of three with cu_seqlens,
-            or lengths or cu_seqlens do not fit it.
+        TypeError, ValueError: x is no float tensor of four dims, or three with cu_seqlens, or
+            lengths or cu_seqlens do not fit.
         RuntimeError: x requires grad while grad mode is on.
     """
     checks.check_floats("x", x)
@@ -98,7 +98,7 @@ def quantize_fp8(
 def quantize_by_torch(
     x: Tensor, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_fp8` for tensors that no kernel reads."""
+    """`quantize_fp8` in torch."""
     N, H = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x.shape[1]
     if x.numel() == 0:
         return x.to(E4M3), x.new_ones(N, H, dtype=torch.float32)
@@ -114,7 +114,7 @@ def quantize_by_torch(
 def _quantize_sequences(
     x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Codes [total, H, D] and scales [N, H]."""
+    """Quantise packed sequences: codes [total, H, D] and scales [N, H]."""
     ids = fp8.sequence_of_rows(cu_seqlens, x.shape[0])
     if lengths is not None:
         place = torch.arange(x.shape[0], device=x.device) - cu_seqlens[ids]
@@ -127,36 +127,35 @@ def _quantize_sequences(
 
 
 def _in_order(x: Tensor, codes: Tensor) -> Tensor:
-    """codes in the memory order of x, as the kernel leaves them."""
+    """codes in the memory order of x, as from the kernel."""
     return torch.empty_like(x, dtype=E4M3).copy_(codes)
 
 
 def pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> PackedValues:
-    """v as the Hopper kernel reads it, for calls that share it.
+    """Pack v for the Hopper kernel, for several calls with the same v.
 
-    A pass over v that `attention_fp8` and `attention_varlen_fp8` else make in every call that
-    Hopper serves.
+    Otherwise `attention_fp8` and `attention_varlen_fp8` do so in every call on Hopper.
 
     Args:
         v: [B, H_k, T_k, D] float8_e4m3fn, D 64, 128 or 256, any strides; with cu_seqlens
             [total_k, H_k, D].
-        cu_seqlens: int32 or int64 [N + 1] on v's device, from 0, never falling, to total_k: those
-            of the keys in every call of `attention_varlen_fp8` that takes the values.
+        cu_seqlens: int32 or int64 [N + 1] on v's device, non-decreasing from 0 to total_k:
+            cu_seqlens_k of later calls of `attention_varlen_fp8`.
 
     Raises:
-        TypeError, ValueError: v is not e4m3, or of another shape; cu_seqlens do not fit it.
+        TypeError, ValueError: v is not e4m3, or has another shape; cu_seqlens do not fit.
     """
     check_codes("v", v, cu_seqlens is not None)
     _count_rows(v, cu_seqlens)
     _check_packed_head_dim("v", v)
     rows = _batch(v, cu_seqlens)
-    # Interpreted, the kernel serves only who asks for it: torch does the same at once.
+    # The interpreted kernel is opt-in, as torch is faster.
     packed = fp8.pack_by_torch(rows, cu_seqlens) if v.is_cpu else fp8.pack(rows, cu_seqlens)
     return PackedValues(packed, rows.shape[2])
 
 
 def viewed(values: PackedValues, sequences: bool) -> Tensor:
-    """A view of packed values that has the shape of v, if not its order.
+    """A view of packed values in v's shape, not in its order.
 
     sequences: whether v is [total_k, H_k, D].
     """
@@ -165,7 +164,7 @@ def viewed(values: PackedValues, sequences: bool) -> Tensor:
 
 
 def unpacked(values: PackedValues, cu_seqlens: Tensor | None = None) -> Tensor:
-    """v [B, H_k, T_k, D], or [total_k, H_k, D], again."""
+    """Inverse of `pack_values`: v [B, H_k, T_k, D], or [total_k, H_k, D]."""
     codes = values.codes.view(torch.uint8)
     v = rearrange(
         codes, "b h d (n four half two) -> b h (n half four two) d", half=2, four=4, two=2
@@ -193,7 +192,7 @@ def _batch(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _count_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The number of batch rows of x, or of its sequences, whose offsets are checked."""
+    """Number of batch rows or packed sequences of x; checks the offsets."""
     if cu_seqlens is None:
         return x.shape[0]
     checks.check_offsets("cu_seqlens", cu_seqlens, x.shape[0], x)
@@ -201,7 +200,7 @@ def _count_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def check_codes(name: str, x: object, in_sequences: bool) -> None:
-    """e4m3 [B, H, T, D], or of packed sequences [total, H, D]."""
+    """Check that x is e4m3 [B, H, T, D], or packed [total, H, D]."""
     if not isinstance(x, Tensor) or x.dtype != E4M3:
         raise TypeError(f"{name} must be a float8_e4m3fn tensor, got {checks.kind(x)}")
     _check_dims(name, checks.check_tensor(name, x), in_sequences)

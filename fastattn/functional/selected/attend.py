@@ -1,7 +1,7 @@
-"""Attention of each block of queries to the key blocks that a list names: block-sparse attention.
+"""Block-sparse attention: each block of queries attends to a list of key blocks.
 
-The primitive of NSA (Yuan et al. 2025, arXiv 2502.11089), MoBA (Lu et al. 2025, arXiv 2502.13189),
-DeepSeek's sparse attention (block_k = 1) and of every static pattern of blocks.
+For NSA (Yuan et al. 2025, arXiv 2502.11089), MoBA (Lu et al. 2025, arXiv 2502.13189), DeepSeek's
+sparse attention (block_k = 1) and static block patterns.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -52,37 +52,36 @@ def selected_attention(
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T) v over the keys of the blocks that `indices` names for each block of queries.
+    """softmax(q k^T) v over the key blocks in `indices` for each block of queries.
 
-    Time and memory follow the blocks that are named, forward and backward. The masks hide keys of
-    named blocks as they do in `attention`. A block that is named twice counts once.
+    Time and memory are proportional to the listed blocks, forward and backward. Masks apply within
+    listed blocks as in `attention`. A block listed twice counts once.
 
     Args:
         q: [B, H_q, T_q, D], fp16, bf16, fp32 or fp64.
         k: [B, H_k, T_k, D], likewise; H_k divides H_q.
         v: [B, H_k, T_k, D_v].
-        indices: int32 or int64 [B, H_s, R, n], R = ceil(T_q / block_q): for queries r * block_q up
-            to (r + 1) * block_q - 1, numbers of blocks of block_k keys, in any order, the last of
-            which may run past T_k; -1 anywhere names none. H_s lists are shared by H_q / H_s
-            neighbouring heads: H_s divides H_k (1: all heads alike), or is a multiple of it that
-            divides H_q (H_q: each head has its own). It has no gradient.
-        block: (block_q, block_k), each at least 1; kernels are fast where block_k is 16, 32, 64 or
-            a multiple, and where H_q / max(H_k, H_s) * block_q is 16 at least.
-        counts: int32 or int64 [B, H_s, R]: how many of each list count, from its start. None: all.
+        indices: int32 or int64 [B, H_s, R, n], R = ceil(T_q / block_q): for queries r * block_q to
+            (r + 1) * block_q - 1, numbers of blocks of block_k keys, in any order; the last block
+            may exceed T_k; -1 = none. Each of the H_s lists is shared by H_q / H_s adjacent heads:
+            H_s divides H_k (1: all heads share), or is a multiple of it that divides H_q (H_q: one
+            list per head). No gradient.
+        block: (block_q, block_k), each at least 1; kernels are fast if block_k is 16, 32, 64 or a
+            multiple, and H_q / max(H_k, H_s) * block_q is at least 16.
+        counts: int32 or int64 [B, H_s, R]: number of valid entries at the start of each list. None:
+            all.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto", as for `attention`.
         options: masks by position, of padding and of documents, scale, softcap and sinks, as for
-            `attention`.
-
-    Returns:
+            `attention`. Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q]. Both are
         differentiable in q, k, v and sinks, deterministically. A query that sees no key has o = 0,
         lse = -inf and gradients of 0.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, a number that
-            is no block of k where indices lie on the CPU (elsewhere it names none), or a forced
-            backend that cannot serve the call; the message names it.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, an invalid
+            block number in indices on the CPU (ignored elsewhere), or a forced backend that cannot
+            serve the call; the message names it.
 
     Examples:
         >>> q, k = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 256, 64)
@@ -118,7 +117,7 @@ def explain_selected(
     backend: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Which backend `selected_attention` would use for these arguments, and why not a faster one.
+    """Backend of `selected_attention` for these arguments, and why faster ones are passed over.
 
     Checks the arguments as `selected_attention` does, and computes nothing.
     """
@@ -151,7 +150,7 @@ def _checked(
 def checked_lists(
     indices: Tensor, counts: Any, q: Tensor, k: Tensor, block: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """The lists in order and their lengths, as `ordered_lists` has them."""
+    """Checked lists and their lengths, from `ordered_lists`."""
     key_blocks = -(-k.shape[2] // block[1])
     _check_lists(indices, counts, q, k, block[0])
     if tracing.host_knows(indices) and indices.numel():
@@ -165,7 +164,7 @@ def checked_lists(
 
 
 def check_block(block: Any) -> tuple[int, int]:
-    """A pair of ints of at least 1: queries of a list and keys of a block."""
+    """Check (block_q, block_k): two ints of at least 1."""
     if not isinstance(block, tuple) or len(block) != 2:
         raise TypeError(f"block must be a pair (block_q, block_k), got {block!r}")
     block_q, block_k = (checks.check_count(f"block[{n}]", x, 1) for n, x in enumerate(block))

@@ -1,4 +1,4 @@
-"""Which key blocks each query takes: the best by scores that are never held for all pairs."""
+"""Select the best key blocks of each query, without scores of all pairs."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ...ops.selected import choose as ops
 from ...torch_backend.selected import choose as formula
 from .. import inputs
 
-# Scores that are held at once: 64 MiB in fp32.
+# Scores in memory at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
 
 
@@ -31,28 +31,29 @@ def select_blocks(
 ) -> Tensor:
     """The n best key blocks of each query, as `indices` of `selected_attention`.
 
-    Scores are those of blocks, some queries at a time; nothing of [T_q, T_k] is held. There is no
-    gradient.
+    Scores of blocks are computed in chunks of queries, without a [T_q, T_k] tensor. No gradient.
 
     Args:
         q: [B, H_q, T_q, D].
-        k: [B, H_k, T_k, D]: of each token or, pooled, of `pool[0]` tokens every `pool[1]`.
-        n: blocks of each list, those that are always taken among them.
-        block_k: tokens of a block; of `pool[1]` it has 1, 2, 4 up to 128.
-        lse: fp32 [B, H_q, T_q] of these queries over these keys: the score of a block is the sum of
-            its keys' weights, over the heads of a list too (NSA: arXiv 2502.11089, equations 9 and
-            10). None: the largest score of its keys and heads (MSA; MoBA with k the blocks' means).
-        pool: tokens of a key, a multiple of the tokens from one key to the next. A key counts in
-            each block that it reaches into, once for each step.
-        lists: H_s, neighbouring heads of q sharing a list: divides H_q. Default: H_k.
-        causal: a query sees keys whose last token is not behind it, and blocks that begin no later.
-        first, latest: blocks always taken: at the start, and up to the query's own.
-        query_offset: position of query 0 among the tokens, of which there are T_q + query_offset.
+        k: [B, H_k, T_k, D]: one key per token or, pooled, per `pool[0]` tokens with stride
+            `pool[1]`.
+        n: blocks of each list, including first and latest.
+        block_k: tokens of a block: 1, 2, 4, ... 128 times `pool[1]`.
+        lse: fp32 [B, H_q, T_q] of these queries over these keys: a block's score is the sum of its
+            keys' weights, summed over a list's heads (NSA: arXiv 2502.11089, equations 9 and 10).
+            None: the largest score of its keys and heads (MSA; MoBA with the blocks' means as k).
+        pool: (tokens of a key, stride); tokens is a multiple of the stride. A key counts in each
+            block that it overlaps, once per stride.
+        lists: H_s, number of lists, each shared by adjacent heads: divides H_q. Default: H_k.
+        causal: a query sees keys whose last token is not after it, and blocks that begin no later.
+        first, latest: numbers of blocks that are always selected: at the start, and up to the
+            query's own.
+        query_offset: position of query 0 among the T_q + query_offset tokens.
         scale: default D ** -0.5.
         backend: "triton", "torch" or "auto".
 
     Returns:
-        int32 [B, H_s, T_q, n], the best first; -1 where there are fewer blocks.
+        int32 [B, H_s, T_q, n], the best first; padded with -1.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
@@ -93,7 +94,7 @@ def select_blocks(
 def _best(
     scores: Tensor, n: int, block_k: int, position: int, causal: bool, first: int, latest: int
 ) -> Tensor:
-    """Numbers of the best blocks, int32 [B, H_s, rows, n]; position: of the first row."""
+    """Best blocks, int32 [B, H_s, rows, n]; position: of the first row."""
     rows, count = scores.shape[2:]
     block = torch.arange(count, device=scores.device)
     own = (torch.arange(rows, device=scores.device)[:, None] + position) // block_k
@@ -105,7 +106,7 @@ def _best(
 
 
 def _check_pool(pool: tuple[int, int], block_k: int) -> int:
-    """Keys that begin in a block."""
+    """Number of keys that begin in a block."""
     if not isinstance(pool, tuple) or len(pool) != 2:
         raise TypeError(f"pool must be a pair (tokens, step), got {pool!r}")
     tokens, step = (checks.check_count(f"pool[{i}]", x, 1) for i, x in enumerate(pool))

@@ -1,7 +1,7 @@
-"""DeepSeek's sparse attention (V3.2 report, arXiv 2512.02556): the indexer's choice and its loss.
+"""DeepSeek's sparse attention (V3.2 report, arXiv 2512.02556): the indexer's selection and loss.
 
-An indexer of few, small heads scores every key, I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s]). All
-heads of the attention take a query's n best keys.
+An indexer with few small heads scores every key, I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s]). All
+attention heads use a query's n best keys.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,22 +33,21 @@ def select_tokens(
     n: int,
     **options: "Unpack[SelectedAttentionArguments]",
 ) -> Tensor:
-    """The n keys that the indexer scores best for each query, as `indices` of `selected_attention`.
+    """The indexer's n best keys of each query, as `indices` of `selected_attention`.
 
-    They go with block=(1, 1) and the same masks. Scores are computed on torch in fp32 or wider,
-    some queries at a time: nothing of [T_q, T_k] is held. There is no gradient.
+    Pass them with block=(1, 1) and the same masks. Scores are computed by torch in fp32 or wider,
+    in chunks of queries, without a [T_q, T_k] tensor. No gradient.
 
     Args:
         q_index: [B, H_I, T_q, D_I], fp16, bf16, fp32 or fp64.
         k_index: [B, 1, T_k, D_I], likewise: one key a token.
-        w: [B, H_I, T_q], of any of these dtypes: the heads' weights, with every scale in them
-            (V3.2: H_I ** -0.5 * D_I ** -0.5).
+        w: [B, H_I, T_q], any of these dtypes: weights of the heads, including all scales (V3.2: H_I
+            ** -0.5 * D_I ** -0.5).
         n: keys of each list.
         options: masks by position, of padding and of documents, as for `selected_attention`.
 
     Returns:
-        int32 [B, 1, T_q, n], the best first; -1 where a query sees fewer keys. Of equal scores any
-        may come first.
+        int32 [B, 1, T_q, n], the best first, equal scores in any order; padded with -1.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
@@ -75,32 +74,30 @@ def indexer_loss(
     indices: Tensor | None = None,
     **options: "Unpack[SelectedAttentionArguments]",
 ) -> Tensor:
-    """KL(p || softmax(I)) of each query: what trains the indexer of `select_tokens`.
+    """KL(p || softmax(I)) of each query, the training loss of the indexer of `select_tokens`.
 
-    p: the attention's weights, summed over its heads and normalised to a sum of 1. Without
-    `indices` both are over all keys that a query sees (the warm-up stage), with them over those
-    that it names.
-    Computed on torch in fp32 or wider, some queries at a time and again for gradients: memory
-    grows with T, not with T_q * T_k. Time grows with T_q * T_k, as that of the choice does.
+    p: the attention weights, summed over heads and normalised. Without `indices` both are over all
+    visible keys (the warm-up stage), with them over the listed keys. Computed by torch in fp32 or
+    wider, in chunks of queries that are recomputed for gradients, so memory is linear in T. Time is
+    proportional to T_q * T_k, as for the selection.
 
     Args:
         q_index, k_index, w: [B, H_I, T_q, D_I], [B, 1, T_k, D_I] and [B, H_I, T_q], as for
             `select_tokens`.
         q: [B, H_q, T_q, D] of the attention, fp16, bf16, fp32 or fp64.
         k: [B, H_k, T_k, D], likewise; H_k divides H_q.
-        indices: int32 or int64 [B, 1, T_q, n], numbers of keys in any order; -1 names none, and one
-            named twice counts once.
-        options: those of the attention: masks, scale, softcap and sinks as for
-            `selected_attention`.
+        indices: int32 or int64 [B, 1, T_q, n], keys in any order; -1 = none; repeated keys count
+            once.
+        options: of the attention: masks, scale, softcap and sinks as for `selected_attention`.
 
     Returns:
-        fp32 or fp64 [B, T_q], 0 where a query sees no key: sum it for the report's loss. It is
-        differentiable in q_index, k_index and w alone, deterministically; q, k and sinks get no
+        fp32 or fp64 [B, T_q], 0 for queries without keys: sum it for the report's loss.
+        Differentiable only in q_index, k_index and w, deterministically; q, k and sinks get no
         gradient.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a number
-            that is no key where indices lie on the CPU (elsewhere it names none).
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or an invalid
+            key in indices on the CPU (ignored elsewhere).
 
     Examples:
         >>> q, k, w = torch.randn(1, 4, 8, 16), torch.randn(1, 1, 8, 16), torch.rand(1, 4, 8)
@@ -125,7 +122,7 @@ def indexer_loss(
 
 
 def _checked_index(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k of the indexer, checked, in autocast's dtype."""
+    """Checked q and k of the indexer, in autocast's dtype."""
     for name, x in (("q_index", q), ("k_index", k), ("w", w)):
         checks.check_floats(name, x)
         if name != "w" and x.dim() != 4:

@@ -1,4 +1,4 @@
-"""Lists of key blocks from other libraries' forms of a block mask."""
+"""Convert other libraries' block masks to lists of key blocks."""
 
 from typing import Any
 
@@ -9,27 +9,26 @@ from ... import checks, tracing
 
 
 def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
-    """The `indices` of `selected_attention` from a block mask in another form.
+    """Convert a block mask to `indices` of `selected_attention`.
 
     Args:
         blocks: one of
 
-            - a bool map [B, H_s, R, N], True where block r of the queries sees block j of the keys;
-            - torch's BlockMask of FlexAttention. Its function is not asked: `selected_attention`
-              masks the pairs of a block by its own options. `block` is its BLOCK_SIZE;
-            - a pair (counts [B, H_s, R], numbers [B, H_s, R, n]), or four with those of full blocks
-              behind, as FlashAttention 4 and FlexAttention keep them;
-            - a torch.sparse_bsr tensor [T_q, T_k], or a pair (indptr [R + 1], indices [nnz]), as
-              FlashInfer has it: one pattern for all heads, [1, 1, R, n].
-        most: places of each list, where fewer than all blocks are enough: those behind are lost.
-            Default: as many as a list can have; of BSR as many as the longest has, which waits for
-            the device.
+            - a bool map [B, H_s, R, N], True if query block r sees key block j;
+            - torch's BlockMask of FlexAttention, without its mask_mod: `selected_attention` masks
+              pairs within blocks by its own options. `block` is its BLOCK_SIZE;
+            - (counts [B, H_s, R], numbers [B, H_s, R, n]), or also with those of full blocks, as in
+              FlashAttention 4 and FlexAttention;
+            - a torch.sparse_bsr tensor [T_q, T_k], or (indptr [R + 1], indices [nnz]), as in
+              FlashInfer: one pattern for all heads, [1, 1, R, n]. most: n, the size of each list;
+              later blocks are dropped. Default: the maximum; for BSR the longest list, which waits
+              for the device.
 
     Returns:
-        int32 [B, H_s, R, n], -1 behind each list.
+        int32 [B, H_s, R, n], padded with -1.
 
     Raises:
-        TypeError: none of these. ValueError: on a CPU, a list is longer than `most`.
+        TypeError: another type. ValueError: on a CPU, a list is longer than `most`.
 
     Examples:
         >>> block_indices(torch.ones(4, 4).tril().bool()[None, None])[0, 0].tolist()
@@ -87,7 +86,7 @@ def _of_counts(*given: Tensor) -> Tensor:
 
 
 def _packed(listed: Tensor, numbers: Tensor) -> Tensor:
-    """The numbers that are listed from the front of each row, in order; -1 behind them."""
+    """Listed numbers of each row, sorted and padded with -1."""
     past = torch.iinfo(torch.int32).max
     indices = torch.where(listed, numbers, past).to(torch.int32).sort(dim=-1).values
     return indices.masked_fill(indices == past, -1)

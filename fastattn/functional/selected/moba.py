@@ -17,19 +17,19 @@ def moba_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Causal attention of each query and head to its own block and n - 1 of those before it.
+    """Causal attention of each query and head to its own block and n - 1 earlier ones.
 
-    They are those with the largest q . mean(k of the block).
+    The blocks with the largest q . mean(k of the block) are selected.
 
     Args:
         q: [B, H_q, T, D].
         k, v: [B, H_k, T, D] and [B, H_k, T, D_v].
         block_k: tokens of a block.
-        n: blocks of a query, its own among them.
+        n: blocks of a query, including its own.
         scale, backend: as for `attention`.
 
     Returns:
-        [B, H_q, T, D_v], differentiable in q, k and v; the choice has no gradient.
+        [B, H_q, T, D_v], differentiable in q, k and v; the selection has no gradient.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
@@ -38,7 +38,7 @@ def moba_attention(
     block_k = checks.check_count("block_k", block_k, 1)
     B, H_k, T, D = k.shape
     whole = T // block_k
-    # The last block, if it is cut off, is nobody's but its own queries'.
+    # Only its own queries see an incomplete last block.
     means = k.detach()[:, :, : whole * block_k].reshape(B, H_k, whole, block_k, D).mean(3)
     indices = select_blocks(
         q, means, n, block_k=block_k, pool=(block_k, block_k), lists=q.shape[1], backend=backend

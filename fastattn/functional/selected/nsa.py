@@ -1,4 +1,4 @@
-"""Native sparse attention (Yuan et al. 2025, arXiv 2502.11089): three branches, mixed by gates."""
+"""Native sparse attention (Yuan et al. 2025, arXiv 2502.11089): three gated branches."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,15 +18,15 @@ def pooled_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to keys of several tokens each: key i, of tokens i * pool[1] up to i * pool[1] +
-    pool[0] - 1, is seen from its last token on.
+    """Attention to pooled keys: key i, of tokens i * pool[1] to i * pool[1] + pool[0] - 1, is
+    visible from its last token on.
 
     Args:
         q: [B, H_q, T, D], of all tokens.
         k, v: [B, H_k, T_k, D] and [B, H_k, T_k, D_v].
-        pool: tokens of a key, and from one key to the next.
-        scale, backend: as for `attention`, which computes it: as queries pool[1] apart see one key
-            more, each of the pool[1] residues is a causal call. q and o are copied once.
+        pool: (tokens of a key, stride).
+        scale, backend: as for `attention`, which computes it: each of the pool[1] residues of query
+            positions is a causal call. q and o are copied once.
 
     Returns:
         (o [B, H_q, T, D_v], lse fp32 [B, H_q, T]), both differentiable; 0 and -inf before the end
@@ -67,21 +67,21 @@ def native_sparse_attention(
 ) -> Tensor:
     """g_0 * compressed + g_1 * selected + g_2 * sliding attention, causal.
 
-    Compressed: to pooled keys (`pooled_attention`). Selected: to the tokens of n blocks, those that
-    the compressed weights, summed over the heads of a K/V head, value most, with the first and the
-    latest always among them (`select_blocks`). Sliding: to the last `window` tokens.
+    Compressed: to pooled keys (`pooled_attention`). Selected: to the n blocks with the largest
+    compressed weights, summed over the heads of a K/V head, always including the first and the
+    latest (`select_blocks`). Sliding: to the last `window` tokens.
 
     Args:
         q: [B, H_q, T, D].
         k, v: [B, H_k, T, D] and [B, H_k, T, D_v], of the selected and the sliding branch.
-        k_pooled, v_pooled: [B, H_k, T_p, D] and [B, H_k, T_p, D_v], one for each whole stretch of
-            pool[0] tokens that begins at a multiple of pool[1]: T_p = (T - pool[0]) // pool[1] + 1.
+        k_pooled, v_pooled: [B, H_k, T_p, D] and [B, H_k, T_p, D_v], one per pool[0] tokens with
+            stride pool[1]: T_p = (T - pool[0]) // pool[1] + 1.
         gates: [B, H_q, T, 3], such as sigmoids.
         block_k, n, window, pool, first, latest: see above.
         scale, backend: as for `attention`.
 
     Returns:
-        [B, H_q, T, D_v], differentiable in all tensors; the choice has no gradient.
+        [B, H_q, T, D_v], differentiable in all tensors; the selection has no gradient.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
