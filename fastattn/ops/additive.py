@@ -1,4 +1,4 @@
-"""Additive attention by its kernels, as operators of torch.library with gradients."""
+"""torch.library operators of additive attention, with gradients."""
 
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, u, *flat = inputs
     options = schema.unflat(tuple(flat))
-    # u is kept as the first of the tensors that functions read.
+    # u is saved as the first of mod_tensors.
     save(ctx, q, k, v, options._replace(mod_tensors=(u, *options.mod_tensors)), output)
 
 
@@ -78,7 +78,7 @@ def _differentiable_gradients(
     needed: tuple[bool, ...],
     dout: tuple[Tensor | None, Tensor | None],
 ) -> list[Tensor | None]:
-    """`_gradients` by the formula, for create_graph=True."""
+    """`_gradients` by torch's formula, for create_graph=True."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         return additive_formula.attention(q, k, v, u, options)
@@ -92,9 +92,9 @@ additive_forward.op.register_autograd(_gradients, setup_context=_setup_context)
 def attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o in q's dtype and lse in fp32, from the kernels.
 
-    q and k are projected; last dims are contiguous and whole multiples of 16 bytes; u is [H_q, D].
+    q and k are projected; last dims are contiguous multiples of 16 bytes; u is [H_q, D].
     """
     if tracing.transforming():
-        # torch.func cannot derive an operator that has gradients of its own.
+        # torch.func cannot differentiate an operator with its own gradients.
         return additive_formula.attention(q, k, v, u, options)
     return additive_forward.by_op(q, k, v, u.contiguous(), contiguous(options))

@@ -1,4 +1,4 @@
-"""Appending to a cache by its kernel, as an operator of torch.library."""
+"""torch.library operator that appends to a cache."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ def append_tokens(
     slots: Tensor | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """q rotated, or an empty tensor without q; see `kernels.append.launch_append`."""
+    """Rotated q, or an empty tensor without q; see `kernels.append.launch_append`."""
     tensors = kernels.pages.CacheTensors(
         k_cache, v_cache, k_scale, v_scale, block_table, lengths, counters, batch_index, keep_first
     )
@@ -62,7 +62,7 @@ def append(
     interleaved: bool,
     advance: bool,
 ) -> Tensor | None:
-    """Write k and v [B, H_k, T, D] behind the rows of the view, in place; q rotated, or None."""
+    """Append k and v [B, H_k, T, D] to the view's rows, in place; return rotated q, or None."""
     cos, sin = (None, None) if rotary is None else rotary
     turned = append_tokens(
         q,
@@ -99,7 +99,7 @@ def append_to_slots(
     *,
     interleaved: bool,
 ) -> Tensor | None:
-    """Write k and v [1, H_k, T, D] to slots of K, V and their scales; q rotated, or None."""
+    """Write k and v [1, H_k, T, D] to slots of K, V and their scales; return rotated q, or None."""
     cos, sin = (None, None) if rotary is None else rotary
     nothing = (None,) * 4  # lengths, counters, block_table, batch_index
     turned = append_tokens(

@@ -1,7 +1,7 @@
 """Attention by the kernels: operators of torch.library, and the eager path that bypasses them.
 
-`attention_forward` and `attention_backward` have fakes and autograd, which is what torch.compile,
-export, vmap and other tracers need; `attend` goes around them where nothing traces.
+`attention_forward` and `attention_backward` have fakes and autograd, for torch.compile, export,
+vmap and other tracers; `attend` bypasses them if nothing traces.
 """
 
 import warnings
@@ -33,16 +33,16 @@ from .gradients import (
 from .schema import unflat
 
 MAX_HEAD_DIM = 512
-# What fits the registers of a program without matrix units for fp32, or with those of AMD.
+# Limits of registers without fp32 matrix units, and on AMD.
 MAX_HEAD_DIM_NARROW = 256
 _DETERMINISTIC = "torch.use_deterministic_algorithms(True) rules it out"
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Whether this is a GPU of compute capability 9.0, which the Hopper kernels are written for."""
+    """Whether this is a GPU of compute capability 9.0, as the Hopper kernels need."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    # Of torch's questions about a device this is the one that torch.compile folds into a constant.
+    # Of torch's device queries, torch.compile folds only this one into a constant.
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor) == (9, 0)
 
@@ -50,9 +50,9 @@ def on_hopper(device: torch.device) -> bool:
 def why_not_hopper(
     q: Tensor, k: Tensor, v: Tensor, options: Options, device: torch.device | None = None
 ) -> str | None:
-    """Why the Hopper kernels cannot serve a call that the portable ones can, or None.
+    """Why the Hopper kernels cannot serve a call that the portable kernels serve, or None.
 
-    device: where the call would be, if not where q is.
+    device: of the call, if not q's.
     """
     if not on_hopper(device or q.device):
         return "its kernels are written for GPUs of compute capability 9.0"
@@ -66,28 +66,28 @@ def why_not_hopper(
 
 
 def why_hopper_is_not_worth_it(q: Tensor) -> str | None:
-    """Why other kernels do better in a call that those for Hopper serve, or None."""
+    """Why other kernels are faster for a call that the Hopper kernels serve, or None."""
     from ..kernels.hopper.host import why_not_worth_it
 
     return why_not_worth_it(q)
 
 
 def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the portable kernels do not split the keys of a call among programs, or None."""
+    """Why the portable kernels do not split the keys of a call, or None."""
     from ..kernels.launch.decode_splits import why_not_split
 
     return why_not_split(q, k, v, options)
 
 
 def split_calls() -> tuple[tuple[int, int], ...]:
-    """Numbers of queries and keys, of each kernel that splits keys: see `why_not_split`."""
+    """Numbers of queries and keys for each kernel that splits keys: see `why_not_split`."""
     calls: tuple[tuple[int, int], ...] = kernels.decode_splits.SPLIT_CALLS
     return calls
 
 
 def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
-    """Why the portable kernels give the gradients of a call in two passes, although atomics are
-    permitted; or None.
+    """Why the portable kernels take two passes for the gradients although atomics are permitted, or
+    None.
     """
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
@@ -99,7 +99,7 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
 
 
 def why_not_one_pass_on_hopper(q: Tensor, k: Tensor, options: Options) -> str | None:
-    """`why_not_one_pass` of the kernels for Hopper."""
+    """`why_not_one_pass` for the Hopper kernels."""
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
     from ..kernels.hopper.host import why_not_one_pass
@@ -115,15 +115,15 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
     return kernels.forward.launch_forward(q, k, v, options)
 
 
-# Why no call takes the kernels for Hopper any more: the first one that did not compile.
+# Reason that the Hopper kernels are disabled in this process: the first compiler error.
 uncompiled: list[str] = []
 
 
 def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any) -> Any:
     """Launch a Hopper kernel, or the portable operator if the compiler refuses it.
 
-    The portable kernels then serve all later calls: an untested release of Triton must not end a
-    training run. Before that, tiles that were tuned are replaced by the shipped ones.
+    The portable kernels then serve all later calls, as an untested release of Triton must not end a
+    training run. Tuned tiles are first replaced by the shipped ones.
     """
     try:
         return call.by_shipped_shapes(launch, *arguments)
@@ -138,7 +138,7 @@ def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any)
 
 @partial(Operator, flops=flops.attended(1, 1))
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """`attention_forward` by the kernels for Hopper."""
+    """`attention_forward` by the Hopper kernels."""
     launch = kernels.hopper_forward.launch_hopper_forward
     return _by_hopper(launch, attention_forward, q, k, v, options)
 
@@ -160,11 +160,11 @@ def attention_backward(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, delta and the gradients of relative_query or query2, and of key2, which are empty
-    without one.
+    """dq, dk, dv, delta and the gradients of relative_query or query2, and of key2; empty without
+    one.
     """
     launchers = kernels.backward
-    # Asked when it runs, as torch's own ops do: the flag may change after the forward.
+    # Read at run time, as in torch's own ops, since the flag may change after the forward.
     one_pass = options.atomic_dq and why_not_one_pass(q, k, options) is None
     launch = launchers.launch_backward_one_pass if one_pass else launchers.launch_backward
     return launch(do, dlse, q, k, v, o, lse, options)
@@ -181,7 +181,7 @@ def hopper_backward(
     lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`attention_backward` by the kernels for Hopper, where they serve it."""
+    """`attention_backward` by the Hopper kernels, where they serve it."""
     if uncompiled:
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
     if options.atomic_dq and why_not_one_pass_on_hopper(q, k, options) is not None:
@@ -210,7 +210,7 @@ def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
 def attention_backward_bias(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> Tensor:
-    """The gradient of attn_bias, fp32 in its shape."""
+    """Gradient of attn_bias, fp32 in its shape."""
     return kernels.backward_bias.launch_backward_bias(do, q, k, v, lse, delta, options)
 
 
@@ -227,7 +227,7 @@ def _(
 def attention_backward_relative(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of relative_bias and relative_keys in fp32, empty where there is none."""
+    """Gradients of relative_bias and relative_keys in fp32, empty without one."""
     return kernels.backward_relative.launch_backward_relative(do, q, k, v, lse, delta, options)
 
 
@@ -258,7 +258,7 @@ def _prepare_hopper(*call: Any) -> Any:
 
 
 def _kernels(prepare: Callable[..., Any], forward: Operator, backward: Operator) -> Kernels:
-    """The launchers of operators, with the operators themselves."""
+    """Launchers of operators, with the operators."""
     bias, relative = attention_backward_bias, attention_backward_relative
     seen = Kernels(forward.by_op, backward.by_op, bias.by_op, relative.by_op)
     return Kernels(forward.direct, backward.direct, bias.direct, relative.direct, prepare, seen)
@@ -290,7 +290,7 @@ def _batched(x: Tensor | None) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """`attention_forward` without the op; nothing may trace it."""
+    """`attention_forward` without the op, for untraced calls."""
 
     @staticmethod
     def forward(
@@ -310,33 +310,32 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
-        # A call without learned options has q, k and v alone, one with mod_tensors that learn all.
+        # Without learned options there are only q, k and v; with learned mod_tensors, all.
         count = 3 + len(LEARNED)
         needed = (*needs[:count], *(False,) * (count - len(needs)))
         of_mods = mod_gradients(ctx, needs[count:], do, dlse) if any(needs[count:]) else []
         if of_mods and not any(needed):
             return (None, None, *(None,) * count, *of_mods)
         by: Kernels = ctx.by
-        # torch's older vmap, of is_grads_batched=True, makes one call of an op for each gradient;
-        # a mode that was entered after the forward, as torch's counter of products, sees ops alone.
+        # torch's legacy vmap (is_grads_batched=True) calls an op once for each gradient; a mode
+        # entered after the forward, such as torch's flop counter, sees only ops.
         if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
             by = by.seen()
         return (None, None, *gradients(by, ctx, needed, do, dlse)[: len(needs)], *of_mods)
 
 
-# The `apply` of torch's class asks for transforms of torch.func, argument by argument, before it
-# comes to this; here nothing transforms.
+# torch's own `apply` checks every argument for torch.func transforms first; here there are none.
 _apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Attention).apply
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, by: Kernels = PORTABLE
 ) -> tuple[Tensor, Tensor]:
-    """o and lse, by the op where something traces or transforms, else by the kernels themselves.
+    """o and lse, by the op if something traces or transforms, else by the kernels directly.
 
-    Both ways give the same bits and the same gradients. q, k, v (and relative keys and queries)
-    have contiguous last dims that are whole multiples of 16 bytes; packed ones have three dims.
-    by: kernels that serve the call: `HOPPER` where `why_not_hopper` is None.
+    Both give bitwise equal results and gradients. q, k, v (and relative keys and queries) have
+    contiguous last dims, multiples of 16 bytes; packed ones have three dims. by: the kernels:
+    `HOPPER` if `why_not_hopper` is None.
     """
     options = contiguous(options)
     packed = options.cu_seqlens_q is not None
@@ -355,7 +354,7 @@ def attend(
 
 
 def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """o and lse by these kernels, recorded by autograd if it will ask; nothing may trace it."""
+    """o and lse by these kernels, recorded by autograd if needed, for untraced calls."""
     if torch.is_grad_enabled():
         learned = options.differentiable
         given = [x for x in (*learned, *options.mod_tensors) if x is not None]
@@ -367,7 +366,7 @@ def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
 
 
 def why_no_mod_gradients(q: Tensor, options: Options) -> str | None:
-    """Why kernels give mod_tensors no gradient that a call asks for, or None."""
+    """Why kernels cannot compute required gradients of mod_tensors, or None."""
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in options.mod_tensors):
         return None
     if tracing.may_be_traced(q) or tracing.in_forward_mode():
@@ -376,7 +375,7 @@ def why_no_mod_gradients(q: Tensor, options: Options) -> str | None:
 
 
 def forward_tile(q: Tensor, v: Tensor, options: Options) -> str:
-    """The tile of the portable forward kernel, in words."""
+    """Description of the portable forward kernel's tile."""
     from ..kernels.launch.arguments import block_dim, tile_for
 
     widths = (block_dim(q.shape[-1]), block_dim(v.shape[-1]))
@@ -393,11 +392,10 @@ def device_key(dtype: torch.dtype) -> Hashable:
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, options: Options, by: Kernels = PORTABLE
 ) -> Kernels | None:
-    """The kernels for calls with the signature of this one, the forward ready to launch.
+    """Kernels for calls with this signature, with a cached forward launch.
 
-    They are good as long as `device_key` is the same. None where such a call needs a launch of its
-    own: on a device that is not the current one, with users' functions, and for tensors that
-    kernels cannot read as they lie. by: as in `attend`.
+    Valid while `device_key` is unchanged. None if launches cannot be cached: not on the current
+    device, with users' functions, or if tensors must be copied. by: as in `attend`.
     """
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return None

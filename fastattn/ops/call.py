@@ -1,8 +1,8 @@
-"""The one way to a kernel: an operator of torch.library where something traces, else its launcher.
+"""`Operator`: a torch.library operator if something traces, else a direct launch of a kernel.
 
 torch.compile, export, vmap and other tracers need operators with fakes. The dispatcher costs the
-host several times what the launch does, so an `Operator` goes around it where nothing traces.
-Kernels are imported on first use, so that `import fastattn` works where triton does not exist.
+host several times as much as the launch, so an `Operator` bypasses it if nothing traces. Kernels
+are imported on first use, so that `import fastattn` works without triton.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from . import schema
 from .flops import Formula, register
 
 TRITON_INSTALLED = find_spec("triton") is not None
-# Triton reads this when kernels are imported, and kernels then stay interpreted or compiled.
+# Triton reads this once, when kernels are imported.
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -32,16 +32,16 @@ def interpreting() -> bool:
 
 
 def from_compiler(error: Exception) -> bool:
-    """Whether an error says that a kernel cannot be compiled here, and nothing has run."""
+    """Whether an error means that a kernel failed to compile, so that nothing has run."""
     from triton import TritonError
 
-    # MLIR's passes raise no error of Triton's own.
+    # MLIR's passes do not raise Triton's error types.
     return isinstance(error, TritonError | ImportError) or "PassManager::run" in str(error)
 
 
 def by_shipped_shapes(launch: Callable[..., Any], *arguments: Any) -> Any:
-    """launch(*arguments) of a kernel for Hopper; if a shape that was tuned does not compile, it and
-    all others are taken back, and those of the table serve.
+    """launch(*arguments) of a Hopper kernel; if a tuned shape does not compile, all tuned shapes
+    are replaced by the table's.
     """
     try:
         return launch(*arguments)
@@ -52,16 +52,15 @@ def by_shipped_shapes(launch: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Operator:
-    """A function that launches kernels, as the operator fastattn::`its name` and as it is.
+    """A launcher of kernels, callable directly and as the operator fastattn::`name`.
 
-    Kernels read the memory of tensors, and this is the one place that looks for what a tensor has
-    beside it. A tensor with torch's negative bit (z.conj().imag has it) is copied without the bit,
-    or refused where the kernel writes into it; the dispatcher does so by itself for an operator. A
-    tensor with a tangent is refused.
+    Kernels read raw memory, so other tensor state is handled here. A tensor with torch's negative
+    bit (such as z.conj().imag) is copied without it, or refused if the kernel writes into it; for
+    operators the dispatcher does so. A tensor with a tangent is refused.
 
-    Its first parameter that is always a tensor tells the device, and whether something traces. Its
-    last one may be `options`: the operator takes each of them as an argument, see `schema`. `flops`
-    says what a call computes: one of the formulas of that module.
+    The first required tensor determines the device, and whether something traces. The last
+    parameter may be `options`, each of which is an argument of the operator, see `schema`. `flops`:
+    a formula of that module.
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class Operator:
             register(name, tuple(signature.parameters), flops)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the operator while something traces, else the launcher. Options: any strides."""
+        """Call the operator if something traces, else the launcher. Options: any strides."""
         if self._takes_options:
             arguments = (*arguments[:-1], contiguous(arguments[-1]))
         x = arguments[self._first]
         if tracing.may_be_traced(x):
             return self.by_op(*arguments)
         arguments = self._of_memory(arguments)
-        # As `direct`, whose own call would cost as much as the choice does.
+        # `direct` inlined, as its call would cost as much as the choice.
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             try:
                 return self._launch(*arguments)
@@ -117,9 +116,9 @@ class Operator:
         return self.op(*arguments)
 
     def direct(self, *arguments: Any) -> Any:
-        """Call the launcher itself; nothing may trace it."""
+        """Call the launcher directly, for untraced calls."""
         arguments = self._of_memory(arguments)
-        # Triton launches on the current device, whatever device the tensors are on.
+        # Triton launches on the current device, not the tensors'.
         with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]
             try:
                 return self._launch(*arguments)
@@ -127,7 +126,7 @@ class Operator:
                 return self._in_smaller_tiles(error, arguments)
 
     def _of_memory(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """arguments whose tensors are what their memory says."""
+        """Arguments with resolved tensors."""
         if tracing.in_forward_mode():
             tensors = {name: arguments[place] for place, name in self._tensors.items()}
             refuse_tangents(tensors, arguments[-1] if self._takes_options else None)
@@ -150,9 +149,9 @@ class Operator:
         return arguments if negated is None else tuple(negated)
 
     def _in_smaller_tiles(self, error: Exception, arguments: tuple[Any, ...]) -> Any:
-        """Launch again where the compiler refused a tile, with smaller ones until it takes them.
+        """After a compiler error, relaunch with smaller tiles until one compiles.
 
-        A table knows the releases of Triton that it was made with; no training ends by another.
+        The tables are tested with certain releases of Triton; others must not end a training run.
         """
         tiles = kernels.tiles
         while from_compiler(error):
@@ -174,14 +173,14 @@ class Operator:
 
 
 def refuse_tangents(tensors: dict[str, Any], options: Options | None) -> None:
-    """NotImplementedError where an argument of an operator that runs has a tangent."""
+    """Raise NotImplementedError if an argument of a running operator has a tangent."""
     if not tracing.in_forward_mode():
         return
     given = list(tensors.items())
     if options is not None:
         given += zip(options._fields, options, strict=True)
         given += [("mod_tensors", x) for x in options.mod_tensors]
-    # torch runs an operator below autograd and its views, which alone know of tangents.
+    # torch runs an operator below autograd, which alone sees tangents.
     keys = torch._C.DispatchKey
     with (
         torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
@@ -193,7 +192,7 @@ def refuse_tangents(tensors: dict[str, Any], options: Options | None) -> None:
 
 
 def _schema(signature: inspect.Signature) -> tuple[str, str]:
-    """Arguments and results of a function as an operator's schema has them."""
+    """Arguments and results of a function in an operator's schema."""
 
     def prototype() -> None: ...
 
@@ -203,7 +202,7 @@ def _schema(signature: inspect.Signature) -> tuple[str, str]:
 
 
 def contiguous(options: Options) -> Options:
-    """options with copies of those tensors that kernels cannot read as they lie."""
+    """Options with copies of tensors whose layout kernels cannot read."""
     if options.plain:
         return options
     changed = {}
@@ -215,7 +214,7 @@ def contiguous(options: Options) -> Options:
 
 
 def _resolved(options: Options) -> Options:
-    """options with copies of those tensors that have torch's negative bit."""
+    """Options with copies of tensors that have torch's negative bit."""
     if options.plain:
         return options
     changed: dict[str, Any] = {}
@@ -229,7 +228,7 @@ def _resolved(options: Options) -> Options:
 
 
 def fake_in_layout(like: Tensor, heads: int, rows: int, cols: int, *, fp32: bool = False) -> Tensor:
-    """The strides of `kernels.launch.arguments.empty_in_layout`, which a fake may not import."""
+    """Empty as in `kernels.launch.arguments.empty_in_layout`, which a fake may not import."""
     B, dtype = like.shape[0], torch.float32 if fp32 else like.dtype
     if like.stride(1) < like.stride(2):
         return like.new_empty(B, rows, heads, cols, dtype=dtype).transpose(1, 2)
@@ -237,7 +236,7 @@ def fake_in_layout(like: Tensor, heads: int, rows: int, cols: int, *, fp32: bool
 
 
 def fake_output(q: Tensor, width: int, *, fp32: bool = False) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, width] in the order of q [B, H_q, T_q, D], and lse."""
+    """Empty o [B, H_q, T_q, width] in the layout of q [B, H_q, T_q, D], and lse."""
     B, H_q, T_q, _D = q.shape
     lse = q.new_empty(B, H_q, T_q, dtype=torch.float32)
     return fake_in_layout(q, H_q, T_q, width, fp32=fp32), lse

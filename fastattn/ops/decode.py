@@ -1,4 +1,4 @@
-"""Attention to a cache by its kernel, rows padded or packed, as operators of torch.library."""
+"""torch.library operators of attention to a cache, with padded or packed rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,7 +31,7 @@ def decode_forward(
     invariant: bool,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """o, its rows padded to whole 16 bytes, and lse; see `kernels.decode.launch_decode`."""
+    """o, with rows padded to multiples of 16 bytes, and lse; see `kernels.decode.launch_decode`."""
     shared = one_memory(k, v, k_scale)
     tensors = kernels.pages.CacheTensors(
         k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned, shared
@@ -86,11 +86,10 @@ def prepare(
     splits: int | None,
     invariant: bool,
 ) -> Decode | None:
-    """`attend` for calls with the signature of this one, ready to launch.
+    """Cached `attend` for calls with this signature.
 
-    It is good as long as `attention.device_key` is the same. None where such a call needs a launch
-    of its own: on a device that is not the current one, for tensors that kernels cannot read as
-    they lie, and with users' functions.
+    Valid while `attention.device_key` is unchanged. None if the launch cannot be cached: not on the
+    current device, if tensors must be copied, or with users' functions.
     """
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return None
@@ -130,7 +129,7 @@ def paged_forward(
     invariant: bool,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse; see `kernels.decode.launch_packed`. out: o, for calls that nothing traces."""
+    """o and lse; see `kernels.decode.launch_packed`. out: o, for untraced calls."""
     shared = one_memory(k, v, k_scale)
     tensors = kernels.pages.CacheTensors(
         k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, None, shared
@@ -163,8 +162,8 @@ def attend_packed(
     longest: int,
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o [total, H_q, D_v], which is out if that is given, and lse [H_q, total]."""
-    # An operator that tracers know writes into nothing: there the result is copied.
+    """o [total, H_q, D_v] (in out, if given), and lse [H_q, total]."""
+    # A traced operator must not mutate out, so the result is copied.
     into = None if tracing.may_be_traced(q) else out
     o, lse = paged_forward(
         q if q.stride(-1) == 1 else q.contiguous(),
@@ -199,9 +198,7 @@ def prepare_packed(
     longest: int,
     invariant: bool,
 ) -> Packed | None:
-    """`attend_packed` for calls with the signature of this one, ready to launch; None as `prepare`
-    has it.
-    """
+    """Cached `attend_packed` for calls with this signature; None as in `prepare`."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return None
     if q.stride(-1) != 1 or contiguous(options) is not options or options.launched_anew:
@@ -224,7 +221,7 @@ def prepare_packed(
 
 
 def one_memory(k: Tensor, v: Tensor, scale: Tensor | None) -> bool:
-    """Whether v is the first columns of k, so that one load brings both; codes are loaded apart."""
+    """Whether v is the first columns of k, so that one load serves both; not for codes."""
     if scale is not None or k.stride() != v.stride() or v.shape[-1] > k.shape[-1]:
         return False
     if torch.compiler.is_compiling():
@@ -233,7 +230,7 @@ def one_memory(k: Tensor, v: Tensor, scale: Tensor | None) -> bool:
 
 
 def _tensors(view: CacheView) -> "kernels.pages.CacheTensors":
-    """Collect the tensors of a view in the form that launchers take."""
+    """Tensors of a view for launchers."""
     return kernels.pages.CacheTensors(
         view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
         view.batch_index, view.keep_first, one_memory(view.k, view.v, view.k_scale),

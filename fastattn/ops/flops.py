@@ -1,8 +1,7 @@
 """Floating point operations of the operators, for `torch.utils.flop_counter`.
 
-Counted as torch counts its own attention: 2 for a product and its sum, over all T_q T_k pairs
-whatever a mask or window hides, products that a backward computes again among them. The softmax,
-and what options add to scores, count nothing.
+As for torch's own attention: 2 per multiply-add, over all T_q T_k pairs regardless of masks,
+including products that a backward recomputes. The softmax and options are not counted.
 """
 
 import sys
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 _COUNTER = "torch.utils.flop_counter"
-# From the arguments of an operator by name to what it computes.
+# Operations from an operator's arguments by name.
 Formula = Callable[[Mapping[str, Any]], int]
 _formulas: dict[str, tuple[Sequence[str], Formula]] = {}
 
@@ -31,16 +30,16 @@ def register(name: str, parameters: Sequence[str], formula: Formula) -> None:
 
 
 def nothing(_: Mapping[str, Any]) -> int:
-    """The formula of an operator that multiplies no matrices."""
+    """Formula of an operator without matrix products."""
     return 0
 
 
 def attended(wide: int, of_values: int) -> Formula:
-    """For each pair of a query and a key `wide` products of D terms, and `of_values` of D_v."""
+    """Per pair of query and key, `wide` products of D terms and `of_values` of D_v."""
 
     def count(given: Mapping[str, Any]) -> int:
         q, k = given["q"], given["k"]
-        # Of packed codes, whose keys lie along rows, D_v is D.
+        # Packed codes are transposed; D_v is D.
         D_v = given["v"].shape[-1] if "v" in given else q.shape[-1]
         terms = wide * q.shape[-1] + of_values * D_v
         return 2 * q.shape[1] * terms * _pairs(q, k, given)
@@ -49,7 +48,7 @@ def attended(wide: int, of_values: int) -> Formula:
 
 
 def decoded(given: Mapping[str, Any]) -> int:
-    """The two products of every query with the keys that its row of a cache holds."""
+    """The two products of every query with its cache row's keys."""
     q, k, v, table, lengths, rows = (
         given[name] for name in ("q", "k", "v", "block_table", "lengths", "batch_index")
     )
@@ -63,7 +62,7 @@ def decoded(given: Mapping[str, Any]) -> int:
 
 
 def packed_over_cache(given: Mapping[str, Any]) -> int:
-    """The two products of every packed query with the keys that its row of a cache holds."""
+    """The two products of every packed query with its cache row's keys."""
     q, k, v, table, lengths, rows, starts = (
         given[name]
         for name in ("q", "k", "v", "block_table", "lengths", "batch_index", "cu_seqlens")
@@ -79,7 +78,7 @@ def packed_over_cache(given: Mapping[str, Any]) -> int:
 def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
     """Pairs of a query and a key in all rows, or in all packed sequences.
 
-    Packed sequences whose offsets are not known are taken to be of one length.
+    Packed sequences with unknown offsets are assumed equally long.
     """
     starts = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     pairs = q.shape[0] * q.shape[2] * k.shape[2]
@@ -92,7 +91,7 @@ def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
 
 
 def _known(x: Any) -> bool:
-    """Whether a tensor has values, which those of tracers and of the meta device lack."""
+    """Whether a tensor has values, unlike tracers' and meta tensors."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
 
 
@@ -113,7 +112,7 @@ def _count(
 
 
 class _Awaited(MetaPathFinder):
-    """Registers all formulas when torch's counter is imported, which imports Triton."""
+    """Registers all formulas when torch's counter, which imports Triton, is imported."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         if name != _COUNTER:

@@ -1,4 +1,4 @@
-"""Attention in 8 bits by its kernels: quantised heads, packed values, the Hopper forward."""
+"""FP8 operators: quantised heads, packed values, the Hopper forward."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from .call import Operator, fake_in_layout, fake_output
 def why_not_hopper(
     q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
 ) -> str | None:
-    """Why the Hopper kernel cannot serve a call in 8 bits with o in `dtype`, or None.
+    """Why the Hopper kernel cannot serve an FP8 call with o in `dtype`, or None.
 
     q, k, v: tensors of the call's shapes on its device, of any dtype.
     """
@@ -32,7 +32,7 @@ def why_not_hopper(
 
 
 def packed_length(T: int, cu_seqlens: Tensor | None) -> int:
-    """Keys of packed values: whole sixteens, and those between packed sequences."""
+    """Length of packed values: multiples of 16, with gaps between packed sequences."""
     if cu_seqlens is None:
         return -(-T // 16) * 16
     sequences = cu_seqlens.shape[0] - 1
@@ -40,12 +40,12 @@ def packed_length(T: int, cu_seqlens: Tensor | None) -> int:
 
 
 def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
-    """int64 [total]: which packed sequence each row belongs to."""
+    """int64 [total]: packed sequence of each row."""
     return document_ids(cu_seqlens, total)[0].long()
 
 
 def places_of_packed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """int64 [total]: where `kernels.fp8_values` puts the keys of packed sequences."""
+    """int64 [total]: positions of packed sequences' keys in `kernels.fp8_values`."""
     ids = sequence_of_rows(cu_seqlens, total)
     starts = cu_seqlens.long()[ids]
     return torch.arange(total, device=ids.device) - starts + (starts // 16 + ids) * 16
@@ -139,7 +139,7 @@ def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def pack(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """v [B, H, T, D] e4m3, D 64, 128 or 256, with its keys contiguous; see `kernels.fp8_values`."""
+    """Pack v [B, H, T, D] e4m3, D 64, 128 or 256, along keys; see `kernels.fp8_values`."""
     v = v if v.stride(-1) == 1 else v.contiguous()
     return pack_values(v, None if cu_seqlens is None else cu_seqlens.contiguous())
 
@@ -154,7 +154,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D] in `dtype` and lse.
 
-    values: from `pack`. For calls of which `why_not_hopper` is None.
+    values: from `pack`. For calls with `why_not_hopper` None.
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     scales_in_order = (x.contiguous() for x in scales)

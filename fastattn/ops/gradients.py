@@ -17,18 +17,18 @@ from ..torch_backend.query_chunks import Part
 from .schema import PLACES
 
 NAMES = ("q", "k", "v", *LEARNED)
-# Where q, k, v and these fields stand among an op's arguments.
+# Indices of q, k, v and these fields in an op's arguments.
 _PLACES = [0, 1, 2, *(3 + PLACES[name] for name in LEARNED)]
-# Where tensors stand in `Options`.
+# Indices of tensors in `Options`.
 _TENSORS = tuple(map(Options._fields.index, TENSORS))
 _MOD_TENSORS = Options._fields.index("mod_tensors")
 
 
 class Kernels(NamedTuple):
-    """Operators that compute attention and its gradients, or the launchers beneath them.
+    """Operators of attention and its gradients, or their launchers.
 
     prepare: makes a forward for calls of one signature, or None; see `ops.attend.prepare`.
-    operators: for launchers, the operators above them, which tracers see.
+    operators: for launchers, the corresponding operators for tracers.
     """
 
     forward: Callable[..., Any]
@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
     operators: "Kernels | None" = None
 
     def seen(self) -> "Kernels":
-        """The operators: of operators, themselves."""
+        """The operators (self, if already operators)."""
         return self.operators or self
 
 
@@ -49,9 +49,9 @@ Saved: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Options]
 def save(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, output: tuple[Tensor, Tensor]
 ) -> None:
-    """Keeps what the backward pass reads."""
+    """Save tensors for the backward pass."""
     ctx.set_materialize_grads(False)
-    # Each training step waits for this.
+    # On the critical path of each training step.
     fields: list[Any] = list(options)
     ctx.places = places = [place for place in _TENSORS if fields[place] is not None]
     if not places and not options.mod_tensors:
@@ -63,12 +63,12 @@ def save(
     for place in places:
         fields[place] = None
     fields[_MOD_TENSORS] = None
-    # As `_make`, in half of its time.
+    # `_make`, in half the time.
     ctx.options = tuple.__new__(Options, fields)
 
 
 def saved(ctx: Any) -> Saved:
-    """Read back what `save` put into a context."""
+    """Inverse of `save`."""
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     fields = list(ctx.options)
     for place in ctx.places:
@@ -86,7 +86,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """Compute the gradients of q, k, v and the fields in LEARNED; None where not needed.
 
-    Packed sequences have a batch dim here or, where they were launched without one, none.
+    Packed sequences may or may not have a batch dim, as at launch.
     """
     q, k, v, o, lse, options = saved(ctx)
     packed = q.dim() == 3
@@ -110,7 +110,7 @@ def kernel_gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """`gradients` by the kernels; they have none of their own."""
+    """`gradients` by the kernels, not differentiable."""
     return gradients_and_delta(kernels, inputs, needed, do, dlse)[0]
 
 
@@ -153,10 +153,10 @@ def gradients_and_delta(
 def mod_gradients(
     ctx: Any, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """The gradients of mod_tensors, by the formula in chunks of queries.
+    """Gradients of mod_tensors, by torch in chunks of queries.
 
     Raises:
-        NotImplementedError: they are to be differentiated again.
+        NotImplementedError: double backward is required.
     """
     if torch.is_grad_enabled():
         raise NotImplementedError(
@@ -177,7 +177,7 @@ def mod_gradients(
 
 
 def as_read(do: Tensor | None, dlse: Tensor | None, o: Tensor) -> tuple[Tensor, Tensor | None]:
-    """do and dlse as kernels read them: do is there, with a contiguous last dim."""
+    """do and dlse for kernels: do is not None, with a contiguous last dim."""
     if do is None:
         do = torch.zeros_like(o)
     if do.stride(-1) != 1:
@@ -194,13 +194,13 @@ def differentiable_gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """Compute `kernel_gradients` by the formula, for create_graph=True, some queries at a time."""
+    """`kernel_gradients` by torch in chunks of queries, for create_graph=True."""
     inputs = (q, k, v, *options.differentiable)
     return gradients_in_parts(formula_of, options, NAMES, inputs, needed, (do, dlse))
 
 
 def formula_of(part: Part) -> Callable[..., tuple[Tensor, Tensor]]:
-    """o and lse as a function of q, k, v and the fields in LEARNED, packed sequences by a batch."""
+    """o and lse as a function of q, k, v and LEARNED; packed sequences have a batch dim."""
     options = part.options
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -217,18 +217,18 @@ def formula_of(part: Part) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def replaced(options: Options, fields: Sequence[Tensor | None]) -> Options:
-    """options with other tensors in LEARNED."""
+    """Options with other tensors in LEARNED."""
     given: dict[str, Any] = dict(zip(LEARNED, fields, strict=True))
     return options._replace(**given)
 
 
 def needed_of(needs: Sequence[bool]) -> list[bool]:
-    """Which of q, k, v and the fields in LEARNED need a gradient, of an op's arguments."""
+    """Whether q, k, v and the fields in LEARNED need a gradient, from an op's arguments."""
     return [needs[place] for place in _PLACES]
 
 
 def placed(gradients: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v and the fields in LEARNED, as those of an op's arguments."""
+    """Gradients of an op's arguments from those of q, k, v and the fields in LEARNED."""
     grads: list[Tensor | None] = [None] * count
     for place, grad in zip(_PLACES, gradients, strict=True):
         grads[place] = grad
@@ -241,12 +241,12 @@ def as_batch(x: Tensor) -> Tensor:
 
 
 def as_packed(x: Tensor) -> Tensor:
-    """The inverse of `as_batch`."""
+    """Inverse of `as_batch`."""
     return x[0].transpose(0, 1)
 
 
 def laid(options: Options, how: Callable[[Tensor], Tensor]) -> Options:
-    """options whose tensors that lie as q or k does lie as `how` leaves those."""
+    """Options with `how` applied to the tensors with the layout of q or k."""
     given = {name: getattr(options, name) for name in LAID_AS}
     changed: dict[str, Any] = {name: how(x) for name, x in given.items() if x is not None}
     return options._replace(**changed) if changed else options

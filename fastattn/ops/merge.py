@@ -1,4 +1,4 @@
-"""Merging two results of attention by the kernels, one of them an operator of torch.library."""
+"""Merge two results of attention by kernels."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from .call import Operator
 
 @partial(Operator, flops=flops.nothing)
 def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """o, contiguous, and lse of two parts; see `kernels.combine.launch_merge`."""
+    """Merge two parts: contiguous o, and lse; see `kernels.combine.launch_merge`."""
     return kernels.combine.launch_merge(o1, lse1, o2, lse2)
 
 

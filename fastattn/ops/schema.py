@@ -1,7 +1,7 @@
-"""The options of a call as arguments of torch operators, and operators that take them.
+"""Convert options to arguments of torch operators, and define operators with options.
 
-An op takes tensors, numbers and strings: every field of Options is an argument of its own, the
-user's tensors have a fixed number of places, and a user's function travels by name.
+An op takes tensors, numbers and strings: every field of Options is an argument, mod_tensors have a
+fixed number of arguments, and a user's function is passed by name.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _MODS = "mod_tensors"
 
 
 def _schema() -> dict[str, str]:
-    """The names of the arguments and their types, in the order of the fields."""
+    """Types of the arguments by name, in the order of the fields."""
     types: dict[str, str] = {}
     for name, hint in get_type_hints(Options).items():
         if name == _MODS:
@@ -40,14 +40,14 @@ def _schema() -> dict[str, str]:
 
 
 _SCHEMA = _schema()
-# Where fields stand among the arguments.
+# Indices of fields in the arguments.
 PLACES = {name: place for place, name in enumerate(_SCHEMA)}
 _MOD_PLACES = [PLACES[f"{_MODS}_{i}"] for i in range(MAX_MOD_TENSORS)]
 _Flat = tuple[Any, ...]
 
 
 def flat(options: Options) -> _Flat:
-    """options as the arguments of an op, in its order."""
+    """Flatten options to the arguments of an op."""
     values: list[Any] = []
     for name, x in zip(Options._fields, options, strict=True):
         if name == _MODS:
@@ -58,7 +58,7 @@ def flat(options: Options) -> _Flat:
 
 
 def unflat(flat: _Flat) -> Options:
-    """The inverse of `flat`, for functions that can be found by name."""
+    """Inverse of `flat`; functions are looked up by name."""
     fields = {name: flat[PLACES[name]] for name in Options._fields if name != _MODS}
     fields |= {name: block_mask.named(fields[name]) for name in FUNCTIONS}
     mods = tuple(flat[place] for place in _MOD_PLACES if flat[place] is not None)
@@ -68,7 +68,7 @@ def unflat(flat: _Flat) -> Options:
 def operator(
     name: str, function: Callable[..., Any], tensors: str, returns: str, flops: Formula
 ) -> Any:
-    """`function`, whose last argument is an Options, as the custom op fastattn::`name`."""
+    """Define the custom op fastattn::`name` from a function whose last argument is an Options."""
     names = [argument.split()[-1] for argument in tensors.split(",")]
     count = len(names)
 

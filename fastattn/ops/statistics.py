@@ -1,6 +1,4 @@
-"""Statistics of scores and weights by their kernels: they have no gradient, o and lse beside them
-have theirs.
-"""
+"""Operators of statistics of scores and weights, without gradients (except o and lse)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +17,7 @@ from .schema import unflat
 
 
 def _computed(times: int) -> flops.Formula:
-    """The scores, computed so often, and once more where lse is not given."""
+    """Count the scores, `times` times, and once more if lse is computed."""
 
     def count(given: Mapping[str, Any]) -> int:
         return flops.attended(times + (given["lse"] is None), 0)(given)
@@ -33,7 +31,7 @@ def attention_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Entropy, weight received, largest weights and their keys, distance.
 
-    Last dims are contiguous and whole multiples of 16 bytes; lse is fp32 and contiguous.
+    Last dims are contiguous multiples of 16 bytes; lse is fp32 and contiguous.
     """
     launch = kernels.statistics
     if lse is None:
@@ -99,7 +97,7 @@ attention_forward_with_max.op.register_autograd(_gradients, setup_context=_save)
 def attend_with_max(
     q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend.attend` by the portable kernels, and the largest score of each query."""
+    """`attend.attend` by the portable kernels, with the largest score of each query."""
     options = contiguous(options)
     if options.cu_seqlens_q is None:
         results: tuple[Tensor, Tensor, Tensor] = attention_forward_with_max.by_op(q, k, v, options)

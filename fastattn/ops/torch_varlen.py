@@ -1,8 +1,8 @@
-"""Packed calls of the torch backend as operators, for whatever traces them.
+"""Packed calls of the torch backend as operators, for tracers.
 
-The torch backend reads the offsets on the host, and calls torch's kernel once a sequence: traced,
-that would be a graph for these lengths alone, and torch refuses it. Inside an operator it is one
-node for all lengths. The mechanism is that of the kernels' operators; see `ops`.
+The torch backend reads the offsets on the host, and calls torch's kernel once per sequence. Traced,
+that would be a graph for these lengths only, which torch refuses. An operator is one node for all
+lengths.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ from .schema import flat, operator, unflat
 
 
 def serves(options: Options) -> bool:
-    """Whether a call of the torch backend is one for `attend`: packed, and traced."""
+    """Whether a call of the torch backend needs `attend`: packed and traced."""
     if options.cu_seqlens_q is None:
         return False
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
@@ -59,12 +59,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """o [1, H_q, total_q, D_v] of q [1, H_q, total_q, D] and so on; in place of lse, nothing."""
+    """o [1, H_q, total_q, D_v] for q [1, H_q, total_q, D] and so on; lse is empty."""
     return as_batch(_packed(q, k, v, options, False)), q.new_empty(0, dtype=torch.float32)
 
 
 def _forward_lse(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute `_forward` and lse, fp32 [1, H_q, total_q], which torch's fused kernel lacks."""
+    """`_forward` with lse, fp32 [1, H_q, total_q], which torch's fused kernel lacks."""
     o, lse = _packed(q, k, v, options, True)
     return as_batch(o), lse[None]
 
@@ -72,8 +72,8 @@ def _forward_lse(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Ten
 def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> list[Tensor]:
-    """Gradients of q, k, v and of those of LEARNED that are given, from a second forward."""
-    # torch runs an operator below autograd, which has to record here.
+    """Gradients of q, k, v and the given fields in LEARNED, from a second forward."""
+    # torch disables autograd in operators, but it must record here.
     autograd = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
         q, k, v, *given = leaves = [
@@ -94,7 +94,7 @@ def _given(options: Options) -> list[Tensor]:
 
 
 def _in_layout(x: Tensor) -> Tensor:
-    """x as operators return it: contiguous, or as a view of what is packed."""
+    """x in the layout of operator results: contiguous, or a view of packed memory."""
     return as_batch(as_packed(x).contiguous()) if x.dim() == 4 else x.contiguous()
 
 

@@ -1,9 +1,9 @@
-"""Attention under `torch.func`: grad, vmap, and what is composed of them.
+"""Attention under `torch.func`: grad, vmap and their compositions.
 
-An op with gradients of its own cannot be differentiated there, because the autograd function that
-torch makes of it knows no transforms. These two know them. The gradients' gradients come from the
-formula, and the gradients themselves from the kernels, which `torch.func.grad` would otherwise not
-get to, since it always asks for gradients that can be differentiated again.
+torch.func cannot differentiate an op with its own gradients, as torch's autograd function for it
+does not support transforms. These functions do. Gradients come from the kernels, and double
+backward from torch's formula; otherwise `torch.func.grad`, which always requires differentiable
+gradients, would never use the kernels.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ _Dims: TypeAlias = tuple[int | None, ...]
 def attend(
     kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o and lse, by kernels that are operators."""
+    """o and lse, by the kernels' operators."""
     output: tuple[Tensor, Tensor] = _Attention.apply(kernels, q, k, v, *flat(options))  # type: ignore[no-untyped-call]
     return output
 
@@ -79,7 +79,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients that are needed, of q, k, v and the fields in LEARNED."""
+    """The needed gradients of q, k, v and the fields in LEARNED."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dgrads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Differentiate the formula, which does not read o and lse: they get no gradient."""
+        """Differentiate the formula, which does not use o and lse, so they get no gradient."""
         q, k, v, do, dlse, options = saved(ctx)
         fields = [getattr(options, name) for name in LEARNED]
         inputs = [do, dlse if ctx.has_dlse else None, q, k, v, *fields]
@@ -116,7 +116,7 @@ class _Gradients(torch.autograd.Function):
         needed = [x is not None and x.requires_grad for x in inputs]
         of = gradients_with_graph(function, inputs, needed, dgrads)
         needs = ctx.needs_input_grad
-        # kernels, needed, do, dlse before the arguments of the op, and o and lse among them.
+        # Arguments: kernels, needed, do, dlse, then the op's arguments with o and lse.
         rest = placed(of[2:], len(needs) - 6)
         return (None, None, *of[:2], *rest[:3], None, None, *rest[3:])
 
@@ -125,7 +125,7 @@ class _Gradients(torch.autograd.Function):
         return _mapped(_Gradients.apply, 2, info.batch_size, in_dims, arguments)
 
 
-# The options whose tangents there is a kernel for.
+# Options with tangents in the kernel.
 _MOVED = ("attn_bias", "relative_bias", "sinks")
 
 
@@ -136,7 +136,7 @@ def attention_tangent(
     tbias: Tensor | None, trelative: Tensor | None, tsinks: Tensor | None,
     o: Tensor, lse: Tensor, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tangents of o and lse, as `kernels.forward_mode.tangent.launch_tangent` returns them."""
+    """Tangents of o and lse; see `kernels.forward_mode.tangent.launch_tangent`."""
     given = launchers.tangent.InputTangents(tq, tk, tv, tbias, trelative, tsinks)
     return launchers.tangent.launch_tangent(q, k, v, given, o, lse, options)
 
@@ -148,7 +148,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why kernels cannot carry the tangents of a call, or None if they can or there is none."""
+    """Why kernels cannot compute the tangents of a call, or None."""
     name = tangents.carried(q, k, v, options)
     if name is None:
         return None
@@ -166,7 +166,7 @@ def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
 def dual(
     kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o and lse with tangents, by kernels that are operators, where `why_no_tangents` is None."""
+    """o and lse with tangents, by the kernels' operators, if `why_no_tangents` is None."""
     given = [q, k, v, *(getattr(options, name) for name in _MOVED)]
     primals, moves = zip(*map(_taken_apart, given), strict=True)
     q, k, v, *learned = primals
@@ -184,7 +184,7 @@ def _taken_apart(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 class _Dual(torch.autograd.Function):
-    """o, lse and their tangents, as a function of inputs and of tangents of inputs."""
+    """o, lse and their tangents, as a function of inputs and their tangents."""
 
     @staticmethod
     def forward(
@@ -204,7 +204,7 @@ class _Dual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Take the kernels where nothing depends on the tangents, else the formula's tangents."""
+        """Use the kernels if nothing depends on the tangents, else the formula's tangents."""
         o, lse, *tensors = ctx.saved_tensors
         q, k, v, *rest = (x if x is not None else y for x, y in zip(tensors, ctx.rest, strict=True))
         count = 3 + len(_MOVED)
@@ -233,7 +233,7 @@ class _Dual(torch.autograd.Function):
 
 
 def _pushed(part: Part) -> Callable[..., tuple[Tensor, ...]]:
-    """The formula of what `_Dual` computes, of q, k, v, the fields in LEARNED, and tangents."""
+    """`_Dual` as a torch formula of q, k, v, the fields in LEARNED, and tangents."""
     function = formula_of(part)
 
     def pushed(*inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -255,9 +255,9 @@ def _pushed(part: Part) -> Callable[..., tuple[Tensor, ...]]:
 def _mapped(
     function: Callable[..., Any], first: int, size: int, in_dims: _Dims, arguments: tuple[Any, ...]
 ) -> tuple[tuple[Tensor, ...], _Dims]:
-    """One call for all where only q, k, v and what has their rows are tensors, else one each.
+    """One call for all if only q, k, v and tensors with their rows are mapped, else one call each.
 
-    One each, too, where there are users' functions: they count the rows of a call.
+    Users' functions also need one call each, as they see batch indices.
     """
     tensors, fields = arguments[first:], arguments[-len(flat(Options())) :]
     if any(isinstance(x, Tensor) or (isinstance(x, str) and x) for x in fields):
@@ -282,9 +282,9 @@ def _mapped(
 
 
 def _moved(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """[B, ...] of each of `size` calls as [size * B, ...].
+    """Fold [B, ...] of each of `size` calls to [size * B, ...].
 
-    Contiguous, as kernels read lse: what is expanded over calls of one row each would not be.
+    Contiguous, as kernels need for lse, also if expanded.
     """
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Attention over lists of key blocks: its kernels as operators of torch.library with gradients."""
+"""torch.library operators of attention over lists of key blocks, with gradients."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,7 +19,7 @@ from ..gradients import as_read, save, saved
 
 
 def _attended(wide: int, of_values: int) -> Formula:
-    """`flops.attended` of the pairs that lists of n blocks may show."""
+    """`flops.attended` for the pairs in lists of n blocks."""
 
     def count(given: Mapping[str, Any]) -> int:
         q, v, lists = given["q"], given["v"], given["lists"]
@@ -67,12 +67,12 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, lists, counts, block_q, block_k, *flat = inputs
     ctx.block = block_q, block_k
-    # The lists are kept as the tensors that functions read: there are no functions.
+    # Lists are saved as mod_tensors, as there are no functions.
     options = schema.unflat(tuple(flat))._replace(mod_tensors=(lists, counts))
     save(ctx, q, k, v, options, output)
 
 
-# Where sinks stand among the operator's arguments.
+# Index of sinks in the operator's arguments.
 _SINKS = 7 + schema.PLACES["sinks"]
 
 
@@ -104,7 +104,7 @@ def _differentiable_gradients(
     inputs: tuple[Tensor | None, ...], lists: Tensor, block: tuple[int, int], options: Options,
     needed: tuple[bool, ...], dout: tuple[Tensor | None, Tensor | None],
 ) -> list[Tensor | None]:  # fmt: skip
-    """`_gradients` by the formula, for create_graph=True."""
+    """`_gradients` by torch's formula, for create_graph=True."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         given = options._replace(sinks=sinks)
@@ -122,9 +122,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o in q's dtype and lse in fp32, from the kernels.
 
-    Last dims are contiguous and whole multiples of 16 bytes; lists of `ordered_lists`.
+    Last dims are contiguous multiples of 16 bytes; lists from `ordered_lists`.
     """
     if tracing.transforming():
-        # torch.func cannot derive an operator that has gradients of its own.
+        # torch.func cannot differentiate an operator with its own gradients.
         return selected_formula.attention(q, k, v, lists, block, options)
     return selected_forward.by_op(q, k, v, lists, counts, *block, contiguous(options))

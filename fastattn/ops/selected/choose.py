@@ -1,4 +1,4 @@
-"""Scores of key blocks by their kernel; nothing here has a gradient."""
+"""Operator of key block scores, without gradients."""
 
 from functools import partial
 from typing import Any
