@@ -1,1 +1,1 @@
-"""The same calls in plain torch: its fused kernel where that serves, else formulas."""
+"""The torch backend: torch's fused kernel where it serves, else formulas."""

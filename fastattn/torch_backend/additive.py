@@ -1,4 +1,4 @@
-"""Additive attention as a formula on torch: exact, and differentiable any number of times."""
+"""Additive attention as a torch formula, differentiable any number of times."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from ..options import Options
 from . import formula
 from .query_chunks import chunks
 
-# Numbers of tanh that are held at once: 64 MiB in fp32.
+# Numbers of tanh in memory at once: 64 MiB in fp32.
 _HIDDEN = 2**24
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o in q's dtype and lse in fp32 or wider, computed in fp32 or wider.
+    """o in q's dtype and lse, computed in fp32 or wider.
 
-    Some queries at a time, and again for gradients: [T_q, T_k, D] is not held.
+    In chunks of queries, recomputed for gradients, without a [T_q, T_k, D] tensor.
 
     Args:
         q, k: [B, H_q, T_q, D] and [B, H_k, T_k, D], projected.
         v: [B, H_k, T_k, D_v].
         u: [H_q, D].
-        options: of which the masks count.
+        options: only masks are used.
     """
     if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
@@ -42,7 +42,7 @@ def attention(
     outputs, lses = [], []
     for rows, own in chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN):
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, u, own)
-        # torch.func knows no hooks on what is saved, which checkpoints are made of.
+        # torch.func does not support saved-tensor hooks, which checkpointing uses.
         if torch.is_grad_enabled() and not tracing.transforming():
             o, lse = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:

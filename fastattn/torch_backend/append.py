@@ -1,4 +1,4 @@
-"""Append to a cache in plain torch: what the kernel of `kernels.append` does, in its order."""
+"""Append to a cache in plain torch, as `kernels.append`."""
 
 from typing import Any
 
@@ -26,9 +26,9 @@ def append_rows(
     first_slot: int | None,
     room_for_padding: bool,
 ) -> Tensor | None:
-    """Write T tokens a row in place; see `cache.append.append`.
+    """Write T tokens per row in place; see `cache.append.append`.
 
-    room_for_padding: padding may be written too, because every row has free slots for T tokens.
+    room_for_padding: padding may be written too, as every row has slots for T tokens.
     """
     T = k.shape[2]
     lengths = view.of_batch(view.lengths).long()
@@ -69,9 +69,10 @@ def append_to_slots(
     *,
     given_scales: bool,
 ) -> Tensor | None:
-    """Write k and v [1, H_k, T, width] to slots of K, V and their scales, in place; q rotated.
+    """Write k and v [1, H_k, T, width] to slots of K, V and their scales, in place; return rotated
+    q.
 
-    A slot that is none of the pool's takes nothing, and waits for the device.
+    Invalid slots are skipped, which waits for the device.
     """
     k_pages, v_pages, k_scale, v_scale = buffers
     if rotary is not None and positions is not None:
@@ -88,11 +89,11 @@ def _turned(
     q: Tensor | None, k: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor],
     style: RotaryStyle, reached: bool,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """q and k [B, H, T, D] at positions [B, T], all of which the tables reach if `reached`."""
+    """Rotate q and k [B, H, T, D] to positions [B, T]; reached: the tables cover all of them."""
     row = positions.clamp(0, rotary[0].shape[0] - 1)
     cos, sin = rotary[0][row], rotary[1][row]
     if not reached:
-        # Where the tables do not reach nothing is turned.
+        # Positions past the tables are not rotated.
         known = (row == positions).unsqueeze(-1)
         cos, sin = torch.where(known, cos, 1.0), torch.where(known, sin, 0.0)
     turned = None if q is None else apply_rotary(q, cos, sin, style=style)
@@ -100,10 +101,10 @@ def _turned(
 
 
 def _stored_tokens(view: CacheView, positions: Tensor, end: Tensor) -> Tensor:
-    """bool [B, T]: the tokens to be written, of rows that then hold `end` [B, 1] tokens."""
+    """bool [B, T]: tokens to write, in rows with `end` [B, 1] tokens afterwards."""
     stored = (positions < end) & view.has_place(positions)
     if view.keep_first is not None:
-        # Of a long append only the tokens that no later one overwrites.
+        # In a long append, skip tokens that later ones overwrite.
         lasting = positions >= end - (view.page_size - view.keep_first)
         stored = stored & (lasting | (positions < view.keep_first))
     return stored
@@ -113,7 +114,7 @@ def _store(
     stored: Tensor, stored_scale: Tensor | None, x: Tensor, place: _Place, real: Tensor | None,
     given_scale: bool,
 ) -> None:  # fmt: skip
-    """Put x [B, H_k, T, width] into the slots, as codes where there are scales."""
+    """Write x [B, H_k, T, width] to the slots, as codes if there are scales."""
     x = x.transpose(1, 2)
     if real is not None:
         x, place = x[real], (place[0][real], place[1][real])

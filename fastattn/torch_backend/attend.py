@@ -1,9 +1,9 @@
-"""Attention by torch's own fused kernel, with the semantics of ours.
+"""Attention by torch's fused kernel, with our semantics.
 
-It is the fast path on a CPU and the last resort elsewhere. Three things are added to
-torch.nn.functional.scaled_dot_product_attention: keys that are padded out are zeroed first, because
-torch lets a NaN in them through; rows that see nothing are 0, and rows that see NaN are NaN, where
-torch's kernels have it otherwise; and a mask is built only where torch has no flag for it.
+It is the fast path on a CPU and the last resort elsewhere. It adds to
+torch.nn.functional.scaled_dot_product_attention: padded-out keys are zeroed, as torch would
+propagate their NaN; rows without keys give 0, and rows with visible NaN give NaN; masks are built
+only if torch has no flag for them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-# By name: it stays torch's own where the attribute of torch's module is patched.
+# Imported by name, so that it stays torch's own if torch's module is patched.
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
@@ -30,11 +30,11 @@ def attention(
     return_lse: bool = False,
     first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `fastattn.attention` or, packed, `attention_varlen`, from checked arguments.
+    """`fastattn.attention` or, packed, `attention_varlen`, for checked arguments.
 
-    torch's function returns no lse, changes scores by a bias alone, and knows no tangents. Calls
-    that need more run the formula, in fp32 or wider, which holds all scores in memory.
-    first_row: b of the first batch row; not 0 for a part of a batch.
+    torch's function returns no lse, supports only a bias on scores, and no tangents. Other calls
+    run the formula, in fp32 or wider, with all scores in memory. first_row: b of the first batch
+    row; not 0 for a part of a batch.
     """
     if tangents.carried(q, k, v, options) is not None:
         return tangents.attention(q, k, v, options, return_lse, first_row)
@@ -68,8 +68,8 @@ def attention(
     if not torch.compiler.is_compiling() and o.grad_fn is not None:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if mask is not None and not (tracing.host_knows(o) and _is_tame(o)):
-        # On a CPU torch gives rows that see nothing 0 by itself, but for NaN elsewhere; its CUDA
-        # kernels do not all agree.
+        # On a CPU torch gives 0 for rows without keys, unless there is NaN elsewhere; its CUDA
+        # kernels differ.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     if shown is None and q.device.type == "cpu" and not tracing.always(T_k >= _WIDEST_VECTOR):
         o = _with_nan(o, q, k, is_causal)
@@ -77,23 +77,22 @@ def attention(
 
 
 def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
-    """A call of two products as one over longer rows, key2 repeated for the heads of k."""
+    """Convert a call with two products to one over longer rows, with key2 expanded to k's heads."""
     query, key = options.query2, options.key2
     assert query is not None and key is not None
-    # Heads are dim 1 of packed sequences too.
+    # Heads are dim 1 in packed sequences too.
     key = key.repeat_interleave(k.shape[1] // key.shape[1], 1)
     options = options._replace(query2=None, key2=None)
     return torch.cat((q, query), -1), torch.cat((k, key), -1), options
 
 
-# Numbers in a vector of any CPU, at least. Without a mask, the kernel of torch 2.13 for CPUs takes
-# the maximum of the scores that fill no vector as if NaN were not among them, and if all are NaN
-# takes the row for one that sees nothing.
+# Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
+# maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
 _WIDEST_VECTOR = 64
 
 
 def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """o with NaN in the rows whose query, or a key that they see, holds NaN: torch has 0 there."""
+    """o with NaN in rows with NaN in the query or a visible key, where torch gives 0."""
     if tracing.host_knows(o) and torch.count_nonzero(o.detach()) == o.numel():
         return o
     in_keys = k.isnan().any(-1)
@@ -122,10 +121,10 @@ def _fused(
 def _allow_second_derivatives(
     o: Tensor, inputs: tuple[Tensor | None, ...], is_causal: bool, scale: float
 ) -> None:
-    """Give the gradients of torch's fused kernel a graph where one is asked for.
+    """Make the gradients of torch's fused kernel differentiable.
 
-    torch has no derivative of that kernel's backward. Under create_graph=True its gradients, which
-    come first, are replaced by those of torch's plain formula.
+    torch has no derivative of that kernel's backward. Under create_graph=True its gradients are
+    replaced by those of the plain formula.
     """
     node = o.grad_fn
     if node is None or not node.name().startswith("ScaledDotProduct"):
@@ -151,7 +150,7 @@ def _allow_second_derivatives(
 
 
 def _plain(part: Part) -> Callable[..., tuple[Tensor, ...]]:
-    """The formula of what torch's fused kernel computes."""
+    """Plain formula of torch's fused kernel."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         return (formula.attention(q, k, v, part.options._replace(attn_bias=bias)),)  # type: ignore[return-value]
@@ -160,13 +159,13 @@ def _plain(part: Part) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:
-    """Whether something but masks and a bias in q's dtype changes the scores or weights."""
+    """Whether the call has more than masks and a bias in q's dtype."""
     bias = options.attn_bias
     return options.weighs or (bias is not None and bias.dtype != q.dtype)
 
 
 def _is_causal(options: Options) -> bool:
-    """Whether the mask is the one that torch has a flag for."""
+    """Whether the mask is torch's is_causal."""
     return (
         options.plain
         and options.band == (None, 0)
@@ -175,14 +174,14 @@ def _is_causal(options: Options) -> bool:
     )
 
 
-# Far above any norm of activations, and far below what could overflow in a product of two.
+# Far above activations' norms, and far below overflow in a product of two.
 _LARGE = 1e9
 
 
 def _harmless(x: Tensor, exists: Tensor) -> Tensor:
-    """x [B, H, T_k, D] whose hidden rows cannot reach a sum that they are given weight 0 in.
+    """x [B, H, T_k, D] with hidden rows zeroed, as their weight of 0 does not remove NaN.
 
-    Zeroing them costs a copy. Eagerly on a CPU it is cheaper to look first.
+    Zeroing costs a copy. Eagerly on a CPU it is cheaper to check first.
     """
     if tracing.host_knows(x) and _is_tame(x):
         return x
@@ -190,6 +189,6 @@ def _harmless(x: Tensor, exists: Tensor) -> Tensor:
 
 
 def _is_tame(x: Tensor) -> bool:
-    """Whether nothing in x is NaN, infinite or so large that a product with it might be."""
+    """Whether x has no NaN, infinity or number that could overflow in a product."""
     norm = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float))
     return bool(norm < _LARGE)

@@ -1,4 +1,4 @@
-"""Gradients of a part of an attention in torch; see `fastattn.functional.block`."""
+"""Gradients of attention to a part of the keys in torch; see `fastattn.functional.block`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..options import LAID_AS, Options
 from . import formula
 from .query_chunks import parts
 
-# Scores that are held at once: 256 MiB in fp32.
+# Scores in memory at once: 256 MiB in fp32.
 _SCORES = 2**26
 
 # Gradients of q, k, v and of fields of Options; delta.
@@ -30,12 +30,12 @@ def gradients(
     *,
     first_row: int = 0,
 ) -> Gradients:
-    """In fp32 or wider. Holds all scores in memory.
+    """Gradients in fp32 or wider, with all scores in memory.
 
     Args:
-        do, dlse, q, k, v, o, lse: as `fastattn.attention_block_backward` takes them.
-        options: checked, those of this part.
-        learned: names of fields that are given and whose gradients are wanted.
+        do, dlse, q, k, v, o, lse: as in `fastattn.attention_block_backward`.
+        options: checked, of this part.
+        learned: names of given fields that need gradients.
         first_row: b of the first batch row; not 0 for a packed sequence.
     """
     if options.cu_seqlens_q is not None:
@@ -101,13 +101,13 @@ def _each_sequence(
 def mod_gradients(
     results: tuple[Tensor, ...], v: Tensor, options: Options, *, first_row: int = 0
 ) -> list[Tensor]:
-    """Gradients of mod_tensors of floats, in fp32 or wider, added up in the order of the queries.
+    """Gradients of float mod_tensors, in fp32 or wider, summed in the order of the queries.
 
-    Holds the scores of some queries at a time.
+    Computed in chunks of queries.
 
     Args:
         results: do, q, lse and delta, [B, H_q, T_q, ...], and k; packed ones have a batch of one.
-        v, options: those of the call.
+        v, options: of the call.
         first_row: b of the first batch row; not 0 for a packed sequence.
     """
     do, q, lse, delta, k = results
@@ -137,7 +137,7 @@ def _score_gradient(
     weights: Tensor, do: Tensor, v: Tensor, delta: Tensor, options: Options, first_row: int,
     first_query: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The gradient of scores [B, H_q, T_q, T_k] of these weights, 0 where a key is not seen."""
+    """Gradient of scores [B, H_q, T_q, T_k] with these weights, 0 where masked."""
     (B, H_q, T_q, D_v), (_, H_k, T_k, _) = do.shape, v.shape
     v = formula.wide(v, formula.existing_keys(options, T_k, v.device))
     grouped = do.to(v.dtype).reshape(B, H_k, H_q // H_k, T_q, D_v)

@@ -1,4 +1,4 @@
-"""Decoding in plain torch: the tokens of a cache gathered in order, then torch's own attention."""
+"""Decoding in plain torch: gather a cache's tokens in order, then call torch's attention."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def attend(
     uniform: int | None,
     first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o, or (o, lse); uniform: the length of every row, where the host knows it and none is padded.
+    """o, or (o, lse); uniform: length of all rows, if known to the host and without padding.
 
     first_row: b of the first batch row. A cache with pages, codes, a ring or a batch index is
     copied for the call.
@@ -32,9 +32,9 @@ def attend(
 def _in_order(
     view: CacheView, options: Options, counts: int | Tensor, uniform: int | None
 ) -> tuple[Tensor, Tensor, Options]:
-    """Keys and values by position, and the options of `attention` over them.
+    """Keys and values by position, and options of `attention` for them.
 
-    counts: how many of the queries of a row are tokens.
+    counts: number of queries of each row that are tokens.
     """
     if view.keep_first is not None:
         return _ring_in_order(view, options, counts)
@@ -61,10 +61,10 @@ def _ring_in_order(
 ) -> tuple[Tensor, Tensor, Options]:
     """Put a ring in order: the pinned positions, then the latest ones.
 
-    With base the distance between the two, key j stands at position j or, behind the pinned ones,
-    base + j. Queries are moved by -base, which leaves distances as they are except to pinned keys,
-    and those are seen at any distance. Where a score depends on it, or on a position itself, all
-    positions get a place instead, those that are lost being masked.
+    With base the distance between the two, key j is at position j or, after the pinned ones, base +
+    j. Queries are shifted by -base, which keeps distances except to pinned keys, which are visible
+    at any distance. If scores depend on distances or positions, all positions get a slot instead,
+    with lost ones masked.
     """
     assert view.keep_first is not None
     first, S = view.keep_first, view.page_size
@@ -97,7 +97,7 @@ def _ring_in_order(
 def _rows_at(
     stored: Tensor, scale: Tensor | None, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[B, H_k, N, width] of the slots page, slot [B, N], codes as numbers."""
+    """[B, H_k, N, width] at page, slot [B, N], dequantised."""
     rows = as_bytes(stored)[page, :, slot]
     if scale is not None:
         rows = dequantize_rows(rows.view(stored.dtype), scale[page, :, slot], dtype)
@@ -105,7 +105,7 @@ def _rows_at(
 
 
 def _over_keys(options: Options, n: int) -> Options:
-    """Options whose mask and bias, which may reach past the tokens, have n columns."""
+    """Options with mask and bias cut to n columns."""
     mask, bias = options.attn_mask, options.attn_bias
     return options._replace(
         attn_mask=None if mask is None else mask[..., :n],

@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again, from a formula that torch differentiates."""
+"""Double backward: first-order gradients as a differentiable formula."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from ..options import LAID_AS, LEARNED, Options
 from . import formula
 from .query_chunks import Part, parts
 
-# Scores that are held at once: 64 MiB in fp32. Derivatives of gradients hold some twenty such.
+# Scores in memory at once: 64 MiB in fp32. Double backward holds about twenty such tensors.
 _SCORES = 2**24
 
 
@@ -25,20 +25,20 @@ def gradients_with_graph(
     gradients: Sequence[Tensor | None],
     create_graph: bool = True,
 ) -> list[Tensor | None]:
-    """The gradients of function(*inputs), with a graph of their own.
+    """Differentiable gradients of function(*inputs).
 
     Args:
-        function: made of torch's differentiable operations.
-        inputs: its arguments. Some may be one tensor, or computed from one another.
+        function: composed of differentiable torch operations.
+        inputs: its arguments; they may be equal, or depend on one another.
         needed: which of them need a gradient.
-        gradients: with respect to what the function returns; None = zero.
-        create_graph: whether they have that graph, if the inputs have one.
+        gradients: of the function's results; None = zero.
+        create_graph: whether the gradients get a graph, if the inputs have one.
 
     Returns:
-        One for each input, None where none is needed or the result does not depend on it.
+        One per input; None if not needed, or if the result does not depend on it.
     """
-    # Each through a view of its own: else what reaches one input by way of another, from which it
-    # was computed before, would be counted here and in the graph outside again.
+    # Use a view of each input: otherwise, if an input depends on another, its contribution would be
+    # counted here and again in the outer graph.
     seen = [None if x is None else x.view_as(x) for x in inputs]
     wanted = [x for x, need in zip(seen, needed, strict=True) if need and x is not None]
     if not all(x.requires_grad for x in wanted):
@@ -68,9 +68,9 @@ def _by_transform(
     needed: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """`gradients_with_graph` of inputs that have no graph.
+    """`gradients_with_graph` for inputs without a graph.
 
-    So torch.func's own are, where a pullback is mapped (jacrev) after its transform has ended.
+    For torch.func, when a pullback is mapped (jacrev) after its transform has ended.
     """
     places = [i for i, x in enumerate(inputs) if needed[i] and x is not None]
 
@@ -97,18 +97,18 @@ def gradients_in_parts(
     needed: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """`gradients_with_graph` of a call, some queries at a time, as are the gradients of these.
+    """`gradients_with_graph` of a call in chunks of queries, at every order.
 
-    Only the inputs are kept for further derivatives. Sums over queries are added up in their order,
-    in fp32 or wider. Where torch traces or transforms, all scores are held.
+    Only the inputs are saved for higher derivatives. Sums over queries are in order, in fp32 or
+    wider. Under tracing or transforms, all scores are in memory.
 
     Args:
-        of_part: the function of the inputs, for a part of the call.
-        options: of the call; those in LEARNED are not read.
-        names: what each input is, or is a tangent of: "q", "k", "v" or one of LEARNED.
+        of_part: returns the function of the inputs for a part of the call.
+        options: of the call; LEARNED are ignored.
+        names: of each input, or of its primal: "q", "k", "v" or one of LEARNED.
         inputs: q and k first; packed ones have a batch of one.
         needed: which of them need a gradient.
-        gradients: with respect to what the function returns, [B, H_q, T_q, ...]; None = zero.
+        gradients: of the function's results, [B, H_q, T_q, ...]; None = zero.
     """
     unread: dict[str, Any] = dict.fromkeys(LEARNED)
     options = options._replace(**unread)
@@ -128,12 +128,10 @@ def _lies(name: str, x: Tensor | None) -> str:
 
 
 class _Function(NamedTuple):
-    """A function of tensors that is computed from parts of a call, over which it is a sum.
+    """A function of tensors that is a sum over parts of a call.
 
-    compute: its results, of a part and of what lies in the part of each tensor.
-    options: of the call.
-    inputs: for each tensor "q" or "k", if its dim 2 is that of the queries or keys, else "".
-    results: the same, for each result.
+    compute: results for a part and the tensors' slices. options: of the call. inputs: for each
+    tensor "q" or "k" if its dim 2 are queries or keys, else "". results: likewise.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
@@ -147,11 +145,11 @@ class _Function(NamedTuple):
         needed: Sequence[bool],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """The gradients of inputs where needed, with a graph of their own where one is recorded."""
+        """Needed gradients of inputs, differentiable if autograd records."""
         if not _in_parts((*inputs, *gradients)):
             whole = Part(0, 0, slice(None), slice(None), self.options)
             recorded = torch.is_grad_enabled()
-            with torch.enable_grad():  # views of inputs that are made without it have no graph
+            with torch.enable_grad():  # views made without grad have no graph
                 function = partial(self.compute, whole)
                 return gradients_with_graph(function, inputs, needed, gradients, recorded)
         of = self._gradient(needed)
@@ -160,7 +158,7 @@ class _Function(NamedTuple):
         return [next(results) if need else None for need in needed]
 
     def _gradient(self, needed: Sequence[bool]) -> "_Function":
-        """The function of inputs and of results' gradients that gives those of needed inputs."""
+        """The gradient of needed inputs, as a function of inputs and the results' gradients."""
         count = len(self.inputs)
 
         def compute(part: Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -178,7 +176,7 @@ class _Function(NamedTuple):
 
 
 def _in_parts(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether `_Parts` may take them: it knows no transform, trace, tangent or older vmap."""
+    """Whether `_Parts` supports them: no transform, trace, tangent or legacy vmap."""
     if torch.compiler.is_compiling() or tracing.transforming():
         return False
     given = [x for x in tensors if x is not None]
@@ -187,7 +185,7 @@ def _in_parts(tensors: Sequence[Tensor | None]) -> bool:
 
 
 class _Parts(torch.autograd.Function):
-    """A `_Function`, with gradients that are one again; `like`: whose shape each result has."""
+    """Autograd of a `_Function`, at any order; `like`: index of each result's shape."""
 
     @staticmethod
     def forward(
@@ -221,7 +219,7 @@ def _of_part(x: Tensor, lie: str, part: Part) -> Tensor:
 
 
 def _leaf(x: Tensor | None, lie: str, part: Part) -> Tensor | None:
-    """A part of x in fp32 or wider, in which sums over parts are exact enough."""
+    """A slice of x in fp32 or wider, for accurate sums over parts."""
     if x is None:
         return None
     return formula.wide(_of_part(x, lie, part), None).detach().requires_grad_()

@@ -1,8 +1,8 @@
-"""Which weights dropout drops: the same bits that the kernels draw, in plain torch.
+"""Dropout masks in plain torch, bitwise equal to the kernels'.
 
 The generator is Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011),
-which turns a key and a counter into four random words. The key is the seed, and the counter the
-place of a weight, so that forward and backward draw the same bits in any order.
+a function of a key (the seed) and a counter (a weight's position) to four random words, so that
+forward and backward draw the same bits in any order.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import checks
 
-# The fewest that pass every test of randomness in that paper.
+# The fewest rounds that pass all of the paper's tests.
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -20,7 +20,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """int64 [2] from torch's generator of `device`: what torch.manual_seed sets."""
+    """Draw int64 [2] from torch's generator of `device`."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -36,7 +36,7 @@ def keep_mask(
     positions: tuple[Tensor, Tensor] | None = None,
     heads: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Which weights `attention` keeps: bool [B, H_q, T_q, T_k], on the seed's device.
+    """Weights that `attention` keeps: bool [B, H_q, T_q, T_k], on the seed's device.
 
     For query i, key j, head h and batch row b, the Philox key is seed[0], low word first, and the
     counter is (j // 4, i, b H_q + h, seed[1]), each in 32 bits. Key j takes word j % 4 of the
@@ -45,14 +45,14 @@ def keep_mask(
     Args:
         seed: int64 [2], the dropout_seed of the call.
         dropout: probability in [0, 1) to drop a weight.
-        B, H_q, T_q, T_k: the call's sizes.
+        B, H_q, T_q, T_k: sizes of the call.
         first_row: b of the first batch row; not 0 for a part of a batch.
-        positions: the call's, which take the place of i and j: int32 [B or 1, T_q] and
-            [B or 1, T_k], of keys at least 0.
-        heads: the call's, (first, total): first + h and total take the place of h and H_q.
+        positions: of the call, which replace i and j: int32 [B or 1, T_q] and [B or 1, T_k]; keys'
+            at least 0.
+        heads: of the call, (first, total): first + h and total replace h and H_q.
 
     Raises:
-        TypeError, ValueError: a seed of another dtype or shape, or no such probability.
+        TypeError, ValueError: a seed of another dtype or shape, or dropout out of range.
     """
     checks.check_seed("seed", seed)
     dropout = checks.check_fraction("dropout", dropout)
@@ -75,7 +75,7 @@ def keep_mask(
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int = _ROUNDS) -> Words:
-    """Four words of 32 bits, in int64, for a key of two and a counter of four; all broadcast."""
+    """Four 32-bit words, as int64, for a key of two and a counter of four words; all broadcast."""
     c0, c1, c2, c3 = (word & _WORD for word in counter)
     k0, k1 = key
     for _ in range(rounds):
@@ -87,7 +87,7 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int 
 
 
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of x * factor; by halves of x, since the whole overflows int64."""
+    """High and low word of x * factor, by halves of x to avoid overflow of int64."""
     low = (x & 0xFFFF) * factor
     high = (x >> 16) * factor + (low >> 16)
     return high >> 16, (high << 16 | low & 0xFFFF) & _WORD

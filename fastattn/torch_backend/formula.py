@@ -1,8 +1,7 @@
-"""Attention as a formula over checked `Options`: every option, any number of derivatives.
+"""Attention as a torch formula: every option, differentiable any number of times.
 
-It holds all scores of the queries that it is given. It serves what torch's own attention has no
-argument for, and, a few queries at a time, second derivatives, of the kernels too. The oracle that
-judges it and them is `reference`.
+It holds all scores of its queries in memory. It serves options that torch's own attention lacks,
+and, in chunks of queries, double backward, also for the kernels. The oracle of both is `reference`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,17 +25,17 @@ def attention(
     first_row: int = 0,
     first_query: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o in q's dtype, or as it is computed if options say so; lse; computed in fp32 or wider.
+    """o in q's dtype, or unrounded by options; lse; computed in fp32 or wider.
 
     Args:
-        q, k, v: as `fastattn.attention`'s, or packed as `attention_varlen`'s.
-        options: those of the call.
+        q, k, v: as in `fastattn.attention`, or packed as in `attention_varlen`.
+        options: of the call.
         return_lse: whether to return (o, lse).
         first_row: b of the first batch row; not 0 for a part of a batch.
         first_query: i of the first query; not 0 for a part of the queries.
     """
     if tracing.autocasting(q.device):
-        # It would take the products of fp32 in its own dtype.
+        # Autocast would compute fp32 products in its own dtype.
         with torch.autocast(q.device.type, enabled=False):
             return attention(
                 q, k, v, options,
@@ -58,7 +57,7 @@ def attention(
 def dropped(
     weights: Tensor, options: Options, *, first_row: int = 0, first_query: int = 0
 ) -> Tensor:
-    """Weights [B, H_q, T_q, T_k] as dropout leaves them; their gradients pass through it too."""
+    """Apply dropout to weights [B, H_q, T_q, T_k], differentiably."""
     if not options.dropout:
         return weights
     assert options.dropout_seed is not None, "drawn before"
@@ -78,7 +77,7 @@ def dropped(
 
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
-    """[B, H_q, T_q, T_k] in fp32 or wider: what the softmax takes, -inf where a key is not seen."""
+    """Scores [B, H_q, T_q, T_k] in fp32 or wider, -inf where masked."""
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
     q, k = wide(q, None), wide(k, existing_keys(options, T_k, q.device))
@@ -97,7 +96,7 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
 
 
 def wide(x: Tensor, exists: Tensor | None) -> Tensor:
-    """x [B, H, T, D] in fp32 or wider, 0 in rows that do not exist."""
+    """x [B, H, T, D] in fp32 or wider, 0 in nonexistent rows."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if exists is None else torch.where(exists[:, None, :, None], x, 0.0)
 
@@ -105,7 +104,7 @@ def wide(x: Tensor, exists: Tensor | None) -> Tensor:
 def _scores(
     products: Tensor, q: Tensor, H_k: int, keep: Tensor | None, options: Options, first_row: int
 ) -> Tensor:
-    """From q.k [B, H_q, T_q, T_k] to the scores of keys that are seen."""
+    """Scores of visible keys from q.k [B, H_q, T_q, T_k]."""
     B, H_q, T_q, T_k = products.shape
     x = products
     if options.relative_keys is not None:
@@ -125,7 +124,7 @@ def _scores(
         x = x + options.attn_bias.to(x.dtype)
     if options.score_mod is not None:
         if keep is not None:
-            # What it does with keys that are not seen, such as the log of 0, must not reach back.
+            # Gradients at masked keys, such as of log 0, must not propagate.
             x = torch.where(keep, x, 0.0)
         places = _places(options, B, H_q, T_q, T_k, q.device, first_row)
         x = triton_language.score_mod(options.score_mod, x, places, options.mod_tensors)
@@ -133,7 +132,7 @@ def _scores(
 
 
 def _relative_products(query: Tensor, keys: Tensor, T_k: int, H_k: int, options: Options) -> Tensor:
-    """[B, H_q, T_q, T_k]: the query with the vector of its distance to each key."""
+    """[B, H_q, T_q, T_k]: products of queries with the vectors of their distances to keys."""
     B, H_q, T_q, _ = query.shape
     if keys.shape[0] == H_k:
         keys = keys.repeat_interleave(H_q // H_k, dim=0)
@@ -143,9 +142,9 @@ def _relative_products(query: Tensor, keys: Tensor, T_k: int, H_k: int, options:
 
 
 def normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax of scores (-inf: not seen) and the log of its denominators; sinks take their share.
+    """softmax of scores (-inf: masked) with sinks, and the log of its denominators.
 
-    A row of nothing but -inf has weights of 0 and lse of -inf, with gradients of 0.
+    A fully masked row has weights 0 and lse -inf, with gradients 0.
     """
     T_k = x.shape[-1]
     if sinks is not None:
@@ -164,7 +163,7 @@ def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.sum(-1)
     if not (tracing.in_forward_mode() and tracing.has_tangent(x)):
         return x.softmax(-1), x.logsumexp(-1)
-    # The tangents of torch's two have no backward in forward_ad: they are computed in place.
+    # The tangents of torch's functions are computed in place, so they have no backward.
     largest = x.detach().amax(-1, keepdim=True)
     weights = (x - largest).exp()
     total = weights.sum(-1, keepdim=True)
@@ -174,7 +173,7 @@ def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
 def denominator_gradients(
     fields: Mapping[str, Tensor], lse: Tensor, delta: Tensor
 ) -> dict[str, Tensor]:
-    """The gradients of those fields that add to the denominators of the softmax alone."""
+    """Gradients of fields that only add to the softmax denominators."""
     if "sinks" not in fields:
         return {}
     # A sink is one more key with value 0: its ds is its weight times (0 - delta).
@@ -192,7 +191,7 @@ def visible(
     *,
     first_row: int = 0,
 ) -> Tensor | None:
-    """bool, broadcasting to [B, H_q, T_q, T_k] and no larger than need be; None = all are seen."""
+    """bool, broadcasting to [B, H_q, T_q, T_k], as small as possible; None = all visible."""
     exists = existing_keys(options, T_k, device)
     parts = [_near(options, T_q, T_k, device), options.attn_mask]
     parts.append(None if exists is None else exists[:, None, None, :])
@@ -210,7 +209,7 @@ def visible(
 
 
 def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor | None:
-    """Mask by position alone: bool [B or 1, 1, T_q, T_k], or None if all is visible."""
+    """Mask by position: bool [B or 1, 1, T_q, T_k], or None if all is visible."""
     if options.band is None:
         return _pattern(options, T_q, T_k, device)
     (left, right), offset = options.band, options.query_offset
@@ -218,7 +217,7 @@ def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor 
         return None
     if options.query_offsets is not None or options.q_positions is not None or offset is None:
         return _window(distances(options, T_q, T_k, device), left, right)
-    # One query of a decoding step sees all keys: no mask is needed.
+    # The query of a decoding step sees all keys, so no mask is needed.
     reaches_last = right is None or offset + right >= T_k - 1
     if reaches_last and (left is None or T_q - 1 + offset - left <= 0):
         return None
@@ -236,7 +235,7 @@ def _window(distance: Tensor, left: int | None, right: int | None) -> Tensor:
 
 
 def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
-    """Mask by patterns that are no band: strides, first keys that stay, bidirectional prefixes."""
+    """Mask by patterns other than a band: strides, kept first keys, bidirectional prefixes."""
     distance = distances(options, T_q, T_k, device)
     key = _key_positions(options, T_k, device)
     near = _window(distance, options.left, options.right)
@@ -255,7 +254,7 @@ def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tens
 
 
 def existing_keys(options: Options, T_k: int, device: torch.device) -> Tensor | None:
-    """bool [B, T_k]: keys that are not padding; None = all exist."""
+    """bool [B, T_k]: keys except padding; None = all exist."""
     exists = options.key_padding_mask
     if options.key_lengths is not None:
         inside = torch.arange(T_k, device=device) < options.key_lengths[:, None]
@@ -279,7 +278,7 @@ def _query_positions(options: Options, T_q: int, device: torch.device) -> Tensor
     if options.query_offsets is not None:
         offsets = options.query_offsets.clamp(-checks.FARTHEST, checks.FARTHEST)
         return rows + offsets[:, None, None, None]
-    assert options.query_offset is not None, "packed calls are taken apart before"
+    assert options.query_offset is not None, "packed calls are split before"
     return rows + options.query_offset
 
 
@@ -293,7 +292,7 @@ def _key_positions(options: Options, T_k: int, device: torch.device) -> Tensor:
 def _table_index(
     options: Options, T_q: int, T_k: int, entries: int, device: torch.device
 ) -> Tensor:
-    """Where a table of 2 R + 1 distances holds each p - j: int64 [B or 1, 1, T_q, T_k]."""
+    """Index in a table of 2 R + 1 distances: int64 [B or 1, 1, T_q, T_k]."""
     R = entries // 2
     return distances(options, T_q, T_k, device).clamp(-R, R) + R
 
@@ -301,7 +300,7 @@ def _table_index(
 def _places(
     options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int
 ) -> triton_language.Places:
-    """Where the scores of a call stand, for the user's functions."""
+    """Indices of a call's scores, for the user's functions."""
     q_pos = _query_positions(options, T_q, device).to(torch.int32)
     k_pos = _key_positions(options, T_k, device).to(torch.int32)
     return triton_language.Places(first_row, B, options.first_head, H_q, q_pos, k_pos)
@@ -313,7 +312,7 @@ Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 def each_sequence(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A packed call as one call of `attend` a sequence, each a batch of one row.
+    """Run a packed call as one call of `attend` per sequence, each a batch of one row.
 
     Raises:
         ValueError: as `sequences`, which reads the offsets on the host.
@@ -322,7 +321,7 @@ def each_sequence(
     outputs = [q.new_empty(0, q.shape[1], v.shape[2])]
     lses = [q.new_empty(q.shape[1], 0, dtype=torch.float32)]
     if options.cu_seqlens_q.shape[0] == 1:
-        # No sequence depends on the inputs, whose gradients are 0 then.
+        # Without sequences, keep the inputs in the graph, with gradients of 0.
         inputs = (q, k, v, *options.differentiable)
         nothing = torch.stack([0 * x.sum().float() for x in inputs if x is not None]).sum()
         outputs, lses = [outputs[0] + nothing], [lses[0] + nothing]
@@ -339,12 +338,12 @@ def each_sequence(
 def sequences(
     options: Options, total_q: int, total_k: int
 ) -> Iterator[tuple[int, slice, slice, Options]]:
-    """Iterate over a packed call's sequences: (number, queries, keys, options of its own).
+    """Iterate over a packed call's sequences: (number, queries, keys, options).
 
     Reads the offsets on the host.
 
     Raises:
-        ValueError: offsets that do not rise from 0 to the total.
+        ValueError: offsets do not rise from 0 to the total.
     """
     assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
     checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, total_q)
@@ -360,7 +359,7 @@ _BY_SEQUENCE = along("B")
 
 
 def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:
-    """Options of a packed call for its sequence n alone."""
+    """Options of sequence n of a packed call."""
     own: dict[str, Any] = {}
     for name, behind in _BY_SEQUENCE.items():
         x = getattr(options, name)

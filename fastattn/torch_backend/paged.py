@@ -1,4 +1,4 @@
-"""Packed queries over a cache in plain torch: rows of as many new tokens together, as `decode`."""
+"""Packed queries over a cache in plain torch: `decode` on rows with equally many new tokens."""
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -11,7 +11,7 @@ from ..cache_view import CacheView
 from ..options import Options, along
 from . import decode
 
-# Numbers of keys and values that rows are gathered for at a time; a single row may have more.
+# Numbers of keys and values gathered at a time; a single row may exceed it.
 _GATHERED = 2**23
 
 
@@ -23,7 +23,7 @@ def attend(
     options: Options,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o [total, H_q, D_v], which is out if that is given, and lse, empty unless asked for.
+    """o [total, H_q, D_v] (in out, if given), and lse, empty unless requested.
 
     Waits for the device.
     """
@@ -61,10 +61,10 @@ def attend(
 def _together(
     offsets: list[int], lengths: list[int], width: int, options: Options
 ) -> Iterator[list[int]]:
-    """Batch rows that are computed at once: of as many new tokens, and of lengths up to twice the
-    shortest, so that less than half of what is gathered is padding.
+    """Groups of batch rows with equally many new tokens and lengths within a factor of two, so that
+    less than half of the gathered tokens are padding.
 
-    width: numbers of a token. Users' functions are told the number of a row, and have each alone.
+    width: numbers per token. With users' functions, which get row numbers, groups have one row.
     """
     alone = options.launched_anew
     counts = [last - first for first, last in pairwise(offsets)]
@@ -88,7 +88,7 @@ _BY_ROW = along("B")
 def _of_rows(
     options: Options, batch: Tensor, tokens: slice | Tensor, n: int, view: CacheView
 ) -> Options:
-    """The options of `decode_attention` of some rows, the tree mask as one of every position."""
+    """Options of `decode_attention` for some rows, with the tree mask as an attn_mask."""
     tree, starts = options.tree_mask, options.tree_starts
     own: dict[str, Any] = {"tree_mask": None, "tree_starts": None}
     for name, behind in _BY_ROW.items():

@@ -1,4 +1,4 @@
-"""A call's options for some of its queries, so that torch need not hold every score at once."""
+"""Split a call into chunks of query rows, to bound memory."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from . import formula
 def chunks(
     options: Options, T_q: int, elements: int, limit: int
 ) -> Iterator[tuple[slice, Options]]:
-    """Slices of the queries, in order, and the options of each by itself.
+    """Slices of the queries, in order, and the options of each.
 
-    elements: how many numbers one query takes. limit: about how many are held at once. There is at
-    least one slice, and it is empty only where there are no queries.
+    elements: numbers per query. limit: approximate numbers in memory at once. There is at least one
+    slice, empty only without queries.
     """
     count = max(1, limit // max(1, elements))
     for start in range(0, max(T_q, 1), count):
@@ -30,7 +30,7 @@ _BY_QUERY = along("T_q")
 
 def _of_rows(options: Options, rows: slice) -> Options:
     offset, offsets = options.query_offset, options.query_offsets
-    assert offset is not None, "packed calls are taken apart before"
+    assert offset is not None, "packed calls are split before"
     own: dict[str, Any] = {}
     for name, behind in _BY_QUERY.items():
         x = getattr(options, name)
@@ -38,7 +38,7 @@ def _of_rows(options: Options, rows: slice) -> Options:
         if x is not None and not broadcast:
             own[name] = x[(..., rows, *(slice(None),) * behind)]
     if offsets is not None and options.q_positions is None:
-        # Offsets end at 2^28. The queries behind do not: a chunk's offset would end there too.
+        # Offsets are limited to 2^28, which a later chunk's offset could exceed.
         first = offsets.long().clamp(-FARTHEST, FARTHEST)[:, None]
         places = torch.arange(rows.start, rows.stop, device=offsets.device)
         own["q_positions"] = (first + places).to(torch.int32)
@@ -46,7 +46,7 @@ def _of_rows(options: Options, rows: slice) -> Options:
 
 
 class Part(NamedTuple):
-    """Rows of a call whose scores are held at once."""
+    """A part of a call whose scores are in memory at once."""
 
     first_row: int  # b of the first batch row; of a packed call the sequence
     first_query: int  # of the row or sequence
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 def parts(q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0) -> Iterator[Part]:
     """Parts of a call in the order of their rows; packed q and k have a batch of one.
 
-    limit: about how many scores are held at once.
+    limit: approximate number of scores in memory at once.
     """
     B, H_q, T_q, _ = q.shape
     whole = slice(0, k.shape[2])

@@ -1,4 +1,4 @@
-"""Statistics of attention weights as formulas on torch, for any dtype."""
+"""Statistics of attention weights in torch, for any dtype."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from ..options import LEARNED, Options
 from . import formula
 from .query_chunks import chunks
 
-# Scores that are held at once: 256 MiB in fp32.
+# Scores in memory at once: 256 MiB in fp32.
 _SCORES = 2**26
 _FP32 = torch.float32
 
@@ -40,10 +40,10 @@ def _chunks(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, Opt
 
 
 def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options) -> Statistics:
-    """`attention_statistics` of a few rows, differentiable."""
+    """`attention_statistics` of some rows, differentiable."""
     x, p, lse = _scored(q, k, lse, options)
     seen = x > float("-inf")
-    # Finite, where nothing is seen: what is multiplied by 0 has a gradient of 0 then.
+    # Finite in rows without keys, where it is multiplied by 0, so that gradients are 0.
     finite = torch.where(seen, x, 0.0)
     lse = torch.where(lse == float("-inf"), 0.0, lse)
     entropy = _surprise(p, finite, lse[..., None]).sum(-1)
@@ -51,7 +51,7 @@ def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Option
         sink = options.sinks.to(x.dtype)[:, None]
         entropy = entropy + _surprise((sink - lse).exp(), sink, lse)
     apart = formula.distances(options, q.shape[2], k.shape[2], q.device).abs()
-    # Ordered by score, since small weights round to 0; a stable sort keeps the lowest position.
+    # Sort by score, as small weights round to 0; stable, to keep the lowest position.
     order = x.sort(dim=-1, descending=True, stable=True).indices[..., :top]
     listed = seen.gather(-1, order)
     missing = (0, top - order.shape[-1])
@@ -63,7 +63,7 @@ def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Option
 def differentiable(
     compute: Compute, q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
 ) -> Statistics:
-    """compute(q, k, lse, top, options) with gradients, by the formula in chunks of rows."""
+    """compute(q, k, lse, top, options) with gradients by torch, in chunks of rows."""
     statistics: Statistics = _Differentiable.apply(  # type: ignore[no-untyped-call]
         compute, top, options, q, k, lse, *options.differentiable
     )
@@ -100,7 +100,7 @@ class _Differentiable(torch.autograd.Function):
             for rows, own in _chunks(q, k, options):
                 of_rows = None if lse is None else lse[:, :, rows]
                 results = _of_rows(q[:, :, rows], k, of_rows, ctx.top, own)
-                # What a key receives has a gradient for every row.
+                # The weight received by a key depends on every row.
                 pairs = [
                     (y, dy if n == 1 else dy[:, :, rows])
                     for n, (y, dy) in enumerate(zip(results, grads, strict=True))
@@ -151,7 +151,7 @@ def _scored(
         p, lse = formula.normalised(x, options.sinks)
     else:
         p = torch.exp(x - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    # Keys that are not seen have none, in rows of NaN too.
+    # Masked keys have weight 0, in rows of NaN too.
     return x, torch.where(x == float("-inf"), 0.0, p), lse
 
 

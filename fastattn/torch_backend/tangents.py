@@ -1,8 +1,7 @@
-"""Attention of tensors with tangents (forward-mode AD): the formula, in chunks of queries.
+"""Forward-mode AD of attention: the formula, in chunks of queries.
 
-torch has no forward-mode derivative of its fused kernels. It has those of the formula's operations,
-at every level of torch.func's transforms. Chunks keep memory linear in the queries where no graph
-for a backward is recorded; the graph holds all scores.
+torch's fused kernels have no forward-mode derivative; the formula's operations do, at every level
+of torch.func's transforms. Chunks bound memory, unless a graph is recorded, which holds all scores.
 """
 
 import torch
@@ -13,12 +12,12 @@ from ..options import LEARNED, Options
 from . import formula
 from .query_chunks import chunks
 
-# Scores that are held at once: 256 MiB in fp32, with their tangents 512.
+# Scores in memory at once: 256 MiB in fp32, 512 with tangents.
 _SCORES = 2**26
 
 
 def carried(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """The name of the first of q, k, v and the learned options that has a tangent, or None."""
+    """Name of the first of q, k, v and the learned options with a tangent, or None."""
     if not tracing.in_forward_mode():
         return None
     named = zip(("q", "k", "v", *LEARNED), (q, k, v, *options.differentiable), strict=True)
@@ -33,7 +32,7 @@ def attention(
     return_lse: bool = False,
     first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `formula.attention`, o and lse with their tangents."""
+    """`formula.attention` with tangents of o and lse."""
     if options.cu_seqlens_q is not None:
         return formula.each_sequence(attention, q, k, v, options, return_lse)
     B, H_q, T_q, _ = q.shape

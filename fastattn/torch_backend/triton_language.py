@@ -1,9 +1,9 @@
-"""Users' @triton.jit functions on torch tensors: `mask_mod` and `score_mod` without a GPU.
+"""Evaluate users' @triton.jit functions (`mask_mod`, `score_mod`) on torch tensors.
 
-The Python function below the decorator runs as it is, over tensors of every place at once: see
-`jit_functions.stand_ins`. Its arguments are `Value`s, which calculate as Triton does: integer //
-and % round towards zero, and fractions are at least fp32. Where the function branches on b or h it
-runs once for each of them.
+The decorated Python function runs unchanged on tensors of all indices: see
+`jit_functions.stand_ins`. Its arguments are `Value`s with Triton's arithmetic: integer // and %
+round towards zero, and fractions are at least fp32. A function that branches on b or h runs once
+for each of them.
 """
 
 import operator
@@ -20,7 +20,7 @@ from ..jit_functions import stand_ins
 
 
 class Places(NamedTuple):
-    """Where scores [rows, heads, T_q, T_k] stand: row 0 is batch row first_row, and heads likewise.
+    """Indices of scores [rows, heads, T_q, T_k]: row 0 is batch row first_row, and heads likewise.
 
     q_pos [rows or 1, 1, T_q, 1] and k_pos [rows or 1, 1, 1, T_k] are int32.
     """
@@ -47,12 +47,12 @@ class Places(NamedTuple):
     def _counted(self, first: int, count: int) -> Tensor:
         """int32 [count], from first on."""
         if count == 1 and type(first) is int:
-            # Where torch traces, such a tensor is a constant, and what branches on it is known.
+            # Under tracing, this tensor is a constant, so branches on it are known.
             return torch.tensor([first], dtype=torch.int32, device=self.q_pos.device)
         return first + torch.arange(count, dtype=torch.int32, device=self.q_pos.device)
 
     def of_one(self, row: int, head: int) -> "Places":
-        """The places of one row and head among these."""
+        """The indices of one row and head."""
         q_pos, k_pos = (
             x if x.shape[0] == 1 else x[row : row + 1] for x in (self.q_pos, self.k_pos)
         )
@@ -60,17 +60,17 @@ class Places(NamedTuple):
 
 
 def mask_mod(mod: Any, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Where the key is seen: bool, broadcasting to [B, H_q, T_q, T_k].
+    """Evaluate mask_mod: bool, broadcasting to [B, H_q, T_q, T_k].
 
-    mod: a @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or what holds one as
-        `.mask_mod`.
+    mod: a @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or an object with it as
+    `.mask_mod`.
     """
     keep = _everywhere(getattr(mod, "mask_mod", mod), None, places, tensors, torch.float32)
     return keep if keep.dtype == torch.bool else keep != 0
 
 
 def score_mod(mod: Any, x: Tensor, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Apply score_mod(x, b, h, q_pos, k_pos, *tensors) to scores, in their shape and dtype.
+    """Apply score_mod(x, b, h, q_pos, k_pos, *tensors) to scores, keeping shape and dtype.
 
     Differentiable in x, any number of times.
     """
@@ -81,7 +81,7 @@ def score_mod(mod: Any, x: Tensor, places: Places, tensors: tuple[Tensor, ...]) 
 def _everywhere(
     mod: Any, x: Tensor | None, places: Places, tensors: tuple[Tensor, ...], real: torch.dtype
 ) -> Tensor:
-    """The function's result for all places, broadcasting to their shape."""
+    """The function's result for all indices, broadcasting to their shape."""
     if torch.compiler.is_dynamo_compiling():
         _allow_in_graph()
         return _everywhere_by_name(block_mask.name_of(mod), x, real, *places, *tensors)
@@ -89,10 +89,10 @@ def _everywhere(
 
 
 def _everywhere_by_name(name: str, x: Tensor | None, real: torch.dtype, *rest: Any) -> Tensor:
-    """`_everywhere`, of what a graph of torch.compile may hold.
+    """`_everywhere` as a graph node of torch.compile.
 
-    Dynamo cannot follow how a function is made to take `Value`s, and makes this one node of its
-    graph; what differentiates and fuses that graph then finds torch's operators in it.
+    Dynamo cannot trace the substitution of `Value`s, so this is one node of its graph, within which
+    AOTAutograd and Inductor see torch's operators.
     """
     count = len(Places._fields)
     return _evaluated(block_mask.named(name), x, Places(*rest[:count]), rest[count:], real)
@@ -102,18 +102,18 @@ def _allow_in_graph() -> None:
     torch.compiler.allow_in_graph(_everywhere_by_name)  # type: ignore[no-untyped-call]
 
 
-# Dynamo calls this while it traces, and not before: to allow a function imports all of it.
+# Called only while Dynamo traces, as allow_in_graph imports all of Dynamo.
 _allow_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _NeedsOneBranch(Exception):
-    """The function asked for the truth of several places at once."""
+    """The function branched on several indices at once."""
 
 
 def _evaluated(
     mod: Any, x: Tensor | None, places: Places, tensors: tuple[Tensor, ...], real: torch.dtype
 ) -> Tensor:
-    """`_everywhere` by torch, if need be head by head and row by row."""
+    """`_everywhere` in torch, if necessary head by head and row by row."""
     function = stand_ins.over(LANGUAGE, mod)
     pointers = [Pointer(tensor, 0, real) for tensor in tensors]
 
@@ -149,14 +149,14 @@ def _name(mod: Any) -> str:
 
 
 class Value:
-    """A tensor with the operators of Triton, defined below. `real` is what stands for fp32."""
+    """A tensor with Triton's operators, defined below. `real`: the dtype used for fp32."""
 
     def __init__(self, x: Tensor, real: torch.dtype) -> None:
         self.x = x
         self.real = real
 
     def to(self, dtype: torch.dtype) -> "Value":
-        """Cast; a float's fraction is cut off by an int."""
+        """Cast; to an int, truncate."""
         return Value(self.x.to(self.real if dtype == torch.float32 else dtype), self.real)
 
     def __neg__(self) -> "Value":
@@ -175,7 +175,7 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in the form that `to` and `tl.cast` take."""
+        """Dtype for `to` and `tl.cast`."""
         return torch.float32 if self.x.dtype == self.real else self.x.dtype
 
     def __getattr__(self, name: str) -> Any:
@@ -187,7 +187,7 @@ class Value:
 
 
 def _operand(x: Any, real: torch.dtype, fraction: bool) -> Any:
-    """Convert an operand so that torch combines it as Triton would: bool as int32, ints as fp32."""
+    """Convert an operand for Triton's arithmetic: bool to int32, ints to fp32 in fractions."""
     if not isinstance(x, Value):
         return x
     if fraction and not x.x.is_floating_point():
@@ -267,7 +267,7 @@ class Pointer:
         return Pointer(self.tensor, self.offset - steps, self.real)
 
     def load(self, mask: Value | None, other: Any) -> Value:
-        """The elements, in fp32 or wider if that is their dtype; `other` where mask is False."""
+        """Load elements; `other` where mask is False."""
         flat = self.tensor.reshape(-1)
         flat = flat.to(self.real) if flat.dtype == torch.float32 else flat
         offset = self.offset.x if isinstance(self.offset, Value) else torch.tensor(self.offset)
@@ -292,7 +292,7 @@ def _fraction(x: Any, real: torch.dtype) -> Tensor:
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A function of fractions; of numbers known beforehand too."""
+    """A function of fractions, also of constants."""
 
     def apply(*inputs: Any) -> Any:
         real = next((x.real for x in inputs if isinstance(x, Value)), None)
@@ -326,7 +326,7 @@ def _clamp(x: Any, least: Any, largest: Any, propagate_nan: bool = False) -> Any
     return _least(_largest(x, least, propagate_nan), largest, propagate_nan)
 
 
-# Functions of one number after another, by their names in triton.language and its libdevice.
+# Elementwise functions, by name in triton.language and libdevice.
 _ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
     **{
         name: getattr(torch, name)
@@ -342,7 +342,7 @@ _ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
     "div_rn": torch.true_divide,
     "rint": torch.round,
 }
-# Those that a tensor of Triton has as methods too.
+# Functions that are also methods of Triton's tensors.
 _METHODS = frozenset(
     {"abs", "cast", "cdiv", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2"}
     | {"logical_and", "logical_or", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn"}
@@ -372,7 +372,7 @@ def _load(pointer: Any, mask: Any = None, other: Any = None, **_: Any) -> Value:
 
 
 class _Language:
-    """`triton.language`, as far as it is known here."""
+    """The supported part of `triton.language`."""
 
     int1, int8, int16 = torch.bool, torch.int8, torch.int16
     int32, int64 = torch.int32, torch.int64

@@ -1,4 +1,4 @@
-"""Attention over lists of key blocks as a formula on torch: the keys of each list, gathered."""
+"""Attention over lists of key blocks in torch, with gathered keys."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from ... import checks, tracing
 from ...options import Options
 from .. import formula
 
-# Numbers that are gathered or computed at once: 64 MiB in fp32.
+# Numbers gathered or computed at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
 
 
 def ordered_lists(indices: Tensor, counts: Tensor | None, key_blocks: int) -> tuple[Tensor, Tensor]:
-    """Lists as kernels read them: each block once, in order, then `key_blocks`; and their lengths.
+    """Lists for kernels: distinct blocks in order, padded with `key_blocks`; and their lengths.
 
-    indices: int32 or int64 [B, H_s, R, n]; what is no block is left out, as are those from counts
-    [B, H_s, R] on. Returns int32 [B, H_s, R, n] and [B, H_s, R].
+    indices: int32 or int64 [B, H_s, R, n]; invalid entries and entries from counts [B, H_s, R] on
+    are dropped. Returns int32 [B, H_s, R, n] and [B, H_s, R].
     """
     listed = (indices >= 0) & (indices < key_blocks)
     if counts is not None:
@@ -34,13 +34,13 @@ def ordered_lists(indices: Tensor, counts: Tensor | None, key_blocks: int) -> tu
 def attention(
     q: Tensor, k: Tensor, v: Tensor, lists: Tensor, block: tuple[int, int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o in q's dtype and lse in fp32 or wider, computed in fp32 or wider.
+    """o in q's dtype and lse, computed in fp32 or wider.
 
-    Some lists at a time, and again for gradients: what is held does not grow with T_q times T_k.
+    In chunks of lists, recomputed for gradients: memory does not grow with T_q times T_k.
 
     Args:
         q, k, v: [B, H_q, T_q, D], [B, H_k, T_k, D] and [B, H_k, T_k, D_v].
-        lists: int32 [B, H_s, R, n] of `ordered_lists`.
+        lists: int32 [B, H_s, R, n], from `ordered_lists`.
         block: queries of a list, keys of a block.
         options: see `kernels.selected.forward.launch_selected_forward`.
     """
@@ -75,7 +75,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, exists: Tensor | None, lists: Tensor, first: int,
     block: tuple[int, int], options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse of the queries of some lists, the first of which is number `first`."""
+    """o and lse of the queries of some lists, from number `first` on."""
     B, H_q, T_q, D = q.shape
     H_k, T_k, D_v = v.shape[1:]
     groups, R = max(H_k, lists.shape[1]), lists.shape[2]
@@ -83,7 +83,7 @@ def _attend(
     k_pos, listed = _places(lists, block[1], T_k, groups)
     batch = torch.arange(B, device=q.device)[:, None, None, None]
     h_k = (torch.arange(groups, device=q.device) * H_k // groups)[:, None, None]
-    # Places of no block hold nothing, whatever the key is that stands for them.
+    # Zero the keys of padding entries, which are placeholders.
     k, v = (torch.where(listed[..., None], x[batch, h_k, k_pos], 0.0) for x in (k, v))
     keep = listed[:, :, :, None] & _visible(k_pos, batch, exists, first, block[0], options)
     x = torch.einsum("bgprqd,bgrkd->bgprqk", q, k) * options.scale
@@ -97,7 +97,7 @@ def _attend(
 
 
 def _places(lists: Tensor, block_k: int, T_k: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Positions of the keys of each list, [B, groups, R, n * block_k], and which of them exist."""
+    """Positions of the keys of each list, [B, groups, R, n * block_k], and their existence."""
     lists = lists.repeat_interleave(groups // lists.shape[1], 1).long()
     k_pos = (lists[..., None] * block_k + torch.arange(block_k, device=lists.device)).flatten(3)
     listed = k_pos < T_k

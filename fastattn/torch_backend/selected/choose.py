@@ -8,7 +8,7 @@ def block_scores(
     q: Tensor, k: Tensor, lse: Tensor | None, H_s: int, per_block: int, pool: tuple[int, int],
     count: int, rows: tuple[int, int], offset: int, scale: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """[B, H_s, rows, count], as `kernels.selected.choose.launch_block_scores`, in fp32 or wider."""
+    """`kernels.selected.choose.launch_block_scores` [B, H_s, rows, count] in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     B, H_q, _, D = q.shape
     H_k, T_k = k.shape[1:3]
@@ -24,7 +24,7 @@ def block_scores(
     x = _over(x, 2, lse is not None)
     scores = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
     for back in range(pool[0] // pool[1]):
-        # Key i counts where it begins and, `back` strides on, where it reaches into another block.
+        # Key i counts in its own block and, `back` strides on, in blocks that it overlaps.
         moved = torch.nn.functional.pad(x, (back, 0), value=float("-inf"))
         moved = moved[..., : count * per_block]
         missing = count * per_block - moved.shape[-1]
@@ -35,14 +35,14 @@ def block_scores(
 
 
 def best(scores: Tensor, n: int) -> Tensor:
-    """Places of the n largest along the last dim, int32; -1 behind those above -inf."""
+    """Indices of the n largest along the last dim, int32; -1 for -inf."""
     largest, places = scores.topk(min(n, scores.shape[-1]), dim=-1)
     places = places.masked_fill(largest == float("-inf"), -1).to(torch.int32)
     return torch.nn.functional.pad(places, (0, n - places.shape[-1]), value=-1)
 
 
 def _over(x: Tensor, dim: int, weights: bool) -> Tensor:
-    """The sum, or the largest, along a dim of what is not -inf; -inf where all is."""
+    """Sum (weights) or maximum along a dim, ignoring -inf; -inf if all are."""
     largest = x.amax(dim)
     if not weights:
         return largest

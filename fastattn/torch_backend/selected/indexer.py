@@ -1,4 +1,4 @@
-"""DeepSeek's lightning indexer as formulas on torch: its scores, and the loss that trains it."""
+"""DeepSeek's lightning indexer in torch: its scores and its training loss."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from .. import formula
 from ..query_chunks import chunks
 from .choose import best
 
-# Scores and gathered numbers that are held at once: 64 MiB in fp32.
+# Scores and gathered numbers in memory at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
 
 
 @torch.no_grad()
 def select(q: Tensor, k: Tensor, w: Tensor, n: int, options: Options) -> Tensor:
-    """int32 [B, 1, T_q, n]: the keys of the largest scores, some queries at a time."""
+    """int32 [B, 1, T_q, n]: keys with the largest scores, in chunks of queries."""
     if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return select(q, k, w, n, options)
@@ -40,13 +40,13 @@ def loss(
     lists: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """KL of each query [B, T_q], in fp32 or wider; some queries at a time, and again for gradients.
+    """KL of each query [B, T_q], in fp32 or wider, in chunks of queries recomputed for gradients.
 
     Args:
         index: q [B, H_I, T_q, D_I], k [B, 1, T_k, D_I] and w [B, H_I, T_q] of the indexer.
         q, k: [B, H_q, T_q, D] and [B, H_k, T_k, D] of the attention, which get no gradient.
-        lists: int32 [B, 1, T_q, n] of `ordered_lists`; None: all keys.
-        options: those of the attention.
+        lists: int32 [B, 1, T_q, n], from `ordered_lists`; None: all keys.
+        options: of the attention.
     """
     if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
@@ -70,7 +70,7 @@ def loss(
 
 
 def _scores(q: Tensor, k: Tensor, w: Tensor, options: Options) -> Tensor:
-    """[B, T_q, T_k] in fp32 or wider, -inf where a key is not seen."""
+    """[B, T_q, T_k] in fp32 or wider, -inf where masked."""
     (B, _, T_q, _), T_k = q.shape, k.shape[2]
     q, k = formula.wide(q, None), formula.wide(k, formula.existing_keys(options, T_k, q.device))
     x = torch.einsum("bhqd,bkd->bhqk", q, k[:, 0]).relu()
@@ -83,7 +83,7 @@ def _divergence(
     q_index: Tensor, k_index: Tensor, w: Tensor, q: Tensor, k: Tensor, named: Tensor | None,
     options: Options,
 ) -> Tensor:  # fmt: skip
-    """`loss` of a few queries, named: int64 [B, T_q, n]."""
+    """`loss` of some queries, named: int64 [B, T_q, n]."""
     x = _scores(q_index, k_index, w, options)
     if named is None:
         p = _attended(q, k, options)
@@ -92,7 +92,7 @@ def _divergence(
         named = torch.where(listed, named, 0)
         x = torch.where(listed, x.gather(-1, named), float("-inf"))
         p = _attended_of_lists(q, k, named, x != float("-inf"), options)
-    # Finite where nothing is seen, and multiplied by 0 there: so are the gradients.
+    # Finite in rows without keys, where it is multiplied by 0, so that gradients are 0.
     x = torch.where(x == float("-inf"), torch.finfo(x.dtype).min, x)
     p = (p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)).to(x.dtype)
     return (torch.xlogy(p, p) - p * x.log_softmax(-1)).sum(-1)
@@ -100,14 +100,14 @@ def _divergence(
 
 @torch.no_grad()
 def _attended(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """The weights of the attention, summed over heads: [B, T_q, T_k]."""
+    """Attention weights summed over heads: [B, T_q, T_k]."""
     return formula.normalised(formula.scores(q, k, options), options.sinks)[0].sum(1)
 
 
 def _attended_of_lists(
     q: Tensor, k: Tensor, named: Tensor, seen: Tensor, options: Options
 ) -> Tensor:
-    """Weights [B, T_q, n] of the keys that each query names and sees alone, a batch row a query."""
+    """Weights [B, T_q, n] of each query's listed and visible keys, with one batch row per query."""
     B, T_q, n = named.shape
     batch = torch.arange(B, device=k.device)[:, None, None]
     own = k.transpose(1, 2)[batch, named].flatten(0, 1).transpose(1, 2)
