@@ -1,4 +1,4 @@
-"""One sequence on several GPUs: exact attention over torch.distributed, for every mask."""
+"""Context parallelism: exact attention over torch.distributed, for every mask."""
 
 from .attend import context_attention as context_attention
 from .attend import explain_context as explain_context

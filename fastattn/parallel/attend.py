@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over ranks: check, choose a method, compute."""
+"""`context_attention`: attention over a sequence sharded over ranks."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,40 +58,40 @@ def context_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `fastattn.attention` of a sequence to itself, sharded over ranks.
 
-    Exact for every option, or it raises and names a method that is. Every rank makes the same call:
-    before anything is sent the hosts look whether all do, and again before a backward pass.
+    Exact for every option, or it raises and names a method that is. Every rank makes the same call;
+    the hosts check this before communication, and again before a backward pass.
 
-    Methods, on a mesh of one dimension but for the last:
+    Methods, on a mesh of one dim except for the last:
 
         gather    every rank gathers all keys, a few heads at a time, for its queries
-        ring      keys go around a ring while they are computed; memory grows as T / ranks
-        ulysses   ranks exchange tokens for heads, and attend to the whole sequence
-        usp       a mesh (ring, heads): ulysses in the inner dimension, ring in the outer one
+        ring      keys are sent around a ring during compute; memory is proportional to T / ranks
+        ulysses   ranks exchange tokens for heads, and attend to the whole sequence usp       a mesh
+        (ring, heads): ulysses in the inner dimension, ring in the outer one
 
     Args:
-        q, k, v: this rank's tokens of [B, H, T, D], as `shard(x, 2, plan, mesh)` gives them.
+        q, k, v: this rank's tokens of [B, H, T, D], from `shard(x, 2, plan, mesh)`.
         mesh: a DeviceMesh of one or two dimensions, or a ProcessGroup.
-        plan: which rank holds which tokens: the same on every rank.
-        method: one of these, or "auto": `explain_context` says which and why.
+        plan: assignment of tokens to ranks, equal on every rank.
+        method: one of these, or "auto": `explain_context` reports the choice.
         return_lse: also return the log of the softmax denominators.
-        sum_tables: sum the gradients of tables over the ranks, in their order. False leaves each
-            rank its share, for a caller that sums those of all parameters.
-        options: as of `attention`, the same on every rank. Those of tokens are sharded as q is:
+        sum_tables: sum the gradients of tables over the ranks, in order. False leaves each rank its
+            share, for callers that reduce all parameters' gradients.
+        options: as for `attention`, equal on every rank. Options with tokens are sharded like q:
             documents and key_padding_mask in dim 1, relative_query in dim 2, attn_mask and
-            attn_bias in the dim of the queries, [..., plan.length or 1, T or 1]. Positions,
-            key_lengths and prefix_lengths count the whole sequence. Tables with gradients
-            (relative_bias, relative_keys, sinks, an attn_bias for all queries) are the same on
-            every rank, and with sum_tables so are their gradients.
+            attn_bias in the query dim, [..., plan.length or 1, T or 1]. Positions, key_lengths and
+            prefix_lengths refer to the whole sequence. Tables with gradients (relative_bias,
+            relative_keys, sinks, an attn_bias for all queries) are equal on every rank, and with
+            sum_tables also their gradients.
 
     Returns:
         o as q, [B, H_q, plan.length, D_v], 0 in padding; with return_lse also lse, fp32
-        [B, H_q, plan.length], -inf in padding. Both are differentiable: by ulysses as often as
-        `attention`, by the other methods once.
+        [B, H_q, plan.length], -inf in padding. Both are differentiable: with ulysses as
+        `attention`, with other methods once.
 
     Raises:
-        TypeError, ValueError: on every rank, if one cannot make the call, the plans, shapes or
-            options differ, or the method cannot serve an option.
-        RuntimeError: a rank has not come within the timeout of the process group.
+        TypeError, ValueError: on every rank, if one rank refuses the call, plans, shapes or options
+            differ, or the method does not serve an option.
+        RuntimeError: a rank did not make the call within the process group's timeout.
     """
     ranks = Ranks.of(mesh)
     call, error = None, None
@@ -123,9 +123,9 @@ def explain_context(
     method: str = "auto",
     **options: "Unpack[AttentionArguments]",
 ) -> MethodExplanation:
-    """Which method `context_attention` would take for these arguments, and why not another.
+    """Method of `context_attention` for these arguments, and why others are passed over.
 
-    Checks the arguments of this rank as it does. Computes nothing, and sends nothing.
+    Checks this rank's arguments. Computes and sends nothing.
     """
     ranks = Ranks.of(mesh)
     checks.check_tensors(q, k, v)
@@ -134,7 +134,7 @@ def explain_context(
 
 
 class _Call(NamedTuple):
-    """A checked call: its method, its options, and what has to be the same on every rank."""
+    """A checked call: its method, options, and signature, which must be equal on every rank."""
 
     method: str
     options: Options
@@ -165,7 +165,7 @@ def _checked_options(
 def _check_options(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, options: dict[str, Any]
 ) -> Options:
-    """The options that are given, checked as `attention` checks them for the whole sequence."""
+    """Given options, checked as by `attention` for the whole sequence."""
     for name, reason in _REFUSED.items():
         if options.get(name) is not None:
             raise TypeError(f"context_attention takes no {name}: {reason}")
@@ -181,7 +181,7 @@ def _check_options(
                 f"{name} must be sharded by its queries, [..., {plan.length} or 1, {plan.T} or 1], "
                 f"got {list(x.shape)}: shard(x, -2, plan, mesh) does it"
             )
-    # Checked against a rank's queries and all keys, of which nothing is stored.
+    # Check against a rank's queries and all keys, as tensors without memory.
     everything = dict(given)
     B, T = q.shape[0], plan.T
     keys, values = (x[:, :, :1].detach().expand(-1, -1, T, -1) for x in (k, v))
@@ -211,12 +211,12 @@ def _signature(
             return str(x.dtype), tuple(x.shape), x.requires_grad and torch.is_grad_enabled()
         if isinstance(x, (bool, int, float, tuple)):
             return x
-        function = getattr(x, "fn", x)  # of what triton.jit has made of it
+        function = getattr(x, "fn", x)  # the Python function of a @triton.jit function
         return getattr(function, "__qualname__", type(x).__name__)
 
     tensors = tuple(seen(x) for x in (q, k, v))
     named = tuple((name, seen(given[name])) for name in sorted(given) if name != "mod_tensors")
-    # What a ring sends goes by it.
+    # The messages of a ring depend on it.
     known = hops.marked(given.get("documents")) is not None
     return (method, plan.hash, known, *tensors, *named)
 
@@ -224,7 +224,7 @@ def _signature(
 def _spread(
     given: Options, plan: ContextPlan, ranks: Ranks, device: torch.device, sum_tables: bool
 ) -> Options:
-    """The options as `pieces` describes them, from what this rank holds of them."""
+    """Options for `pieces`, from this rank's parts."""
     options = dict(given)
     for name in ("documents", "key_padding_mask"):
         if name in options:
@@ -246,7 +246,7 @@ def _spread(
 def _by_heads(
     q: Tensor, k: Tensor, v: Tensor, given: Options, call: _Call, plan: ContextPlan, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """Exchange tokens for heads, attend along the outer dimension, and exchange back."""
+    """Exchange tokens for heads, attend along the outer dim, and exchange back."""
     if call.method == "ulysses":
         ranks = Ranks(None, ranks.outer)
     part = heads.to_heads(q, k, v, given, plan, ranks)
@@ -258,7 +258,7 @@ def _by_heads(
 def _along(
     q: Tensor, k: Tensor, v: Tensor, given: Options, method: str, plan: ContextPlan, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a sequence that is split along its tokens alone."""
+    """Attention over a sequence that is sharded only along its tokens."""
     if ranks.outer is None:
         rows = slice(0, plan.T)
         q, k, v = (x[:, :, : plan.T] for x in (q, k, v))
@@ -280,9 +280,9 @@ def _along(
 
 
 class _SameBackward(torch.autograd.Function):
-    """The results of a call as they are; before their gradients, a look whether all ranks are here.
+    """Identity; its backward checks that all ranks differentiate this call.
 
-    Ranks that made several calls might come to the gradients of different ones.
+    After several calls, ranks might differentiate different ones.
     """
 
     @staticmethod
@@ -297,14 +297,14 @@ class _SameBackward(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
         ranks, method, number = ctx.call
         call: tuple[Any, ...] = ("backward of call", number, method)
-        if method in ("ulysses", "usp"):  # each gradient is exchanged by itself
+        if method in ("ulysses", "usp"):  # each gradient is exchanged separately
             call += (do is not None, dlse is not None)
         agree(ranks, call)
         return do, dlse, None, None, None
 
 
 class _Attention(torch.autograd.Function):
-    """Attention along a sequence, from what each rank keeps: its own q, k, v, o and lse."""
+    """Autograd of attention along a sequence; each rank saves its own q, k, v, o and lse."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Which method serves a call of `context_attention`, and why not another one."""
+"""Choose the method of `context_attention`."""
 
 import os
 from functools import lru_cache
@@ -15,13 +15,13 @@ from .ranks import Ranks
 
 
 class MethodExplanation(NamedTuple):
-    """The method that serves a call; `str()` of it is meant for people.
+    """The method of a call; `str()` formats it.
 
     Attributes:
         method: None if none does.
         reasons: by name, why a method cannot serve the call.
-        seconds: by name, modelled, not measured: what the model of `cost` says that forward and
-            backward take by a method that can.
+        seconds: modelled (not measured) seconds of forward and backward by name of the methods that
+            serve, from `cost`.
     """
 
     method: str | None
@@ -37,7 +37,7 @@ class MethodExplanation(NamedTuple):
 def explanation(
     q: Tensor, k: Tensor, ranks: Ranks, plan: ContextPlan, options: Options, method: str
 ) -> MethodExplanation:
-    """Explain the choice for the checked options of a call, and a method or "auto"."""
+    """Explain the choice for a checked call and a method or "auto"."""
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
     verdicts = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
@@ -62,10 +62,10 @@ def explanation(
 
 
 def choose(explained: MethodExplanation, method: str) -> str:
-    """The method of the explanation of a call that asked for `method`.
+    """The explained method of a call with `method`.
 
     Raises:
-        ValueError: there is none; it names those that can serve the call.
+        ValueError: the method cannot serve; the message names those that can.
     """
     if explained.method is not None:
         return explained.method
@@ -88,7 +88,7 @@ def why_not(
     if q.shape[1] % degree:
         return f"its {degree} ranks do not divide the {q.shape[1]} heads of q"
     for name in COUNTING:
-        # Gathered keys stand in order, and so do the tokens of ranks that hold all of them.
+        # Gathered keys are in order, as are the tokens of ranks that hold all of them.
         in_order = method == "ulysses" or (method == "gather" and name != "dropout")
         if name in options and not in_order and not plan.merged(degree).aligned:
             return f"{name} goes by positions: the plan's block must be a multiple of 128"
@@ -96,12 +96,12 @@ def why_not(
 
 
 def _degree(method: str, ranks: Ranks) -> int:
-    """How many ranks share out the heads."""
+    """Number of ranks that share the heads."""
     return {"ulysses": ranks.size, "usp": ranks.degree}.get(method, 1)
 
 
 def _share(T: int, options: Options) -> float:
-    """Share of all (query, key) pairs that causal order and window leave."""
+    """Share of (query, key) pairs that causal and window leave visible."""
     if options.get("stride") is not None:
         return 0.5 if options.get("causal") else 1.0
     return _share_of_window(T, options.get("causal", False), options.get("window"))
@@ -113,6 +113,6 @@ def _share_of_window(T: int, causal: bool, window: Any) -> float:
 
 
 def _gpus_of_a_node(ranks: int) -> int:
-    """GPUs on a node: torchrun's number, or those that this process sees; the same on all nodes."""
+    """GPUs per node: torchrun's number, or those visible to this process; equal on all nodes."""
     gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count()
     return min(gpus, ranks) or ranks

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache that is spread over ranks."""
+"""Attention of new tokens to a cache sharded over ranks."""
 
 from functools import reduce
 from typing import Any
@@ -16,7 +16,7 @@ from ..torch_backend import formula
 from .parts import add_sinks, wide
 from .ranks import all_gather
 
-# What goes by positions, of which a rank's cache holds every so manieth.
+# Position-dependent options, as a rank's cache holds only some positions.
 _MASKS = ("window", "keep_first", "stride")
 _BIASES = ("alibi_slopes", "relative_bias")
 _FUNCTIONS = "functions count the positions of one cache"
@@ -43,19 +43,19 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `fastattn.decode_attention` to a cache sharded over the ranks of a group.
 
-    Rank r of R holds the tokens t with t // page % R == r, in their order: it appends those alone,
-    so that every rank's share grows with the sequence. Each rank attends to its own, and all merge
-    what all found in one fixed order: the same bits on every rank and in every run.
+    Rank r of R holds the tokens t with t // page % R == r, in order, and appends only those. Each
+    rank attends to its own tokens, and all ranks merge all results in one fixed order: bitwise
+    equal on every rank and in every run.
 
     Args:
-        q: [B, H_q, T_q, D], the newest tokens, the same on every rank.
-        cache: this rank's, as of `fastattn.decode_attention`; no ring.
+        q: [B, H_q, T_q, D], the newest tokens, equal on every rank.
+        cache: this rank's, as for `fastattn.decode_attention`; no ring.
         group: the ranks.
-        page: how many tokens that follow one another lie on one rank.
-        return_lse, num_splits, batch_invariant, backend: as there.
-        options: those of `fastattn.decode_attention` but mask_mod, score_mod, mod_tensors and
-            heads. attn_mask and attn_bias count the positions of this rank's cache in their last
-            dim. They have to be the same on every rank: nobody looks.
+        page: number of consecutive tokens on a rank.
+        return_lse, num_splits, batch_invariant, backend: as there. options: as for
+            `fastattn.decode_attention`, without mask_mod, score_mod, mod_tensors and heads. The
+            last dim of attn_mask and attn_bias are positions in this rank's cache. Options must be
+            equal on every rank, which is not checked.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q].
@@ -89,7 +89,7 @@ def decode_attention(
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Neighbours are merged, then neighbours of those: a tree that is the same on every rank."""
+    """Merge adjacent parts pairwise, in a tree that is equal on every rank."""
     while len(parts) > 1:
         pairs = [(parts[n], parts[n + 1]) for n in range(0, len(parts) - 1, 2)]
         rest = parts[2 * len(pairs) :]
@@ -100,7 +100,7 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _by_position(
     q: Tensor, cache: Any, group: ProcessGroup, page: int, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """attn_mask and attn_bias for this rank's keys, of what goes by positions in the sequence."""
+    """attn_mask and attn_bias for this rank's keys, from position-dependent options."""
     view, _ = view_of_cache(cache)
     B, H_q, T_q, _ = q.shape
     slot = torch.arange(view.length_bound, device=q.device)
@@ -115,7 +115,7 @@ def _by_position(
         keep_first=options.get("keep_first", 0),
         stride=options.get("stride"),
     )
-    # Of all positions that there may be, those of this rank.
+    # This rank's positions.
     T = view.length_bound * group.size() + page * group.size()
     seen = formula.visible(places, B, H_q, T_q, T, q.device)
     masks = {}

@@ -1,7 +1,7 @@
-"""Every rank gathers the keys of the whole sequence, a few heads at a time, for its own queries.
+"""The gather method: each rank gathers all keys, a few heads at a time, for its queries.
 
-Backward the keys are gathered again. Each rank sends their gradients to the rank that holds them,
-which adds what it gets in the order of the ranks.
+The backward gathers the keys again. Gradients are sent to the keys' owners, which sum them in the
+order of ranks.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def gather_forward(
     Args:
         q: [B, H_q, T_r, D], this rank's queries without padding.
         k, v: [B, H_k, plan.length, D or D_v], its keys.
-        options: as `pieces` describes them.
+        options: for `pieces`.
     """
     runs = plan.runs(rank_in(group))
     results = [
@@ -41,7 +41,7 @@ def gather_backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, leaves: list[Tensor], whole: Whole,
     plan: ContextPlan, group: ProcessGroup,
 ) -> Gradients:  # fmt: skip
-    """All gradients, k's and v's with their padding. Arguments as of `gather_forward`."""
+    """All gradients, with padding in k's and v's. Arguments as in `gather_forward`."""
     runs, everything = plan.runs(rank_in(group)), [(0, plan.T)]
     results = []
     for heads, keys, values, given in _by_heads(q, k, v, options, plan, group):
@@ -61,9 +61,9 @@ def gather_backward(
 def _by_heads(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, group: ProcessGroup
 ) -> Iterator[tuple[slice, Tensor, Tensor, Options]]:
-    """Heads of q, their keys and values of the whole sequence, and their options.
+    """Yield heads of q, their keys and values of the whole sequence, and their options.
 
-    The next heads are on their way while these are computed.
+    The next heads' gather overlaps with the compute.
     """
     H_q, H_k = q.shape[1], k.shape[1]
     step, of_query = heads_at_once(H_k, size_of(group)), H_q // H_k
@@ -84,7 +84,7 @@ def _by_heads(
 
 
 def _start(k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, dist.Work]:
-    """Starts to gather [ranks, length, B, heads, D + D_v]. What is sent has to live as long."""
+    """Start gathering [ranks, length, B, heads, D + D_v]. The sent tensor must stay alive."""
     own = torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous()
     buffer = torch.empty((size_of(group), *own.shape), dtype=own.dtype, device=own.device)
     work = gather_single(buffer.view(-1), own.view(-1), group, async_op=True)

@@ -1,7 +1,7 @@
-"""Ulysses: ranks exchange tokens for heads, so that each has all of their tokens for some heads.
+"""Ulysses: ranks exchange tokens for heads, so that each has all tokens for some heads.
 
-Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv 2309.14509. Where there are fewer heads of keys than
-ranks, or not a multiple of them, keys are repeated first.
+Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv 2309.14509. If key heads are not a multiple of the
+ranks, keys are repeated first.
 """
 
 import math
@@ -20,7 +20,7 @@ _OF_QUERIES = tuple(name for name in along("T_q") if name != "q_documents")
 
 
 class Exchanged(NamedTuple):
-    """A call in which this rank's inner group holds all heads of each token, a part each."""
+    """A call after the exchange: ranks of an inner group hold different heads, same tokens."""
 
     q: Tensor
     k: Tensor
@@ -31,7 +31,7 @@ class Exchanged(NamedTuple):
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, ranks: Ranks
 ) -> Exchanged:
-    """This rank's heads of the tokens of its inner group, in their order; differentiable."""
+    """This rank's heads of the inner group's tokens, in order; differentiable."""
     U, H_q, H_k = ranks.degree, q.shape[1], k.shape[1]
     order = _order(plan, ranks).argsort().to(q.device)
     repeats = math.lcm(H_k, U) // H_k
@@ -48,7 +48,7 @@ def to_heads(
 
 
 def to_tokens(x: Tensor, plan: ContextPlan, ranks: Ranks) -> Tensor:
-    """[B, H_q, length, ...] of this rank's tokens, from what `to_heads` led to."""
+    """Inverse exchange: [B, H_q, length, ...] of this rank's tokens."""
     U = ranks.degree
     x = x.index_select(2, _order(plan, ranks).to(x.device))
     shape = (*x.shape[:2], U, plan.length, *x.shape[3:])
@@ -57,7 +57,7 @@ def to_tokens(x: Tensor, plan: ContextPlan, ranks: Ranks) -> Tensor:
 
 
 def _order(plan: ContextPlan, ranks: Ranks) -> Tensor:
-    """Where each token of the inner group's ranks, behind one another, stands among all of them."""
+    """Sorted order of the inner group's concatenated tokens."""
     first = ranks.rank - rank_in(ranks.inner)
     held = torch.cat([plan.indices(first + u) for u in range(ranks.degree)])
     return held.argsort().argsort()

@@ -1,7 +1,7 @@
-"""Which keys each rank's queries may see: how far keys go around a ring, and which of them.
+"""Visibility between ranks: how far and which keys travel around a ring.
 
-Causal order and window bound the keys of a query by its position, documents by where their tokens
-begin and end. All ranks come to the same answer, as they have the same plan, options and ids.
+Causal and window bound a query's keys by its position, documents by their extents. All ranks
+compute the same result, from the same plan, options and ids.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import checks
 from .pieces import Options, Run, Runs
 
-# What bounds read. Of prefixes they ask whether there are any.
+# Options that bounds depend on; of prefix_lengths only their presence.
 _READ = ("causal", "window", "stride", "keep_first")
-# Runs of a rank, on average, up to which a GPU is waited for to see its documents.
+# Average runs per rank up to which documents on a GPU are read, which waits for it.
 _FEW_RUNS = 2
-# Of ids of whole sequences what is known of them; for a backward, and where a plan knows it.
+# Cached `Documents` by ids of whole sequences; for backward, and for plans with documents.
 _documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# Of a rank's ids, in which version of them they are those that a plan was made for.
+# Version of a rank's ids at `mark`.
 _marked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Dealt(NamedTuple):
-    """Which tokens of a sequence of T each rank holds, without padding.
+    """Tokens of a sequence of T on each rank, without padding.
 
-    grain: keys are sent in blocks of so many, counted from the start of a run.
+    grain: keys are sent in blocks of this size, counted from the start of a run.
     """
 
     T: int
@@ -38,25 +38,25 @@ class Dealt(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """To how many ranks after its own, and to how many before it, each rank's keys go."""
+    """Number of later and earlier ranks that each rank's keys are sent to."""
 
     after: int
     before: int
 
     @property
     def steps(self) -> list[int]:
-        """Distances of the ranks behind a rank whose keys it gets, in their order; its own first.
+        """Distances to the ranks whose keys a rank gets, in order; its own first.
 
-        A ring goes one way round as far as it has to, and then the other way from the start.
+        A ring sends in one direction as far as needed, then from the start in the other.
         """
         return [*range(self.after + 1), *range(-1, -self.before - 1, -1)]
 
 
 class Bounds(NamedTuple):
-    """The first and the last key [T] that each query may see in any batch row, by position.
+    """First and last key [T] that each query may see in any batch row, by position.
 
-    A query that sees none has a first key behind its last one. keep_first: how many first keys are
-    seen beside these, where documents do not hide them.
+    Without visible keys, the first is after the last. keep_first: number of first keys that are
+    also visible, unless documents hide them.
     """
 
     first: Tensor
@@ -65,7 +65,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bounds:
-    """Find the first and last visible key of each query, from a call's checked options."""
+    """`Bounds` from a call's checked options."""
     at = torch.arange(T)
     left, right = checks.check_window(options.get("window"))
     left = None if options.get("stride") is not None else left
@@ -81,13 +81,13 @@ def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bo
 
 
 class Documents:
-    """Where documents begin and end: the first and the last token [T] of each token's, on the host.
+    """Extents of documents: first and last token [T] of each token's document, on the host.
 
-    Of several batch rows, all that the document of any of them spans. A token that is padding in
-    every row has its first token behind its last one.
+    With several batch rows, the union over rows. For tokens that are padding in every row, the
+    first is after the last.
 
     Args:
-        ids: [B, T]. On a GPU it is waited for.
+        ids: [B, T]. Waits for a GPU.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -104,7 +104,7 @@ class Documents:
         self._needs: dict[Any, Needs] = {}
 
     def needs(self, dealt: Dealt, options: Options) -> "Needs":
-        """Find the keys that ranks need, from a call's checked options."""
+        """`Needs` from a call's checked options."""
         key = (dealt, mask_of(options))
         if key not in self._needs:
             self._needs[key] = Needs(dealt, bounds(dealt.T, options, self))
@@ -112,16 +112,16 @@ class Documents:
 
 
 def mark(own: Tensor, documents: Documents) -> None:
-    """Note that a rank's ids, as they are now, belong to a sequence with these documents.
+    """Record that a rank's current ids belong to a sequence with these documents.
 
-    Then no call looks at them on a device. Every rank does it alike.
+    Then calls do not read them from the device. Call it on every rank.
     """
     if not own.is_inference():
         _marked[own] = own._version, documents
 
 
 def marked(own: Tensor | None) -> Documents | None:
-    """Return the documents that `mark` noted for a rank's ids, if the ids have not changed."""
+    """Documents recorded by `mark` for a rank's ids, if the ids have not changed."""
     if own is None or own.is_inference():
         return None
     version, documents = _marked.get(own, (None, None))  # type: ignore[no-untyped-call]
@@ -130,18 +130,18 @@ def marked(own: Tensor | None) -> Documents | None:
 
 
 def remember(ids: Tensor, documents: Documents) -> None:
-    """Notes what is known of the ids [B, T] of a whole sequence."""
+    """Cache the documents of a whole sequence's ids [B, T]."""
     _documents[ids] = documents
 
 
 class Needs:
-    """Keys of each rank that the queries of each rank may see, by blocks of keys."""
+    """Keys of each rank that each rank's queries may see, by blocks of keys."""
 
     def __init__(self, dealt: Dealt, limits: Bounds) -> None:
         self.dealt = dealt
         grain, T = dealt.grain, dealt.T
         ends = [0, *accumulate(map(len, dealt.runs))]
-        # Numbers of a rank's runs, which are counted through all ranks.
+        # Numbers of a rank's runs, counted over all ranks.
         self._numbers = [slice(*both) for both in pairwise(ends)]
         pieces = sorted(
             (start, min(start + grain, run[1]), rank, ends[rank] + n)
@@ -151,20 +151,20 @@ class Needs:
         )
         columns = torch.tensor(pieces).view(-1, 4).mT.contiguous()
         self._starts, self._stops, self._owners, self._run_of = columns
-        # Of a piece's queries: the pieces cover the sequence in order.
+        # Per piece of queries; pieces cover the sequence in order.
         piece = torch.repeat_interleave(torch.arange(len(pieces)), self._stops - self._starts)
         first = torch.full_like(self._starts, T).scatter_reduce(0, piece, limits.first, "amin")
         last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.last, "amax")
         self._needed = self._marked(first, last)
         if limits.keep_first:
-            # Documents, which the bounds have met, may hide these keys too: that is not looked at.
+            # Documents, already in the bounds, may hide these keys too, which is ignored.
             some = first <= last
             end = torch.minimum(last, torch.full_like(last, limits.keep_first - 1))
             zero = torch.zeros_like(first).masked_fill(~some, T)
             self._needed |= self._marked(zero, end)
 
     def _marked(self, first: Tensor, last: Tensor) -> Tensor:
-        """[ranks, pieces]: whether some piece of a rank's queries sees a piece's keys."""
+        """[ranks, pieces]: whether a rank's queries see a piece's keys."""
         some = first <= last
         begin = torch.searchsorted(self._stops, first, right=True)[some]
         end = torch.searchsorted(self._starts, last, right=True)[some]
@@ -184,11 +184,11 @@ class Needs:
 
     @cached_property
     def hops(self) -> Hops:
-        """The fewest hops in all that bring every rank what it may see."""
+        """The fewest total hops that bring every rank its visible keys."""
         ranks = len(self.dealt.runs)
         seen = torch.tensor(self.seen)
         r, s = seen.nonzero(as_tuple=True)
-        # Ranks s with keys for rank r stand (r - s) behind it.
+        # Rank s with keys for rank r is (r - s) steps behind it.
         needed = sorted({*((r - s) % ranks).tolist()})
         ways = [
             Hops(max((n for n in needed if n < split), default=0),
@@ -198,9 +198,9 @@ class Needs:
         return min(reversed(ways), key=sum)
 
     def runs(self, rank: int, step: int) -> Runs:
-        """Runs of a rank's keys that go to the rank `step` behind it.
+        """Runs of a rank's keys that are sent to the rank `step` after it.
 
-        Those that this one or a rank beyond it on the way may see; of each run one stretch.
+        Keys that this or a later rank on the way may see; one stretch of each run.
         """
         if step == 0:
             return self.dealt.runs[rank]
@@ -209,7 +209,7 @@ class Needs:
 
     @cached_property
     def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Begin and end, by step, of the keys sent from each run; equal where none is sent."""
+        """Begin and end, by step, of the keys sent from each run; equal if none."""
         sent = {}
         ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
         runs = sum(map(len, self.dealt.runs))
@@ -227,7 +227,7 @@ class Needs:
 
     @cached_property
     def way(self) -> "Way":
-        """Traffic around the ring: for each hop, the most that a rank passes on."""
+        """Traffic around the ring: for each hop, the most that any rank sends."""
         most = max(map(total, self.dealt.runs))
         owner = torch.tensor([rank for rank, runs in enumerate(self.dealt.runs) for _ in runs])
         share = {}
@@ -235,15 +235,15 @@ class Needs:
             of_rank = torch.zeros(len(self.dealt.runs), dtype=torch.int64)
             share[step] = int(of_rank.index_add_(0, owner, stop - first).max()) / most
         after, before = self.hops
-        # Gradients go as far as keys do, each time of all that its rank had sent.
+        # Gradients travel as far as keys, always for all keys that their rank had sent.
         behind = after * share.get(1, 0.0) + before * share.get(-1, 0.0)
         return Way(after + before, sum(share.values()), behind)
 
 
 class Way(NamedTuple):
-    """Traffic around a ring: hops, and sums over them of the shares of a rank's keys that travel.
+    """Traffic around a ring: hops, and sums over hops of the shares of a rank's keys that are sent.
 
-    keys: for keys that are sent on. gradients: for gradients of keys, which follow and go home.
+    keys: for keys. gradients: for gradients of keys, which follow and return.
     """
 
     hops: int
@@ -257,10 +257,10 @@ def total(runs: Sequence[Run]) -> int:
 
 
 def needs(dealt: Dealt, options: Options) -> Needs:
-    """Find the keys that ranks need, from a call's checked options and whole documents.
+    """`Needs` from a call's checked options and whole documents.
 
-    To read documents on a GPU, the host waits for it, once a call. They are not read while a CUDA
-    graph is captured, nor where ranks hold many short runs, which mostly all see each other.
+    Reading documents on a GPU waits for it, once per call. They are not read during CUDA graph
+    capture, or if ranks hold many short runs, which mostly all see each other.
     """
     ids = options.get("documents")
     if ids is None:
@@ -279,7 +279,7 @@ def _may_look(dealt: Dealt) -> bool:
 
 
 def mask_of(options: Options) -> tuple[Any, ...]:
-    """Collect the mask options that bounds read, except documents."""
+    """Mask options that bounds depend on, except documents."""
     return options.get("prefix_lengths") is not None, *(options.get(name) for name in _READ)
 
 

@@ -1,6 +1,6 @@
-"""Attention of a rank's queries to a part of the keys, and that part's share of the gradients.
+"""Attention of a rank's queries to a part of the keys, and the part's gradients.
 
-A part is one call or several, as `pieces.pairs` cuts it.
+A part takes one or several calls, see `pieces.pairs`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .pieces import Options, Run, blank, of_pair, pairs
 
 
 class Whole(NamedTuple):
-    """Tensors over all keys that the parts' gradients are made from: do, dlse, o and lse."""
+    """Tensors over all keys for the parts' gradients: do, dlse, o and lse."""
 
     do: Tensor
     dlse: Tensor | None
@@ -32,7 +32,7 @@ class Whole(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """fp32 or wider, of q, k and v, and of the learned options that are given but sinks."""
+    """Gradients in fp32 or wider of q, k and v, and of given learned options except sinks."""
 
     q: Tensor
     k: Tensor
@@ -46,12 +46,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which parts of x's dtype are added up."""
+    """Dtype of sums of parts in x's dtype."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def zeros_for(*tensors: Tensor) -> list[Tensor]:
-    """Zeros in the tensors' shapes, fp32 or wider, for `part_backward` to add gradients to."""
+    """Zeros in the tensors' shapes, fp32 or wider, for sums in `part_backward`."""
     return [torch.zeros_like(wide(x.detach())) for x in tensors]
 
 
@@ -59,12 +59,12 @@ def part_forward(
     o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run],
     k_runs: Sequence[Run], options: Options,
 ) -> None:  # fmt: skip
-    """Merges attention to these keys into o and lse, in place.
+    """Merge attention to these keys into o and lse, in place.
 
     Args:
-        o, lse: of the keys so far, o in fp32 or wider; see `blank`.
-        q: [B, H_q, T_q, D], the queries of q_runs behind one another.
-        k, v: [B, H_k, T_k, D or D_v], the keys of k_runs behind one another.
+        o, lse: over earlier keys, o in fp32 or wider; see `blank`.
+        q: [B, H_q, T_q, D], the concatenated queries of q_runs.
+        k, v: [B, H_k, T_k, D or D_v], the concatenated keys of k_runs.
     """
     for pair in pairs(q_runs, k_runs, options):
         part = attention_block_forward(
@@ -81,7 +81,7 @@ def part_forward(
 def whole_forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """o in q's dtype, and lse: attention to all keys of the sequence, in its order."""
+    """Attention to all keys of the sequence, in order: o in q's dtype, and lse."""
     o, lse = blank(q, v, q.dtype)
     for pair in pairs(q_runs, [(0, k.shape[2])], options):
         o[:, :, pair.rows], lse[:, :, pair.rows] = attention_block_forward(
@@ -94,11 +94,11 @@ def part_backward(
     total: Gradients, q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run],
     k_runs: Sequence[Run], options: Options, leaves: Sequence[Tensor], whole: Whole,
 ) -> None:  # fmt: skip
-    """Adds the share of these keys in the gradients to a total, in place.
+    """Add these keys' share of the gradients to a total, in place.
 
     Args:
-        q, k, v, q_runs, k_runs: as of `part_forward`.
-        options: without sinks. leaves: what their tensors that have gradients are made from.
+        q, k, v, q_runs, k_runs: as in `part_forward`.
+        options: without sinks. leaves: sources of their tensors with gradients.
     """
     for pair in pairs(q_runs, k_runs, options):
         with torch.enable_grad():
@@ -126,7 +126,7 @@ def part_backward(
 
 
 def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """o and lse with one more key for every query of a head, whose value is 0."""
+    """Add sinks to o and lse: one more key per head with value 0."""
     if sinks is None:
         return o, lse
     score = sinks.to(lse.dtype)[:, None].expand_as(lse)
@@ -134,7 +134,7 @@ def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
 
 
 def sinks_gradient(sinks: Tensor, whole: Whole) -> Tensor:
-    """[H_q]: a sink is one more key with value 0: its ds is its weight times (0 - delta)."""
+    """Gradient of sinks [H_q]: with value 0, a sink's ds is its weight times (0 - delta)."""
     delta = (wide(whole.do) * whole.o).sum(-1)
     delta = delta if whole.dlse is None else delta - whole.dlse
     weight = torch.exp(sinks.to(delta.dtype)[:, None] - whole.lse)

@@ -1,7 +1,7 @@
-"""The options of an attention over some of the queries, keys or heads of a sequence.
+"""Options of attention over some of the queries, keys or heads of a sequence.
 
-Options come as keyword arguments of `fastattn.attention`. Where tensors have a dim of the keys, it
-counts the whole sequence; a dim of the queries counts the tokens that this rank holds.
+Options are keyword arguments of `fastattn.attention`. Key dims of tensors are the whole sequence;
+query dims are this rank's tokens.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ Runs = tuple[Run, ...]
 _HEADS = along("H_q")
 _QUERIES = along("T_q")
 _KEYS = along("T_k")
-# Of the table of options, documents are a pair.
+# documents are a pair of fields.
 _DOCUMENTS = "documents"
-# Calls of a run each that are preferred to one call with positions: two runs meet two in a zigzag.
+# Most calls with single runs, preferred to one call with positions: two by two in a zigzag.
 _MOST_CALLS = 4
 
 
 class Pair(NamedTuple):
-    """Runs of queries and runs of keys: where they lie in memory, and where in the sequence.
+    """Runs of queries and keys: slices in memory, and positions in the sequence.
 
-    by_positions: a call that says where each token stands; else one run of each, by an offset.
+    by_positions: call with explicit positions; else one run of each, with an offset.
     """
 
     rows: slice
@@ -40,10 +40,9 @@ class Pair(NamedTuple):
 
 
 def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> list[Pair]:
-    """The calls for these queries and keys, without those in which positions hide every key.
+    """Calls for these queries and keys, without fully masked ones.
 
-    A run of each is an ordinary call, which any kernel serves. Many runs are one call together,
-    with positions.
+    A run of each is an ordinary call, served by any kernel. Many runs are one call with positions.
     """
     calls = []
     row = 0
@@ -63,14 +62,14 @@ def pairs(q_runs: Sequence[Run], k_runs: Sequence[Run], options: Options) -> lis
 
 
 def aligned(runs: Sequence[Run]) -> bool:
-    """Whether runs behind one another are what `positions` of `attention` may be."""
+    """Whether concatenated runs are valid `positions` of `attention`."""
     lengths = (stop - start for start, stop in runs[:-1])
     return all(n % POSITIONS_BLOCK == 0 for n in lengths) and all(run[0] % 4 == 0 for run in runs)
 
 
 def may_see(query: Run, key: Run, options: Options) -> bool:
-    """False only if causal and window hide the run of keys from every query of the run."""
-    ahead = key[0] - (query[1] - 1)  # of the last query, the nearest key
+    """False only if causal and window hide all keys of the run from all queries."""
+    ahead = key[0] - (query[1] - 1)  # the last query's nearest key
     if options.get("causal") and options.get("prefix_lengths") is None and ahead > 0:
         return False
     window = options.get("window")
@@ -84,7 +83,7 @@ def may_see(query: Run, key: Run, options: Options) -> bool:
 
 
 def of_pair(options: Options, pair: Pair, device: torch.device) -> Options:
-    """The options of `fastattn.attention` for the pair's queries and keys alone."""
+    """Options of `fastattn.attention` for the pair's queries and keys."""
     selected = dict(options)
     for name, behind in _QUERIES.items():
         if (x := selected.get(name)) is not None and x.shape[-1 - behind] > 1:
@@ -120,12 +119,12 @@ def _taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _positions(runs: Runs, device: torch.device) -> Tensor:
-    """int32 [1, T]: where the tokens of runs stand in the sequence."""
+    """int32 [1, T]: positions of the runs' tokens in the sequence."""
     return torch.cat([torch.arange(*run, dtype=torch.int32) for run in runs])[None].to(device)
 
 
 def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Options:
-    """The options for `count` query heads from `first` on."""
+    """Options for `count` query heads from `first` on."""
     if count == H_q:
         return options
     selected = dict(options)
@@ -143,13 +142,13 @@ def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Op
 
 
 def with_leaves(options: Options, names: Sequence[str]) -> tuple[Options, list[Tensor]]:
-    """The options with new leaves in place of some of their tensors, and the leaves."""
+    """Options with some tensors replaced by new leaves, and the leaves."""
     leaves = {name: options[name].detach().requires_grad_() for name in names}
     return options | leaves, list(leaves.values())
 
 
 def blank(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """o and lse of queries that see no key."""
+    """o and lse of queries without keys."""
     o = torch.zeros((*q.shape[:3], v.shape[3]), dtype=dtype, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     return o, torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)

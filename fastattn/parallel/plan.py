@@ -1,4 +1,4 @@
-"""Which tokens each rank holds: dealt out so that least time goes by, computing and sending."""
+"""`ContextPlan`: assignment of tokens to ranks, with the least modelled time."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from .hops import Dealt, Documents, Way, mark, mask_of, needs
 from .pieces import Options, Run, Runs, aligned
 
 BALANCES = ("contiguous", "zigzag", "longest_first")
-# "auto" prefers fewer, longer runs of tokens to less modelled time than this.
+# Modelled gain below which "auto" prefers fewer, longer runs of tokens.
 _TOLERATED = 0.05
-# Kernels want the positions of a run to begin at a multiple of this.
+# Alignment of a run's positions for kernels.
 _ALIGNED = 4
 
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Which tokens of a sequence of T each rank holds. Made by `ContextPlan.make`.
+    """Assignment of the tokens of a sequence of T to ranks, from `ContextPlan.make`.
 
-    A rank holds `length` tokens in rising order, the same number on every rank; positions from T on
-    are padding, which lies behind a rank's other tokens.
+    Every rank holds `length` tokens in ascending order; positions from T on are padding, at the end
+    of a rank's tokens.
 
     Args:
         T: tokens of the sequence, without padding.
-        stretches: for each rank (start, stop) of what it holds, rising, padding included.
-        block: tokens that stay together where tokens are dealt out.
-        balance: how they were.
-        imbalance: the most pairs of query and key that a rank sees, over the mean of all ranks.
-        pairs: for each rank, those that its queries see.
-        share: pairs that are seen, of all that there are in all rows.
-        documents: of a plan made for documents, where they begin and end.
-        rates: by which the modelled times are made, here and where a method is chosen.
-        modelled: (balance, seconds) of each way to deal out tokens that was considered: modelled,
-            not measured, of the forward and backward of one layer.
+        stretches: ranges (start, stop) of each rank, ascending, padding included.
+        block: tokens that stay together.
+        balance: how they were. imbalance: visible pairs of query and key of the busiest rank, over
+            the mean.
+        pairs: visible pairs of each rank's queries.
+        share: visible pairs of all pairs in all rows.
+        documents: extents of the plan's documents, if any.
+        rates: for modelled times, here and in the choice of a method.
+        modelled: (balance, seconds) of each considered balance: modelled, not measured, forward and
+            backward of one layer.
     """
 
     T: int
@@ -72,25 +72,24 @@ class ContextPlan:
         head_dim: int = 128,
         rates: Rates | None = None,
     ) -> ContextPlan:
-        """A plan for `ranks` ranks, from the pairs of query and key that a mask lets through.
+        """Make a plan for `ranks` ranks, from the visible pairs of query and key.
 
         Args:
-            T: tokens, of any number: the plan pads, by fewer than 4 tokens a rank.
-            ranks: how many ranks share the sequence.
-            causal, window: as of `fastattn.attention`.
-            documents: ids [B, T] of the whole sequence, as of `fastattn.attention`.
-            block: tokens that stay together. Kernels want a multiple of 128.
+            T: any number of tokens: the plan pads, by fewer than 4 tokens per rank.
+            ranks: how many ranks share the sequence. causal, window: as for `fastattn.attention`.
+                documents: ids [B, T] of the whole sequence, as for `fastattn.attention`.
+            block: tokens that stay together; a multiple of 128 for kernels.
             balance: "contiguous" keeps a rank's tokens together. "zigzag" gives rank r the r-th
-                stretch from the start and the r-th from the end. "longest_first" gives the block
-                with the most work left to the rank with the least so far. "auto" takes the first of
-                these whose modelled time is within 5 % of the least: of computing what the busiest
-                rank sees, and of the keys that are sent for it, by a ring or a gather.
-            heads, head_dim: of q and of k and v, for that model.
-            rates: for that model, and for the choice of a method; default `cost.Rates()`, those of
-                a DGX H100. They have to be the same on every rank.
+                stretch from the start and the r-th from the end. "longest_first" repeatedly gives
+                the block with the most work to the rank with the least. "auto" takes the first of
+                these whose modelled time is within 5 % of the least: compute of the busiest rank
+                and its communication, by a ring or a gather.
+            heads, head_dim: for the model.
+            rates: for the model, and for the choice of a method; default `cost.Rates()`, a DGX
+                H100. They must be equal on every rank.
 
         Raises:
-            TypeError, ValueError: an argument that is none of these.
+            TypeError, ValueError: an invalid argument.
         """
         T = checks.check_count("T", T, 1)
         ranks = checks.check_count("ranks", ranks, 1)
@@ -127,17 +126,17 @@ class ContextPlan:
         return replace(plans[best], modelled=modelled if len(plans) > 1 else ())
 
     def _modelled(self, shape: Shape, options: Options) -> float:
-        """Seconds of the method that takes the fewest, of those that any mesh of one dim has."""
+        """Modelled seconds of the fastest method on a mesh of one dim."""
         imbalance, around = self.around(1, options)
         shape = shape._replace(imbalance=imbalance, around=around)
         methods = ("gather", "ring")
         return min(cost(name, shape, self.ranks, self.rates).seconds for name in methods)
 
     def mark(self, documents: Tensor) -> None:
-        """Notes that these ids of a rank's tokens are those that the plan was made for.
+        """Record that these ids of a rank's tokens are the plan's documents.
 
-        A ring then knows which keys to send without a look at them, which on a GPU would wait for
-        it in each call. Every rank does it alike; ids that are changed later are looked at.
+        A ring then knows which keys to send without reading the ids, which on a GPU waits for it in
+        each call. Call it on every rank; ids that change later are read again.
         """
         if self.documents is None:
             raise ValueError("the plan was made without documents")
@@ -150,7 +149,7 @@ class ContextPlan:
 
     @property
     def length(self) -> int:
-        """Tokens that each rank holds, padding included."""
+        """Tokens on each rank, padding included."""
         return sum(stop - start for start, stop in self.stretches[0])
 
     def indices(self, rank: int) -> Tensor:
@@ -158,11 +157,11 @@ class ContextPlan:
         return torch.cat([torch.arange(*stretch) for stretch in self.stretches[rank]])
 
     def positions(self, rank: int) -> Tensor:
-        """int32 [1, length]: `indices` as `positions` of `fastattn.attention` takes them."""
+        """int32 [1, length]: `indices` as `positions` of `fastattn.attention`."""
         return self.indices(rank).to(torch.int32)[None]
 
     def runs(self, rank: int) -> list[Run]:
-        """The stretches [start, stop) of tokens without a gap that a rank holds, in order.
+        """Contiguous ranges [start, stop) of a rank's tokens, in order.
 
         Padding is left out.
         """
@@ -170,25 +169,25 @@ class ContextPlan:
 
     @cached_property
     def dealt(self) -> Dealt:
-        """The runs of all ranks, and how finely keys may be cut where only some are sent.
+        """Runs of all ranks, and the granularity at which keys are sent.
 
-        Cut so, runs that kernels can tell the positions of stay so.
+        The granularity keeps aligned runs aligned for kernels.
         """
         whole = self.block % POSITIONS_BLOCK == 0
         grain = POSITIONS_BLOCK if whole else math.lcm(self.block, _ALIGNED)
         return Dealt(self.T, tuple(_runs(own, self.T) for own in self.stretches), grain)
 
     def real(self, rank: int) -> int:
-        """How many of a rank's tokens are no padding: they come first."""
+        """Number of a rank's tokens without padding; they come first."""
         return sum(stop - start for start, stop in self.runs(rank))
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether kernels can tell each token's position: blocks are a multiple of 128, or runs."""
+        """Whether kernels can use positions: blocks are multiples of 128, or runs."""
         return all(map(aligned, self.dealt.runs))
 
     def merged(self, degree: int) -> ContextPlan:
-        """The plan of groups of `degree` ranks that follow each other, each group one rank."""
+        """The plan with each group of `degree` consecutive ranks merged to one rank."""
         starts = range(0, self.ranks, degree)
         groups = (self.stretches[r : r + degree] for r in starts)
         stretches = tuple(tuple(sorted(x for own in group for x in own)) for group in groups)
@@ -196,9 +195,9 @@ class ContextPlan:
         return replace(self, stretches=stretches, pairs=pairs, imbalance=_imbalance(pairs))
 
     def around(self, degree: int, options: Options) -> tuple[float, Way]:
-        """Imbalance of, and traffic around, a ring of groups of `degree` ranks.
+        """Imbalance and traffic of a ring of groups of `degree` ranks.
 
-        Documents count only where the plan was made for them.
+        Documents count only if the plan has them.
         """
         known = self.documents if options.get("documents") is not None else None
         masks = {name: x for name, x in options.items() if name != "documents"}
@@ -222,13 +221,13 @@ class ContextPlan:
 
     @cached_property
     def hash(self) -> str:
-        """Equal for plans that deal out the same tokens, in every process."""
+        """Hash of the assignment, equal in every process."""
         text = repr((self.T, self.dealt.grain, self.stretches))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _runs(stretches: Runs, T: int) -> Runs:
-    """Stretches that touch are one run; without padding."""
+    """Merge adjacent stretches to runs, without padding."""
     runs: list[Run] = []
     for start, stop in stretches:
         stop = min(stop, T)
@@ -256,9 +255,9 @@ def _imbalance(pairs: Sequence[int]) -> float:
 def visible_keys(
     T: int, *, causal: bool = False, window: Any = None, documents: Tensor | None = None
 ) -> Tensor:
-    """int64 [T]: how many keys each query sees, over all rows of `documents`; exact.
+    """int64 [T]: number of visible keys of each query, over all rows of `documents`; exact.
 
-    Takes memory for T numbers, not for T x T.
+    Memory is proportional to T.
     """
     left, right = checks.check_window(window)
     position = torch.arange(T)
@@ -272,7 +271,7 @@ def visible_keys(
         raise ValueError(f"documents must have shape [B, {T}], got {list(documents.shape)}")
     total = torch.zeros_like(position)
     for row in documents.cpu().long():
-        # Keys in the order of their documents: those of one are then found by bisection.
+        # Sort keys by document, to find a document's keys by bisection.
         _, ids = row.unique(return_inverse=True)
         keys = (ids * T + position).sort().values
         counts = torch.searchsorted(keys, ids * T + last, right=True)
@@ -291,7 +290,7 @@ def _contiguous(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, .
 
 
 def _zigzag(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, ...]:
-    """The early stretches are whole blocks, the late ones what a rank has left."""
+    """Early stretches are whole blocks, late ones the rest of a rank's tokens."""
     length = _length(T, ranks)
     early = (length // 2 + block // 2) // block * block
     late, end = length - early, length * ranks
@@ -305,12 +304,12 @@ def _zigzag(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, ...]:
 def _longest_first(T: int, ranks: int, block: int, before: Tensor) -> tuple[Runs, ...]:
     """Graham's rule of 1969, "Bounds on multiprocessing timing anomalies", with equal counts.
 
-    The end of the sequence, which is not a whole block for everyone, is shared out in stretches.
+    The end of the sequence, less than a block per rank, is split in stretches.
     """
     each = T // (block * ranks)
     main, tail = each * block * ranks, _length(T, ranks) - each * block
     own = [[(main + r * tail, main + (r + 1) * tail)] if tail else [] for r in range(ranks)]
-    # A heap of loads; those without blocks have no room.
+    # A heap of loads; ranks without room are removed.
     with_room = [(load, rank) for rank, load in enumerate(_pairs([tuple(x) for x in own], before))]
     heapify(with_room)
     work = before[: main + 1 : block].diff().tolist()

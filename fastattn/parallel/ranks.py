@@ -1,8 +1,8 @@
-"""The ranks that share a sequence, and what they send each other: torch.distributed beneath.
+"""Ranks that share a sequence, and their communication by torch.distributed.
 
-A mesh of one dimension splits the sequence, or the heads. In a mesh of two the ranks of the second,
-inner dimension share out the heads of the tokens that they hold together, and the first, outer
-dimension splits the sequence. Ranks count through the inner dimension first.
+A mesh of one dim shards the sequence, or the heads. In a mesh of two dims the inner one shards the
+heads of its ranks' tokens, and the outer one the sequence. Ranks are numbered along the inner dim
+first.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from .. import checks
 from .plan import ContextPlan
 
 Mesh: TypeAlias = DeviceMesh | ProcessGroup
-# torch 2.13 has it under a new name.
+# Renamed in torch 2.13.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Groups of the same ranks that send from host to host; None: the group does so itself. A group that
-# nobody else holds ends.
+# Host-side groups of the same ranks; None: the group itself sends from the host. Weak keys.
 _on_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup | None] = WeakKeyDictionary()
-# How many calls the ranks of a group have made alike.
+# Number of agreed calls of a group's ranks.
 _agreed: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Ranks(NamedTuple):
-    """A rank's groups: the group that splits its sequence, and the group of the inner dimension.
+    """A rank's groups: of the outer dim (sequence) and of the inner dim (heads).
 
-    None: a dimension of one rank.
+    None: a dim of one rank.
     """
 
     outer: ProcessGroup | None
@@ -43,7 +42,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: Any) -> Ranks:
-        """Make ranks from a DeviceMesh of one or two dimensions, or from a ProcessGroup."""
+        """Ranks of a DeviceMesh of one or two dims, or of a ProcessGroup."""
         if isinstance(mesh, ProcessGroup):
             return Ranks(mesh)
         if not isinstance(mesh, DeviceMesh):
@@ -61,22 +60,22 @@ class Ranks(NamedTuple):
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """The inner group first: ranks that are next to each other."""
+        """The groups, inner first: adjacent ranks."""
         return tuple(group for group in (self.inner, self.outer) if group is not None)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return size_of(self.outer) * size_of(self.inner)
 
     @property
     def rank(self) -> int:
-        """This one's number."""
+        """Number of this rank."""
         return rank_in(self.outer) * size_of(self.inner) + rank_in(self.inner)
 
     @property
     def degree(self) -> int:
-        """How many ranks share out the heads."""
+        """Number of ranks that share the heads."""
         return size_of(self.inner)
 
 
@@ -91,7 +90,7 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 
 def check_mesh(plan: Any, ranks: Ranks) -> None:
-    """A plan, for as many ranks as there are."""
+    """Check that plan is a ContextPlan for this number of ranks."""
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, got {checks.type_name(plan)}")
     if plan.ranks != ranks.size:
@@ -99,23 +98,22 @@ def check_mesh(plan: Any, ranks: Ranks) -> None:
 
 
 def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -> int:
-    """Raises on every rank if one has an error, or makes another call than rank 0.
+    """Raise on every rank if one has an error, or a call that differs from rank 0's.
 
-    Every call is looked at: the hosts exchange 24 bytes, a hash of the call and whether there is an
-    error, before anything else is sent. No device is waited for. Only where ranks differ do they
-    tell each other more.
+    For every call the hosts exchange 24 bytes, a hash of the call and an error flag, before other
+    communication, without waiting for a device. They exchange details only if ranks differ.
 
     Args:
-        call: values that must be the same on every rank, and have the same `repr` there.
+        call: values that must have equal `repr` on every rank.
         error: why this rank cannot make the call.
 
     Returns:
-        The number of the call among those of these ranks, the same on every rank.
+        The number of the call among these ranks' calls, equal on every rank.
 
     Raises:
-        ValueError: another rank cannot, or ranks make different calls; it names the rank.
-        RuntimeError: a rank has not come within the timeout of the group.
-        Exception: `error` itself, on its own rank, whatever has become of the others.
+        ValueError: another rank has an error, or calls differ; the message names the rank.
+        RuntimeError: a rank did not make the call within the group's timeout.
+        Exception: `error` itself, on its own rank.
     """
     groups = [group for group in ranks.groups if group.size() > 1]
     try:
@@ -148,7 +146,7 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
 def _compared(
     call: str, error: Exception | None, groups: Sequence[ProcessGroup]
 ) -> tuple[bool, bool]:
-    """Whether all ranks make the same call, and whether one has an error."""
+    """Whether all ranks make the same call, and whether any has an error."""
     mark = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
     # The highest mark and the lowest one.
     marks = torch.tensor([mark, -mark, int(error is not None)], device="cpu")
@@ -159,7 +157,7 @@ def _compared(
 
 
 def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) -> list[Any]:
-    """Collect from every rank its call and the reason why it cannot make it, by rank."""
+    """Gather every rank's call and error message, by rank."""
     said: list[Any] = [(call, None if error is None else str(error))]
     for group in groups:
         parts: list[Any] = [None] * group.size()
@@ -169,10 +167,10 @@ def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) ->
 
 
 def _on_host(group: ProcessGroup) -> ProcessGroup:
-    """The group, or one of its ranks beside it where it sends what lies on GPUs alone.
+    """The group, or a gloo group of its ranks if it only sends GPU tensors.
 
-    The first call starts that one, on all ranks of the group. It starts NCCL too, which all ranks
-    do together: the first message of a ring may be one between some of them.
+    The first call creates it, on all ranks. It also initialises NCCL collectively, as a ring's
+    first message may be between only some ranks.
     """
     if group not in _on_hosts:
         config, beside = dist.get_backend_config(group), None
@@ -191,7 +189,7 @@ def _on_host(group: ProcessGroup) -> ProcessGroup:
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[ranks, ...]: x of every rank in a group."""
+    """Gather x of every rank in a group: [ranks, ...]."""
     if group is None:
         return x[None]
     gathered = torch.empty((group.size(), *x.shape), dtype=x.dtype, device=x.device)
@@ -200,7 +198,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gather_sequence(x: Tensor, dim: int, plan: ContextPlan, ranks: Ranks) -> Tensor:
-    """The whole sequence, T long in dim, from each rank's tokens; without gradient."""
+    """Gather the whole sequence, T long in dim, from each rank's tokens; no gradient."""
     parts = x.movedim(dim, 0)
     for group in ranks.groups:
         parts = all_gather(parts, group).flatten(0, 1)
@@ -215,7 +213,7 @@ def first_rank(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """x [ranks, ...] with its first dim sent out: entry r comes from rank r."""
+    """Exchange the first dim of x [ranks, ...]: result r comes from rank r."""
     if group is None:
         return x
     x = x.contiguous()
@@ -225,7 +223,7 @@ def all_to_all(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum over the first dim in fp32 or wider, in its order: the same bits every time."""
+    """Sum over the first dim in fp32 or wider, in order, so deterministic."""
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
     for part in parts[1:]:
         total = total + part
@@ -233,9 +231,9 @@ def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward of an autograd.Function whose gradients have no gradient.
+    """Decorator of the backward of an autograd.Function without double backward.
 
-    As torch's `once_differentiable`, but that the error names the call.
+    torch's `once_differentiable`, with an error that names the call.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,7 +253,7 @@ def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class _Last(torch.autograd.Function):
-    """A gradient x that has none itself, although it is made of other inputs."""
+    """A gradient x without a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, call: str, x: Tensor, *_: Tensor) -> Tensor:
@@ -268,13 +266,13 @@ class _Last(torch.autograd.Function):
 
 
 def exchange(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`all_to_all` with its gradient, which is another one."""
+    """Differentiable `all_to_all`."""
     exchanged: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 def replicated(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, the same on every rank, with a gradient that is summed over them, in their order."""
+    """x, equal on every rank, with a gradient summed over the ranks, in order."""
     copies: Tensor = _Replicated.apply(x, ranks)  # type: ignore[no-untyped-call]
     return copies
 

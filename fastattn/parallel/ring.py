@@ -1,10 +1,10 @@
-"""Keys go around a ring of ranks, and every rank's queries meet them as they pass.
+"""Ring attention: keys are sent around a ring of ranks.
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, arXiv
-2310.01889. The next keys are on their way while those at hand are computed. Keys go no farther than
-some rank may see them, and none that nobody there may see: where they are needed on both sides,
-first one way round and then the other. Backward the gradients of the keys travel behind them, are
-added up in fp32 in that order, and go home from where the keys have ended.
+2310.01889. Sending the next keys overlaps with compute. Only keys that a later rank may see are
+sent, and only as far as needed: if needed on both sides, first in one direction and then in the
+other. In the backward, gradients follow the keys, are summed in fp32 in that order, and return to
+the owner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ from .ranks import rank_in, size_of
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """o in q's dtype, and lse. Arguments as of `gather_forward`."""
+    """o in q's dtype, and lse. Arguments as in `gather_forward`."""
     rank = rank_in(group)
     needed = needs(plan.dealt, options)
     runs = plan.runs(rank)
@@ -54,7 +54,7 @@ def ring_backward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, leaves: list[Tensor], whole: Whole,
     plan: ContextPlan, group: ProcessGroup,
 ) -> Gradients:  # fmt: skip
-    """All gradients, k's and v's with their padding."""
+    """All gradients, with padding in k's and v's."""
     rank = rank_in(group)
     needed = needs(plan.dealt, options)
     after, before = needed.hops
@@ -65,7 +65,7 @@ def ring_backward(
     behind: _Passing | None = None
     for step, source, held in _around((k, v), needed, group):
         there = needed.runs(source, step)
-        # Gradients of this rank's own keys stay.
+        # Gradients of this rank's own keys stay here.
         real = plan.real(rank)
         own = [dk[:, :, :real], dv[:, :, :real]] if step == 0 else zeros_for(*held)
         if needed.seen[rank][source]:
@@ -84,7 +84,7 @@ def ring_backward(
             own, behind = [*earlier], None
         ends = step in (after, -before)
         by = -step if ends else toward
-        # What comes in: from where this rank's keys have ended, or of the next rank's on the way.
+        # Received: own gradients from the last rank, or the next rank's on their way.
         coming = needed.runs(rank if ends else (source - toward) % size_of(group), toward)
         passing = _pass_on(own, group, by, total(coming))
         behind = None if ends else passing
@@ -99,7 +99,7 @@ def ring_backward(
 def _around(
     own: Sequence[Tensor], needed: Needs, group: ProcessGroup
 ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-    """(step, rank, keys of that rank) for each step of the way, the next ones being sent for."""
+    """Yield (step, rank, keys of that rank), while the next keys are received."""
     rank, size = rank_in(group), size_of(group)
     own = [_taken(x, needed.runs(rank, 0), needed.runs(rank, 0)) for x in own]
     held, before = own, 0
@@ -120,7 +120,7 @@ def _around(
 
 
 def _places(held: Sequence[Run], some: Sequence[Run]) -> Iterator[slice]:
-    """Where runs lie among others behind one another, of which they are parts."""
+    """Slices of runs within the concatenated runs that contain them."""
     for start, stop in some:
         row = 0
         for first, last in held:
@@ -130,14 +130,14 @@ def _places(held: Sequence[Run], some: Sequence[Run]) -> Iterator[slice]:
 
 
 def _taken(x: Tensor, held: Sequence[Run], some: Sequence[Run]) -> Tensor:
-    """The tokens of some runs, of x [B, H, T, D] with those of others and padding behind them."""
+    """The tokens of some runs from x [B, H, T, D], which holds other runs and padding too."""
     if x.shape[2] == total(some):
         return x.contiguous()
     return torch.cat([x[:, :, at] for at in _places(held, some)] or [x[:, :, :0]], 2).contiguous()
 
 
 def _add(x: Tensor, held: Sequence[Run], more: Tensor, some: Sequence[Run]) -> None:
-    """Adds what belongs to some runs to x, which has more of them, in place."""
+    """Add values of some runs to x, which holds more runs, in place."""
     row = 0
     for at in _places(held, some):
         x[:, :, at] += more[:, :, row : row + at.stop - at.start]
@@ -145,7 +145,7 @@ def _add(x: Tensor, held: Sequence[Run], more: Tensor, some: Sequence[Run]) -> N
 
 
 class _Passing(NamedTuple):
-    """Tensors on their way: what is sent, which has to live so long, and what is received."""
+    """A transfer in progress: sent tensors, kept alive, and received ones."""
 
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
@@ -158,9 +158,9 @@ class _Passing(NamedTuple):
 
 
 def _pass_on(tensors: Sequence[Tensor], group: ProcessGroup, by: int, length: int) -> _Passing:
-    """Sends tensors to the rank that many further on, and receives from the other side.
+    """Send tensors `by` ranks ahead, and receive from the other side.
 
-    length: tokens of what is received. Where there are none, nothing is sent.
+    length: received tokens. Nothing is sent if empty.
     """
     rank, size = rank_in(group), size_of(group)
     if by % size == 0:

@@ -1,4 +1,4 @@
-"""Tensors of a whole sequence to a rank's tokens and back, as a plan deals them out."""
+"""Shard tensors of a whole sequence by a plan, and gather them."""
 
 from typing import Any
 
@@ -11,21 +11,20 @@ from .ranks import Mesh, Ranks, check_mesh, gather_sequence
 
 
 def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
-    """This rank's tokens of x, which is the same on every rank; differentiable.
+    """This rank's tokens of x, which is equal on every rank; differentiable.
 
-    The gradient of x is whole again, and the same on every rank.
+    The gradient of x is gathered, equal on every rank.
 
     Args:
         x: T long in dim.
         dim: dim of the tokens.
-        plan: which rank holds which.
-        mesh: the ranks.
+        plan: which rank holds which. mesh: the ranks.
 
     Returns:
         plan.length long in dim. Padding is 0.
 
     Raises:
-        ValueError: x is not as long as the plan's sequence, or the mesh has other ranks.
+        ValueError: x does not have the plan's length, or the mesh has another number of ranks.
     """
     ranks = Ranks.of(mesh)
     check_mesh(plan, ranks)
@@ -35,10 +34,10 @@ def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
 
 
 def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
-    """The whole sequence from each rank's tokens, without padding; differentiable.
+    """Gather the whole sequence from each rank's tokens, without padding; differentiable.
 
-    Each rank gets all of it and is taken to compute the same with it: of the gradient a rank keeps
-    what belongs to its tokens, as a DTensor that is gathered does.
+    Assumes that all ranks compute the same from it: a rank's gradient is its slice, as for a
+    gathered DTensor.
 
     Args, Raises: as for `shard`; this is its inverse.
     """
@@ -54,8 +53,8 @@ def roll(
 ) -> Tensor:
     """Shift a sharded sequence by `shift` tokens: with -1, each token gets the next token's value.
 
-    Targets of a language model are `roll(tokens, 1, plan, mesh)`. They are `fill` where there is no
-    next token, and in padding; `cross_entropy` ignores it. Without gradient.
+    Targets of a language model are `roll(tokens, 1, plan, mesh)`, with `fill`, which
+    `cross_entropy` ignores, at the end and in padding. No gradient.
 
     Args:
         x: this rank's tokens, plan.length long in dim.
@@ -84,7 +83,7 @@ def own_tokens(x: Tensor, dim: int, plan: ContextPlan, rank: int) -> Tensor:
 
 
 def padded(x: Tensor, dim: int, length: int, value: float = 0.0) -> Tensor:
-    """x with more entries behind the others in dim, up to a length."""
+    """x padded at the end of dim to a length."""
     shape = list(x.shape)
     shape[dim] = length - x.shape[dim]
     return torch.cat((x, x.new_full(shape, value)), dim) if shape[dim] else x

@@ -1,4 +1,4 @@
-"""Cost of each method of attention on several GPUs: a model, and its rates, measured."""
+"""Cost model of context parallelism, and measured rates for it."""
 
 from .model import METHODS as METHODS
 from .model import MODELS as MODELS

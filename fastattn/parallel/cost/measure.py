@@ -1,4 +1,4 @@
-"""Latency and bandwidth of each dim of a mesh, and the rate of attention, by short runs."""
+"""Measure latency and bandwidth of each mesh dim, and the rate of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPEATS = 5
 
 
 class Link(NamedTuple):
-    """Cost of a message to the next rank of a dim: seconds, and bytes a second."""
+    """Link to the next rank of a dim: latency in seconds, bandwidth in bytes a second."""
 
     latency: float
     bandwidth: float
@@ -32,14 +32,14 @@ class Link(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Ranks as (nodes, ranks of a node), the links that were measured, and rates with these."""
+    """Ranks as (nodes, ranks per node), measured links, and the resulting rates."""
 
     nodes: tuple[int, int]
     links: dict[str, Link]
     rates: Rates
 
     def lines(self) -> Iterator[str]:
-        """Lines that say which rates were measured, and which are assumed."""
+        """Report which rates are measured and which are assumed."""
         yield f"ranks: {self.nodes[0]} x {self.nodes[1]} (nodes x ranks of a node)"
         for name in ("intra", "inter"):
             assumed = Link(getattr(self.rates, f"{name}_latency"), getattr(self.rates, name))
@@ -50,9 +50,9 @@ class Measured(NamedTuple):
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The ranks that torchrun started, by NCCL on GPUs and gloo on a CPU.
+    """Process group of torchrun's ranks, NCCL on GPUs and gloo on a CPU.
 
-    A group that is there already is taken as it is, and stays.
+    An existing group is used and kept.
 
     Raises:
         ValueError: torchrun did not start this process.
@@ -94,10 +94,10 @@ def measure(rates: Rates) -> Measured:
 
 
 def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
-    """Measure the link of each dim that has more than one rank, by name; the same on every rank.
+    """Links by name of each dim with several ranks; equal on every rank.
 
-    Every rank sends to the next one while it receives from the one before, as a ring does. The
-    slowest rank counts.
+    Every rank sends to the next one and receives from the previous one, as in a ring. The slowest
+    rank counts.
     """
     names = mesh.mesh_dim_names or tuple(str(n) for n in range(mesh.ndim))
     return {
@@ -110,13 +110,13 @@ def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
 def fit(samples: Sequence[tuple[int, float]]) -> Link:
     """Fit seconds = latency + bytes / bandwidth to (bytes, seconds), by relative least squares.
 
-    A small message counts as much as a large one, which takes thousands of times as long.
+    Relative, as large messages take thousands of times as long as small ones.
     """
     weight = torch.tensor([1 / seconds for _, seconds in samples], dtype=torch.float64)
     sizes = torch.tensor([size for size, _ in samples], dtype=torch.float64)
     columns = torch.stack([weight, sizes * weight], 1)
     latency, each = torch.linalg.lstsq(columns, torch.ones_like(weight)[:, None]).solution[:, 0]
-    # Noise may lead to less than none of either.
+    # Noise may make either negative.
     return Link(max(float(latency), 0.0), 1 / max(float(each), 1e-15))
 
 
@@ -155,13 +155,13 @@ def _measure_link(group: ProcessGroup, device_type: str) -> Link:
                 work.wait()
 
         slowest = torch.tensor(_seconds(shift, device), dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # over all: plans are alike on every rank
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # over all ranks, so that plans are equal
         samples.append((size, float(slowest)))
     return fit(samples)
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    """The median of some runs, after one that does not count."""
+    """The median of some runs, after a warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         if device.type == "cuda":

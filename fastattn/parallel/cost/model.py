@@ -1,8 +1,8 @@
-"""Modelled seconds of attention over several GPUs by each method: messages and compute.
+"""Cost model of attention over several GPUs by each method.
 
-A message takes a latency and its bytes over a bandwidth, both other between nodes than inside one.
-Compute takes its floating-point operations over a rate. Of what overlaps, the longer one counts.
-All constants are in `Rates`, which plans are made by; `measure` has those of the machine at hand.
+A message takes a latency plus its bytes over a bandwidth, which differ within and between nodes.
+Compute takes its operations over a rate. Of overlapping parts the longer one counts. All constants
+are in `Rates`; `measure` measures them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-BACKWARD = 2.5  # operations of the backward, over those of the forward: five products to two
+BACKWARD = 2.5  # operations of the backward relative to the forward: five products to two
 METHODS = ("gather", "ring", "ulysses", "usp")
-STORED, SUMMED = 2, 4  # bytes of a number in bf16, and of a gradient that is added up
+STORED, SUMMED = 2, 4  # bytes of a bf16 number, and of a summed gradient
 
 
 class Rates(NamedTuple):
-    """Rates of a cluster: bytes a second that one GPU sends; latencies in seconds; flops.
+    """Rates of a cluster: bytes a second sent by a GPU; latencies in seconds; flops.
 
     The defaults describe a DGX H100 (NVIDIA, "DGX H100/H200 User Guide": NVLink 900 GB/s in both
     directions together, one ConnectX-7 of 400 Gb/s a GPU). The rate of attention and the latencies
-    are assumed: measure them and give your own.
+    are assumed: measure and pass your own.
     """
 
     flops: float = 500e12
@@ -35,9 +35,9 @@ class Rates(NamedTuple):
 class Shape(NamedTuple):
     """Attention of one layer to a whole sequence.
 
-    share: of all pairs, those that are visible. imbalance: pairs of the rank that has most, over
-    the mean. around: of a ring (or of its groups of ranks), the hops, and the sums over them of the
-    shares of a rank's keys that are sent, and whose gradients are; default: all keys go to all.
+    share: visible pairs of all pairs. imbalance: pairs of the busiest rank over the mean. around:
+    for a ring (or its groups of ranks), the hops, and sums over them of the shares of a rank's
+    keys, and of gradients, that are sent; default: all keys to all ranks.
     """
 
     T: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Cost of one layer's forward and backward on a GPU: seconds, bytes sent, extra bytes held."""
+    """Cost of a layer's forward and backward on a GPU: seconds, bytes sent, extra bytes held."""
 
     seconds: float
     sent: float
@@ -66,7 +66,7 @@ MODELS = {  # H_q, H_k, D, from their published configurations
 
 
 def ideal_seconds(shape: Shape, gpus: int, rates: Rates) -> float:
-    """Compute alone, shared out evenly."""
+    """Balanced compute without communication."""
     B, T, D = shape.B, shape.T, shape.D
     forward = 4 * B * shape.H_q * D * T * T * shape.share
     return forward * (1 + BACKWARD) / gpus / rates.flops
@@ -76,7 +76,7 @@ def cost(method: str, shape: Shape, gpus: int, rates: Rates, inner: int | None =
     """Model the cost of a method of `context_attention`.
 
     Args:
-        inner: for "usp", the ranks of the inner dimension; default: those of a node.
+        inner: for "usp", the ranks of the inner dim; default: a node's.
     """
     inner = inner or min(gpus, rates.node)
     sent = sum(message.sent for message in messages(method, shape, gpus, inner).values())
@@ -86,31 +86,31 @@ def cost(method: str, shape: Shape, gpus: int, rates: Rates, inner: int | None =
 
 
 def serves(method: str, shape: Shape, gpus: int, rates: Rates) -> bool:
-    """Whether a method can be had: ranks that share out heads have to divide them."""
+    """Whether a method serves: heads must be divisible by the ranks that share them."""
     degree = {"ulysses": gpus, "usp": min(gpus, rates.node)}.get(method, 1)
     return shape.H_q % degree == 0 and gpus % degree == 0
 
 
 def heads_at_once(H_k: int, ranks: int) -> int:
-    """K/V heads that `gather` takes together: a divisor of H_k, of about 4 H_k / ranks.
+    """K/V heads that `gather` processes together: a divisor of H_k, about 4 H_k / ranks.
 
-    So what is gathered stays within a few times what a rank holds.
+    This bounds gathered memory to a few times a rank's own.
     """
     most = max(1, 4 * H_k // ranks)
     return max(n for n in range(1, H_k + 1) if H_k % n == 0 and n <= most)
 
 
 class Messages(NamedTuple):
-    """Traffic of one GPU in a dim of the mesh, forward and backward: messages, and their bytes."""
+    """Traffic of a GPU in a mesh dim, forward and backward: messages, and their bytes."""
 
     calls: int = 0
     sent: float = 0.0
 
 
 def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> dict[str, Messages]:
-    """Count messages by the dim of the mesh that sends them, "sequence" or "heads".
+    """Messages by mesh dim, "sequence" or "heads".
 
-    A test compares them with a real run. Small messages, such as ids of documents, are left out.
+    A test compares them with a real run. Small messages, such as document ids, are not counted.
 
     Args:
         inner: as for `cost`.
@@ -118,7 +118,7 @@ def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> 
     if method == "gather":
         local = _keys(shape, gpus)
         groups = shape.H_k // heads_at_once(shape.H_k, gpus)
-        # Keys twice, and their gradients to their owners.
+        # Keys twice, and gradients to their owners.
         sent = local * (gpus - 1) * (2 + SUMMED / STORED)
         return {"sequence": Messages(3 * groups, sent), "heads": Messages()}
     degree = _degree(method, gpus, inner)
@@ -127,7 +127,7 @@ def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> 
     heads = 2 * shape.H_q + 2 * _repeated(shape, degree)
     numbers = shape.B * shape.T // gpus
     exchanged = (2 * numbers * shape.D * heads * STORED + numbers * shape.H_q * SUMMED) * share
-    # Keys go around twice; their gradients behind them, and home.
+    # Keys twice around; gradients follow them and return home.
     around = _passed(shape, gpus, degree) * (2 * keys + gradients * SUMMED / STORED)
     return {
         "sequence": Messages(2 * 3 * hops, around) if hops else Messages(),
@@ -136,13 +136,13 @@ def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> 
 
 
 def choice(shape: Shape, gpus: int, rates: Rates, methods: Sequence[str] = METHODS) -> str:
-    """Choose the method with the least modelled time among those that can serve."""
+    """The method with the least modelled time among those that serve."""
     able = [name for name in methods if serves(name, shape, gpus, rates)]
     return min(able, key=lambda name: cost(name, shape, gpus, rates).seconds)
 
 
 def _degree(method: str, gpus: int, inner: int | None) -> int:
-    """GPUs that share out the heads."""
+    """GPUs that share the heads."""
     return {"ring": 1, "ulysses": gpus}.get(method, inner or gpus)
 
 
@@ -153,17 +153,17 @@ def _around(shape: Shape, gpus: int, degree: int) -> tuple[int, float, float]:
 
 
 def _repeated(shape: Shape, degree: int) -> int:
-    """Heads of keys that `degree` GPUs share out, each as many."""
+    """Key heads after repetition, divisible by `degree`."""
     return math.lcm(shape.H_k, degree)
 
 
 def _passed(shape: Shape, gpus: int, degree: int) -> float:
-    """Bytes of k and v that go around, of the heads that a GPU has of them."""
+    """Bytes of k and v sent around, for a GPU's heads."""
     return _keys(shape, gpus) * _repeated(shape, degree) / shape.H_k
 
 
 def _keys(shape: Shape, gpus: int) -> float:
-    """Bytes of k and v that a GPU holds."""
+    """Bytes of k and v on a GPU."""
     return 2 * shape.B * shape.H_k * shape.D * shape.T / gpus * STORED
 
 
@@ -175,16 +175,16 @@ def _link(gpus: int, rates: Rates) -> tuple[float, float]:
 
 
 def _gather(shape: Shape, gpus: int, rates: Rates, sent: float) -> Cost:
-    """Heads by heads: all but the first gather overlaps with compute, gradients likewise.
+    """Group by group of heads: all but the first gather overlap with compute, as do gradients.
 
-    Between nodes every GPU's own link carries its share, and the node spreads what came in.
+    Between nodes every GPU's link carries its share, which is then distributed in the node.
     """
     latency, _ = _link(gpus, rates)
     bandwidth = rates.intra if gpus <= rates.node else min(rates.intra, rates.node * rates.inter)
     local = _keys(shape, gpus)
     groups = shape.H_k // heads_at_once(shape.H_k, gpus)
     keys = local * (gpus - 1)
-    # Gradients go straight to their owners, most of them in other nodes.
+    # Gradients go directly to their owners, mostly in other nodes.
     outside = max(0.0, 1 - rates.node / gpus)
     back = (sent - 2 * keys) * (outside / rates.inter + (1 - outside) / rates.intra)
     compute = ideal_seconds(shape, gpus, rates) * shape.imbalance / (1 + BACKWARD)
@@ -196,7 +196,7 @@ def _gather(shape: Shape, gpus: int, rates: Rates, sent: float) -> Cost:
 
 
 def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent: float) -> Cost:
-    """Tokens for heads among `degree` GPUs, and a ring of the groups of these."""
+    """Exchange among `degree` GPUs, and a ring of such groups."""
     (hops, keys, gradients), inside = _around(shape, gpus, degree), min(degree, rates.node)
     passed = _passed(shape, gpus, degree)
     around = passed * (2 * keys + gradients * SUMMED / STORED)
@@ -207,7 +207,7 @@ def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent:
     compute = ideal_seconds(shape, gpus, rates) * shape.imbalance / (1 + BACKWARD)
     there = hops * latency + passed * keys / bandwidth
     forward = overlapped(hops + 1, compute, there)
-    # Keys go around, and their gradients behind them, and home.
+    # Keys go around; gradients follow them and return home.
     behind = hops * latency + passed * gradients * SUMMED / STORED / bandwidth
     backward = overlapped(hops + 1, BACKWARD * compute, there + behind)
     tokens = shape.B * shape.D * shape.T / gpus * STORED
@@ -217,5 +217,5 @@ def _exchange_and_ring(shape: Shape, gpus: int, rates: Rates, degree: int, sent:
 
 
 def overlapped(pieces: int, compute: float, messages: float) -> float:
-    """Time of `pieces` pieces when each is computed while the messages of the next travel."""
+    """Time of `pieces` pieces when each overlaps with the next one's messages."""
     return max(compute, messages) + min(compute, messages) / pieces if messages else compute
