@@ -55,11 +55,18 @@ def add_generate(commands: Any) -> None:
     draft = parser.add_argument_group("speculative decoding")
     add = draft.add_argument
     add("--draft", metavar="DIR", help="checkpoint of a faster model with the same tokenizer")
-    add("--draft-tokens", type=int, help=f"tokens that it proposes at a time ({_DRAFT_TOKENS})")
+    text = f"tokens that it proposes at a time ({_DRAFT_TOKENS}), or of a tree how many behind the "
+    text += "text, behind each of these, and so on: 3,2"
+    add("--draft-tokens", type=_numbers, metavar="N[,N...]", help=text)
     search = parser.add_argument_group("beam search")
     add = search.add_argument
     add("--beams", type=int, help="search for the most likely text with so many beams")
     add("--length-penalty", type=float, help=f"above 0: favour long texts ({_LENGTH_PENALTY})")
+
+
+def _numbers(text: str) -> int | list[int]:
+    numbers = [int(number) for number in text.split(",")]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -222,7 +222,8 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
         cu_seqlens_q[rows.long()],
         listed[rows[:-1].long().clamp(max=max(0, B - 1))],
         lengths.int(),
-        starts.index_copy(0, index, shares),
+        # A graph's padded rows may name one in use.
+        starts.scatter_reduce(0, index, shares, "amax"),
     )
 
 

@@ -60,8 +60,7 @@ class Engine:
         quantize: store keys and values as "int8" or "fp8" codes; None: as they are. With codes the
             results differ from those without by more than rounding.
         past_context: what follows a full context, "restart" or "crop"; see `Reading`.
-        cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`. Such a
-            step reads shared pages for each sequence.
+        cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`.
 
     Raises:
         TypeError, ValueError: a number that is none, or too small; cuda_graph is True, and the
@@ -305,16 +304,17 @@ class Engine:
         """Scores [N, V] behind what is read of these N sequences, of one packed pass."""
         graph = self._graphs if len(whole) == len(plan) and max(plan.values()) == 1 else None
         shared: tuple[list[int], list[int]] | None = None
-        if graph is None and self._shares:
+        if self._shares:
             plan, shared = self._by_prefix(plan)
         rows = [sequence.row for sequence in plan if sequence.row is not None]
         counts = list(plan.values())
         tokens = [token for s, count in plan.items() for token in s.unread[:count]]
-        if graph is not None:
-            return graph.scores(tokens, rows)
         ends = dict(zip(plan, accumulate(counts), strict=True))
-        layers = layers_of(self.cache, rows, counts, shared=shared)
         last = to_device([ends[sequence] - 1 for sequence in whole], self._device)
+        if graph is not None:
+            scores = graph.scores(tokens, rows, shared)
+            return scores if shared is None else scores[last]
+        layers = layers_of(self.cache, rows, counts, shared=shared)
         packed = to_device(tokens, self._device)[:, None]
         return self.model(packed, cache=layers, rows=last)[:, -1]
 

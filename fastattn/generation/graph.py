@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged import PagedKVCache
+from ..functional.merge import shared_pages
 from ..models.gpt import GPT
 from ..models.transfer import to_device
 from ..tracing import record_cuda_graph
@@ -102,20 +103,23 @@ class GraphWindow(Window):
 class _PagedGraph:
     """A recorded step of up to `size` rows; the tokens left over have no row, and slot -1.
 
+    groups: the most groups of rows that share pages.
+
     Attributes:
         logits: [size, V], written by `replay`.
     """
 
     def __init__(
-        self, model: GPT, cache: PagedKVCache, size: int, record: Callable[[Replay], Replay]
-    ) -> None:
-        self.size = size
+        self, model: GPT, cache: PagedKVCache, size: int, groups: int,
+        record: Callable[[Replay], Replay],
+    ) -> None:  # fmt: skip
+        self.size, self._groups = size, groups
         device = cache.lengths.device
         self._slots = torch.full((size,), -1, dtype=torch.int64, device=device)
-        # Tokens, positions, rows and offsets, which one copy brings.
-        self._numbers = torch.zeros(4 * size + 1, dtype=torch.int64, device=device)
-        parts = [size, size, size, size + 1]
-        tokens, positions, index, offsets = torch.split(self._numbers, parts)
+        # Tokens, positions, rows, offsets, groups and what they share, which one copy brings.
+        parts = [size, size, size, size + 1, groups + 1, groups]
+        self._numbers = torch.zeros(sum(parts), dtype=torch.int64, device=device)
+        tokens, positions, index, offsets, bounds, lengths = torch.split(self._numbers, parts)
         room = cache.block_table.shape[1] * cache.page_size
         of_row = torch.arange(size, device=device)
         step = PackedStep(self._slots, positions, of_row, offsets, 1, room)
@@ -126,7 +130,8 @@ class _PagedGraph:
         self.logits: Tensor | None = None
 
         def work() -> None:
-            layers = [PackedRows(view, step) for view in views]
+            shared = shared_pages(views[0], offsets, bounds, lengths) if groups else None
+            layers = [PackedRows(view, step._replace(shared=shared)) for view in views]
             logits = model(tokens[:, None], cache=layers)[:, -1]
             if self.logits is None:
                 self.logits = torch.empty_like(logits)
@@ -137,13 +142,17 @@ class _PagedGraph:
         self.replay = record(work)
 
     def enter(
-        self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int], slots: Tensor
-    ) -> None:
-        """Set what the next replay reads: a token, its position, its row and its slot each."""
-        n = len(rows)
+        self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int], slots: Tensor,
+        bounds: Sequence[int], lengths: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Set what the next replay reads: a token, its position, its row and its slot each, and
+        where groups of rows begin and how many tokens each shares.
+        """
+        n, unused = len(rows), self._groups - len(lengths)
         rest = [0] * (self.size - n)
         offsets = [*range(n + 1), *(n for _ in rest)]
         numbers = [*tokens, *rest, *positions, *rest, *rows, *rest, *offsets]
+        numbers += [*bounds, *bounds[-1:] * unused, *lengths, *[0] * unused]
         self._numbers.copy_(to_device(numbers, self._numbers.device))
         self._slots[:n] = slots
         self._slots[n:] = -1
@@ -153,7 +162,7 @@ class PagedGraphs:
     """Steps of one token a row over a paged cache, replayed by graphs of a few sizes.
 
     The smallest graph that has room for a step's rows serves it: 1, 2, 4, 8, ... rows, recorded at
-    the first step that needs them.
+    the first step that needs them; steps whose rows share pages have graphs of their own.
 
     Args:
         model: on a CUDA device, in evaluation mode; its parameters keep their memory.
@@ -177,20 +186,25 @@ class PagedGraphs:
             _check_device(model)
         self._model, self._cache, self._max_batch = model, cache, max_batch
         self._record = record_cuda_graph if record is None else record
-        self._graphs: dict[int, _PagedGraph] = {}
+        self._graphs: dict[tuple[int, int], _PagedGraph] = {}
 
-    def scores(self, tokens: Sequence[int], rows: Sequence[int]) -> Tensor:
+    def scores(
+        self, tokens: Sequence[int], rows: Sequence[int],
+        shared: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Scores [B, V] behind the next token of each of B rows, which are counted and written.
 
-        The next call may overwrite them.
+        The next call may overwrite them. shared: as for `paged.layers_of`.
         """
         size = min(1 << (len(rows) - 1).bit_length(), self._max_batch)
-        if size not in self._graphs:
-            made = _PagedGraph(self._model, self._cache, size, self._record)
-            self._graphs[size] = made
-        graph = self._graphs[size]
+        groups = 0 if shared is None else size // 2
+        graph = self._graphs.get((size, groups))
+        if graph is None:
+            graph = _PagedGraph(self._model, self._cache, size, groups, self._record)
+            self._graphs[size, groups] = graph
         positions = [self._cache.length(row) for row in rows]
-        graph.enter(tokens, positions, rows, self._cache.extend(rows, 1))
+        slots = self._cache.extend(rows, 1)
+        graph.enter(tokens, positions, rows, slots, *(shared or ([0], [])))
         graph.replay()
         assert graph.logits is not None
         return graph.logits[: len(rows)]

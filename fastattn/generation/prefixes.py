@@ -4,6 +4,7 @@ rows of a step that begin with the same pages.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -122,7 +123,9 @@ def sharing(
         if len(group) == 1:
             continue
         pages = [cache.pages(rows[i])[: cache.length(rows[i]) // size] for i in group]
-        common = [common_prefix(max(pages, key=len), others) for others in pages]
+        longest = max(pages, key=len)
+        # Rows fork and grow at their ends: those that share a page share all before it.
+        common = [bisect_left(range(len(x)), True, key=lambda i: x[i] != longest[i]) for x in pages]
         # So many pages that those who have them in common save most.
         most = max(common, key=lambda n: n * (sum(m >= n for m in common) - 1))
         group = [i for i, n in zip(group, common, strict=True) if n >= most]

@@ -169,8 +169,11 @@ def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> Tile
     if few is None:
         few = q.shape[2] * q.shape[1] // cache.k.shape[1] <= _FEW_ROWS
     kernel, widest = "decode" if few else "decode_chunk", _widest(cache)
-    # What is loaded once leaves room for more keys where rows are long.
-    calls: Literal["shared", "plain"] = "shared" if cache.shared and widest > 256 else "plain"
+    calls: Literal["shared", "codes", "plain"] = "plain"
+    if cache.shared and widest > 256:  # what is loaded once leaves room for more keys
+        calls = "shared"
+    elif cache.k_scale is not None and cache.block_table is not None:
+        calls = "codes"
     tile = tiles.lookup(kernel, q.element_size(), widest, calls)
     if cache.k_scale is not None and widest > 256:  # codes take registers beside wide accumulators
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32))

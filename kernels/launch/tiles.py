@@ -30,8 +30,8 @@ MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
 # user's function; without rows of its own the first is one of the second, and those are heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
-# For decoding where one load brings keys and values.
-SHARED = ("decode_shared", "decode_chunk_shared")
+# For decoding where one load brings keys and values, and from pages of codes.
+CACHES = ("decode_shared", "decode_chunk_shared", "decode_codes", "decode_chunk_codes")
 # Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.
 HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass", "hopper_fp8")
 HOPPER_FORWARD = ("hopper_forward", "hopper_fp8")
@@ -109,7 +109,7 @@ def lookup(
     kernel: str,
     element_size: int,
     BLOCK_D: int,
-    calls: Literal["plain", "masked", "bias", "scores", "heavy", "shared"] = "plain",
+    calls: Literal["plain", "masked", "bias", "scores", "heavy", "shared", "codes"] = "plain",
 ) -> TileConfig:
     """The tile for `kernel` on the current device.
 
@@ -118,7 +118,7 @@ def lookup(
         element_size: bytes of an element of q.
         BLOCK_D: the larger of the padded head dims of q and v, a power of two.
         calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED, BIAS, SCORES,
-            SHARED.
+            CACHES.
     """
     if kernel in _forced:
         forced: TileConfig = _forced[kernel]
@@ -149,7 +149,7 @@ def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()
     for row in rows:
         plain = row.get("calls", "plain") == "plain"
         kind = row["kernel"] if plain else f"{row['kernel']}_{row['calls']}"
-        if kind not in {*KINDS, *HEAVY, *MASKED, *BIAS, *SCORES, *SHARED, *HOPPER}:
+        if kind not in {*KINDS, *HEAVY, *MASKED, *BIAS, *SCORES, *CACHES, *HOPPER}:
             raise ValueError(f"there is no kernel {kind}: {dict(row)}")
         _check_row(kind, row)
         installed.append({**row, "kernel": kind, "source": "tuned"})
@@ -372,7 +372,7 @@ def row_of(
     }
     if fitting:
         return fitting[min(fitting)]
-    if kernel in MASKED + SHARED:
+    if kernel in MASKED + CACHES:
         return row_of(arch, kernel.rpartition("_")[0], element_size, BLOCK_D, device)
     if kernel in BIAS + SCORES:
         next_class = "scores" if kernel in BIAS else "heavy"

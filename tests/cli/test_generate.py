@@ -71,6 +71,11 @@ def test_a_draft_model_changes_the_speed_alone(finished_run, capsys):
     drafted, told = generated(capsys, finished_run, *options, *draft)
     assert drafted == text
     assert re.search(r"; 100% of \d+ drafted tokens accepted\n$", told)
+    drafted, told = generated(capsys, finished_run, *options, *draft[:3], "3,2")
+    assert drafted == text
+    # A step accepts two of nine; fewer are drafted at the end of a text and of a context.
+    match = re.search(r"; (\d+)% of \d+ drafted tokens accepted\n$", told)
+    assert match and 22 <= int(match[1]) < 50
 
 
 def test_the_command_streams_and_bears_a_closed_pipe(finished_run):

@@ -15,6 +15,7 @@ COMMANDS = {
     "fly": 2,
     "generate --checkpoint x --tokens many": 2,
     "generate --checkpoint x --draft-tokens 3": 1,
+    "generate --checkpoint x --draft-tokens 3,x": 2,
     "generate --checkpoint x --beams 2 --top-k 3": 1,
     "generate --checkpoint x --prompts-file nowhere": 1,
     "prepare --out x": 1,

@@ -10,6 +10,7 @@ from small_gpt import make_gpt
 
 from fastattn import attention_paged
 from fastattn.generation import Engine, Sampling, generate_tokens, paged
+from fastattn.generation.graph import PagedGraphs
 from fastattn.models.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -246,26 +247,36 @@ def test_numbers_of_an_engine_are_checked(options, error, match):
         Engine(make_gpt(), num_pages=4).submit([1], 1, priority="high")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_pages_that_requests_share_are_read_once_where_that_is_fewer_bytes(quantize, monkeypatch):
-    """Keys that attention reads, by the arguments it gets; the tokens stay what they are alone."""
+@pytest.mark.parametrize(("quantize", "replayed"), [(None, False), ("int8", False), (None, True)])
+def test_pages_that_requests_share_are_read_once_where_that_is_fewer_bytes(
+    quantize, replayed, monkeypatch
+):
+    """Keys that attention reads, by the arguments it gets; the tokens stay what they are alone.
+
+    Replayed steps have rows without tokens too.
+    """
     model = make_gpt(context=64, num_kv_heads=1)
     prefix = [i % 20 for i in range(32)]
     read: list[tuple[int, int]] = []
 
     def counted(q, view, offsets, shared=None, **options):
-        lengths = view.of_batch(view.lengths)
-        apart = int(lengths.sum())
-        together = apart
+        new = offsets.diff() > 0
+        together = apart = int(view.of_batch(view.lengths)[new].sum())
         if shared is not None:
-            together += int(shared.lengths.sum()) - int(view.of_batch(shared.starts).sum())
+            together += int(shared.lengths.sum()) - int(view.of_batch(shared.starts)[new].sum())
         read.append((together, apart))
-        return attention_paged(q, view, offsets, shared=shared, **options)
+        o = attention_paged(q, view, offsets, shared=shared, **options)
+        if shared is not None:
+            expected = attention_paged(q, view, offsets, **options)
+            torch.testing.assert_close(o[: offsets[-1]], expected[: offsets[-1]])
+        return o
 
     monkeypatch.setattr(paged, "attention_paged", counted)
     engine = Engine(model, num_pages=64, page_size=4, quantize=quantize)
     assert not engine._shares, "torch's formula would take longer on a CPU"
     engine._shares = True
+    if replayed:
+        engine._graphs = PagedGraphs(model, engine.cache, 8, record=lambda step: step)
     wishes = [{"prompt": [*prefix, i], "count": 4, "sampling": GREEDY} for i in range(5)]
     others = [{"prompt": x, "count": 4, "sampling": GREEDY} for x in ([5, *prefix], prefix[:17])]
     for _ in range(2):  # of a running request, then of one that is kept

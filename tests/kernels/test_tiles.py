@@ -24,7 +24,7 @@ def test_rows_are_well_formed(name: str) -> None:
     keys = [(r["kernel"], r["element_size"], r["BLOCK_D"]) for r in rows]
     assert len(keys) == len(set(keys)), "two rows for one kernel, element size and head dim"
     for row in rows:
-        kinds = tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES + tiles.SHARED
+        kinds = tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES + tiles.CACHES
         assert row["kernel"] in kinds
         measured = MEASURED if row.get("source") == "measured" else set()
         beside = {"kernel", "source", "ms_full"} if measured else {"kernel", "source"}

@@ -99,7 +99,7 @@ def with_graph(call: Any) -> None:
 
 def serve(model: GPT, **options: Any) -> None:
     engine = Engine(model, num_pages=16, **options)
-    for prompt in ([1, 2, 3], [1, 2, 3, 4] * 5):
+    for prompt in ([1, 2, 3], *[[1, 2, 3, 4] * 5] * 2):  # two share a page
         engine.submit(prompt, count=3)
     list(engine.run())
 
