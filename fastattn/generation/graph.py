@@ -152,7 +152,7 @@ class _PagedGraph:
         rest = [0] * (self.size - n)
         offsets = [*range(n + 1), *(n for _ in rest)]
         numbers = [*tokens, *rest, *positions, *rest, *rows, *rest, *offsets]
-        numbers += [*bounds, *bounds[-1:] * unused, *lengths, *[0] * unused]
+        numbers += [*bounds, *[bounds[-1]] * unused, *lengths, *[0] * unused]
         self._numbers.copy_(to_device(numbers, self._numbers.device))
         self._slots[:n] = slots
         self._slots[n:] = -1
