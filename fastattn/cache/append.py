@@ -1,4 +1,4 @@
-"""Appending to a cache: which backend writes the new tokens."""
+"""Append to a cache, by the kernel or torch."""
 
 from torch import Tensor
 
@@ -23,39 +23,37 @@ def append(
     room_for_padding: bool = False,
     backend: str | None = None,
 ) -> Tensor | None:
-    """Write T new tokens behind every row of the view, in place; shapes are not checked.
+    """Append T new tokens to every row of the view, in place; shapes are not checked.
 
-    Token i of batch row b gets position p = lengths[r] + i, r being its row of the cache. Its key,
-    and its query, are rotated to p; then key and value are stored, as codes if the cache holds
-    codes. A cache's own `append` checks, makes room, and calls this.
+    Token i of batch row b gets position p = lengths[r] + i in cache row r. Its key and query are
+    rotated to p, then key and value are stored, as codes if the cache is quantised. A cache's own
+    `append` checks, makes room, and calls this.
 
-    Lengths, table and index are the device's, and nobody waits for their values. So that no store
-    leaves its row, a token with no place in it is counted but not stored: one at a negative
-    position, past the end of the row (its slots, or its columns of the table; a ring has no end),
-    or in a page whose number is none of the pool's. Where the tables of rotary do not reach,
-    nothing is rotated. Where batch_index names no row, the kernel passes over the tokens and torch
-    raises IndexError on a CPU.
+    Lengths, table and index are read on the device only. No store leaves its row: a token at a
+    negative position, past the end of the row (its slots, or its columns of the table; a ring has
+    no end), or in an invalid page is counted but not stored. Positions past the rotary tables are
+    not rotated. For an invalid batch_index, the kernel skips the tokens and torch raises IndexError
+    on a CPU.
 
     Args:
-        view: of a cache with room for the tokens. Its buffers and lengths change.
+        view: of a cache with room for the tokens; modified in place.
         k: [B, H_k, T, D] in the view's dtype, any strides.
         v: [B, H_k, T, D_v], likewise.
-        new_lengths: int32 or int64 [B], clamped to [0, T]: how many of the T are tokens; the others
-            are padding. None: all.
-        q: [B, H_q, T, D], likewise; left as it is.
-        rotary: (cos, sin), fp32 [N, R // 2], a row for every position, as
-            `rotary.rotary_tables(N, R)` makes them.
-        advance: count the tokens in `lengths`. False: they are counted already, and are written at
-            positions lengths[r] - new_lengths[b] + i. So do the layers that share one `lengths`:
-            the first one advances, the others write beside it.
-        first_slot: a promise that every row's first token goes to this slot of a contiguous cache
-            and none is padding, which lets torch copy one block.
-        room_for_padding: a promise that every row has T free slots, which spares torch a wait for
-            the device; the slots of padding are then undefined.
-        backend: "triton", "torch", or "auto" (default; FASTATTN_BACKEND replaces it), which takes
-            the kernel for tensors on a GPU.
+        new_lengths: int32 or int64 [B], clamped to [0, T]: number of tokens; the others are
+            padding. None: all.
+        q: [B, H_q, T, D], likewise; not modified. rotary: (cos, sin), fp32 [N, R // 2] by position,
+            from `rotary.rotary_tables(N, R)`.
+        advance: add the tokens to `lengths`. False: `lengths` already includes them, and they are
+            written at positions lengths[r] - new_lengths[b] + i. Of several layers with one
+            `lengths`, only the first advances.
+        first_slot: promises that every row's first token goes to this slot of a contiguous cache,
+            without padding, so that torch can copy one block.
+        room_for_padding: promises that every row has T free slots, so that torch need not wait for
+            the device; slots of padding are then undefined.
+        backend: "triton", "torch", or "auto" (default; FASTATTN_BACKEND replaces it): the kernel on
+            a GPU.
     Returns:
-        q rotated, in a new tensor; None without q.
+        Rotated q, in a new tensor; None without q.
     Raises:
         ValueError: the backend is unknown, or "triton" cannot serve these tensors.
     """
@@ -79,7 +77,7 @@ def append(
 
 
 def serves(k: Tensor, backend: str | None) -> bool:
-    """Whether the kernel appends k, else torch.
+    """Whether the kernel appends k, not torch.
 
     Raises:
         ValueError: as `append`.

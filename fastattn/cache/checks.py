@@ -1,4 +1,4 @@
-"""Argument checks that the caches share; each error names the argument."""
+"""Argument checks of the caches."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def check_sizes(**sizes: Any) -> list[int]:
-    """Ints of at least 1, returned as Python's own in their order."""
+    """Check sizes of at least 1, and return them as Python ints."""
     for name, size in sizes.items():
         sizes[name] = checks.check_int(name, size)
         if sizes[name] < 1:
@@ -22,21 +22,21 @@ def check_sizes(**sizes: Any) -> list[int]:
 
 
 def check_ints(name: str, each: str, numbers: Any) -> list[int]:
-    """Any number of ints, from a list, a tuple or a tensor on the CPU; each: the name of one."""
+    """Python ints from a list, a tuple or a CPU tensor; each: the name of one."""
     if not isinstance(numbers, Iterable) or (isinstance(numbers, Tensor) and not numbers.dim()):
         raise TypeError(f"{name} must be a sequence of ints, got {checks.got(numbers)}")
     return [checks.check_int(each, n) for n in numbers]
 
 
 def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a cache's tokens: a floating one, torch's default unless given."""
+    """A cache's floating dtype; default torch's."""
     return checks.check_float_dtype("dtype", torch.get_default_dtype() if dtype is None else dtype)
 
 
 def check_row_values(name: str, x: Tensor, rows: int, *, distinct: bool = False) -> None:
-    """Numbers of rows, 0 to rows - 1; those on another device than the CPU are not looked at.
+    """Check row numbers, 0 to rows - 1, if on the CPU.
 
-    distinct: no two may be alike.
+    distinct: without repeats.
     """
     if not tracing.host_knows(x) or not x.numel():
         return
@@ -48,7 +48,7 @@ def check_row_values(name: str, x: Tensor, rows: int, *, distinct: bool = False)
 
 
 def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[int | None, int]:
-    """A ring has room for its window and first positions; both returned as Python's own ints."""
+    """Check that a ring has room for its window and first positions; return both as Python ints."""
     keep_first = checks.check_int("keep_first", keep_first)
     if keep_first < 0 or (keep_first and window is None):
         raise ValueError(f"keep_first must be >= 0, and 0 without a window, got {keep_first}")
@@ -68,7 +68,8 @@ def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[
 def check_tokens(
     k: Tensor, v: Tensor, like_k: Tensor, like_v: Tensor, batch: int, dtype: torch.dtype
 ) -> None:
-    """k [B, H_k, T, D] and v [B, H_k, T, D_v] fit buffers [*, H_k, *, D] and [*, H_k, *, D_v].
+    """Check that k [B, H_k, T, D] and v [B, H_k, T, D_v] fit buffers [*, H_k, *, D] and [*, H_k, *,
+    D_v].
 
     Raises:
         ValueError: a shape, the dtype or the device disagrees.
@@ -103,7 +104,7 @@ def check_tokens(
 def check_rotary(
     rotary: Rotary | None, style: str, q: Tensor | None, k: Tensor, bound: int
 ) -> None:
-    """Tables [N, R // 2] that cover positions 0..bound-1, and q [B, H_q, T, D] that goes with k.
+    """Check tables [N, R // 2] for positions 0..bound-1, and q [B, H_q, T, D] that matches k.
 
     Raises:
         TypeError: rotary is no pair of tensors, or q no tensor.

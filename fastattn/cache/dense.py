@@ -1,4 +1,4 @@
-"""Key/value cache for generation: preallocated storage, written in place, one length a row."""
+"""Key/value cache for generation: preallocated, written in place, with one length per row."""
 
 import torch
 from torch import Tensor
@@ -20,36 +20,34 @@ from .checks import (
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, in buffers of a fixed size.
+    """Key/value cache in buffers of fixed size.
 
-    Row b holds `lengths[b]` tokens in slots 0..lengths[b]-1 of `k` and `v`. The content of the
-    slots after them is undefined (it may be NaN): readers mask by `lengths`. With B = 3 and
-    max_length = 6, after prompts of 2, 4 and 3 tokens (x = a token, . = undefined):
+    Row b holds `lengths[b]` tokens in slots 0..lengths[b]-1 of `k` and `v`. Later slots are
+    undefined (maybe NaN): readers mask by `lengths`. With B = 3 and max_length = 6, after prompts
+    of 2, 4 and 3 tokens (x = a token, . = undefined):
 
         x x . . . .
         x x x x . .
         x x x . . .
 
-    With `window`, a row is a ring: it keeps the tokens that a sliding window of that many keys can
-    see, and the first `keep_first` ones, while `lengths` counts every token there was. Row 0 of
-    KVCache(..., max_length=6, window=3, keep_first=1) after 9 tokens, by position:
+    With `window`, a row is a ring: it keeps the tokens of a sliding window of that many keys, and
+    the first `keep_first` ones, while `lengths` counts all tokens so far. Row 0 of KVCache(...,
+    max_length=6, window=3, keep_first=1) after 9 tokens, by position:
 
         0 6 7 8 4 5
 
-    max_length - keep_first - window slots more than the window needs are room for steps: up to
-    `max_step` tokens may be appended before the queries of the first of them attend.
+    The remaining max_length - keep_first - window slots are room for steps: up to `max_step` tokens
+    may be appended before their queries attend.
 
-    No method waits for the device, except as `append` says when the room runs short. The cache
-    takes no part in autograd: see `append`.
+    No method waits for the device, except `append` when room runs short. No autograd: see `append`.
 
     Args:
         batch_size: B, number of rows.
         num_kv_heads: H_k.
-        max_length: slots a row.
-        head_dim: D of the keys.
+        max_length: slots a row. head_dim: D of the keys.
         value_dim: D_v of the values, default D.
-        window: keys that a query may see, its own included; None: all, and no ring.
-        keep_first: of a ring, the first positions that every query sees besides (attention sinks).
+        window: keys that a query may see, its own included; None: all, no ring.
+        keep_first: of a ring, first positions that every query also sees (attention sinks).
         quantize: store "int8" or "fp8" (e4m3) codes with one fp32 scale a row of D numbers; the
             error bounds are in `fastattn.quantization`. None: store `dtype` itself.
         device, dtype: of the tokens; torch's defaults unless given.
@@ -58,19 +56,17 @@ class KVCache:
         k: [B, H_k, max_length, D].
         v: [B, H_k, max_length, D_v].
         k_scale, v_scale: fp32 [B, H_k, max_length] beside codes, else None.
-        lengths: int32 [B] on the device, changed in place: clone it to keep a value.
+        lengths: int32 [B] on the device, modified in place: clone it to keep a value.
         rotates: `append` takes q and rotary.
-        starts: int32 [B] where rows are padded on the left (see `set_starts`), else None.
-        length_bound: a number on the host that no row's length exceeds. Slots from there on hold
-            no token in any row.
-        uniform_length: the length of every row where the host knows it to be one number, else None.
-            Then `k[:, :, :uniform_length]` of a plain cache (see `is_plain`) holds tokens only and
-            needs no mask.
+        starts: int32 [B] if rows are left-padded (see `set_starts`), else None.
+        length_bound: host-side bound on all lengths; slots from there on are empty.
+        uniform_length: the common length of all rows, if known to the host, else None. Then `k[:,
+            :, :uniform_length]` of a plain cache (see `is_plain`) needs no mask.
 
     Raises:
         TypeError: a size is no int, or dtype not floating.
-        ValueError: a size is not positive, `quantize` is unknown, or a ring has fewer slots than
-            its window and its first positions take.
+        ValueError: a size is not positive, `quantize` is unknown, or a ring has too few slots for
+            its window and first positions.
 
     Examples:
         >>> cache = KVCache(batch_size=2, num_kv_heads=1, max_length=8, head_dim=4)
@@ -110,7 +106,7 @@ class KVCache:
         self.window, self.keep_first = check_window(window, keep_first, max_length)
         self.quantize = quantize
         self.dtype = check_dtype(dtype)
-        # An inference tensor could not be written once inference mode is left.
+        # Inference tensors are not writable outside inference mode.
         with torch.inference_mode(False):
             stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (batch_size, num_kv_heads, max_length)
@@ -125,29 +121,29 @@ class KVCache:
         self.starts: Tensor | None = None
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
-        self._longest_ever = 0  # since the last reset: what a ring has overwritten follows from it
+        self._longest_ever = 0  # since the last reset; determines what a ring has overwritten
 
     @property
     def stored_tensors(self) -> list[Tensor]:
-        """Tensors of slots, each memory once."""
+        """Slot tensors, without aliases."""
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
     @property
     def uniform_length(self) -> int | None:
-        """Every row's length where the host knows it to be one number, else None."""
+        """The common length of all rows, if known to the host, else None."""
         return self.length_bound if self._uniform else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether slots 0, 1, ... hold the tokens themselves: no ring, no codes, no padding."""
+        """Whether slots 0, 1, ... are the tokens: no ring, codes or padding."""
         return self.window is None and self.quantize is None and self.starts is None
 
     @property
     def max_step(self) -> int:
-        """Tokens that one append may hold if all their queries are to find their keys here.
+        """Most tokens of an append whose queries find all their keys in the cache.
 
-        A ring also takes longer ones and keeps what later tokens can see; the queries among them
-        that are too early have to attend to the new keys directly.
+        A ring also accepts longer ones and keeps what later tokens can see; their earlier queries
+        must attend to the new keys directly.
         """
         if self.window is None:
             return self.max_length
@@ -174,7 +170,7 @@ class KVCache:
         )
 
     def view(self, batch_index: Tensor | None = None) -> CacheView:
-        """The tensors that a kernel reads; of some rows alone, with an int32 or int64 [B] index."""
+        """View for kernels; only of some rows, with an int32 or int64 [B] index."""
         if batch_index is not None:
             self._check_batch_index(batch_index)
         return CacheView(
@@ -212,34 +208,33 @@ class KVCache:
             k: [B, H_k, T, D], dtype and device of the cache, any strides.
             v: [B, H_k, T, D_v], likewise.
             new_lengths: int32 or int64 [B] on the cache's device, clamped to [0, T]: only the first
-                new_lengths[b] tokens of row b count, the others are padding and the next append
-                writes over them. None: all T count.
-            batch_index: int32 or int64 [B] on the cache's device: the tokens' rows, no two alike,
-                B being the number of them. None: row b is row b. On a GPU nobody looks whether two
-                are alike; what such a row holds then is unspecified.
+                new_lengths[b] tokens of row b count; the next append overwrites the others. None:
+                all T count.
+            batch_index: int32 or int64 [B] on the cache's device: distinct rows of the B sequences.
+                None: row b is row b. Repeats are not checked on a GPU, and leave a row unspecified.
             q: [B, H_q, T, D] to rotate together with k; needs `rotary`.
-            rotary: (cos, sin) of `rotary_tables(N, R)`, by position: k is rotated to its position
-                as it is written, lengths[b] + i for token i. None: k is written as it is.
+            rotary: (cos, sin) of `rotary_tables(N, R)`: k is rotated to its position, lengths[b] +
+                i for token i, as it is written. None: not rotated.
             rotary_style: see `fastattn.rotary.apply_rotary`.
-            backend: "triton", "torch" or "auto"; auto takes the kernel for tensors on a GPU.
+            backend: "triton", "torch" or "auto" (the kernel on a GPU).
         Returns:
-            q, rotated, in a new tensor; None without q. Its rows at padding are unspecified.
+            Rotated q, in a new tensor, unspecified at padding; None without q.
 
-        Keys and values are stored without their graph: gradients do not flow through a cache, so
-        call this under `torch.no_grad()` or `torch.inference_mode()`, or detach k and v.
+        Gradients do not flow through a cache: call this under `torch.no_grad()` or
+        `torch.inference_mode()`, or detach k and v.
 
-        While length_bound + T <= max_length the device is not waited for, nor ever in a ring. Past
-        that the lengths are read back once, because the bound counts padding that rows may not
-        hold. While a CUDA graph is captured they are not: tokens past max_length, in the capture
-        or in a replay, are counted in `lengths` and not stored.
+        While length_bound + T <= max_length, and always in a ring, this does not wait for the
+        device. Past that the lengths are read back once, as the bound includes padding, but not
+        during CUDA graph capture: then, and in replays, tokens past max_length are counted in
+        `lengths` and not stored.
 
         Raises:
             TypeError: `new_lengths` or `batch_index` is not int32 or int64.
-            ValueError: a shape, dtype or device disagrees with the cache, the tables do not reach,
-                the tokens do not fit, or, on the CPU, an entry of `batch_index` is no row or
-                stands there twice.
+            ValueError: a shape, dtype or device does not match the cache, the tables are too short,
+                the tokens do not fit, or, on the CPU, an entry of `batch_index` is invalid or
+                repeated.
             RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
-                left as it was.
+                unchanged.
         """
         if batch_index is not None:
             self._check_batch_index(batch_index, distinct=True)
@@ -271,11 +266,11 @@ class KVCache:
         return turned
 
     def set_starts(self, starts: Tensor | None) -> None:
-        """Say that the first starts[b] positions of row b are padding, which nobody sees.
+        """Mark the first starts[b] positions of row b as padding, which is masked.
 
         Args:
-            starts: int32 or int64 [B] on the cache's device, copied; None: no padding. A later
-                `reset` forgets them, `reorder` moves them with the rows.
+            starts: int32 or int64 [B] on the cache's device, copied; None: no padding. `reset`
+                clears them, `reorder` moves them with the rows.
         Raises:
             TypeError: `starts` is not int32 or int64.
             ValueError: its shape or device disagrees, or the cache is a ring.
@@ -329,7 +324,7 @@ class KVCache:
         self._uniform = self._uniform or lengths == 0
 
     def reorder(self, index: Tensor) -> None:
-        """Make row b a copy of what row index[b] was, as beam search does between steps.
+        """Make row b a copy of the former row index[b], for beam search.
 
         Args:
             index: int32 or int64 [B] on the cache's device, entries in 0..B-1, repeats allowed.
@@ -359,14 +354,14 @@ class KVCache:
         check_row_values("batch_index", batch_index, rows, distinct=distinct)
 
     def _common_slot(self, new_lengths: Tensor | None, batch_index: Tensor | None) -> int | None:
-        """The slot that the first new token of every row goes to, where the host knows it."""
+        """Common slot of every row's first new token, if known to the host."""
         whole = new_lengths is None and batch_index is None and self.window is None
         return self.uniform_length if whole else None
 
     def _bound_after(
         self, T: int, new_lengths: Tensor | None, batch_index: Tensor | None
     ) -> tuple[int, bool]:
-        """The length bound after an append, and whether T slots a row, pads included, exist."""
+        """Length bound after an append, and whether there are T slots per row, padding included."""
         bound = self.length_bound
         if self.window is not None:
             return bound + T, False
@@ -374,7 +369,7 @@ class KVCache:
             return bound + T, True
         ragged = new_lengths is not None or batch_index is not None
         if (ragged or not self._uniform) and not tracing.may_keep(self.lengths.device):
-            # Nobody can look at the lengths now. What does not fit is not stored.
+            # The lengths cannot be read now. Tokens that do not fit are not stored.
             return self.max_length, False
         bound = bound if self._uniform else int(self.lengths.max())
         needed = bound + T

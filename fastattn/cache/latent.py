@@ -1,9 +1,9 @@
-"""Caches of latents: one buffer whose rows are keys, and whose first columns are the values.
+"""Latent caches: one buffer of keys, whose first columns are the values.
 
-Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434) keeps of a token a latent of C
-columns, from which the keys and values of all heads come, and R columns of rotary key. Absorbed
-into queries and outputs, the up-projections leave attention over one K/V head with D = C + R and
-D_v = C, and the latents are read once. With rope_dim = 0 the keys are the values.
+Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434) caches a latent of C columns per
+token, from which all keys and values are projected, and R columns of rotary key. With the
+up-projections absorbed into queries and outputs, it is attention over one K/V head with D = C + R
+and D_v = C, which reads the latents once. With rope_dim = 0 the keys are the values.
 """
 
 from collections.abc import Sequence
@@ -34,16 +34,16 @@ def _one_buffer(
 
 
 class LatentCache(KVCache):
-    """A `KVCache` of one K/V head whose values are the first columns of its keys, in one memory.
+    """A `KVCache` of one K/V head whose values are the first columns of its keys.
 
-    `decode_attention` takes it with q [B, H_q, T_q, latent_dim + rope_dim] and an explicit `scale`:
-    that of the head dim before the projections were absorbed.
+    `decode_attention` takes it with q [B, H_q, T_q, latent_dim + rope_dim] and an explicit `scale`,
+    from the head dim before absorption.
 
     Args:
         batch_size, max_length, device, dtype: as of `KVCache`.
-        latent_dim: C, columns of a key that are the value.
-        rope_dim: R, columns of a key behind them; 0: the keys are the values.
-        num_kv_heads: 1 of a latent that all heads share.
+        latent_dim: C, value columns of a key.
+        rope_dim: R, further columns of a key; 0: the keys are the values.
+        num_kv_heads: 1 for a latent shared by all heads.
 
     Raises:
         TypeError: a size is no int, or dtype not floating.
@@ -92,8 +92,8 @@ class LatentCache(KVCache):
         """Write T new tokens after every row's last one, in place; see `KVCache.append`.
 
         Args:
-            kv: [B, H_k, T, latent_dim + rope_dim], the latents, then the rotary keys, already
-                turned; dtype and device of the cache, any strides.
+            kv: [B, H_k, T, latent_dim + rope_dim], the latents, then the rotated rotary keys; dtype
+                and device of the cache, any strides.
             new_lengths, batch_index, backend: as of `KVCache.append`.
 
         Raises:
@@ -158,7 +158,7 @@ class PagedLatentCache(PagedKVCache):
 
 
 def _values(kv: Any, like: Tensor, width: int) -> Tensor:
-    """The columns of kv, like keys, that are values."""
+    """The value columns of kv."""
     if checks.check_tensor("kv", kv).dim() != 4 or kv.shape[-1] != like.shape[-1]:
         raise ValueError(
             f"kv must have shape [B, H_k, T, {like.shape[-1]}], the latent and then the rotary "

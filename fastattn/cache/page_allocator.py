@@ -1,8 +1,8 @@
 """Page allocator: which pages each row owns, with reference counts for shared ones. No tensors.
 
-Rows share pages after `fork` and `reorder`. A page counts the rows that hold it, and returns to the
-pool when the last one lets go. Nobody writes to a shared page: `reserve` gives a row that is about
-to write into one a page of its own, and returns what to copy.
+Rows share pages after `fork` and `reorder`. A page's reference count is the number of its rows; at
+0 the page returns to the pool. Shared pages are copy-on-write: `reserve` replaces them by own pages
+before a write, and returns the copies to make.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class OutOfRows(RuntimeError):
 
 @dataclass
 class Changes:
-    """Changes that a call made, for the tensors that mirror the allocator.
+    """Changes by a call, for the tensors that mirror the allocator.
 
     entries: (row, column) of the block table -> page. lengths: row -> tokens. copies: page to copy
     -> copy of it, as pairs.
@@ -51,14 +51,14 @@ class Changes:
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
-    latest: int = 0  # tokens counted last, 0 once something else has happened to the row
+    latest: int = 0  # tokens of the last `advance`, 0 after other changes
 
 
 class PageAllocator:
     """Rows of tokens over a pool of pages.
 
-    A row of n tokens holds the first pages of its list that n tokens need; `reserve` may have given
-    it more. Arguments are checked, and a call that raises changes nothing.
+    A row of n tokens uses the first pages of its list; `reserve` may have added more. Arguments are
+    checked, and a call that raises changes nothing.
 
     Args:
         num_pages: pages of the pool.
@@ -72,7 +72,7 @@ class PageAllocator:
         self.page_size = page_size
         self.max_rows = max_rows
         self.max_pages = max_pages
-        # Lists of free numbers end in the next one to be given out: the lowest at first.
+        # Free lists, taken from the end: initially the lowest number.
         self._free_pages = list(range(num_pages))[::-1]
         self._free_rows = list(range(max_rows))[::-1]
         self._holders = [0] * num_pages
@@ -105,7 +105,7 @@ class PageAllocator:
         return self._holders[page]
 
     def allocate(self) -> int:
-        """Take a row into use, empty."""
+        """Allocate an empty row."""
         if not self._free_rows:
             raise OutOfRows(self.max_rows)
         row = self._free_rows.pop()
@@ -113,13 +113,13 @@ class PageAllocator:
         return row
 
     def free(self, row: int) -> None:
-        """Give a row back, and the pages that only it held."""
+        """Free a row, and its unshared pages."""
         self._release(self._row(row).pages)
         del self._rows[row]
         self._free_rows.append(row)
 
     def fork(self, row: int) -> tuple[int, Changes]:
-        """A new row that holds what `row` holds, in the same pages."""
+        """A new row that shares all pages of `row`."""
         source = self._row(row)
         twin = self.allocate()
         pages = source.pages[: self._pages_for(source.length)]
@@ -141,7 +141,7 @@ class PageAllocator:
         return Changes(lengths={row: held.length})
 
     def reorder(self, rows: Sequence[int], index: Sequence[int]) -> Changes:
-        """Make row rows[i] hold what rows[index[i]] held; no page is copied."""
+        """Make rows[i] a fork of the former rows[index[i]]; no page is copied."""
         self._check_rows(rows)
         if len(index) != len(rows) or not all(0 <= i < len(rows) for i in index):
             raise ValueError(
@@ -163,7 +163,7 @@ class PageAllocator:
         return changes
 
     def reserve(self, rows: Sequence[int], counts: Sequence[int]) -> Changes:
-        """Give every row pages of its own for its next counts[i] tokens.
+        """Give every row own pages for its next counts[i] tokens.
 
         Raises:
             OutOfPages: fewer pages are free than that takes.
@@ -202,7 +202,7 @@ class PageAllocator:
         return changes
 
     def advance(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Count the tokens that were written into reserved pages.
+        """Add tokens written into reserved pages to the lengths.
 
         Raises:
             ValueError: a row is not in use or given twice, a count is negative, or tokens were not
@@ -234,10 +234,9 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def _shared_pages(self, rows: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
-        """(row, column) of the pages that have to be copied before these rows are written.
+        """(row, column) of pages to copy before these rows are written.
 
-        Only the page that a row's next token falls into can be shared, and of the rows that hold
-        it the last one to write keeps it.
+        Only the page of a row's next token can be shared; the last of its rows to write keeps it.
         """
         left: dict[int, int] = {}
         shared = []

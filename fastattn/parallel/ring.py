@@ -45,7 +45,7 @@ def ring_forward(
             keys, values = held
             part_forward(o, lse, q, keys, values, runs, needed.runs(source, step), options)
             del keys, values
-        del held  # it is what has been sent on
+        del held  # it has been sent
     o, lse = add_sinks(o, lse, sinks)
     return o.to(q.dtype), lse
 
@@ -73,7 +73,7 @@ def ring_backward(
             keys, values = held
             part_backward(part, q, keys, values, runs, there, options, leaves, whole)
             del part, keys, values
-        del held  # it is what has been sent on
+        del held  # it has been sent
         if step == 0:
             continue
         toward = 1 if step > 0 else -1
