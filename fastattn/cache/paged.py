@@ -1,4 +1,4 @@
-"""Key/value cache in pages of a common pool: rows of any length, shared prefixes, cheap forks."""
+"""Paged key/value cache: rows of any length over a pool of pages, shared prefixes, cheap forks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,21 +17,19 @@ __all__ = ["OutOfPages", "OutOfRows", "PagedKVCache"]
 
 
 class PagedKVCache:
-    """Keys and values of many sequences in pages of `page_size` tokens, taken from one pool.
+    """Keys and values of many sequences in pages of `page_size` tokens from one pool.
 
-    A row is a sequence: `allocate` gives its number, `free` takes it back. Position t of row r is
-    slot t % page_size of page block_table[r, t // page_size]. With page_size = 2, after row 0 of 3
-    tokens was forked as row 1 and a token was appended to row 1 (pages hold positions, x = page
-    unused):
+    A row is a sequence: `allocate` returns its number, `free` releases it. Position t of row r is
+    slot t % page_size of page block_table[r, t // page_size]. With page_size = 2, after forking row
+    0 of 3 tokens to row 1 and appending a token to row 1 (pages hold positions, x = page unused):
 
         pool          0 1   2 .   2 3   x
         block table   row 0: pages 0 1      row 1: pages 0 2
 
-    Pages are shared by `fork` and `reorder` and copied when a row writes into one that others hold.
-    Which page is whose is known on the host, in plain numbers, so no method waits for the device;
-    the tensors follow by copies that are queued like kernels.
+    `fork` and `reorder` share pages, copy-on-write. The allocator is on the host, so no method
+    waits for the device; the tensors are updated by asynchronous copies.
 
-    All layers of a model share the pages' allocator: give `num_layers`, and append layer by layer.
+    All layers of a model share the allocator: pass `num_layers`, and append layer by layer.
 
     Args:
         num_pages: pages of the pool.
@@ -39,9 +37,9 @@ class PagedKVCache:
         num_kv_heads: H_k.
         head_dim: D of the keys.
         value_dim: D_v of the values, default D.
-        num_layers: pools with one and the same table.
-        max_rows: sequences at a time.
-        max_pages_per_row: columns of the block table; default num_pages.
+        num_layers: number of layers, with one block table.
+        max_rows: sequences at a time. max_pages_per_row: columns of the block table; default
+            num_pages.
         quantize: store "int8" or "fp8" (e4m3) codes with one fp32 scale a row of D numbers; the
             error bounds are in `fastattn.quantization`. None: store `dtype` itself.
         device, dtype: of the tokens; torch's defaults unless given.
@@ -50,9 +48,9 @@ class PagedKVCache:
         k: [num_layers, num_pages, H_k, page_size, D].
         v: [num_layers, num_pages, H_k, page_size, D_v].
         k_scale, v_scale: fp32 [num_layers, num_pages, H_k, page_size] beside codes, else None.
-        block_table: int32 [max_rows, max_pages_per_row] on the device, changed in place. Entries
-            past a row's pages are old ones, or 0.
-        lengths: int32 [max_rows] on the device, changed in place; 0 for a row not in use.
+        block_table: int32 [max_rows, max_pages_per_row] on the device, modified in place. Entries
+            past a row's pages are stale, or 0.
+        lengths: int32 [max_rows] on the device, modified in place; 0 for unused rows.
 
     Raises:
         TypeError: a size is no int, or dtype not floating.
@@ -106,7 +104,7 @@ class PagedKVCache:
         self.dtype = check_dtype(dtype)
         self._allocator = PageAllocator(num_pages, page_size, max_rows, max_pages)
         self._index_of: tuple[tuple[int, ...], Tensor] | None = None
-        # An inference tensor could not be written once inference mode is left.
+        # Inference tensors are not writable outside inference mode.
         with torch.inference_mode(False):
             stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (num_layers, num_pages, num_kv_heads, page_size)
@@ -123,7 +121,7 @@ class PagedKVCache:
 
     @property
     def stored_tensors(self) -> list[Tensor]:
-        """Tensors of pages, each memory once."""
+        """Page tensors, without aliases."""
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
 
     @property
@@ -142,7 +140,7 @@ class PagedKVCache:
         return sum(x.nbytes for x in (*self.stored_tensors, self.block_table, self.lengths))
 
     def length(self, row: int) -> int:
-        """Tokens of a row, as the host knows them."""
+        """Tokens of a row, on the host."""
         return self._allocator.length(checks.check_int("row", row))
 
     def pages(self, row: int) -> list[int]:
@@ -150,9 +148,9 @@ class PagedKVCache:
         return self._allocator.pages(checks.check_int("row", row))
 
     def view(self, rows: Sequence[int], layer: int = 0) -> CacheView:
-        """The tensors that a kernel reads, for these rows in this order.
+        """View for kernels of these rows, in this order.
 
-        The view's batch index is kept for the next call with the same rows.
+        The batch index is cached for the next call with the same rows.
 
         Raises:
             TypeError: a row or the layer is not an int.
@@ -177,7 +175,7 @@ class PagedKVCache:
         )
 
     def allocate(self) -> int:
-        """Take a row into use, empty, and return its number.
+        """Allocate an empty row, and return its number.
 
         Raises:
             OutOfRows: all max_rows are in use.
@@ -185,13 +183,13 @@ class PagedKVCache:
         return self._allocator.allocate()
 
     def free(self, row: int) -> None:
-        """Give a row back, and with it the pages that no other row holds."""
+        """Free a row, and its unshared pages."""
         row = checks.check_int("row", row)
         self._allocator.free(row)
         self._follow(Changes(lengths={row: 0}))
 
     def fork(self, row: int) -> int:
-        """A new row that holds what `row` holds, sharing its pages: for beams, or a common prompt.
+        """A new row that shares all pages of `row`, for beams or a common prompt.
 
         Raises:
             OutOfRows: all max_rows are in use.
@@ -211,9 +209,9 @@ class PagedKVCache:
         self._follow(self._allocator.truncate(row, length))
 
     def reorder(self, rows: Sequence[int], index: Sequence[int]) -> None:
-        """Make row rows[i] hold what rows[index[i]] held, as beam search does between steps.
+        """Make rows[i] a fork of the former rows[index[i]], for beam search.
 
-        Pages are shared, not copied: this takes none from the pool.
+        Pages are shared, not copied: this allocates none.
 
         Raises:
             ValueError: a row is not in use or given twice, or `index` is not len(rows) numbers
@@ -223,10 +221,10 @@ class PagedKVCache:
         self._follow(self._allocator.reorder(rows, check_ints("index", "an entry of index", index)))
 
     def reserve(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
-        """Make room for the next tokens of some rows: pages of their own, copies of shared ones.
+        """Reserve own pages for the next tokens of some rows, with copies of shared ones.
 
-        `append` does this itself. A caller that replays a captured append calls it before, outside
-        the graph, and `advance` after; between the two, the rows must not be forked or reordered.
+        `append` does this itself. To replay a captured append, call this before, outside the graph,
+        and `advance` after; in between, do not fork or reorder the rows.
 
         Args:
             counts: tokens a row gets, one number for all or one each.
@@ -239,7 +237,8 @@ class PagedKVCache:
         self._follow(self._allocator.reserve(rows, _per_row(rows, counts)))
 
     def advance(self, rows: Sequence[int], counts: int | Sequence[int]) -> None:
-        """Count tokens on the host alone: those that a replayed append has written and counted.
+        """Add tokens to the host's lengths only, after a replayed append has written and counted
+        them.
 
         Raises:
             ValueError: a row is not in use or given twice, or a count is negative or more than what
@@ -249,16 +248,15 @@ class PagedKVCache:
         self._allocator.advance(rows, _per_row(rows, counts))
 
     def extend(self, rows: Sequence[int], counts: int | Sequence[int]) -> Tensor:
-        """Make room for the next tokens of some rows, count them, and return their slots.
+        """Reserve and count the next tokens of some rows, and return their slots.
 
-        Their keys and values are undefined until `fastattn.append_paged` writes them there, in
-        every layer: so a packed step of any rows needs one call a layer.
+        Their keys and values are undefined until `fastattn.append_paged` writes them in every
+        layer, with one call per layer for a packed step.
 
         Args:
             counts: tokens a row gets, one number for all or one each.
         Returns:
-            int64 [sum of counts] on the cache's device: page * page_size + offset, the tokens of
-            the first row in order, then those of the next.
+            int64 [sum of counts] on the cache's device: page * page_size + offset, row by row.
         Raises:
             as `reserve`.
         """
@@ -276,16 +274,15 @@ class PagedKVCache:
         return _on_device(slots, torch.int64, self.k.device)
 
     def compact(self, row: int, first: int, kept: Sequence[int]) -> None:
-        """Keep of a row's tokens those before `first`, and behind them those at positions `kept`.
+        """Keep a row's tokens before `first`, followed by those at positions `kept`.
 
-        As a verified tree of drafts leaves it. Keys and values move in every layer as they are,
-        rotated for where their tokens stand in the text.
+        For a verified tree of drafts. Keys and values are moved in every layer without re-rotation.
 
         Args:
-            kept: positions from `first` on, no two alike, in the order that they are to have.
+            kept: distinct positions from `first` on, in the new order.
         Raises:
             ValueError: `row` is not in use, a position is not one of its tokens from `first` on, or
-                another row shares these. Nothing was changed then.
+                another row shares these. Then nothing is changed.
         """
         row, first = checks.check_int("row", row), checks.check_int("first", first)
         kept, length = check_ints("kept", "a position of kept", kept), self.length(row)
@@ -305,7 +302,7 @@ class PagedKVCache:
         stored = [
             as_bytes(x) for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None
         ]
-        # Read before anything is written: the tokens may change places.
+        # Read everything before writing, as tokens may swap positions.
         moved = [x[:, page, :, slot] for x in stored for page, slot in [self._places(old)]]
         self.truncate(row, first)
         page, slot = self._places(self.extend([row], len(kept)))
@@ -314,7 +311,7 @@ class PagedKVCache:
                 x[:, page, :, slot] = tokens
 
     def _places(self, slots: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Page and slot in it, int64 on the device, of slots of the pool."""
+        """Page and offset, int64 on the device, of slots."""
         if not isinstance(slots, Tensor):
             slots = _on_device(slots, torch.int64, self.k.device)
         return slots // self.page_size, slots % self.page_size
@@ -334,28 +331,26 @@ class PagedKVCache:
     ) -> Tensor | None:
         """Write T new tokens after the last one of each of these rows.
 
-        With several layers, layer 0 comes first: it makes room and counts the tokens. The others
-        then write theirs beside them, so the same rows and new_lengths have to be given, and
-        nothing else may happen to the rows in between.
+        With several layers, layer 0 comes first: it reserves and counts the tokens. Then call the
+        others with the same rows and new_lengths, without other changes to the rows in between.
 
         Args:
-            rows: B rows in use, no two alike.
+            rows: B distinct rows in use.
             k: [B, H_k, T, D], dtype and device of the cache, any strides.
             v: [B, H_k, T, D_v], likewise.
             new_lengths: B numbers on the host, clamped to [0, T]: only the first new_lengths[b]
-                tokens of row rows[b] count, the others are padding. None: all T count.
-            layer, q, rotary, rotary_style, backend: the layer to write to, and as in
-                `KVCache.append`.
+                tokens of row rows[b] count. None: all T count.
+            layer, q, rotary, rotary_style, backend: the layer, and arguments of `KVCache.append`.
         Returns:
-            q, rotated, in a new tensor; None without q.
+            Rotated q, in a new tensor; None without q.
         Raises:
             OutOfPages: the pool has fewer free pages than the tokens take.
             TypeError: a row, a number of new_lengths or the layer is not an int.
-            ValueError: a row is not in use, given twice or too long for the table; a shape, dtype
-                or device disagrees with the cache; the tables do not reach; a layer after layer 0
-                gets other tokens than that got last; the backend cannot serve.
+            ValueError: a row is not in use, repeated or too long for the table; a shape, dtype or
+                device does not match the cache; the tables are too short; a layer's tokens differ
+                from layer 0's; the backend cannot serve.
             RuntimeError: k or v requires grad while grad mode is on.
-            In every case the cache is left as it was.
+            In every case the cache is unchanged.
         """
         rows, layer = check_ints("rows", "row", rows), self._check_layer(layer)
         check_tokens(k, v, self.k, self.v, len(rows), self.dtype)
@@ -415,7 +410,7 @@ class PagedKVCache:
 
     @torch.no_grad()
     def _follow(self, changes: Changes) -> None:
-        """Write what changed into the tensors."""
+        """Write changes into the tensors."""
         if changes.copies:
             old, new = zip(*changes.copies, strict=True)
             device = self.k.device
@@ -449,10 +444,10 @@ def _clamped(rows: Sequence[int], new_lengths: Sequence[int], T: int) -> list[in
 
 
 def _on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of numbers from the host, without a wait for the device."""
+    """A tensor of host numbers, copied asynchronously."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
-    # torch keeps pinned memory from being used again before the copy has been made.
+    # torch does not reuse pinned memory before the copy is done.
     pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
     return pinned.to(device, non_blocking=True)
 

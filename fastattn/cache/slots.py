@@ -1,4 +1,4 @@
-"""Appending to slots that a server names: tokens of any rows, one behind another."""
+"""`append_paged`: append packed tokens to slots chosen by a server."""
 
 from typing import Any
 
@@ -27,40 +27,37 @@ def append_paged(
     rotary_style: RotaryStyle = "half",
     backend: str | None = None,
 ) -> Tensor | None:
-    """Write packed tokens to the slots of a paged cache that a server names, in place.
+    """Write packed tokens to given slots of a paged cache, in place.
 
-    The other half of a server's step beside `attention_paged`: the server keeps lengths and block
-    tables, and says where each token goes. With pages of 4 tokens, slot 9 is the second of page 2;
-    slot_mapping = [9, -1, 3]:
+    With `attention_paged` a step of a server, which manages lengths and block tables itself. With
+    pages of 4 tokens, slot 9 is the second of page 2; slot_mapping = [9, -1, 3]:
 
         page 0   . . . k2        page 1   . . . .        page 2   . k0 . .
 
-    One launch, which reads the slots on the device: no call waits for it, and a CUDA graph of one
-    serves other slots. No store leaves its slot, nor the pool, whatever slots hold.
+    One launch, which reads the slots on the device: the call does not wait, and its CUDA graph
+    serves other slots. No store leaves its slot or the pool, whatever slots hold.
 
     Args:
         cache: a `CacheView` (`view_of_tensors` makes one of a server's tensors, with scales of
-            int8 or e4m3 codes), whose lengths and table are not read; or (k_pages [P, H_k, S, D],
+            int8 or e4m3 codes), whose lengths and table are ignored; or (k_pages [P, H_k, S, D],
             v_pages [P, H_k, S, D_v]), of any strides but the last.
         k: [total, H_k, D] in the cache's dtype, any strides, total at least n.
-        v: [total, H_k, D_v], likewise. Tokens from n on are padding, and are not read.
-        slot_mapping: int32 or int64 [n]: page * S + offset for each of the first n tokens, no two
-            alike; -1: write nothing.
+        v: [total, H_k, D_v], likewise. Tokens from n on are padding.
+        slot_mapping: int32 or int64 [n]: page * S + offset for each of the first n tokens,
+            distinct; -1: skip.
         q: [total, H_q, D], likewise; rotated into a new tensor.
-        positions: int32 or int64 [n]: where tokens stand in their sequences. Needed for `rotary`,
-            and for nothing else.
-        rotary: (cos, sin), fp32 [N, R // 2], as `fastattn.rotary.rotary_tables(N, R)` makes them.
-            Tokens at positions that they do not reach are not turned.
+        positions: int32 or int64 [n]: positions in the sequences, needed only for `rotary`.
+        rotary: (cos, sin), fp32 [N, R // 2], from `fastattn.rotary.rotary_tables(N, R)`. Positions
+            past them are not rotated.
         rotary_style: "half" or "interleaved", see `fastattn.rotary.apply_rotary`.
         backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it). torch waits
             for the device.
     Returns:
         The first n tokens of q, rotated; None without q.
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a ring, whose
-            slots turn; on a CPU, whose values the host reads, also a slot that is none of the
-            pool's and not -1, a slot that is named twice, and a position outside the tables.
-            Nothing is written then.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a ring; on a
+            CPU also an invalid or repeated slot, and a position outside the tables. Then nothing is
+            written.
         RuntimeError: k or v requires grad while grad mode is on.
     """
     view = _view(cache)
@@ -100,7 +97,7 @@ def _view(cache: Any) -> CacheView:
 
 
 def _taken(name: str, x: Tensor, n: int) -> Tensor:
-    """The first n tokens of x, as the row [1, heads, n, width] of a batch."""
+    """The first n tokens of x, as [1, heads, n, width]."""
     checks.check_tensor(name, x)
     if x.dim() != 3 or x.shape[0] < n:
         raise ValueError(
@@ -127,7 +124,7 @@ def _positions(
 def _check_values(
     slots: Tensor, positions: Tensor | None, rotary: Rotary | None, view: CacheView
 ) -> None:
-    """Slots and positions, where the host knows them."""
+    """Check slots and positions, if on the CPU."""
     if not tracing.host_knows(slots):
         return
     room = view.k.shape[0] * view.page_size

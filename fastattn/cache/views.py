@@ -1,4 +1,4 @@
-"""Views of caches, and of tensors that somebody else keeps."""
+"""`CacheView`s of caches, and of external tensors."""
 
 from typing import Any
 
@@ -25,23 +25,23 @@ def view_of_tensors(
     length_bound: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> CacheView:
-    """A `CacheView` of tensors that somebody else keeps; see there for what they mean.
+    """A `CacheView` of external tensors, such as a server's.
 
     Args:
-        k: [P, H_k, S, D], any strides but the last one, and k and v may share memory. Rows whose
-            distances are no multiples of 16 bytes are read in smaller pieces, and more slowly.
+        k: [P, H_k, S, D], any strides but the last one; k and v may share memory. Row strides that
+            are not multiples of 16 bytes are slower.
         v: [P, H_k, S, D_v], likewise.
         lengths: int32 or int64 [rows], contiguous.
-        k_scale, v_scale: fp32 where k and v are int8 or float8_e4m3fn: [P, H_k, S] with a scale for
-            each token and head, [H_k] with one for each head, or a single one.
+        k_scale, v_scale: fp32 for int8 or float8_e4m3fn: [P, H_k, S] per token and head, [H_k] per
+            head, or a single one.
         block_table: int32 or int64 [rows, N], contiguous. None: page r is row r.
-        starts: int32 or int64 [rows]: positions before are padding.
-        batch_index: int32 or int64 [B]: the row of each batch element. Values are read on a CPU
-            only.
-        window, keep_first: the cache is a ring that keeps what such a window sees.
-        length_bound: what no length exceeds; default the room that there is. A ring has no end: it
-            is needed there, by torch's backend alone.
-        dtype: of q, where k and v are codes; default bfloat16.
+        starts: int32 or int64 [rows]: earlier positions are padding.
+        batch_index: int32 or int64 [B]: the row of each batch element. Values are checked on the
+            CPU only.
+        window, keep_first: for a ring with such a window.
+        length_bound: bound on all lengths; default: the capacity. The torch backend needs it for a
+            ring.
+        dtype: of q, if k and v are codes; default bfloat16.
 
     Raises:
         TypeError, ValueError: a tensor of the wrong dtype, shape, device or layout.
@@ -83,7 +83,7 @@ def view_of_tensors(
 
 
 def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
-    """window and keep_first of a view, a ring's with room for both."""
+    """Check window and keep_first of a view."""
     keep_first = checks.check_keep_first(keep_first, window is not None)
     if window is None:
         return None, keep_first
@@ -96,14 +96,14 @@ def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
     return window, keep_first
 
 
-# Offsets among the slots of a block of keys take 32 bits.
+# Offsets within a block of keys are 32-bit.
 _FARTHEST_SLOTS = 2**31 // 512
 
 
 def _check_buffers(
     k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> list[Tensor | None]:
-    """The scales of k and v, each in the shape [P, H_k, S]."""
+    """Check buffers; return the scales of k and v as [P, H_k, S]."""
     scales = []
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
         if checks.check_tensor(name, x).dim() != 4:
@@ -132,7 +132,7 @@ def _check_buffers(
 
 
 def _scale_of_slots(name: str, scale: Tensor, x: Tensor) -> Tensor:
-    """A scale for each token and head, one for each head or a single one, as [P, H_k, S]."""
+    """Expand a scale to [P, H_k, S]."""
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
     of_slots = tuple(x.shape[:3])
@@ -145,13 +145,13 @@ def _scale_of_slots(name: str, scale: Tensor, x: Tensor) -> Tensor:
 
 
 def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | None]:
-    """The view of a cache, and the length of all its rows where the host knows that.
+    """The view of a cache, and its rows' common length if known to the host.
 
     name: of the argument, for the error where it is none.
     """
     if isinstance(cache, CacheView):
         return cache, None
-    # Tensors, arrays and the caches' own classes have a view as well.
+    # Tensors, arrays and classes also have a `view` attribute.
     view = None if isinstance(cache, (Tensor, type)) else getattr(cache, "view", None)
     of_rows = hasattr(cache, "rows")
     whole = None if view is None else view(cache.rows) if of_rows else view()
@@ -164,14 +164,14 @@ def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | Non
 
 
 def without_window(view: CacheView, instead: str) -> CacheView:
-    """The view, if no token takes the slot of an older one; instead: what serves a ring."""
+    """Check that a view is no ring; instead: the alternative, for the message."""
     if view.window is not None:
         raise ValueError(f"cache must keep all tokens of its rows, got a ring: {instead}")
     return view
 
 
 def view_of_step(cache: Any) -> CacheView:
-    """The view of what `attention_paged` takes for a cache: no ring."""
+    """The view of `attention_paged`'s cache argument, which may be no ring."""
     if isinstance(cache, tuple) and not isinstance(cache, CacheView):
         if len(cache) != 4:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Generating text with a trained model."""
+"""Text generation."""
 
 from ..models.sampling import Sampling as Sampling
 from .engine import Engine as Engine

@@ -1,4 +1,4 @@
-"""A text and drafts of how it goes on, a chain or a tree, which one pass of a model reads."""
+"""A text and its drafts, a chain or a tree, scored by one pass of a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PAGE_SIZE = 16
 
 
 class Chain:
-    """Drafts one behind another: the next tokens of the text, taken back where it goes another way.
+    """A chain of drafts: appended to the text, and taken back if rejected.
 
     Args:
         model: in evaluation mode.
-        longest: the most tokens that the text will have.
+        longest: most tokens of the text.
     """
 
     def __init__(self, model: GPT, longest: int) -> None:
@@ -31,20 +31,20 @@ class Chain:
 
     @property
     def room(self) -> int:
-        """How many tokens can be read before a new window starts."""
+        """Tokens that can be read before a new window starts."""
         return self._window.room(0)
 
     def holds(self, drafts: int) -> bool:
-        """Whether so many drafts can be read: as many as there are, in a new window if need be."""
+        """Whether this many drafts fit, if necessary in a new window."""
         return True
 
     def read(
         self, tokens: Sequence[int], drafts: Sequence[int] = (), parents: Sequence[int] = ()
     ) -> Tensor:
-        """Read the text's next tokens, and the drafts behind them that are not read yet.
+        """Read the text's next tokens, and the unread drafts after them.
 
         Returns:
-            logits of what follows all tokens and each of the drafts that are read now, [n, V].
+            logits [n, V] after all tokens and after each draft read now.
         """
         piece = [*tokens, *drafts[self._ahead :]]
         self._ahead = len(drafts)
@@ -52,10 +52,10 @@ class Chain:
         return logits.reshape(-1, logits.shape[-1])
 
     def keep(self, path: Sequence[int]) -> int:
-        """Make the drafts of a path from the first one on a part of the text, and drop the others.
+        """Accept the drafts of a path, and drop the others.
 
         Returns:
-            how many of them were read: the others are to be read yet.
+            number of accepted drafts that have been read.
         """
         held = min(len(path), self._ahead)
         if self._ahead > held:
@@ -65,13 +65,13 @@ class Chain:
 
 
 class Tree:
-    """Drafts that branch: a row of a paged cache, in which each sees those that it goes on from.
+    """A tree of drafts: a row of a paged cache in which each draft sees its ancestors.
 
     Args, and methods: as of `Chain`, and
         nodes: the most drafts at a time.
 
     Raises:
-        ValueError: the model's scores go by the distance of tokens, which slots do not tell.
+        ValueError: the model's scores depend on distances, which slots do not have.
     """
 
     def __init__(self, model: GPT, longest: int, nodes: int) -> None:
@@ -96,7 +96,7 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """How many tokens and drafts can be read before a new window starts."""
+        """Tokens and drafts that can be read before a new window starts."""
         return self._context - self._reading.held
 
     def holds(self, drafts: int) -> bool:
@@ -106,14 +106,13 @@ class Tree:
     def read(
         self, tokens: Sequence[int], drafts: Sequence[int] = (), parents: Sequence[int] = ()
     ) -> Tensor:
-        """Read the text's next tokens, and behind them drafts, in place of the ones before.
+        """Read the text's next tokens, followed by drafts that replace the former ones.
 
         Args:
-            drafts: each behind its parent.
-            parents: for each draft the number of the one that it goes on from; -1: the text.
+            drafts: each behind its parent. parents: number of each draft's parent; -1: the text.
 
         Returns:
-            logits of what follows all tokens, if there are any, and each draft, [n, V].
+            logits [n, V] after all tokens, if any, and after each draft.
         """
         tokens, forgotten = self._reading.enter(tokens)
         held = self._reading.held
@@ -131,7 +130,7 @@ class Tree:
         return logits
 
     def keep(self, path: Sequence[int]) -> int:
-        """Keep a path, as `Chain.keep` does; the keys and values of a path move together."""
+        """Accept a path, as `Chain.keep`; its keys and values are compacted."""
         held = [node for node in path if node < len(self._drafts)]
         first = self._reading.held
         self.cache.compact(self._row, first, [first + node for node in held])
@@ -141,7 +140,7 @@ class Tree:
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
-    """How many drafts each goes on from."""
+    """Number of ancestors of each draft."""
     depth: list[int] = []
     for parent in parents:
         depth.append(0 if parent < 0 else depth[parent] + 1)
@@ -149,7 +148,7 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 
 def _seen(n: int, parents: Sequence[int]) -> list[list[bool]]:
-    """The tree mask of n tokens and the drafts behind them."""
+    """Tree mask of n tokens and the drafts after them."""
     total = n + len(parents)
     rows = [[j <= i for j in range(total)] for i in range(n)]
     for i, parent in enumerate(parents):
