@@ -1,4 +1,4 @@
-"""Continuous batching: requests that come and go between steps, over one paged cache."""
+"""Continuous batching over one paged cache."""
 
 from __future__ import annotations
 
@@ -25,46 +25,45 @@ from .window import PastContext, Reading, check_past_context
 
 
 class Engine:
-    """Continues many prompts at once, each from the moment there is room for it.
+    """Serves many generation requests at once, each as soon as there is room.
 
     A `step` is one pass of the model over packed tokens, without padding: the latest token of every
-    sequence that is being continued, and as much of the others' prompts as `max_step_tokens` leaves
-    room for, the highest priority first, then in the order of arrival. What a request gets does not
-    depend on the others: it is what `generate_tokens` gives for it alone, but for rounding.
+    running sequence, and as much of new prompts as `max_step_tokens` permits, by priority, then by
+    arrival. A request's result does not depend on others: it equals `generate_tokens`, up to
+    rounding.
 
         step, at most 8 tokens   1          2          3          4
         first: 5 tokens          prompt 5   +1         +1         +1
         second: 12 tokens        3 of 12    7 of 12    2 of 12    +1
         third: 4 tokens                                4          +1
 
-    What a sequence has computed is kept when it is done: a prompt that begins as the text of a
-    running or a finished sequence shares that part of its pages, and on a GPU a step reads pages
-    that many sequences share once for all of them where that is fewer bytes. Pages of finished
-    ones, those not used for longest first, make way for new tokens. Where that is not enough, the
-    sequence that goes last gives its pages back and waits; once there is room it reads its text
-    again and goes on. A request of a higher priority sends a running one of a lower away likewise.
+    Pages of finished sequences are kept: a prompt that begins like the text of a running or
+    finished sequence shares these pages, and on a GPU a step reads pages shared by many sequences
+    once if that is fewer bytes. Kept pages are evicted for new tokens, least recently used first.
+    If that is not enough, the last sequence is preempted: it releases its pages and waits, and
+    later reads its text again. A request of higher priority likewise preempts a running one of
+    lower priority.
 
-    One thread at a time steps an engine; a second one is refused. Any thread may `submit`, `cancel`
-    and ask whether the engine is `busy` at any time, also during a step, which takes note of it at
-    its end at the latest.
+    Only one thread at a time may step an engine. Any thread may `submit`, `cancel` and read `busy`
+    at any time, also during a step, at whose end they take effect at the latest.
 
     Args:
         model: in evaluation mode.
         num_pages: pages of the cache's pool.
         page_size: tokens a page holds, 1 to 256.
-        max_batch: sequences that run at a time.
-        max_step_tokens: tokens that one step reads, at least max_batch; None: prompts are read
-            whole. A long prompt then delays the others' next token by that much at most.
-        kept_rows: how many finished texts are kept for prompts that begin alike; default
-            4 * max_batch. 0: none.
-        quantize: store keys and values as "int8" or "fp8" codes; None: as they are. With codes the
-            results differ from those without by more than rounding.
-        past_context: what follows a full context, "restart" or "crop"; see `Reading`.
+        max_batch: most running sequences.
+        max_step_tokens: most tokens of a step, at least max_batch, which bounds the delay by a long
+            prompt; None: prompts are read whole.
+        kept_rows: number of finished texts kept for prompts with equal beginnings; default 4 *
+            max_batch. 0: none.
+        quantize: store keys and values as "int8" or "fp8" codes, which changes results by more than
+            rounding; None: unquantised.
+        past_context: behaviour at a full context, "restart" or "crop"; see `Reading`.
         cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`.
 
     Raises:
-        TypeError, ValueError: a number that is none, or too small; cuda_graph is True, and the
-            model is on no CUDA device.
+        TypeError, ValueError: a number is invalid or too small; cuda_graph is True without a CUDA
+            device.
 
     Examples:
         >>> from fastattn.models.gpt import GPT, GPTConfig
@@ -107,23 +106,23 @@ class Engine:
         self._steps = self._read_tokens = self._new_tokens = 0
         self._seconds = 0.0
         self._first_token_seconds: deque[float] = deque(maxlen=1000)
-        # What other threads write; `_settle` alone reads it. Both ends of a deque are thread-safe.
+        # Written by other threads, read only by `_settle`. Deques are thread-safe at both ends.
         self._arrived: deque[Entry] = deque()
         self._cancelled: deque[Request] = deque()
-        self._turn = threading.Lock()  # held for moments: to begin a step, to end it, to settle
+        self._turn = threading.Lock()  # held briefly: to begin a step, to end it, to settle
         self._stepping: str | None = None  # name of the thread that is in a step
         self._device = next(model.parameters()).device
-        # On a CPU torch's fused attention has no lse to merge by, and its formula takes longer.
+        # On a CPU torch's fused attention returns no lse for merging, and its formula is slower.
         self._shares = self._device.type != "cpu"
 
     @property
     def preemptions(self) -> int:
-        """How often a running sequence had to wait again."""
+        """Number of preemptions."""
         return self._schedule.preemptions
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens that were not read because the cache held them already."""
+        """Tokens that were not read because the cache already held them."""
         return self._schedule.shared_tokens
 
     @property
@@ -141,18 +140,18 @@ class Engine:
         end_token: int | Collection[int] | None = None,
         priority: int = 0,
     ) -> Request:
-        """Adds a prompt to those that are to be continued.
+        """Submit a request.
 
         Args:
             prompt, count, sampling, seed, end_token: as for `generate_tokens`.
-            priority: those with a higher one go first.
+            priority: higher first.
 
         Returns:
-            The request: `tokens` grows with every step, `done` is True once it has all.
+            The request: `tokens` grows with every step, `done` is True at the end.
 
         Raises:
             TypeError: priority is no int.
-            ValueError: the pool is too small for this request even alone, or as `generate_tokens`.
+            ValueError: the pool is too small for this request alone, or as `generate_tokens`.
         """
         priority = check_int("priority", priority)
         request = make_request(
@@ -162,7 +161,7 @@ class Engine:
         if request.done:
             return request
         context = self.model.config.context_length
-        # The last token is never read.
+        # The last token is not read.
         pages = -(-min(len(prompt) + count - 1, context) // self.cache.page_size)
         if pages > self._num_pages:
             raise ValueError(
@@ -176,9 +175,9 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with the tokens that it has; one that is done stays as it is.
+        """End a request with its present tokens, if it is not done.
 
-        Its pages are free at once, or where a step is under way at its end.
+        Its pages are freed at once, or at the end of a running step.
         """
         request.done = True
         self._cancelled.append(request)
@@ -188,7 +187,7 @@ class Engine:
 
     @contextmanager
     def _step_alone(self) -> Iterator[None]:
-        """Holds off other threads' steps, and settles before and after one's own."""
+        """Exclude other threads' steps, and settle before and after the step."""
         name = threading.current_thread().name
         with self._turn:
             if self._stepping is not None:
@@ -206,9 +205,9 @@ class Engine:
                 self._stepping = None
 
     def _settle(self) -> None:
-        """Lets those that have arrived wait, and those that are cancelled leave."""
+        """Queue submitted requests, and remove cancelled ones."""
         while self._arrived:
-            # First there, then gone: an engine with a request is busy at any moment.
+            # Add before removing, so that an engine with a request is always busy.
             self._schedule.enter(self._arrived[0])
             self._arrived.popleft()
         while self._cancelled:
@@ -220,16 +219,16 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, int]]:
-        """Reads one batch of tokens, and adds what follows where a text is read to its end.
+        """Read one batch of tokens, and add a token to each sequence that is read to its end.
 
         Returns:
-            (request, token) of every token added; none for one that its end token has ended.
+            (request, token) of every added token, without end tokens.
 
         Raises:
-            FloatingPointError: the model's scores are not finite. Whatever a step raises, its
-                sequences have given their pages back and wait: the next step reads them again, but
-                those that were cancelled.
-            RuntimeError: another thread is in a step; nothing has changed then.
+            FloatingPointError: the model's scores are not finite. After any error, the step's
+                sequences have released their pages and wait to be read again, except cancelled
+                ones.
+            RuntimeError: another thread is in a step; then nothing is changed.
         """
         with self._step_alone():
             began = time.perf_counter()
@@ -239,12 +238,12 @@ class Engine:
             return added
 
     def run(self) -> Iterator[tuple[Request, int]]:
-        """Steps until no request is left, yielding what the steps add."""
+        """Step until no request is left, yielding the added tokens."""
         while self.busy:
             yield from self.step()
 
     def stream(self, request: Request) -> Iterator[int]:
-        """The tokens of one request, as they come; the steps serve the others too."""
+        """Yield the tokens of one request as generated; the steps serve other requests too."""
         given = 0
         while True:
             yield from request.tokens[given:]
@@ -254,7 +253,7 @@ class Engine:
             self.step()
 
     def forget(self) -> None:
-        """Frees the pages that are kept for prompts to come.
+        """Free the pages kept for future prompts.
 
         Raises:
             RuntimeError: another thread is in a step.
@@ -281,11 +280,11 @@ class Engine:
         )
 
     def _read(self, plan: dict[Entry, int]) -> list[tuple[Request, int]]:
-        """Feeds the model what the plan says, and adds the tokens that follow whole texts."""
+        """Run the plan, and add the next tokens of completely read texts."""
         if not plan:
             return []
         try:
-            last = list(plan)[-1:]  # of none that is read to its end, so that there are some rows
+            last = list(plan)[-1:]  # if none is read to its end, to have at least one row
             whole = [s for s, count in plan.items() if count == len(s.unread)] or last
             logits = self._scores(plan, whole)
             ready = [s for s in whole if plan[s] == len(s.unread)]
@@ -301,7 +300,7 @@ class Engine:
         return self._add(ready, chosen)
 
     def _scores(self, plan: dict[Entry, int], whole: list[Entry]) -> torch.Tensor:
-        """Scores [N, V] behind what is read of these N sequences, of one packed pass."""
+        """Scores [N, V] after the read tokens of these N sequences, from one packed pass."""
         graph = self._graphs if len(whole) == len(plan) and max(plan.values()) == 1 else None
         shared: tuple[list[int], list[int]] | None = None
         if self._shares:
@@ -321,7 +320,7 @@ class Engine:
     def _by_prefix(
         self, plan: dict[Entry, int]
     ) -> tuple[dict[Entry, int], tuple[list[int], list[int]] | None]:
-        """The plan in an order in which rows that share pages are neighbours, and their groups."""
+        """The plan reordered so that rows that share pages are adjacent, and their groups."""
         rows = [sequence.row for sequence in plan if sequence.row is not None]
         heads = self.model.config.num_heads
         order, bounds, lengths = sharing(self.cache, rows, list(plan.values()), heads)
@@ -331,7 +330,7 @@ class Engine:
         return dict(items[i] for i in order), (bounds, lengths)
 
     def _add(self, sequences: list[Entry], tokens: list[int]) -> list[tuple[Request, int]]:
-        """Adds each sequence's next token, and lets those leave that are done."""
+        """Add each sequence's next token, and remove finished sequences."""
         added = []
         for sequence, token in zip(sequences, tokens, strict=True):
             request = sequence.request

@@ -1,4 +1,4 @@
-"""Continuing prompts with a key/value cache, one token or one piece of text at a time."""
+"""Generate from prompts with a key/value cache, as tokens or pieces of text."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ Setting = TypeVar("Setting")
 
 
 class Batch:
-    """Prompts of any lengths that are continued together, one new token a row and step.
+    """Generation for prompts of any lengths together, one new token per row and step.
 
-    The prompts go through the model once, right-padded, and every further token alone; each row has
-    its own place in the cache, so no row depends on which others are there. A row that is done
-    stays idle until all are; `Engine` gives its place to another instead. At the end of the
-    model's context it behaves as `Reading`.
+    The prompts are read once, right-padded, then one token per step. Rows do not depend on each
+    other. Finished rows stay idle until all are done; `Engine` replaces them instead. At the end of
+    the model's context it behaves as `Reading`.
 
     Args:
         model: in evaluation mode.
-        requests: a row each, from `make_request`.
+        requests: one per row, from `make_request`.
         cuda_graph: replay the steps of one token a row as a CUDA graph; see `GraphWindow`.
-        past_context: what follows a full context, "restart" or "crop"; see `Reading`.
+        past_context: behaviour at a full context, "restart" or "crop"; see `Reading`.
 
     Raises:
-        ValueError: cuda_graph is True, and the model is on no CUDA device; or past_context is
-            unknown.
+        ValueError: cuda_graph is True without a CUDA device; or past_context is unknown.
     """
 
     def __init__(
@@ -53,15 +51,15 @@ class Batch:
 
     @property
     def running(self) -> bool:
-        """Whether any row goes on."""
+        """Whether any row is unfinished."""
         return any(not request.done for request in self.requests)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
-        """Chooses the next token of every row that goes on.
+        """Choose the next token of every unfinished row.
 
         Returns:
-            (row, token) of every token added; none for a row that its end token has ended.
+            (row, token) of every added token, without end tokens.
 
         Raises:
             FloatingPointError: the model's scores are not finite.
@@ -97,16 +95,16 @@ def generate_tokens(
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
 ) -> Iterator[int]:
-    """Continues a prompt, yielding each new token as soon as it is chosen.
+    """Continue a prompt, yielding each new token as soon as it is chosen.
 
     Args:
         model: in evaluation mode.
-        prompt: token ids, at least one; of one longer than the context the last context_length
-            are read, and generation goes on past it: see past_context.
-        count: the most tokens to generate.
-        sampling: how to choose; default: from the model's own distribution.
-        seed: of the choices, the same on every device; None = torch's own generator.
-        end_token: ends the text and is not yielded; several tokens: each of them does.
+        prompt: token ids, at least one; of a longer one the last context_length are read.
+            Generation continues past the context: see past_context.
+        count: the most tokens to generate. sampling: sampling settings; default: the model's own
+            distribution.
+        seed: of the sampling, independent of the device; None = torch's own generator.
+        end_token: one or several tokens that end the text and are not yielded.
         cuda_graph, past_context: as for `Batch`.
 
     Yields:
@@ -134,10 +132,9 @@ def generate_batch(
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
 ) -> list[list[int]]:
-    """Continues prompts of any lengths together.
+    """Continue prompts of any lengths together.
 
-    Row b is what `generate_tokens` gives for it alone with seed + b. For prompts in a padded tensor
-    see `unpad`.
+    Row b equals `generate_tokens` with seed + b. For prompts in a padded tensor see `unpad`.
 
     Args:
         counts: the most tokens to generate, for all rows or for each.
@@ -173,19 +170,19 @@ def generate_text(
     past_context: PastContext = "restart",
     tally: Tally | None = None,
 ) -> Iterator[str]:
-    """Continues a text, yielding pieces of whole characters as they are completed.
+    """Continue a text, yielding pieces of complete characters.
 
     Args:
         tokenizer: of the model.
-        prompt: text to continue; an empty one starts as behind a line break, or behind token 0
-            where the tokenizer knows no line break.
-        stop: strings that end the text; neither they nor what follows them is yielded.
+        prompt: text to continue; an empty one starts after a line break, or after token 0 if the
+            tokenizer has no line break.
+        stop: strings that end the text, not yielded.
         tally: counts the tokens.
         model, count, sampling, seed, end_token, cuda_graph, past_context: as for
             `generate_tokens`.
 
     Yields:
-        text without the prompt. Bytes that are no UTF-8 come out as U+FFFD.
+        text without the prompt. Bytes that are not UTF-8 become U+FFFD.
 
     Raises:
         ValueError: the tokenizer does not know a character of the prompt, a stop string is empty,
@@ -223,7 +220,7 @@ def generate_texts(
     past_context: PastContext = "restart",
     tally: Tally | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Continues texts together, yielding (row, piece) as pieces of whole characters are completed.
+    """Continue texts together, yielding (row, piece) with pieces of complete characters.
 
     Args and errors: as `generate_text`, and `counts` and `sampling` as for `generate_batch`.
     """
@@ -245,7 +242,7 @@ def generate_texts(
 
 
 def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
-    """The rows of a padded batch, on whichever side it is padded.
+    """The rows of a batch with padding on either side.
 
     Args:
         tokens: [B, T] integers.
@@ -301,7 +298,7 @@ def _make_requests(
 def _for_each(
     name: str, value: Setting | Sequence[Setting], kind: type[Setting], count: int
 ) -> Sequence[Setting]:
-    """One value a prompt, of one for all or of as many as there are prompts."""
+    """One value per prompt, from a single value or a sequence."""
     if isinstance(value, kind):
         return [value] * count
     assert isinstance(value, Sequence)

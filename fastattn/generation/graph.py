@@ -1,8 +1,8 @@
-"""Decode steps of one token a row, recorded once and replayed as a CUDA graph.
+"""Decode steps of one token per row, replayed as a CUDA graph.
 
-A small model's step takes the host longer to launch than the GPU to compute. A graph launches all
-of it at once. It can be recorded because nothing in such a step depends on the host: the lengths of
-the rows live on the device, and attention gets the cache's capacity as their bound.
+Launching a small model's step takes longer than computing it; a graph is launched at once. It can
+be recorded as nothing in such a step depends on the host: lengths are on the device, and attention
+gets the cache's capacity as their bound.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..tracing import record_cuda_graph
 from .paged import PackedRows, PackedStep
 from .window import PastContext, Window
 
-# Runs a function's work again, on the same tensors.
+# Replays a function on the same tensors.
 Replay = Callable[[], object]
 
 
 class GraphWindow(Window):
-    """A `Window` that replays its steps of one token a row.
+    """A `Window` that replays its steps of one token per row.
 
-    Prompts, and steps in which a row starts a new window, run as they do without a graph.
+    Prompts, and steps in which a row starts a new window, run without the graph.
 
     Args:
         model: on a CUDA device, in evaluation mode; its parameters keep their memory.
         batch_size: rows B.
-        max_tokens: the most tokens that any row's text will have, if known.
+        max_tokens: the most tokens of any row's text, if known.
         past_context: as for `Reading`.
         record: makes a replay of a function that reads and writes fixed tensors.
     """
@@ -54,8 +54,8 @@ class GraphWindow(Window):
         self._replay: Replay | None = None
 
     def forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
-        # A recorded step writes a slot in every row, also in one that stays as it is. `held` counts
-        # the tokens of this step already.
+        # A recorded step writes a slot in every row, also in idle rows. `held` already includes
+        # this step's tokens.
         slots = self.caches[0].max_length
         rows = zip(self.held, lengths, strict=True)
         if tokens.shape[1] != 1 or any(not length and held == slots for held, length in rows):
@@ -64,13 +64,13 @@ class GraphWindow(Window):
         self._lengths.copy_(to_device(lengths, self.device, torch.int32))
         for cache in self.caches:
             if cache.uniform_length is not None:
-                # Leaves the lengths to the device, and a bound to the host.
+                # The lengths stay on the device, with a bound on the host.
                 cache.truncate(cache.lengths)
         if self._replay is None:
             self._replay = self._recorded()
         self._replay()
         for cache in self.caches:
-            # A replay changes nothing on the host.
+            # A replay does not update the host.
             cache.length_bound = max(self.held)
         assert self._logits is not None
         return self._logits
@@ -92,7 +92,8 @@ class GraphWindow(Window):
             for cache in self.caches:
                 cache.lengths.copy_(before)
 
-        # The first run compiles kernels and allocates what stays; recording must find both done.
+        # The first run compiles kernels and makes lasting allocations, which must precede
+        # recording.
         step()
         undo()
         replay = self._record(step)
@@ -101,7 +102,7 @@ class GraphWindow(Window):
 
 
 class _PagedGraph:
-    """A recorded step of up to `size` rows; the tokens left over have no row, and slot -1.
+    """A recorded step of up to `size` rows; unused tokens have no row, and slot -1.
 
     groups: the most groups of rows that share pages.
 
@@ -137,7 +138,7 @@ class _PagedGraph:
                 self.logits = torch.empty_like(logits)
             self.logits.copy_(logits)
 
-        # The first run compiles kernels and allocates what stays. No token has a row yet.
+        # The first run compiles kernels and makes lasting allocations. No token has a row yet.
         work()
         self.replay = record(work)
 
@@ -159,7 +160,7 @@ class _PagedGraph:
 
 
 class PagedGraphs:
-    """Steps of one token a row over a paged cache, replayed by graphs of a few sizes.
+    """Steps of one token per row over a paged cache, replayed by graphs of a few sizes.
 
     The smallest graph that has room for a step's rows serves it: 1, 2, 4, 8, ... rows, recorded at
     the first step that needs them; steps whose rows share pages have graphs of their own.
@@ -171,7 +172,7 @@ class PagedGraphs:
         record: makes a replay of a function that reads and writes fixed tensors.
 
     Raises:
-        ValueError: the model is on no CUDA device, and record is not given.
+        ValueError: the model is not on a CUDA device, and record is None.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class PagedGraphs:
         self, tokens: Sequence[int], rows: Sequence[int],
         shared: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Scores [B, V] behind the next token of each of B rows, which are counted and written.
+        """Scores [B, V] after the next token of each of B rows, which is counted and written.
 
         The next call may overwrite them. shared: as for `paged.layers_of`.
         """
@@ -217,10 +218,10 @@ def make_window(
     cuda_graph: bool = False,
     past_context: PastContext = "restart",
 ) -> Window:
-    """A window, which replays its steps as a CUDA graph if cuda_graph.
+    """A `Window`, or a `GraphWindow` if cuda_graph.
 
     Raises:
-        ValueError: cuda_graph is True, and the model is on no CUDA device.
+        ValueError: cuda_graph is True without a CUDA device.
     """
     if not cuda_graph:
         return Window(model, batch_size, max_tokens, past_context)
