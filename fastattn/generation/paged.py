@@ -1,4 +1,4 @@
-"""Rows of a `PagedKVCache`, any number of new tokens each, as the caches of a model's layers."""
+"""Packed rows of a `PagedKVCache` as the caches of a model's layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..models.transfer import to_device
 
 
 class PackedStep(NamedTuple):
-    """The new tokens of one step, those of the first row in order, then those of the next.
+    """The new tokens of a step, row by row.
 
     slots: int64 [total]. positions: int32 or int64 [total]. of_row: int64 [total], numbers of rows.
     offsets: int32 or int64 [B + 1]. longest: what no row's new tokens exceed. bound: nor its length
@@ -37,16 +37,15 @@ class PackedStep(NamedTuple):
 
 
 class PackedRows:
-    """One layer of some rows, for one step of a model; see `layers_of`.
+    """A layer's cache of some rows, for one step; see `layers_of`.
 
-    To the model every new token is a row of its own, with one token: it reads [total, 1] of them.
+    For the model every new token is a row with one token: it reads [total, 1].
 
     Attributes:
         k, v: [total, H_k, length_bound, D], gathered from the pages on first use, for layers that
             `attention_paged` does not serve.
-        lengths: [total]: where each token stands, then one more.
-        length_bound: what no length exceeds.
-        uniform_length: None: the rows count as being of different lengths.
+        lengths: [total]: where each token stands, then one more. length_bound: what no length
+            exceeds. uniform_length: None: the rows count as being of different lengths.
     """
 
     uniform_length: int | None = None
@@ -61,12 +60,12 @@ class PackedRows:
     def append(
         self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None, **rotation: Any
     ) -> Tensor | None:
-        """Write the new tokens to their slots; as `KVCache.append`, with T = 1."""
+        """Write the new tokens to their slots; `KVCache.append` with T = 1."""
         assert new_lengths is None, "a packed step has no padding"
         if rotation.get("q") is not None:
             rotation |= {"q": rotation["q"][:, :, 0], "positions": self._step.positions}
         turned = append_paged(self.view(), k[:, :, 0], v[:, :, 0], self._step.slots, **rotation)
-        # Out of place: the layers share the lengths before the step.
+        # Out of place, as the layers share the lengths before the step.
         self.lengths = self.lengths + 1
         self._gathered = None
         return None if turned is None else turned[:, :, None]
@@ -83,7 +82,7 @@ class PackedRows:
         return o[:, :, None]
 
     def view(self) -> CacheView:
-        """The pages of the rows as kernels read them."""
+        """View of the rows' pages for kernels."""
         return self._view
 
     @property
@@ -110,12 +109,12 @@ def layers_of(
     tree: Tensor | None = None,
     shared: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> list[PackedRows]:
-    """Caches to give `GPT.forward` for the next tokens [total, 1] of these rows, `counts` of each.
+    """Caches of `GPT.forward` for the next tokens [total, 1] of these rows, `counts` of each.
 
-    Room is made and the tokens are counted here; the model then writes them.
+    Reserves and counts the tokens, which the model then writes.
 
     Args:
-        places: where each token stands in its text; default: behind the one before it.
+        places: position of each token in its text; default: consecutive.
         tree: as in `PackedStep`.
         shared: groups of neighbouring rows, the first ones, and the tokens that each shares; see
             `prefixes.sharing`.

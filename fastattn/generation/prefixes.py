@@ -1,5 +1,5 @@
-"""Prefixes: rows that finished requests leave in a paged cache, for prompts that begin alike, and
-rows of a step that begin with the same pages.
+"""Shared prefixes: rows of finished requests, kept for prompts with equal beginnings, and rows of a
+step with common first pages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from ..cache.paged import PagedKVCache
 
 
 class Prefixes:
-    """Rows of a cache that nobody continues: whole pages of text, the least recently used first.
+    """Kept rows of whole pages, least recently used first.
 
-    Found by what their first page holds. Rows that begin alike share pages, as `fork` does.
+    Indexed by their first page. Rows with equal beginnings share pages.
 
     Args:
-        cache: whose pages they hold.
-        most: how many rows are kept.
+        cache: whose pages they hold. most: most rows.
     """
 
     def __init__(self, cache: PagedKVCache, most: int) -> None:
@@ -28,11 +27,11 @@ class Prefixes:
 
     @property
     def rows(self) -> list[int]:
-        """The rows that are kept."""
+        """The kept rows."""
         return list(self._texts)
 
     def keep(self, row: int, tokens: Sequence[int]) -> None:
-        """Take over a row, which holds these tokens; what is known already is freed."""
+        """Take over a row of these tokens; free it if its text is already kept."""
         size = self._cache.page_size
         text = list(tokens[: len(tokens) - len(tokens) % size])
         _, known = self.find(text)
@@ -50,7 +49,7 @@ class Prefixes:
         self._by_first_page.setdefault(tuple(text[:size]), {})[row] = None
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The row that begins with most of a text, which is used now, and with how many tokens."""
+        """The row with the longest common prefix with a text, marked as used, and its length."""
         longest, best = 0, None
         for row in self._alike(tokens):
             length = common_prefix(self._texts[row], tokens)
@@ -61,9 +60,9 @@ class Prefixes:
         return best, longest
 
     def give_back(self) -> bool:
-        """Free the last page of the row that has not been used for longest; whether there was one.
+        """Free the last page of the least recently used row; return whether there was one.
 
-        A page that others hold too is not free then.
+        A shared page is not freed thereby.
         """
         if not self._texts:
             return False
@@ -82,7 +81,7 @@ class Prefixes:
             self._drop(row)
 
     def _alike(self, tokens: Sequence[int]) -> list[int]:
-        """Rows whose first page is that of a text."""
+        """Rows with a text's first page."""
         return list(self._by_first_page.get(tuple(tokens[: self._cache.page_size]), ()))
 
     def _drop(self, row: int) -> None:
@@ -96,18 +95,18 @@ class Prefixes:
 def sharing(
     cache: PagedKVCache, rows: Sequence[int], counts: Sequence[int], num_heads: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Groups of rows whose common first pages are better read once for all of them in a step.
+    """Groups of rows whose common first pages are better read once per step.
 
-    Each row that does not read them itself saves their bytes; what the queries of the group find in
-    them is written, read again and merged.
+    Each other row saves their bytes, but the group's partial results are written, read again and
+    merged.
 
     Args:
-        counts: new tokens of each row, before they are counted.
+        counts: new tokens of each row, not yet counted.
         num_heads: query heads H_q.
 
     Returns:
-        numbers of rows in an order in which those of a group are neighbours, and the groups come
-        first; where each group begins, and the last one ends; and the tokens that each shares.
+        numbers of rows, groups first and each group's rows adjacent; offsets of the groups; and the
+        shared tokens of each.
     """
     size, (H_k, _, D), D_v = cache.page_size, cache.k.shape[2:], cache.v.shape[4]
     scales = 0 if cache.k_scale is None else 8
@@ -126,7 +125,7 @@ def sharing(
         longest = max(pages, key=len)
         # Rows fork and grow at their ends: those that share a page share all before it.
         common = [bisect_left(range(len(x)), True, key=lambda i: x[i] != longest[i]) for x in pages]
-        # So many pages that those who have them in common save most.
+        # The number of common pages with the largest saving.
         most = max(common, key=lambda n: n * (sum(m >= n for m in common) - 1))
         group = [i for i, n in zip(group, common, strict=True) if n >= most]
         tokens = size * most
@@ -141,7 +140,7 @@ def sharing(
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+    """Length of the common prefix of two texts."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -1,4 +1,4 @@
-"""One generation request: prompt, settings, and the tokens generated so far."""
+"""A generation request: prompt, settings, and the tokens generated so far."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from ..models.sampling import Sampling, choose_rows, make_generator
 
 @dataclass(eq=False)
 class Request:
-    """A continuation that is under way; see `make_request`.
+    """A generation in progress; see `make_request`.
 
     Attributes:
         prompt: token ids, at least one.
-        count: the most tokens to add.
-        sampling: how to choose them.
-        generator: of the choices; None = torch's own.
-        end_tokens: each ends the continuation and is not part of it.
-        tokens: what has been added.
-        done: whether nothing more will be.
-        seen: bool [V], which tokens the text holds, where the choice depends on it.
-        priority: to an `Engine`, which lets those with a higher one go first.
-        submitted: when, in seconds of `time.perf_counter`; 0 outside of an engine.
+        count: the most tokens to add. sampling: how to choose them.
+        generator: of the sampling; None = torch's own.
+        end_tokens: each ends the text and is not part of it.
+        tokens: what has been added. done: whether generation has ended.
+        seen: bool [V], tokens in the text, if the sampling depends on it.
+        priority: in an `Engine`; higher first.
+        submitted: time by `time.perf_counter`; 0 outside an engine.
     """
 
     prompt: list[int]
@@ -42,7 +40,7 @@ class Request:
     submitted: float = 0.0
 
     def add(self, token: int) -> bool:
-        """Adds a token, unless it is an end token; returns whether it was added."""
+        """Add a token, unless it is an end token; return whether it was added."""
         if token in self.end_tokens:
             self.done = True
             return False
@@ -55,20 +53,20 @@ class Request:
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """An engine's counts and times up to a moment.
+    """An engine's counts and times so far.
 
     Attributes:
         steps: passes of the model.
-        read_tokens: tokens that the model has read, those read again included.
-        new_tokens: tokens that requests have got.
-        shared_tokens: tokens that were not read, because the cache held them.
-        preemptions: how often a running sequence had to wait again.
+        read_tokens: tokens read by the model, including repeats.
+        new_tokens: generated tokens.
+        shared_tokens: tokens not read, because the cache already held them.
+        preemptions: number of preemptions.
         running, waiting: requests.
-        pages_in_use: pages that running requests hold.
-        pages_kept: pages that are kept for prompts to come.
+        pages_in_use: pages of running requests.
+        pages_kept: pages kept for future prompts.
         seconds: spent in steps.
-        first_token_seconds: from `submit` to a request's first token, the mean of the last 1000
-            requests; None: there was none.
+        first_token_seconds: from `submit` to a request's first token, mean of the last 1000
+            requests, or None.
     """
 
     steps: int
@@ -118,15 +116,14 @@ def make_request(
     seed: int | None = None,
     end_token: int | Collection[int] | None = None,
 ) -> Request:
-    """Checks a prompt and the wishes for its continuation.
+    """Check a prompt and its settings.
 
     Args:
-        model: what continues it.
-        prompt: token ids, at least one.
+        model: what continues it. prompt: token ids, at least one.
         count: tokens to generate.
-        sampling: how to choose; default: from the model's own distribution.
+        sampling: sampling settings; default: the model's own distribution.
         seed: of the choices; None = torch's own generator.
-        end_token: ends the continuation early and is not part of it; several, the first that comes.
+        end_token: one or several tokens that end the text and are not part of it.
 
     Raises:
         TypeError: an end token is no int.
@@ -159,7 +156,7 @@ def make_request(
 
 
 def choose_next(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """The next token of each request, from its row of logits [B, V]; none is added."""
+    """Choose the next token of each request from its row of logits [B, V], without adding it."""
     return choose_rows(
         logits,
         [request.sampling for request in requests],

@@ -1,4 +1,4 @@
-"""Which sequences a step of an engine reads, how much of each, and whose pages they get."""
+"""Scheduler of the engine: sequences of a step, tokens of each, and pages."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from .window import Reading
 
 @dataclass(eq=False)
 class Entry:
-    """A request, and how much of its text the cache holds."""
+    """A request, and its state in the cache."""
 
     request: Request
     reading: Reading
-    unread: list[int]  # what of the reading's tokens is not in the cache
+    unread: list[int]  # tokens of the reading that are not in the cache
     arrival: int
     row: int | None = None  # of the cache
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller for those that go first: by priority, then by arrival."""
+        """Sort key: by priority, then by arrival."""
         return -self.request.priority, self.arrival
 
 
 class Schedule:
-    """The sequences of an engine, those that run and those that wait, and their rows of a cache.
+    """Running and waiting sequences of an engine, and their cache rows.
 
     Args:
-        cache: whose rows and pages they get.
-        max_batch, max_step_tokens, kept_rows: as for `Engine`.
+        cache: whose rows and pages they get. max_batch, max_step_tokens, kept_rows: as for
+            `Engine`.
 
     Attributes:
         running, waiting: in the order of their rank.
-        kept: what finished ones have left.
-        preemptions, shared_tokens: as of `Engine`.
+        kept: what finished ones have left. preemptions, shared_tokens: as of `Engine`.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Schedule:
         self._arrivals = 0
 
     def enter(self, sequence: Entry) -> None:
-        """A new sequence waits, behind those that came before it."""
+        """Queue a new sequence."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._wait(sequence)
@@ -61,19 +60,19 @@ class Schedule:
         bisect.insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def pages_in_use(self) -> int:
-        """How many pages running sequences hold."""
+        """Pages of running sequences."""
         rows = [sequence.row for sequence in self.running if sequence.row is not None]
         return len({page for row in rows for page in self.cache.pages(row)})
 
     def plan(self) -> dict[Entry, int]:
-        """Which sequences the next step reads, and how many tokens of each; there is room then."""
+        """Plan a step: sequences, and tokens of each, with pages reserved."""
         left = self._max_step_tokens
         plan: dict[Entry, int] = {}
 
         def share(unread: int) -> int:
             return unread if left is None else min(unread, left)
 
-        # First those that wait for one token alone: a step has room for all of them.
+        # First sequences with a single unread token, which always fit in a step.
         for one in sorted(self.running, key=lambda s: (len(s.unread) > 1, s.rank)):
             count = share(len(one.unread))
             if one.row is not None and count and self._make_room(one, count, plan):
@@ -97,13 +96,13 @@ class Schedule:
         return plan
 
     def _make_room(self, sequence: Entry, count: int, plan: dict[Entry, int]) -> bool:
-        """Sets pages aside for a running sequence's next tokens; False: it has to wait instead."""
+        """Reserve pages for a running sequence's next tokens; False: it is preempted instead."""
         while sequence.row is not None:
             try:
                 self.cache.reserve([sequence.row], [count])
             except OutOfPages:
                 if not self.kept.give_back():
-                    # Never the only one, which `submit` has found to fit.
+                    # Never the only one, which `submit` has checked to fit.
                     assert len(self.running) > 1
                     self._send_away(self.running[-1], plan)
             else:
@@ -111,7 +110,7 @@ class Schedule:
         return False
 
     def _may_run(self, sequence: Entry, plan: dict[Entry, int]) -> bool:
-        """Whether there is a place, which one of a lower priority has to leave if there is none."""
+        """Whether a sequence may run, if necessary by preempting one of lower priority."""
         if len(self.running) < self._max_batch:
             return True
         last = self.running[-1]
@@ -121,11 +120,10 @@ class Schedule:
         return True
 
     def _shared(self, sequence: Entry) -> tuple[int | None, int] | None:
-        """The row that holds most of the beginning of a waiting sequence's text, and how much.
+        """The row with the longest prefix of a waiting sequence's text, and its length.
 
-        None: a running one will hold a page more of it when its prompt is read, so that to wait is
-        less work. The last token is always read, since it says what follows; and less than a page
-        is not worth the copy of it.
+        None: wait, as a running sequence will hold a page more of it after its prompt. The last
+        token is always read, for its scores; less than a page is not worth copying.
         """
         text = sequence.unread[:-1]
         source, longest = self.kept.find(text)
@@ -145,9 +143,9 @@ class Schedule:
         self, sequence: Entry, source: int | None, shared: int, count: int,
         plan: dict[Entry, int],
     ) -> bool:  # fmt: skip
-        """Gives a waiting sequence a row and pages for its next tokens, if there is room.
+        """Give a waiting sequence a row and pages for its next tokens, if there is room.
 
-        A page for each running sequence is left over, so that it is not sent away at once.
+        Keeps a page free for each running sequence, so that none is preempted at once.
         """
         row = self.cache.allocate() if source is None else self.cache.fork(source)
         self.cache.truncate(row, shared)
@@ -166,7 +164,7 @@ class Schedule:
         return True
 
     def _fits(self, row: int, count: int) -> bool:
-        """Whether a row has pages for its next tokens, and one is left for each running one."""
+        """Whether there are pages for a row's next tokens, and one for each running sequence."""
         try:
             self.cache.reserve([row], [count])
         except OutOfPages:
@@ -178,7 +176,7 @@ class Schedule:
         self.preempt(sequence)
 
     def preempt(self, sequence: Entry) -> None:
-        """Takes a running sequence's pages; it waits again."""
+        """Free a running sequence's pages, and queue it again."""
         assert sequence.row is not None
         self.running.remove(sequence)
         self.cache.free(sequence.row)
@@ -188,7 +186,7 @@ class Schedule:
         self.preemptions += 1
 
     def leave(self, sequence: Entry) -> None:
-        """Ends a sequence; what it has computed is kept."""
+        """Remove a finished sequence, and keep its pages."""
         if sequence.row is None:
             self.waiting.remove(sequence)
             return

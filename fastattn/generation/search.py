@@ -1,4 +1,4 @@
-"""Beam search: the most likely continuations, not a drawn one."""
+"""Beam search for the most likely continuations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .window import Window
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation that beam search has found.
+    """A continuation by beam search.
 
     Args:
         tokens: ids, without the end token.
-        log_probability: natural log of the probability of these tokens, and of the end token where
-            one ended them, given the prompt.
-        score: log_probability over `length_divisor`; what beams are ranked by.
+        log_probability: natural log of the probability of these tokens, and of the end token if
+            any, given the prompt.
+        score: log_probability over `length_divisor`, which ranks beams.
     """
 
     tokens: list[int]
@@ -32,10 +32,10 @@ class Beam:
 
 
 def length_divisor(length: int, length_penalty: float) -> float:
-    """((5 + length) / 6) ** length_penalty, by which a log-probability is divided.
+    """((5 + length) / 6) ** length_penalty, the divisor of a log-probability.
 
-    Wu et al. 2016, arXiv 1609.08144, equation 14. With 0 the likeliest continuation wins, which is
-    often a short one; positive penalties favour long ones.
+    Wu et al. 2016, arXiv 1609.08144, equation 14. With 0 the most likely continuation wins, often a
+    short one; positive penalties favour long ones.
     """
     return ((5 + length) / 6) ** length_penalty
 
@@ -51,7 +51,7 @@ def beam_search(
     end_token: int | None = None,
     is_end: Callable[[list[int]], bool] | None = None,
 ) -> list[Beam]:
-    """Searches for the continuations of the highest score.
+    """Search for the continuations with the highest scores.
 
     At each step every beam is continued by each token, and the `beams` best by log-probability that
     have not ended go on; ended ones are kept by score. The search ends when no beam can come to a

@@ -3,14 +3,13 @@
 Leviathan et al. 2023, arXiv 2211.17192, algorithm 1 (and Chen et al. 2023, arXiv 2302.01318): the
 draft model draws x_1 .. x_n from its distributions q_i, the model scores all of them in one step,
 which gives its own distributions p_1 .. p_{n+1}, and x_i is accepted with probability
-min(1, p_i(x_i) / q_i(x_i)). The first token that is not is drawn anew from max(0, p_i - q_i),
-scaled to sum to 1; behind n accepted ones one more is drawn from p_{n+1}. So every token follows
-the model's own distribution, whatever the draft model proposes.
+min(1, p_i(x_i) / q_i(x_i)). The first rejected token is redrawn from max(0, p_i - q_i), normalised;
+after n accepted ones one more is drawn from p_{n+1}. So every token follows the model's own
+distribution, whatever the draft model proposes.
 
-Of a tree of drafts (Miao et al. 2023, arXiv 2305.09781) the children of a node are tried in turn,
-each from the distribution without those before it (Jeon et al. 2024, arXiv 2402.14160), against
-what the rejected ones have left of p. The model reads all nodes in one step, each seeing the text
-and its own ancestors.
+In a tree of drafts (Miao et al. 2023, arXiv 2305.09781) the children of a node are tried in turn,
+each drawn without replacement (Jeon et al. 2024, arXiv 2402.14160), against the residual of p after
+rejections. The model reads all nodes in one step, each seeing the text and its own ancestors.
 """
 
 from __future__ import annotations
@@ -34,17 +33,15 @@ class SpeculativeDecoder:
     """A model and its draft model on one text.
 
     Args:
-        model: whose text it is, in evaluation mode.
-        draft: a faster model with the same vocabulary, in evaluation mode. Its context may differ:
-            it reads on by the rule of `Window`, as the model does.
+        model: the target model, in evaluation mode.
+        draft: a faster model with the same vocabulary, in evaluation mode. Its context may differ;
+            both follow `Window`.
         request: from `make_request`; its sampling applies to both models.
         drafts: tokens that the draft model proposes at a time, at most; or of a tree how many it
             proposes behind the text, behind each of these, and so on. There are fewer at the end of
             the text and where a context ends, so that the model's windows are those of
             `generate_tokens`.
-        tally: counts drafted and accepted tokens.
-
-    Raises:
+        tally: counts drafted and accepted tokens. Raises:
         ValueError: the vocabularies differ, drafts is not positive, or a model reads no tree, see
             `drafts.Tree`.
     """
@@ -67,18 +64,18 @@ class SpeculativeDecoder:
         else:
             nodes = sum(accumulate(self._widths, mul))
             self._model, self._draft = Tree(model, longest, nodes), Tree(draft, longest, nodes)
-        # What each of them has not read of the text.
+        # Unread tokens of each model.
         self._unread, self._draft_unread = list(request.prompt), list(request.prompt)
 
     @torch.inference_mode()
     def step(self) -> list[int]:
         """One step of the model: the tokens that it adds to the text, at least one.
 
-        Fewer where the request is done before the last of them, none if its end token comes first.
+        Fewer at the end of the request, none if an end token comes first.
         """
         request = self._request
         left = request.count - len(request.tokens)
-        # One that has a prompt to read, or starts a new window, scores only what follows it.
+        # A step that reads a prompt, or starts a new window, only scores the next token.
         room = max(0, self._model.room - 1) if len(self._unread) == 1 else 0
         drafts, parents, q = self._propose(self._widths[: max(0, left - 1)], room)
         p = self._distributions(self._model.read(self._unread, drafts, parents), drafts, parents)
@@ -100,8 +97,8 @@ class SpeculativeDecoder:
     def _propose(
         self, widths: Sequence[int], room: int
     ) -> tuple[list[int], list[int], list[Tensor]]:
-        """Tokens of the draft model, at most `room`, the number of each one's parent, -1 being the
-        text, and the distribution [V] that each was drawn from.
+        """Drafted tokens, at most `room`, the number of each one's parent (-1: the text), and the
+        distribution [V] that it was drawn from.
         """
         drafts: list[int] = []
         parents: list[int] = []
@@ -120,18 +117,18 @@ class SpeculativeDecoder:
                 drafts += tokens.tolist()
                 parents += level
                 distributions += q.unbind()
-                if n + 1 < width:  # the next ones are drawn from what is left
+                if n + 1 < width:  # the next ones are drawn without replacement
                     logits = logits.scatter(1, tokens[:, None], float("-inf"))
             level = list(range(first, len(drafts)))
-            # As many as there is room for, of each node the first ones.
+            # As many as fit, each node's first ones.
             del drafts[room:], parents[room:], distributions[room:], level[max(0, room - first) :]
         return drafts, parents, distributions
 
     def _distributions(
         self, logits: Tensor, drafts: Sequence[int], parents: Sequence[int]
     ) -> Tensor:
-        """Probabilities [n, V] of the next token behind the text and behind each of the drafts, or
-        the last n of these.
+        """Probabilities [n, V] of the next token after the text and after each draft, or the last n
+        of these.
         """
         request = self._request
         if request.seen is None:
@@ -144,7 +141,7 @@ class SpeculativeDecoder:
 
 
 def _widths(drafts: int | Sequence[int]) -> list[int]:
-    """How many tokens are proposed behind each one of the level before."""
+    """Number of children per node on each level."""
     if isinstance(drafts, Sequence):
         widths = [check_count("a number of drafts", width, 1) for width in drafts]
         if not widths:
@@ -160,14 +157,14 @@ def verify(
     numbers: Sequence[float],
     parents: Sequence[int],
 ) -> tuple[list[int], int]:
-    """The drafts that are accepted, one behind another, and the token that follows those.
+    """The accepted path of drafts, and the token that follows it.
 
     Args:
-        p: [n + 1, V], the model's distributions behind the text and behind each of the n drafts.
-        q: n distributions [V], which the drafts were drawn from.
+        p: [n + 1, V], the model's distributions after the text and after each of the n drafts.
+        q: n distributions [V] of the drafts.
         drafts: n tokens.
-        numbers: n + 1 independent ones, uniform in [0, 1).
-        parents: of each draft the number of the one that it follows, -1: the text.
+        numbers: n + 1 independent numbers, uniform in [0, 1).
+        parents: number of each draft's parent; -1: the text.
     """
     path: list[int] = []
     wanted = p[0]
@@ -180,14 +177,14 @@ def verify(
         if parents[i] != (path[-1] if path else -1):
             continue
         share = float(wanted[token]) if rejected else shares[i]
-        # As a product, since q may be so small that the quotient overflows.
+        # As a product, as the quotient may overflow for small q.
         rejected = numbers[i] * proposed[i] >= share
         if not rejected:
             path.append(i)
             wanted = p[i + 1]
             continue
         left = (wanted - q[i]).clamp(min=0)
-        # Rounding alone can leave nothing, where p and q are equal.
+        # By rounding, nothing may be left if p and q are equal.
         wanted = left / left.sum() if bool(left.any()) else wanted
     return path, _draw_one(wanted, numbers[-1])
 
@@ -210,10 +207,10 @@ def speculative_tokens(
     end_token: int | Collection[int] | None = None,
     tally: Tally | None = None,
 ) -> Iterator[int]:
-    """Continues a prompt as `generate_tokens` does, with a draft model's help.
+    """`generate_tokens` with speculative decoding.
 
-    The tokens follow the same distribution; with greedy sampling they are the same tokens, but for
-    ties that rounding decides. With the other settings a seed gives another text than there.
+    The tokens follow the same distribution; with greedy sampling they are equal, except for ties
+    decided by rounding. With other settings a seed gives a different text.
 
     Args:
         draft: a faster model with the same vocabulary, in evaluation mode.
@@ -221,7 +218,7 @@ def speculative_tokens(
             many it proposes behind the text, behind each of these, and so on: with (3, 2) three
             tokens and two behind each, nine in all, of which a step accepts two at most. The
             model reads them in one step all the same.
-        tally: counts tokens, drafted and accepted ones; see `Tally.acceptance_rate`.
+        tally: counts all, drafted and accepted tokens; see `Tally.acceptance_rate`.
         model, prompt, count, sampling, seed, end_token: as for `generate_tokens`.
 
     Yields:
@@ -256,7 +253,7 @@ def speculative_text(
     end_token: int | Collection[int] | None = None,
     tally: Tally | None = None,
 ) -> Iterator[str]:
-    """Continues a text as `generate_text` does, with a draft model's help.
+    """`generate_text` with speculative decoding.
 
     Args, yields and errors: as `generate_text` and `speculative_tokens`.
     """

@@ -1,4 +1,4 @@
-"""Prompts to tokens, and streamed text that ends at a stop string."""
+"""Encode prompts, and stream text up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class TextDecoder(Protocol):
-    """Turns ids into text one at a time."""
+    """Turns ids into text incrementally."""
 
     def feed(self, token: int, /) -> str: ...
 
@@ -15,7 +15,7 @@ class TextDecoder(Protocol):
 
 
 class TextCodec(Protocol):
-    """Interface that text generation needs from a tokenizer."""
+    """Tokenizer interface of text generation."""
 
     def encode(self, text: str, /) -> list[int]: ...
 
@@ -23,16 +23,16 @@ class TextCodec(Protocol):
 
 
 class TextStream:
-    """The text of tokens as it is completed, up to a stop string and without it.
+    """Streamed text of tokens, up to a stop string.
 
-    Text that may turn out to be the beginning of a stop string is held back until it is decided, so
-    neither a stop string nor anything behind it ever comes out. Of several stop strings the one
-    that is complete first ends the text, whatever the borders of tokens.
+    Text that may begin a stop string is held back until decided, so neither a stop string nor later
+    text is returned. The stop string that is complete first ends the text, regardless of token
+    boundaries.
 
     Args:
         tokenizer: of the model.
         stop: strings that end the text.
-        after: the text that comes before: tokenizers of words begin a text without a space.
+        after: the preceding text, as word tokenizers begin a text without a space.
 
     Attributes:
         stopped: whether a stop string has occurred.
@@ -52,7 +52,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """The text that is certain after one more token, often its own; '' once stopped."""
+        """The text that is certain after one more token; '' once stopped."""
         return "" if self.stopped else self._release(self._decoder.feed(token))
 
     def finish(self) -> str:
@@ -74,13 +74,13 @@ class TextStream:
         return text[:certain]
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the stop string begins that is complete first, the longest of those."""
+        """Start of the stop string that is complete first, the longest of ties."""
         matches = [(text.find(stop), stop) for stop in self._stop]
         ends = [(begin + len(stop), begin) for begin, stop in matches if begin >= 0]
         return min(ends)[1] if ends else None
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of text that a stop string begins with."""
+        """Length of the longest suffix of text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
@@ -89,7 +89,7 @@ class TextStream:
 
 
 def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
-    """Tokens of a prompt; of an empty one those of a line break, or token 0 if that is unknown.
+    """Tokens of a prompt; if empty, of a line break, or token 0 if that is unknown.
 
     Raises:
         ValueError: the tokenizer does not know a character of the prompt.
@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
 def text_until_stop(
     tokenizer: TextCodec, tokens: Sequence[int], stop: Sequence[str], after: str = ""
 ) -> str:
-    """The whole text of tokens behind another text, up to the first stop string."""
+    """The text of tokens after another text, up to the first stop string."""
     stream = TextStream(tokenizer, stop, after)
     return "".join([stream.feed(token) for token in tokens]) + stream.finish()
 

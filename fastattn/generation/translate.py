@@ -1,7 +1,7 @@
-"""Decoding of encoder-decoders: greedy, and beam search.
+"""Greedy decoding and beam search of encoder-decoders.
 
-The source is read once: its keys and values serve every step, and all beams of a source. The target
-grows in key/value caches by a token a step.
+The source is encoded once, for all steps and beams. The target grows in key/value caches by a token
+per step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def translate(
     beams: int = 1,
     length_penalty: float = 0.0,
 ) -> list[list[int]]:
-    """The target of each source: by `greedy_translate` with one beam, else by `beam_translate`.
+    """Translate each source: `greedy_translate` with one beam, else `beam_translate`.
 
     Args:
         model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
@@ -62,16 +62,16 @@ def greedy_translate(
     source_lengths: Tensor | None = None,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """Targets made of the likeliest token at every step.
+    """Greedy translations.
 
     Args:
         model: in evaluation mode.
         source: [B, S] tokens on the model's device, S >= 1.
-        begin: the token that every target's inputs begin with.
+        begin: the begin token of targets.
         end: the token that ends a target.
-        source_lengths: int32 or int64 [B], how many tokens of each source are real.
-        max_length: the most tokens that are chosen, the end token counted; default, and with
-            learned positions at most, the model's target_length.
+        source_lengths: int32 or int64 [B], number of real tokens of each source.
+        max_length: most chosen tokens, end token included; default, and with learned positions at
+            most, the model's target_length.
 
     Returns:
         B lists of tokens, without the begin and end tokens.
@@ -108,17 +108,17 @@ def beam_translate(
     beams: int = 4,
     length_penalty: float = 0.0,
 ) -> list[list[Beam]]:
-    """Searches for the targets of the highest score, all sources together.
+    """Beam search for the targets with the highest scores, for all sources together.
 
-    The search is that of `beam_search`.
+    Searches as `beam_search`.
 
     Args:
         model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
-        beams: how many go on together, for each source.
+        beams: number of beams per source.
         length_penalty: see `length_divisor`.
 
     Returns:
-        For each source at most `beams` targets, the best first.
+        At most `beams` targets per source, the best first.
 
     Raises:
         ValueError: beams is not positive, length_penalty is not finite, or as `greedy_translate`.
@@ -150,11 +150,11 @@ def beam_translate(
 
 
 class _Steps:
-    """A batch of targets under way: what has been read of them, and what the next step reads.
+    """A batch of targets in progress: the caches, and the next step's tokens.
 
     Args:
-        rows: targets of each source, which are neighbours.
-        count: the most steps; other arguments as for `greedy_translate`.
+        rows: adjacent targets per source.
+        count: most steps; other arguments as for `greedy_translate`.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class _Steps:
         self._tokens = torch.full((B, 1), begin, device=source.device)
 
     def scores(self) -> Tensor:
-        """Logits [B, V] of what follows; the tokens of the step count as read from here on."""
+        """Logits [B, V] of the next tokens; the step's tokens count as read."""
         logits = self._model.decode(self._tokens, self._memory, self._caches)[:, -1]
         check_finite(logits)
         return logits
 
     def go_on(self, tokens: list[int], parents: list[int] | None = None) -> None:
-        """The next step: row b continues what row parents[b] was, by tokens[b]."""
+        """Prepare the next step: row b continues the former row parents[b] by tokens[b]."""
         if parents is not None and parents != list(range(len(parents))):
             index = torch.tensor(parents, device=self._tokens.device)
             for cache in self._caches:

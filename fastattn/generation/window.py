@@ -1,4 +1,4 @@
-"""The context of a batch of texts: a model's caches, and what follows when they are full."""
+"""The context window of a batch of texts: a model's caches, and restarts when they are full."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from ..models.gpt import GPT
 from ..models.sampling import check_finite
 from ..models.transfer import to_device
 
-# What follows a full context; see `Reading`.
+# Behaviour at a full context; see `Reading`.
 PastContext = Literal["restart", "crop"]
 
 
 class Reading:
-    """Which tokens of a text a model holds, as the text grows.
+    """The tokens of a growing text that a model holds.
 
-    They grow to context_length tokens. The next token starts a new window: what is held is
-    forgotten, and the end of the text, that token included, is read anew, so that a text goes on
-    without end: the last half of a context ("restart"), after which a cache serves again, and the
-    model sees between half and all of its context; or the last context_length tokens ("crop"), as
-    nanoGPT's `idx[:, -block_size:]`, which computes all of them in every further step. Of a first
-    piece longer than the context its last context_length tokens are read. With a context of six, a
-    prompt of four and then token after token, the model holds
+    At a full context, the next token starts a new window: the end of the text, that token included,
+    is read again. "restart": the last half of a context, so that the cache serves later steps, and
+    the model sees between half and all of its context. "crop": the last context_length tokens, as
+    nanoGPT's `idx[:, -block_size:]`, which are recomputed in every later step. Of a first piece
+    longer than the context the last context_length tokens are read. With a context of six, a prompt
+    of four and then token after token, the model holds
 
         restart:  abcd  abcde  abcdef  efg     efgh    efghi   efghij  ijk  ...
         crop:     abcd  abcde  abcdef  bcdefg  cdefgh  defghi  ...
@@ -38,7 +37,7 @@ class Reading:
         ValueError: past_context is neither.
 
     Attributes:
-        held: how many tokens the model holds; they are the last of the text.
+        held: number of held tokens, the last of the text.
     """
 
     def __init__(self, context: int, past_context: PastContext = "restart") -> None:
@@ -49,13 +48,13 @@ class Reading:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that are held."""
+        """The held tokens."""
         return list(self._recent)[len(self._recent) - self.held :]
 
     def enter(self, piece: Iterable[int]) -> tuple[list[int], bool]:
-        """The text's next tokens: what is to be read for them, and whether all else is forgotten.
+        """Add the text's next tokens: return the tokens to read, and whether the cache is reset.
 
-        It counts as held from here on.
+        They count as held from here on.
         """
         piece = list(piece)
         self._recent.extend(piece)
@@ -69,33 +68,32 @@ class Reading:
         return piece, forgotten
 
     def take_back(self, count: int) -> None:
-        """Forgets the text's last tokens; at most all that is known of it."""
+        """Drop the text's last tokens, at most all."""
         self.held -= min(count, self.held)
         for _ in range(min(count, len(self._recent))):
             self._recent.pop()
 
     def copy(self) -> Reading:
-        """One that goes on by itself."""
+        """An independent copy."""
         twin = Reading(self._context, self._past_context)
         twin.held, twin._recent = self.held, self._recent.copy()
         return twin
 
 
 def check_past_context(past_context: str) -> None:
-    """Raises ValueError on what `Reading` does not know."""
+    """Raise ValueError unless past_context is valid."""
     if past_context not in get_args(PastContext):
         known = " or ".join(map(repr, get_args(PastContext)))
         raise ValueError(f"past_context must be {known}, got {past_context!r}")
 
 
 class Window:
-    """A batch of texts in a model's key/value caches, each held as `Reading` says.
+    """A batch of texts in a model's key/value caches, each with a `Reading`.
 
     Args:
         model: in evaluation mode.
         batch_size: rows B.
-        max_tokens: the most tokens that any row's text will have, if known: no more room than that
-            is set aside.
+        max_tokens: the most tokens of any row's text, if known, which bounds the caches.
         past_context: as for `Reading`.
 
     Attributes:
@@ -119,27 +117,27 @@ class Window:
 
     @property
     def held(self) -> list[int]:
-        """How many tokens each row holds."""
+        """Number of tokens of each row."""
         return [reading.held for reading in self._readings]
 
     def room(self, row: int) -> int:
-        """How many tokens a row can read before it starts a new window."""
+        """Number of tokens that a row can read before it starts a new window."""
         return self.context - self._readings[row].held
 
     def read(
         self, tokens: Sequence[Sequence[int]], *, last_only: bool = True, check: bool = True
     ) -> Tensor:
-        """Reads each row's next tokens and scores what follows.
+        """Read each row's next tokens, and score the following ones.
 
         Args:
-            tokens: B pieces; a row with an empty one stays as it is.
-            last_only: score what follows each piece, not what follows each token.
-            check: whether the scores are finite, for which the host waits for the device; False:
-                as `choose_rows` finds out.
+            tokens: B pieces; a row with an empty one is unchanged.
+            last_only: return scores only after each piece, not after each token.
+            check: check that the scores are finite, which waits for the device; False:
+                `choose_rows` checks.
 
         Returns:
-            logits [B, V], or [B, T, V] with T the longest piece read; those of an empty piece, and
-            those behind a shorter one's end, are unspecified.
+            logits [B, V], or [B, T, V] with T the longest piece read; unspecified for empty pieces
+            and past the end of shorter ones.
 
         Raises:
             FloatingPointError: the scores are not finite.
@@ -158,23 +156,23 @@ class Window:
         return logits[:, -1] if last_only else logits
 
     def forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
-        """The model on tokens [B, T], of which the first lengths[b] of row b count."""
+        """Run the model on tokens [B, T], of which the first lengths[b] of row b count."""
         held = max(held - length for held, length in zip(self.held, lengths, strict=True))
         for cache in self.caches:
-            # A cache's own bound grows by the pads too, until it has to ask the device.
+            # A cache's own bound includes padding, until it reads the device.
             cache.length_bound = held
         ragged = min(lengths) < tokens.shape[1]
         key_lengths = to_device(lengths, self.device) if ragged else None
         return self.model(tokens, cache=self.caches, key_lengths=key_lengths, last_only=last_only)
 
     def take_back(self, counts: Sequence[int]) -> None:
-        """Forgets the last counts[b] tokens that row b has read; at most all that it holds."""
+        """Drop the last counts[b] tokens of row b, at most all."""
         for reading, count in zip(self._readings, counts, strict=True):
             reading.take_back(count)
         self._truncate(self.held)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Makes row b what row rows[b] was."""
+        """Make row b the former row rows[b]."""
         if list(rows) == list(range(len(rows))):
             return
         index = to_device(list(rows), self.device)
