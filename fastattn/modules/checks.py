@@ -1,4 +1,4 @@
-"""Checks of layers' arguments, beside those of `attention`'s own."""
+"""Checks of layers' arguments."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
@@ -19,18 +19,17 @@ from .options import Scoring, excluded
 
 
 class LayerCache(Protocol):
-    """Interface that a layer needs from a cache; `KVCache` has it and documents it.
+    """Interface that a layer needs from a cache; `KVCache` documents it.
 
     Attributes:
         k, v: [B, H_k, slots, D], slots >= length_bound; read after `append`, not before.
-        max_length: tokens a row can hold.
-        length_bound: a number that no row's length exceeds.
+        max_length: capacity of a row, in tokens.
+        length_bound: upper bound of the lengths of all rows.
         lengths: int32 [B].
-        uniform_length: the length of every row where it is known to be one number, else None.
-        attend: optional; attention of queries [B, H_q, T, D] to what the cache holds, with the
-            options of `decode_attention`, which is what serves caches without it.
-        rotates: optional; True if `append` takes q, rotary and rotary_style as `KVCache.append`
-            does.
+        uniform_length: the common length of all rows if it is known, else None.
+        attend: optional; attention of queries [B, H_q, T, D] to the cache, with the options of
+            `decode_attention`. Layers call `decode_attention` for caches without it.
+        rotates: optional; True if `append` takes q, rotary and rotary_style, as in `KVCache`.
     """
 
     k: Tensor
@@ -49,7 +48,7 @@ class LayerCache(Protocol):
 
 
 def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
-    """Floats [B, T, width], in a tensor of any kind that `torch.nn.Linear` takes."""
+    """Check for floats [B, T, width]; any kind of tensor that `torch.nn.Linear` takes."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a float tensor, got {checks.kind(x)}")
     if x.dim() != 3 or x.shape[-1] != width:
@@ -59,9 +58,9 @@ def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
 def checked_tables(
     x: Tensor, positions: Tensor | None, tables: RotaryTables | None, rotary_dim: int | None
 ) -> RotaryPositions | tuple[Tensor, Tensor] | None:
-    """Tables of x's tokens for a layer that rotates rotary_dim channels, None = none.
+    """Check positions and tables; return the tables of x's tokens, None = none.
 
-    Complex ones become their cosines and sines. Positions are checked, too.
+    Complex tables become cosines and sines.
     """
     if positions is None and tables is None:
         return None
@@ -101,7 +100,7 @@ def checked_tables(
 
 
 def check_layer_cache(name: str, cache: Any) -> None:
-    """Check that a layer can append to the cache: it must have the methods of `LayerCache`."""
+    """Check that the cache has the methods of `LayerCache`."""
     if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
         raise TypeError(
             f"{name} must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"
@@ -115,9 +114,9 @@ def check_cache_use(
     cache: LayerCache,
     in_order: bool,
 ) -> None:
-    """Raise on what `attention` would only see after the append, when the cache has changed.
+    """Raise errors that `attention` would raise after the append, when the cache has changed.
 
-    in_order: the call asks for more than `decode_attention` has, and reads the cache in place.
+    in_order: the call needs options that `decode_attention` lacks, and reads the cache in place.
     """
     check_layer_cache("cache", cache)
     B, T, _ = x.shape
@@ -159,7 +158,7 @@ def check_groups_in_cache(
     documents: Tensor | None,
     cache: LayerCache,
 ) -> None:
-    """Raise on a prefix that the cache has cut, and on documents."""
+    """Raise if documents are passed, or if the prefix enters the cache in several calls."""
     if documents is not None:
         raise ValueError(
             "documents cannot go with a cache: each of its rows is one document; use a row for "
@@ -181,9 +180,9 @@ def check_groups_in_cache(
 
 
 def check_relative_bias(buckets: int | None, max_distance: int | None, causal: bool) -> None:
-    """Buckets for distances, half of them for one each, and the distance of the last.
+    """Check T5's buckets: half of them hold one distance each.
 
-    Unless causal, half of them are for the distances ahead.
+    Unless causal, half of the buckets are for keys after the query.
     """
     if buckets is None:
         if max_distance is not None:
@@ -201,7 +200,7 @@ def check_relative_bias(buckets: int | None, max_distance: int | None, causal: b
 
 
 def check_scoring(options: Mapping[str, Any]) -> None:
-    """A scoring function that is known, and a scale and other options only where it has them."""
+    """Check the scoring function, and that it has the other options."""
     scoring, scale = options["scoring"], options["scale"]
     if scoring not in get_args(Scoring):
         raise ValueError(f"scoring must be one of {', '.join(get_args(Scoring))}, got {scoring!r}")
@@ -213,7 +212,7 @@ def check_scoring(options: Mapping[str, Any]) -> None:
 
 
 def check_relative(options: Mapping[str, Any]) -> None:
-    """A module of relative terms, without what its terms on the values exclude."""
+    """Check the module of relative terms, and options that its value terms exclude."""
     scheme, relative_bias = options["relative"], options["relative_bias"]
     if not isinstance(scheme, torch.nn.Module) or not hasattr(scheme, "has_values"):
         raise TypeError(
@@ -228,14 +227,14 @@ def check_relative(options: Mapping[str, Any]) -> None:
 
 
 def check_whole_rows(prefix_lengths: object, documents: object) -> None:
-    """No grouping of the tokens, with relative terms on the values."""
+    """Raise if relative terms on the values come with prefixes or documents."""
     for name, value in (("prefix_lengths", prefix_lengths), ("documents", documents)):
         if value is not None:
             raise ValueError(f"{name} cannot go with relative terms on the values")
 
 
 def check_dropouts(dropout: float, attention_dropout: float) -> None:
-    """Probabilities: of the output up to 1, of the weights below it."""
+    """Check the dropout probabilities of the output (<= 1) and of the weights (< 1)."""
     if not 0.0 <= checks.check_number("dropout", dropout) <= 1.0:
         raise ValueError(f"dropout must be a probability, got {dropout}")
     if not 0.0 <= checks.check_number("attention_dropout", attention_dropout) < 1.0:
@@ -243,7 +242,7 @@ def check_dropouts(dropout: float, attention_dropout: float) -> None:
 
 
 def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """The size of a head, given or derived, once all sizes are found to agree."""
+    """Check that all sizes agree; return the head size."""
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     if head_dim is not None:
         sizes["head_dim"] = head_dim

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class ProjectedMemory(NamedTuple):
-    """A memory as one layer reads it: its keys and values, and which of them exist.
+    """Keys and values of a memory, projected for one layer.
 
     k: [B, H_k, S, D].
     v: [B, H_k, S, D_v].
-    lengths: int32 or int64 [B], or None: row b has the first lengths[b].
-    padding_mask: bool [B, S], or None: True = exists.
+    lengths: int32 or int64 [B], or None: the first lengths[b] tokens of row b exist. padding_mask:
+    bool [B, S], or None: True = the token exists.
     """
 
     k: Tensor
@@ -36,7 +36,7 @@ class ProjectedMemory(NamedTuple):
     padding_mask: Tensor | None = None
 
     def repeat_rows(self, count: int) -> "ProjectedMemory":
-        """Every row `count` times, one after the other, as beam search needs; a copy."""
+        """Copy with each row repeated `count` times in succession, as beam search needs."""
         k, v, *rest = (
             None if x is None else repeat(x, "b ... -> (b count) ...", count=count) for x in self
         )
@@ -45,13 +45,13 @@ class ProjectedMemory(NamedTuple):
 
 
 class CrossGQAttention(AttentionLayer):
-    """Cross-attention with grouped-query heads: tokens look at a memory.
+    """Cross-attention with grouped-query heads: tokens attend to a memory.
 
         q = q_norm(q_proj(x));  k, v = k_norm(k_proj(memory)), v_proj(memory)
         out = dropout(out_proj(attention(q, k, v)))
 
-    Every token sees the whole memory, but its padding (Vaswani et al. 2017, arXiv 1706.03762,
-    section 3.2.3). H_q = num_heads query heads share H_k = num_kv_heads key/value heads.
+    Every token sees the whole memory except padding (Vaswani et al. 2017, arXiv 1706.03762, section
+    3.2.3). H_q = num_heads query heads share H_k = num_kv_heads key/value heads.
 
     Args:
         embed_dim: width C of the tokens.
@@ -60,14 +60,13 @@ class CrossGQAttention(AttentionLayer):
         memory_dim: width M of the memory; default C.
         head_dim: D of a head; default embed_dim // num_heads.
         v_head_dim: D_v of a value head; default D.
-        options: the others of `fastattn.modules.options.SharedOptions`, as for `GQAttention`.
+        options: `fastattn.modules.options.SharedOptions`, as for `GQAttention`.
 
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight: [H_q D, C].
         k_proj.weight, v_proj.weight: [H_k D, M] and [H_k D_v, M], rows head by head. A state dict
-            that has them as the rows of one kv_proj is read too.
-        out_proj.weight: [C, H_q D_v].
-        output_gate_proj.weight, q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as
+        with one fused kv_proj also loads. out_proj.weight: [C, H_q D_v]. output_gate_proj.weight,
+        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as
             in `GQAttention`.
 
     Raises:
@@ -116,7 +115,7 @@ class CrossGQAttention(AttentionLayer):
         *,
         padding_mask: Tensor | None = None,
     ) -> ProjectedMemory:
-        """Keys and values of a memory, for any number of calls of this layer; differentiable.
+        """Project a memory once for any number of calls of this layer; differentiable.
 
         Args:
             memory: [B, S, M].
@@ -148,12 +147,12 @@ class CrossGQAttention(AttentionLayer):
 
         Args:
             x: [B, T, C].
-            memory: [B, S, M], or what `project_memory` made of it.
-            memory_lengths, memory_padding_mask: as `project_memory`'s, which has them already where
-                the memory is projected.
+            memory: [B, S, M], or the result of `project_memory`.
+            memory_lengths, memory_padding_mask: as in `project_memory`; not with a projected
+                memory.
         Returns:
-            [B, T, C]. Padding in the memory, NaN included, reaches no output. Where a row of the
-            memory is all padding, attention is 0.
+            [B, T, C]. Padding in the memory, NaN included, affects no output. If a row of the
+            memory is all padding, its attention is 0.
         Raises:
             TypeError: x, the memory, a mask or lengths are of the wrong dtype, or no tensors.
             ValueError: a shape disagrees, or a projected memory comes with lengths or a mask.
@@ -201,10 +200,10 @@ class CrossGQAttention(AttentionLayer):
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `decode_attention` serves the call: one new token, and keys where it can read them.
+    """Whether `decode_attention` serves the call: one new token, and strides that it can read.
 
-    It has no gradients. Its last query stands at the last key, so that of several the first would
-    stand before the memory where that is shorter than they are.
+    It has no gradients. It aligns the last query with the last key: of several queries, the first
+    could have a position before a short memory.
     """
     if q.shape[2] != 1 or k.shape[2] == 0 or torch.is_grad_enabled():
         return False

@@ -1,8 +1,8 @@
-"""Weights of before: projections that were fused into one parameter are read as separate ones.
+"""Load older state dicts, whose projections are fused into one parameter.
 
-Each projection has a parameter of its own, so that its rows can be sharded by heads over ranks: as
-one parameter, a shard of its rows would hold some of q's and none of k's. A module that once fused
-some names them in `fused_projections`, and loads state dicts of either kind.
+Each projection has its own parameter, so that its rows can be sharded by heads over ranks: a shard
+of a fused parameter would hold rows of q and none of k. A module lists the projections that it once
+fused in `fused_projections`, and loads both kinds of state dicts.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-# The name of what was fused, and the projections whose rows it had, in their order.
+# Name of the fused projection, and the projections in the order of their rows.
 Fused = Mapping[str, tuple[str, ...]]
 
 
 class SeparateProjections(nn.Module):
-    """A module that reads projections which were fused once."""
+    """A module that loads fused projections too."""
 
     fused_projections: ClassVar[Fused] = {}
 
@@ -26,13 +26,13 @@ class SeparateProjections(nn.Module):
 
 
 def separated(model: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
-    """Tensors by the names of a model's parameters, with a part for each projection.
+    """Split fused tensors; the results have the names of a model's parameters.
 
     Args:
-        model: whose names follow the prefix.
-        tensors: what belongs to a parameter has its name and may have more behind it, such as
-            ".exp_avg". What has no rows, such as a count of steps, is each part's.
-        prefix: before the names.
+        model: its parameter names follow the prefix.
+        tensors: a name starts with the parameter's name and may have a suffix, such as ".exp_avg".
+            Values without rows, such as a step count, are copied to each part.
+        prefix: prepended to the names.
     """
     weights = dict(tensors)
     for name, module in model.named_modules():
@@ -55,7 +55,7 @@ def _separate(
         for name in [name for name in tensors if name.startswith(before)]:
             x, kind = tensors[name], name.removeprefix(before)
             if x.dim() and x.shape[0] != sum(rows):
-                continue  # of one projection, under the name that they had together
+                continue  # one projection under the fused name
             pieces = torch.split(x, rows) if x.dim() else [x] * len(parts)
             del tensors[name]
             for part, piece in zip(parts, pieces, strict=True):

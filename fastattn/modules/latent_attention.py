@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from one latent a token."""
+"""Multi-head latent attention: one latent per token gives keys and values of all heads."""
 
 import math
 from typing import Any
@@ -28,41 +28,40 @@ _Tables = tuple[Tensor, Tensor] | None
 
 
 class MultiheadLatentAttention(nn.Module):
-    """Attention whose cache holds a latent and a rotary key a token, for all heads together.
+    """Attention whose cache holds one latent and one rotary key per token for all heads.
 
         c_q = norm(q_a_proj(x));  q_nope, q_rope = q_b_proj(c_q), by heads
         c, k_rope = kv_a_proj_with_mqa(x);  c = norm(c);  q_rope, k_rope rotated
         k_nope, v = kv_b_proj(c), by heads
         out = o_proj(softmax(scale (q_nope.k_nope + q_rope.k_rope)) v)
 
-    (DeepSeek-V2, 2024, arXiv 2405.04434.) Training and prompts take these scores of two products,
-    and k_rope is not repeated for the heads. A few new tokens beside a cache take the absorbed
-    form: rows of kv_b_proj go into q_nope and behind the sum, and the latents themselves are keys
-    and values, q_nope W_k . c and (sum of weights c) W_v. Both forms give the same results.
+    (DeepSeek-V2, 2024, arXiv 2405.04434.) Training and prompts compute both products; k_rope is not
+    repeated for the heads. A few new tokens with a cache use the absorbed form: the latents are
+    keys and values, with scores (q_nope W_k) . c and output (sum of weights c) W_v, for W_k and W_v
+    rows of kv_b_proj. Both forms give the same results.
 
     Args:
         embed_dim: width of the tokens.
         num_heads: H.
         kv_latent_dim: C of the latent.
-        q_latent_dim: of the queries' latent; None: one projection, q_proj, and no norm.
+        q_latent_dim: width of the queries' latent; None: one projection, q_proj, without norm.
         nope_dim, rope_dim: P and R, columns of a head's query and key without and with rotation;
-            rope_dim = 0: none.
-        v_head_dim: V of a head's values; default nope_dim.
+            rope_dim = 0: no rotation.
+        v_head_dim: V, width of a head's values; default nope_dim.
         causal, window, softcap: as for `fastattn.attention`.
         sinks: learn for each head the score of one more key, whose value is 0.
-        rotary: which channels are pairs: "interleaved" neighbours as in DeepSeek's models, or
-            "half".
+        rotary: pairs of channels: "interleaved" neighbours, as in DeepSeek's models, or "half".
         rotary_base, rotary_scaling: as in `fastattn.rotary.rotary_tables`.
-        mscale: YaRN's mscale_all_dim: the scale is multiplied by (0.1 mscale ln(factor) + 1)^2, of
-            the factor of rotary_scaling. Cosines and sines grow by that one's own amplitude.
-        scale: factor on the scores, in place of (P + R) ** -0.5 and mscale. Never C's.
-        norm_eps: of the norms of latents (RMSNorm).
-        bias: of the down- and output projections.
-        dropout, attention_dropout: of outputs and of weights, in training mode.
+        mscale: YaRN's mscale_all_dim: the scale is multiplied by (0.1 mscale ln(factor) + 1)^2,
+            with the factor of rotary_scaling, whose amplitude applies too.
+        scale: factor on the scores, in place of (P + R) ** -0.5 and mscale.
+        norm_eps: epsilon of the latents' RMSNorm.
+        bias: whether the down- and output projections have a bias.
+        dropout, attention_dropout: probabilities for outputs and weights, in training mode.
         backend: passed to `fastattn.attention`.
         device, dtype: of the parameters.
 
-    Parameters, named as DeepSeek's models have them: q_a_proj.weight [q_latent_dim, embed_dim],
+    Parameters, with DeepSeek's names: q_a_proj.weight [q_latent_dim, embed_dim],
         q_a_layernorm.weight, q_b_proj.weight [H (P + R), q_latent_dim], or q_proj.weight;
         kv_a_proj_with_mqa.weight [C + R, embed_dim], kv_a_layernorm.weight [C], kv_b_proj.weight
         [H (P + V), C], o_proj.weight [embed_dim, H V]; sinks [H].
@@ -170,28 +169,28 @@ class MultiheadLatentAttention(nn.Module):
         cache: LatentCache | None = None,
         absorbed: bool | None = None,
     ) -> Tensor:
-        """Attend; with a cache, append x to it and attend to all that it holds.
+        """Attend; with a cache, append x and attend to all its tokens.
 
         Args:
             x: [B, T, embed_dim], floating.
-            key_padding_mask, key_lengths, documents, positions, rotary_tables: as of
+            key_padding_mask, key_lengths, documents, positions, rotary_tables: as in
                 `fastattn.GQAttention.forward`; tables have rope_dim // 2 columns.
             cache: from `new_cache`. It holds no graph: use it under `torch.no_grad()`.
-            absorbed: whether a call with a cache takes the absorbed form; default: where there are
-                few rows of queries and no key_padding_mask.
+            absorbed: whether a call with a cache uses the absorbed form; default: if there are few
+                query rows and no key_padding_mask.
 
         Returns:
             [B, T, embed_dim].
 
         Raises:
-            TypeError, ValueError: an argument of the wrong dtype or shape, or a cache of other
-                widths, which is then left as it was.
+            TypeError, ValueError: an argument has the wrong dtype or shape, or the cache has other
+                widths; the cache is unchanged.
             RuntimeError: a cache is used while grad mode is on and the latents require grad.
         """
         module_checks.check_vectors("x", x, self.embed_dim)
         shared = module_checks.checked_tables(x, positions, rotary_tables, self.rope_dim or None)
         dropout = self.attention_dropout if self.training else 0
-        as_cache: Any = cache  # appends one tensor, where a LayerCache takes two
+        as_cache: Any = cache  # appends one tensor; a LayerCache takes two
         if cache is not None:
             self._check_cache(x, as_cache, key_padding_mask, key_lengths, documents, dropout > 0)
         q_nope, q_rope, kv = self._projected(x, self._tables(x, positions, shared, cache))
@@ -235,7 +234,7 @@ class MultiheadLatentAttention(nn.Module):
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor | None, kv: Tensor, **options: Any
     ) -> Tensor:
-        """o [B, H, T, V] from keys and values of all heads, the rotary key shared."""
+        """o [B, H, T, V] from keys and values of all heads with a shared rotary key."""
         c, k_rope = kv[:, 0, :, : self.kv_latent_dim], kv[..., self.kv_latent_dim :]
         heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)

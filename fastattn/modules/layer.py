@@ -1,4 +1,4 @@
-"""Base of attention layers: sizes of heads, scoring functions, norms, the output projection."""
+"""Base of attention layers: head sizes, scoring functions, norms, the output projection."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -21,8 +21,7 @@ _SCORE_OPTIONS = passed_as(SharedOptions, "score")
 class HeadNorm(nn.RMSNorm):
     """`nn.RMSNorm` over the channels of a head, in the dtype of its input.
 
-    Inside an autocast region that is another dtype than the weight's, which torch's own norm
-    answers with a warning and its slow path.
+    Under autocast the weight has another dtype. torch's own norm then warns and is slow.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,20 +31,18 @@ class HeadNorm(nn.RMSNorm):
 
 
 class AttentionLayer(SeparateProjections):
-    """Heads, scores and output of a layer; a subclass projects tokens to q, k and v, and attends.
+    """Heads, scores and output of a layer; subclasses project tokens to q, k and v, and attend.
 
     Args:
         embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`.
-        options: all of `SharedOptions`, from `fastattn.modules.options.complete`.
+        options: all `SharedOptions`, from `fastattn.modules.options.complete`.
 
     Parameters:
         output_gate_proj.weight: [H_q, C] or [H_q D_v, C], rows head by head; with output_gate. A
-            state dict whose q_proj has for each head the rows of its query and then those of its
-            gate, as Qwen3-Next's, is read too.
-        q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
-        sinks: [H_q], from 0.
-        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative".
-        score_vector: [H_q, D], normal with standard deviation D ** -0.5; with scoring="additive".
+        state dict whose q_proj alternates query rows and gate rows by head, as Qwen3-Next's, also
+        loads. q_norm.weight, k_norm.weight: [D], from 1; with qk_norm. sinks: [H_q], from 0.
+        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative". score_vector:
+        [H_q, D], normal with standard deviation D ** -0.5; with scoring="additive".
     """
 
     out_proj: nn.Linear
@@ -74,11 +71,11 @@ class AttentionLayer(SeparateProjections):
         module_checks.check_scoring(options)
         checks.check_backend(options["backend"])
         self.embed_dim = embed_dim
-        # Of this rank, where heads are sharded over ranks; see `fastattn.models.tensor_parallel`.
+        # Heads of this rank; see `fastattn.models.tensor_parallel`.
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.first_head, self.total_heads = 0, num_heads
-        self.first_row = 0  # of the batch's, where another rank has those before
+        self.first_row = 0  # this rank's first row of the batch
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         own = ("qk_norm", "output_gate", "scoring", "dropout", "attention_dropout", "scale")
@@ -86,7 +83,7 @@ class AttentionLayer(SeparateProjections):
             setattr(self, name, options[name])
 
     def add_output_parameters(self, options: Mapping[str, Any]) -> None:
-        """The output projection, norms and what scores learn, in this order."""
+        """Add the output projection, norms and learned score parameters, in this order."""
         H_q, D = self.num_heads, self.head_dim
         factory: dict[str, Any] = {"device": options["device"], "dtype": options["dtype"]}
         bias = options["out_bias"]
@@ -112,19 +109,18 @@ class AttentionLayer(SeparateProjections):
         return self.scale if self.scoring == "scaled_dot" else 1.0
 
     def score_options(self) -> dict[str, Any]:
-        """Options of `attention` that say what the scores are."""
+        """Options of `attention` for the scores."""
         options: dict[str, Any] = {"scale": self.score_scale, "sinks": local_part(self.sinks)}
         for name in _SCORE_OPTIONS:
             options[name] = getattr(self, name)
         return options
 
     def dropout_options(self) -> dict[str, Any]:
-        """Options of `attention` for dropping its weights, where this call drops some.
+        """Options of `attention` for dropout, if this call drops weights.
 
-        A rank that has a part of the heads, or of a batch's rows, drops the weights that one
-        process would of them.
+        A rank with a part of the heads or rows drops the same weights as a single process.
         """
-        # An int where there is none: torch.compile would make a float dynamic.
+        # An int without dropout: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0
         if dropout and (self.num_heads != self.total_heads or self.first_row):
             first = self.first_row * self.total_heads + self.first_head
@@ -134,7 +130,7 @@ class AttentionLayer(SeparateProjections):
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
         """[B, T, H D] to [B, H, T, D]; head_dim: D, by default the queries' and keys'."""
         D = head_dim or self.head_dim
-        # Not einops, which takes twice as long on the host: every decoded token comes through here.
+        # Not einops, which takes twice as long on the host, for every decoded token.
         return x.view(*x.shape[:2], x.shape[2] // D, D).transpose(1, 2)
 
     def project_output(self, out: Tensor, x: Tensor) -> Tensor:
@@ -157,15 +153,15 @@ class AttentionLayer(SeparateProjections):
 
         Args:
             batch_size: B.
-            max_length: how many tokens a row can hold.
+            max_length: capacity of a row, in tokens.
             device: default: the parameters' device.
-            dtype: of keys and values as attention gets them. Default: autocast's dtype where
-                autocast is on, else the parameters' dtype.
+            dtype: of keys and values as attention gets them. Default: autocast's dtype under
+                autocast, else the parameters' dtype.
         """
         weight = self.out_proj.weight
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
-            # Asking about autocast raises on devices that have none, such as meta.
+            # The query raises on devices without autocast, such as meta.
             available = torch.amp.is_autocast_available(device.type)
             autocast = available and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
@@ -197,12 +193,12 @@ class AttentionLayer(SeparateProjections):
         return ", ".join(parts)
 
     def repr_values(self) -> dict[str, Any]:
-        """Further constructor arguments, shown where they are not None, 0 or False."""
+        """Further constructor arguments; shown unless None, 0 or False."""
         return {}
 
 
 def _separate_gates(layer: Any, tensors: MutableMapping[str, Any], prefix: str, *_: object) -> None:
-    """Replace rows of queries and gates, which one q_proj has by turns, by those of each."""
+    """Split a q_proj that alternates rows of queries and gates."""
     q, gate, D = layer.q_proj.out_features, layer.output_gate_proj.out_features, layer.head_dim
     for kind in ("weight", "bias"):
         rows = tensors.get(f"{prefix}q_proj.{kind}")

@@ -1,19 +1,19 @@
-"""How a layer reads a cache: by the decode kernels, or as dense keys and values."""
+"""Reading a cache: by the decode kernels, or as dense keys and values."""
 
 import torch
 from torch import Tensor
 
 from .checks import LayerCache
 
-# Rows of queries of a K/V head, up to which reading the cache is what a call costs.
+# With at most so many query rows per K/V head, reading the cache dominates the cost.
 _FEW_ROWS = 64
 
 
 def decodes(rows: int, cache: LayerCache) -> bool:
-    """Whether `decode_attention` serves a call with so many rows of queries a K/V head.
+    """Whether `decode_attention` serves a call with so many query rows per K/V head.
 
-    It has no gradients. Beyond a few rows `attention` is the faster one, where it can read the
-    cache: where position t stands in slot t, as it is.
+    It has no gradients. Beyond a few rows `attention` is faster, if it can read the cache: position
+    t is stored in slot t, unquantized.
     """
     if torch.is_grad_enabled() or not hasattr(cache, "view"):
         return False
@@ -21,9 +21,9 @@ def decodes(rows: int, cache: LayerCache) -> bool:
 
 
 def rotates(cache: LayerCache) -> bool:
-    """Whether the cache's `append` rotates keys and queries itself, and may do so here.
+    """Whether the cache's `append` rotates keys and queries in this call.
 
-    A compiled graph would make the tables of all positions anew in every step.
+    A compiled graph would compute the tables of all positions in every step.
     """
     return getattr(cache, "rotates", False) and not torch.compiler.is_compiling()
 
@@ -31,9 +31,9 @@ def rotates(cache: LayerCache) -> bool:
 def append_and_read(
     cache: LayerCache, k: Tensor, v: Tensor, key_lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Keys and values of a cache with these new ones, and key_lengths and query_offset for both."""
-    # While all rows are equally long the newest query stands at the last key, as it does without a
-    # cache, and no lengths are needed.
+    """Append; return the cache's keys, values, key_lengths and query_offset."""
+    # With rows of one length the last query is at the last key, as without a cache: no lengths are
+    # needed.
     ragged = cache.uniform_length is None or key_lengths is not None
     query_offset = cache.lengths.clone() if ragged else None
     cache.append(k, v, key_lengths)

@@ -1,7 +1,7 @@
-"""The table of a layer's options: type, default, check, and what each cannot go with.
+"""Table of layers' options: type, default, check, and exclusions.
 
-An option is a row of `SharedOptions`, or of `SelfOptions` if cross-attention has no use for it. The
-constructors of layers, their signatures and the layers of models follow from the rows.
+`SharedOptions` lists the options of all layers, `SelfOptions` those of self-attention. The
+constructors of layers, their signatures and the layers of models follow from the tables.
 """
 
 import inspect
@@ -24,10 +24,9 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 class ModuleOption(NamedTuple):
     """One option.
 
-    default: where it is not given.
-    check: takes name and value, returns the value; not called for None.
-    passed_as: "mask" or "score": `attention` has this option under the same name.
-    excluded_by: "additive" scoring, relative terms on the "values".
+    default: value if it is not passed. check: (name, value) -> value; not called for None.
+    passed_as: "mask" or "score": passed to `attention` under the same name. excluded_by: "additive"
+    scoring, or relative terms on the "values".
     """
 
     default: Any = None
@@ -40,7 +39,7 @@ _SCORES = ("additive", "values")
 
 
 def check_output_gate(name: str, value: Any) -> Any:
-    """One of `OutputGate`."""
+    """Check for an `OutputGate`."""
     if value not in get_args(OutputGate):
         raise ValueError(f"{name} must be 'head', 'element' or None, got {value!r}")
     return value
@@ -67,7 +66,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class SelfOptions(SharedOptions, total=False):
-    """Options of self-attention, but `causal`."""
+    """Options of self-attention except `causal`."""
 
     window: Annotated[Window, ModuleOption(excluded_by=("values",))]
     stride: Annotated[
@@ -85,22 +84,22 @@ class SelfOptions(SharedOptions, total=False):
 
 @cache
 def table(kind: type) -> Mapping[str, ModuleOption]:
-    """The rows of a class of options, by name."""
+    """The entries of a class of options, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
 def passed_as(kind: type, part: str) -> tuple[str, ...]:
-    """Names of the options that `attention` takes as they are: those of its "mask" or "score"."""
+    """Names of the "mask" or "score" options that go to `attention` unchanged."""
     return tuple(name for name, row in table(kind).items() if row.passed_as == part)
 
 
 def complete(kind: type, options: Mapping[str, Any], taker: str) -> dict[str, Any]:
-    """All options of a class, those not given at their defaults, numbers as Python's own.
+    """Checked values of all options of a class, with defaults for missing ones.
 
     Raises:
-        TypeError: one is unknown.
-        ValueError: one is out of its range.
+        TypeError: an option is unknown.
+        ValueError: an option is out of its range.
     """
     rows = table(kind)
     for name in options:
@@ -114,7 +113,7 @@ def complete(kind: type, options: Mapping[str, Any], taker: str) -> dict[str, An
 
 
 def excluded(by: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Options, with their values, that are in use although `by` excludes them."""
+    """(name, value) of the options that are in use although `by` excludes them."""
     for name, row in table(SelfOptions).items():
         value = values.get(name)
         if by in row.excluded_by and value is not None and value is not False and value != 0:
@@ -122,7 +121,7 @@ def excluded(by: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def shows_options(kind: type) -> Callable[[_Init], _Init]:
-    """Let the signature of an `__init__` show the options that it takes as keywords."""
+    """Show the keyword options in the signature of an `__init__`."""
 
     def mark(init: _Init) -> _Init:
         signature = inspect.signature(init)

@@ -1,4 +1,4 @@
-"""Queries, keys and values of self-attention: projections of the tokens, normalised, rotated."""
+"""Projections of self-attention: normalised and rotated queries, keys and values."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from .sharded import local_part
 
 
 class SelfProjection(AttentionLayer):
-    """An `AttentionLayer` whose queries, keys and values are of the same tokens.
+    """An `AttentionLayer` that projects queries, keys and values from the same tokens.
 
     Args:
         embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`.
-        options: all of `SelfOptions`, from `fastattn.modules.options.complete`.
+        options: all `SelfOptions`, from `fastattn.modules.options.complete`.
 
     Parameters:
         q_proj.weight, k_proj.weight, v_proj.weight: [H_q D, C], [H_k D, C] and [H_k D_v, C], rows
@@ -78,7 +78,7 @@ class SelfProjection(AttentionLayer):
                 first = cache.lengths if n is None else n
                 tables = tables.at(first, T, cache.length_bound + T, x.device)
         if tables is not None and self.rotary is not None:
-            # Together: half as many operations on the host, for one copy.
+            # Rotating q and k together halves the host's operations, for one copy.
             qk = apply_rotary(torch.cat((q, k), dim=1), *tables, style=self.rotary)
             q, k = torch.split(qk, [q.shape[1], k.shape[1]], dim=1)
         return q, k, v

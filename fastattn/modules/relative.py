@@ -1,13 +1,12 @@
 """Relative position terms of a layer, on its scores and on its values.
 
-With p the position of query i, j that of a key and all distances p - j clipped to [-R, R],
+For a query i at position p and a key j, with all distances p - j clipped to [-R, R],
 
     score_ij = scale * (query_i . k_j + key_query_i . keys[p - j]) + bias[p - j]
     o_i      = sum_j a_ij (v_j + values[p - j])
 
-Scores are the kernels' own. The part on the values (Shaw et al. 2018, arXiv 1803.02155, equation 3)
-is `relative_values`, which holds one weight a distance, and neither the weights nor their vectors
-for each pair of tokens.
+Kernels compute the scores. `relative_values` computes the term on the values (Shaw et al. 2018,
+arXiv 1803.02155, equation 3) with one weight per distance in memory, not one per pair of tokens.
 """
 
 from typing import NamedTuple, Protocol
@@ -20,13 +19,12 @@ from ..functional.attend import attention
 
 
 class RelativeTerms(NamedTuple):
-    """Tensors that a relative scheme derives from a call's queries; R is the same in all tables.
+    """Tensors that a relative scheme derives from a call's queries, with one R for all tables.
 
     query: [B, H_q, T_q, D], replaces q.
     bias: [H_q, 2 R + 1], row R + d for distance d.
     keys: [H, 2 R + 1, D], H one of H_q, H_k and 1.
-    key_query: as query; what keys are multiplied by. None: query.
-    values: [H_q or 1, 2 R + 1, D_v].
+    key_query: as query; multiplied with keys. None: query. values: [H_q or 1, 2 R + 1, D_v].
     """
 
     query: Tensor
@@ -37,11 +35,11 @@ class RelativeTerms(NamedTuple):
 
 
 class RelativeScheme(Protocol):
-    """Interface that `GQAttention` needs from its `relative`; see `fastattn.models.positions`.
+    """Interface of `GQAttention`'s `relative`; see `fastattn.models.positions`.
 
     Attributes:
-        has_keys: its terms have keys, which the decode kernels do not take.
-        has_values: its terms have values.
+        has_keys: the terms have keys, which the decode kernels do not support.
+        has_values: the terms have values.
     """
 
     @property
@@ -54,7 +52,7 @@ class RelativeScheme(Protocol):
 
 
 class _Call(NamedTuple):
-    """Arguments that determine the scores besides q, k and the terms."""
+    """Further arguments that determine the scores."""
 
     scale: float
     causal: bool
@@ -68,7 +66,7 @@ def relative_terms(scheme: RelativeScheme | None, q: Tensor, value_dim: int) -> 
     """A scheme's terms for queries [B, H_q, T_q, D], and for values of value_dim channels.
 
     Raises:
-        ValueError: the terms on the values have other channels.
+        ValueError: the value terms have another number of channels.
     """
     terms = RelativeTerms(q) if scheme is None else scheme(q)
     if terms.values is not None and terms.values.shape[-1] != value_dim:
@@ -93,16 +91,16 @@ def relative_values(
 ) -> Tensor:
     """sum_j a_ij values[p - j], for the weights a of `attention` with the same arguments.
 
-    The weight of each distance within R is exp(score - lse), with the keys of all queries at that
-    distance a view of k. Beyond R all keys share a vector, so their weights are needed in sum only:
-    exp(lse of attention to the far keys alone - lse) behind the query, and what is left of 1 ahead
-    of it. Memory is that of [B, H_q, T_q, 2 R + 1] numbers. Differentiable.
+    The weight of each distance within R is exp(score - lse); the keys at that distance are a view
+    of k. All farther keys share a vector, so only the sum of their weights is needed: behind the
+    query exp(lse of attention to the far keys alone - lse), ahead of it the rest up to 1. Needs
+    memory for [B, H_q, T_q, 2 R + 1] numbers. Differentiable.
 
     Args:
         k: [B, H_k, T_k, D].
         lse: fp32 [B, H_q, T_q], of attention(terms.query, k, ...) with the terms' keys and bias.
-        terms: with values.
-        scale, causal, query_offset, key_lengths, key_padding_mask, backend: what attention got.
+        terms: must have values.
+        scale, causal, query_offset, key_lengths, key_padding_mask, backend: arguments of the call.
 
     Returns:
         [B, H_q, T_q, D_v] in k's dtype.
@@ -117,7 +115,7 @@ def relative_values(
     call = _Call(factor, causal, offset, key_lengths, key_padding_mask, backend)
     if not tracing.autocasting(k.device):
         return _weighted_vectors(k, lse, terms, values, call)
-    # Autocast would take products of scores in its own dtype.
+    # Autocast would compute the products in its own dtype.
     terms = terms._replace(keys=None if terms.keys is None else terms.keys.to(k.dtype))
     with torch.autocast(k.device.type, enabled=False):
         return _weighted_vectors(k, lse, terms, values, call)
@@ -126,7 +124,7 @@ def relative_values(
 def _weighted_vectors(
     k: Tensor, lse: Tensor, terms: RelativeTerms, values: Tensor, call: _Call
 ) -> Tensor:
-    """sum_j a_ij values[p - j]: each near distance by itself, the far ones together."""
+    """sum_j a_ij values[p - j]: near distances one by one, far ones together."""
     R = values.shape[1] // 2
     wide = torch.promote_types(k.dtype, torch.float32)
     seen = lse > float("-inf")
@@ -144,7 +142,7 @@ def _weighted_vectors(
 
 
 def _near_weights(k: Tensor, lse: Tensor, terms: RelativeTerms, R: int, call: _Call) -> Tensor:
-    """[B, H_q, T_q, 2 R - 1]: a_ij for the distances -(R - 1)..R - 1, 0 where there is no key."""
+    """[B, H_q, T_q, 2 R - 1]: a_ij for distances -(R - 1)..R - 1; 0 without a key."""
     B, H_q, T_q, _ = terms.query.shape
     H_k, T_k = k.shape[1:3]
     # Positions of the keys from R - 1 before the first query to R - 1 after the last.
@@ -183,12 +181,12 @@ def _near_weights(k: Tensor, lse: Tensor, terms: RelativeTerms, R: int, call: _C
 
 
 def _far_lse(k: Tensor, terms: RelativeTerms, R: int, call: _Call) -> Tensor:
-    """fp32 [B, H_q, T_q]: that of the keys at distances of R and more."""
+    """fp32 [B, H_q, T_q]: lse of the keys at distances of R and more."""
     _, lse = attention(
         terms.query,
         k,
         k[..., :1].detach(),
-        # Those up to R before the query.
+        # Keys at least R before the query.
         causal=True,
         query_offset=call.query_offset - R,
         key_lengths=call.key_lengths,
@@ -204,6 +202,6 @@ def _far_lse(k: Tensor, terms: RelativeTerms, R: int, call: _Call) -> Tensor:
 
 
 def _for_each_head(table: Tensor, H_q: int) -> Tensor:
-    """[H, ...] to [H_q, ...], or as it is where all heads share one."""
+    """Repeat [H, ...] to [H_q, ...]; unchanged if all heads share one."""
     heads = table.shape[0]
     return table if heads == 1 else table.repeat_interleave(H_q // heads, dim=0)

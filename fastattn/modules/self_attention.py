@@ -29,7 +29,7 @@ _MASK_OPTIONS = passed_as(SelfOptions, "mask")
 
 
 class GQAttention(SelfProjection):
-    """Self-attention with grouped-query heads, from tokens to tokens, causal or in both directions.
+    """Self-attention with grouped-query heads, causal or bidirectional.
 
         q, k, v = q_proj(x), k_proj(x), v_proj(x);  q, k = rotary(qk_norm(q, k))
         out = dropout(out_proj(attention(q, k, v, causal=causal)))
@@ -56,31 +56,30 @@ class GQAttention(SelfProjection):
         window: W = how many keys a token sees at most, itself included, where causal; else those at
             a distance below W on either side. Or a pair (left, right), as for `attention`. None =
             all.
-        stride: keys at distances that are multiples of it are visible; with a window, those of the
-            window too (Sparse Transformer, Child et al. 2019, arXiv 1904.10509).
-        keep_first: with a window or stride, how many first tokens of a row stay visible besides;
-            padding on the left counts (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
-        rotary: rotary position embedding of q and k, by which pairing of channels (see
+        stride: keys at multiples of this distance are visible, and those of the window if given
+            (Sparse Transformer, Child et al. 2019, arXiv 1904.10509).
+        keep_first: with a window or stride, the number of first tokens of a row that stay visible,
+            left padding included (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
+        rotary: pairing of channels for the rotary position embedding of q and k (see
             `fastattn.rotary.apply_rotary`); None = none.
-        rotary_base, rotary_dim: as in `fastattn.rotary.rotary_tables`; rotary_dim defaults to D,
-            a smaller one leaves the other channels as they are.
+        rotary_base, rotary_dim: as in `fastattn.rotary.rotary_tables`; rotary_dim defaults to D.
+            Further channels are not rotated.
         qk_norm: normalise q and k over their D channels before the rotation, with a learned weight
             for each, as Qwen3 and Gemma 3 do (`F.rms_norm`, Zhang & Sennrich 2019, arXiv
             1910.07467; QK-norm: Dehghani et al. 2023, arXiv 2302.05442).
-        output_gate: multiply what attention gives by the sigmoid of a linear map of x, before
-            out_proj: by one number for each "head", or for each "element" of each head's output, as
-            Qwen3-Next does (Qiu et al. 2025, arXiv 2505.06708). By torch behind the kernel.
+        output_gate: multiply the attention output by the sigmoid of a linear map of x, before
+            out_proj: one factor for each "head", or for each "element" of each head's output, as in
+            Qwen3-Next (Qiu et al. 2025, arXiv 2505.06708). Computed by torch.
         alibi: lower scores in proportion to the distance, by the slopes of `fastattn.alibi_slopes`
             (Press et al. 2022, arXiv 2108.12409).
         relative_bias: number of buckets of T5's learned bias by distance (Raffel et al. 2020, arXiv
             1910.10683; see `fastattn.t5_relative_bias`), at least 4, and even unless causal; None =
             none. T5 itself shares one table among all layers, and has scale = 1.
-        relative_max_distance: distances from here on share the last bucket; default 128.
+        relative_max_distance: this and larger distances share the last bucket; default 128.
         relative: a module of terms by relative position, such as those of
             `fastattn.models.positions`; see `fastattn.modules.relative`.
-        scoring: of q and k: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q;
-            "additive", u^T tanh(q + k), of which q_proj and k_proj are the matrices
-            (`fastattn.functional.scoring`).
+        scoring: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q; or "additive",
+            u^T tanh(q + k), with q_proj and k_proj as its matrices (`fastattn.functional.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
         sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
         dropout: probability of zeroing an output element in training mode.
@@ -91,10 +90,9 @@ class GQAttention(SelfProjection):
 
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight, k_proj.weight, v_proj.weight: [H_q D, C], [H_k D, C] and [H_k D_v, C], rows
-            head by head. A state dict that has them as the rows of one qkv_proj is read too.
-        out_proj.weight: [C, H_q D_v].
-        relative_bias: [buckets, H_q], from 0.
-        output_gate_proj.weight, q_norm.weight, k_norm.weight, sinks, score_weight, score_vector:
+        head by head. A state dict with one fused qkv_proj also loads. out_proj.weight: [C, H_q
+        D_v]. relative_bias: [buckets, H_q], from 0. output_gate_proj.weight, q_norm.weight,
+        k_norm.weight, sinks, score_weight, score_vector:
             with the options that need them; see `fastattn.modules.layer.AttentionLayer`.
 
     Raises:
@@ -165,38 +163,39 @@ class GQAttention(SelfProjection):
         rotary_tables: RotaryTables | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attend; with a cache, append x to it and attend to all that it holds.
+        """Attend; with a cache, append x and attend to all its tokens.
 
         Args:
             x: [B, T, C], floating.
             key_padding_mask: bool [B, T], True = a token to attend to, False = padding. With a
-                cache: [B, n + T] over the n tokens it holds and the T new ones; this is how prompts
-                padded on the left are served, and every step must pass it.
+                cache: [B, n + T], for its n tokens and the T new ones; pass it in every step after
+                a left-padded prompt.
             key_lengths: int32 or int64 [B]: row b's first key_lengths[b] tokens of x are real, the
-                others padding on the right. With a cache, only the real ones enter it, so later
-                steps need no mask and start right after each row's own last token.
-            prefix_lengths: an int, or int32 or int64 [B]: row b's first prefix_lengths[b] tokens
-                are seen from all before them too (prefix LM). With a cache the call that appends
-                the first token must hold the whole prefix; later calls may leave it out.
-            documents: int32 or int64 ids [B, T]: a token sees those of its own id alone; a negative
-                id is padding. Not with a cache, whose rows are one document each.
+                others padding on the right. Only real tokens enter a cache, so later steps need no
+                mask and start after each row's last token.
+            prefix_lengths: an int, or int32 or int64 [B]: earlier tokens also see row b's first
+                prefix_lengths[b] tokens (prefix LM). With a cache, the first call must hold the
+                whole prefix; later calls may omit it.
+            documents: int32 or int64 ids [B, T]: a token sees only tokens with its id; a negative
+                id is padding. Not with a cache: each of its rows is one document.
             positions: integers [T] or [B, T], positions of x's tokens for the rotary embedding.
-                Default: 0..T-1, or with a cache those that follow each row's length. Only
-                distances matter to it, so left padding needs no positions of its own.
+                Default: 0..T-1, or with a cache those that follow each row's length. Only distances
+                matter, so left padding needs no positions.
             rotary_tables: in place of `positions`, made once for all layers: (cos, sin) of
-                `fastattn.rotary.rotary_tables`, or cos + i sin as Llama's freqs_cis; or the default
-                ones of a `fastattn.rotary.RotaryPositions`, which a cache may apply to new keys.
-            cache: one for this layer, from `new_cache`, or anything else that a `LayerCache` is. It
-                holds no graph: use it under `torch.no_grad()` or `torch.inference_mode()`. Tokens
-                see what the cache holds already: without causal, those before them and of x all.
+                `fastattn.rotary.rotary_tables`; cos + i sin, as Llama's freqs_cis; or a
+                `fastattn.rotary.RotaryPositions` with default positions, which a cache may apply to
+                new keys.
+            cache: from this layer's `new_cache`, or any other `LayerCache`. It holds no graph: use
+                it under `torch.no_grad()` or `torch.inference_mode()`. Tokens see all cached
+                tokens; without causal, also all of x.
         Returns:
-            [B, T, C]. Rows at padding are unspecified, though finite for finite x. A padded token,
-            NaN included, reaches no other token's output; but NaN reaches the parameters' gradients
-            from anywhere in x, as in every linear layer.
+            [B, T, C]. Rows at padding are unspecified, but finite for finite x. Padding, NaN
+            included, affects no other token's output. NaN anywhere in x affects the parameters'
+            gradients, as in every linear layer.
         Raises:
             TypeError: x, a mask, lengths or positions are of the wrong dtype, or no tensors.
             ValueError: a shape disagrees, arguments exclude each other, or x does not fit the
-                cache, which is then left as it was.
+                cache, which is then unchanged.
             RuntimeError: a cache is used while grad mode is on and q, k, v require grad.
         """
         module_checks.check_vectors("x", x, self.embed_dim)
@@ -207,7 +206,7 @@ class GQAttention(SelfProjection):
         if scheme is not None and scheme.has_values:
             module_checks.check_whole_rows(prefix_lengths, documents)
         drop = self.dropout_options()
-        # What `decode_attention` does not serve.
+        # Options that `decode_attention` lacks.
         in_order = key_padding_mask is not None or prefix_lengths is not None or drop["dropout"] > 0
         in_order = in_order or self.scoring == "additive"
         in_order = in_order or (scheme is not None and (scheme.has_keys or scheme.has_values))
@@ -265,7 +264,7 @@ class GQAttention(SelfProjection):
         cache: LayerCache,
         key_lengths: Tensor | None,
     ) -> Tensor:
-        """The layer by the kernels for few queries, with rotation and append in one if possible."""
+        """Attend with the decode kernels; rotate and append in one kernel if possible."""
         if isinstance(tables, RotaryPositions) and rotates(cache):
             q, k, v = self.project(x)
             whole = tables.up_to(cache.length_bound + x.shape[1], x.device)
@@ -299,10 +298,10 @@ class GQAttention(SelfProjection):
         }
 
     def mask_options(self) -> dict[str, Any]:
-        """Options of `attention` that say which keys a token sees, in every call of this layer."""
+        """Mask options of `attention` in every call of this layer."""
         window = self.window
         if isinstance(window, int):
-            # Open ahead where causal: there causal and prefix_lengths say what is seen.
+            # If causal, the right side is open: causal and prefix_lengths bound it.
             window = (window - 1, None if self.causal else window - 1)
         options = {"causal": self.causal, "window": window}
         for name in _MASK_OPTIONS:
@@ -310,7 +309,7 @@ class GQAttention(SelfProjection):
         return options
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
-        """Options of `attention` that say what scores are; bias: that of the relative scheme."""
+        """Score options of `attention`; bias: from the relative scheme."""
         table, reach = local_part(self.relative_bias), self.relative_max_distance
         if table is not None:
             both = not self.causal
@@ -326,12 +325,12 @@ class GQAttention(SelfProjection):
 
 
 class CausalGQAttention(GQAttention):
-    """`GQAttention` in which a token sees itself and those before it.
+    """`GQAttention` in which a token sees itself and earlier tokens.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, options: those of `GQAttention`, except causal.
+        embed_dim, num_heads, num_kv_heads, options: as for `GQAttention`, without causal.
 
-    Parameters, forward, caches and errors are those of `GQAttention` too.
+    Parameters, forward, caches and errors: as for `GQAttention`.
     """
 
     @shows_options(SelfOptions)
@@ -348,9 +347,9 @@ class CausalGQAttention(GQAttention):
 
 
 def place_slopes(layer: GQAttention, _keys: object = None) -> None:
-    """Make ALiBi's slopes anew beside the parameters, which have moved or are another dtype.
+    """Recompute ALiBi's slopes on the device of the parameters.
 
-    The slopes stay fp32: rounded they would be others. From the meta device they come as nothing.
+    They stay fp32: a cast would round them, and a move from the meta device would lose them.
     """
     if layer.alibi_slopes is not None:
         slopes = alibi_slopes(layer.total_heads, device=layer.q_proj.weight.device)

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks, as this rank's part of a model reads them."""
+"""Local parts of parameters that are sharded over ranks."""
 
 from typing import TypeVar
 
@@ -11,12 +11,12 @@ _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 
 
 def local_part(x: _Maybe, *, summed: bool = True) -> _Maybe:
-    """This rank's part of a DTensor, or what is none as it is; differentiable.
+    """This rank's part of a DTensor; any other value unchanged. Differentiable.
 
     Args:
         x: a parameter.
-        summed: of what every rank has whole, gradients are summed over the ranks, since each has
-            the share of its heads. False: all ranks compute the same of it.
+        summed: sum the gradients of replicated parameters over the ranks, since each computes the
+            share of its heads. False: all ranks compute the same gradient.
     """
     if not is_dtensor(x):
         return x
@@ -31,5 +31,5 @@ def local_part(x: _Maybe, *, summed: bool = True) -> _Maybe:
     parts = [
         Partial() if one else placement for one, placement in zip(whole, x.placements, strict=True)
     ]
-    # Its gradient goes back to the parameter's own placements.
+    # The gradient returns to the parameter's placements.
     return x.redistribute(placements=x.placements).to_local(grad_placements=parts)

@@ -1,8 +1,8 @@
-"""Scores of a vocabulary whose rows are sharded over ranks, and their cross-entropy.
+"""Logits of a vocabulary that is sharded over ranks, and their cross-entropy.
 
-As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3): no rank holds the scores of
-all tokens, and three sums a token are exchanged. torch's own `loss_parallel` knows neither label
-smoothing nor a backward pass outside its context.
+As in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3), no rank holds the logits of
+the whole vocabulary; ranks exchange three sums per token. torch's own `loss_parallel` has no label
+smoothing, and needs the backward pass inside its context.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .sharded import local_part
 
-# Targets that are left out, as for F.cross_entropy.
+# Target that is ignored, as by F.cross_entropy.
 _IGNORED = -100
 
 
 def enter(x: Tensor, mesh: Any) -> Tensor:
-    """x, the same on every rank of a mesh, whose gradient is the sum of what the ranks find."""
+    """x, replicated over a mesh; its gradient is the sum over the ranks."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(
@@ -31,18 +31,18 @@ def enter(x: Tensor, mesh: Any) -> Tensor:
 
 
 def leave(x: Tensor, mesh: Any) -> Tensor:
-    """The sum of the ranks' x on every rank; each gets its gradient whole."""
+    """The sum of the ranks' x on every rank; each rank gets the whole gradient."""
     whole = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     return whole.redistribute(placements=[Replicate()]).to_local()
 
 
 def first_row(count: int, mesh: Any) -> int:
-    """Which of `count` rows that are sharded over a mesh is this rank's first."""
+    """Index of this rank's first row of `count` rows sharded over a mesh."""
     return min(mesh.get_local_rank() * -(-count // mesh.size()), count)  # as torch.chunk has it
 
 
 def sharded_linear(x: Tensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
-    """F.linear of x [..., C], which all ranks have, by weight [V, C] sharded by rows: [..., V]."""
+    """F.linear of replicated x [..., C] and weight [V, C] sharded by rows: [..., V]."""
     mesh = weight.device_mesh
     y = F.linear(enter(x, mesh), local_part(weight), None if bias is None else local_part(bias))
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
@@ -61,7 +61,7 @@ def sharded_cross_entropy(
         logits: from `sharded_linear`, of any floating dtype; the sums are fp32 or wider.
         targets: int64, the same on every rank.
         smoothing: as F.cross_entropy's label_smoothing.
-        count: what the sum is divided by; default: how many targets are not -100.
+        count: divisor of the sum; default: the number of targets that are not -100.
     """
     mesh = logits.device_mesh
     local = logits.to_local()

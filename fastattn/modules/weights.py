@@ -1,4 +1,4 @@
-"""The attention weights of a layer, for the inputs of one of its calls."""
+"""Attention weights of a layer for the inputs of one call."""
 
 from typing import Any
 
@@ -27,13 +27,13 @@ def self_attention_weights(
     """Attention weights of `layer(x, ...)` without dropout, by `fastattn.attention_weights`.
 
     Args:
-        layer: any of this package's self-attentions.
-        x, positions, rotary_tables: as for `GQAttention.forward`, which is called without a cache.
+        layer: a self-attention of this package.
+        x, positions, rotary_tables: as for `GQAttention.forward` without a cache.
         masks: key_padding_mask, key_lengths, prefix_lengths and documents, likewise.
 
     Returns:
-        [B, H_q, T, T], in fp32 or wider unless scoring is "additive", then in x's dtype. Rows add
-        up to 1, with sinks to less, and to 0 where a token sees nothing.
+        [B, H_q, T, T], in fp32 or wider; with "additive" scoring in x's dtype. Rows add up to 1,
+        with sinks to less, and to 0 if a token sees nothing.
     """
     rotary_dim = None if layer.rotary is None else layer.rotary_dim
     tables = checked_tables(x, positions, rotary_tables, rotary_dim)
@@ -55,12 +55,12 @@ def cross_attention_weights(
     """Attention weights of `layer(x, memory, ...)` over the memory, without dropout.
 
     Args:
-        layer: any of this package's cross-attentions.
+        layer: a cross-attention of this package.
         x, memory: as for `CrossGQAttention.forward`.
         padding: memory_lengths and memory_padding_mask, likewise.
 
     Returns:
-        [B, H_q, T, S], as `self_attention_weights`.
+        [B, H_q, T, S], as in `self_attention_weights`.
     """
     if not isinstance(memory, ProjectedMemory):
         memory = layer.project_memory(
@@ -80,7 +80,7 @@ def cross_attention_weights(
 def _additive_weights(
     q: Tensor, k: Tensor, u: Tensor, backend: str | None, masks: dict[str, Any]
 ) -> Tensor:
-    """Attention to values that are the rows of the identity: what comes out are the weights."""
+    """Attention to the identity as values: the output is the weights."""
     if k.shape[2] == 0:
         return q.new_empty(*q.shape[:3], 0)
     identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)

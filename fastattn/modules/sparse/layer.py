@@ -9,7 +9,7 @@ from ..checks import check_vectors, checked_tables
 from ..options import SelfOptions, complete, table
 from ..projection import SelfProjection
 
-# Options of `GQAttention` that these layers take too.
+# Options of `GQAttention` that these layers take.
 TAKEN = (
     "head_dim", "v_head_dim", "qkv_bias", "out_bias", "qk_norm", "output_gate", "dropout", "scale",
     "backend", "device", "dtype", "rotary", "rotary_base", "rotary_dim",
@@ -17,11 +17,11 @@ TAKEN = (
 
 
 class SparseLayer(SelfProjection):
-    """Projections of a causal layer; a subclass attends in `attend(x, q, k, v)`.
+    """Projections of a causal layer; subclasses define `attend(x, q, k, v)`.
 
     Args:
         embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`.
-        options: those of `GQAttention` in TAKEN.
+        options: the options of `GQAttention` in TAKEN.
     """
 
     def __init__(

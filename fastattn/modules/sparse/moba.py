@@ -10,16 +10,16 @@ from .layer import SparseLayer
 
 
 class MoBAttention(SparseLayer):
-    """Causal self-attention to a token's own block and the blocks whose mean key it likes most.
+    """Causal self-attention to a token's own block and the blocks whose mean keys score highest.
 
-    Lu et al. 2025, arXiv 2502.13189; see `fastattn.functional.selected.moba_attention`. It has the
-    parameters of `fastattn.CausalGQAttention`, and those of one may be loaded.
+    Lu et al. 2025, arXiv 2502.13189; see `fastattn.functional.selected.moba_attention`. Its state
+    dict is that of `fastattn.CausalGQAttention`.
 
     Args:
         embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`.
-        block_k: tokens of a block.
-        n: blocks of a token, its own among them.
-        options: those of `GQAttention` that say how tokens are projected, scaled and rotated.
+        block_k: tokens per block.
+        n: blocks per token, its own included.
+        options: projection, scale and rotation, as for `GQAttention`.
 
     Examples:
         >>> layer = MoBAttention(64, num_heads=4, num_kv_heads=2, block_k=16, n=2, rotary="half")

@@ -14,21 +14,21 @@ class NativeSparseAttention(SparseLayer):
     """Causal self-attention in three branches: compressed, selected and sliding, mixed by gates.
 
     Yuan et al. 2025, arXiv 2502.11089; see `fastattn.functional.selected.native_sparse_attention`.
-    The branches share keys and values, as in the kernels that are published for it.
+    The branches share keys and values, as in the published kernels.
 
     Args:
-        embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`. Kernels are fast with 16
-            heads or more to a K/V head.
-        block_k, n: tokens of a block, and blocks of a token.
+        embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`. Kernels are fast with at
+            least 16 heads per K/V head.
+        block_k, n: tokens per block, and blocks per token.
         window: tokens of the sliding branch.
-        pool: tokens of a compressed key, and from one to the next.
-        first, latest: blocks always taken, at the start and up to a token's own.
-        options: those of `GQAttention` that say how tokens are projected, scaled and rotated.
+        pool: tokens per compressed key, and the distance between compressed keys.
+        first, latest: numbers of first and latest blocks that are always selected.
+        options: projection, scale and rotation, as for `GQAttention`.
 
     Parameters:
         gate_proj: C to 3 H_q, with a bias; sigmoids of it weigh the branches.
-        k_pool, v_pool: pool[0] * D to D, and D_v: keys and values of a stretch, rotated, to one.
-        k_places, v_places: [pool[0], D] and [pool[0], D_v], added to them before, from 0.
+        k_pool, v_pool: pool[0] * D to D, and D_v: compress rotated keys and values.
+        k_places, v_places: [pool[0], D] and [pool[0], D_v], added before compression; from 0.
 
     Examples:
         >>> layer = NativeSparseAttention(64, num_heads=4, num_kv_heads=1, block_k=16, n=3,
@@ -64,7 +64,7 @@ class NativeSparseAttention(SparseLayer):
         )  # fmt: skip
 
     def pooled(self, name: str, x: Tensor) -> Tensor:
-        """Keys ("k") or values ("v") [B, H_k, T, D], a stretch each: [B, H_k, T_p, D]."""
+        """Compress keys ("k") or values ("v") [B, H_k, T, D] to [B, H_k, T_p, D]."""
         length, step = self.pool
         if x.shape[2] < length:
             return x[:, :, :0]
