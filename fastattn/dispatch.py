@@ -9,12 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+import fastattn.kernels as kernels
+
+from . import checks, tracing
 from .ops import attend, call, transforms
 from .ops.gradients import Kernels
 from .options import Options
 from .tuned import choices
 
+MAX_HEAD_DIM = 512
+# Limits of registers without fp32 matrix units, and on AMD.
+MAX_HEAD_DIM_NARROW = 256
+_NOT_HOPPER = "its kernels are written for GPUs of compute capability 9.0"
 ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
 
 
@@ -65,21 +71,62 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return reason
     if (reason := transforms.why_no_tangents(q, k, v, options)) is not None:
         return reason
-    if (reason := attend.why_no_mod_gradients(q, options)) is not None:
-        return reason
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in options.mod_tensors)
+    if wanted and (tracing.may_be_traced(q) or tracing.in_forward_mode()):
+        return "mod_tensors require a gradient, which kernels give where nothing traces alone"
     widest = max(q.shape[-1], v.shape[-1])
     if options.key2 is not None:
         if options.relative_keys is not None:
             return "its kernels add relative_keys or key2 to q.k, not both"
         widest = max(q.shape[-1] + options.key2.shape[-1], v.shape[-1])
-    if widest > attend.MAX_HEAD_DIM:
-        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM}"
-    if widest > attend.MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
-        limit = attend.MAX_HEAD_DIM_NARROW
+    if widest > MAX_HEAD_DIM:
+        return f"head dim {widest} is larger than {MAX_HEAD_DIM}"
+    if widest > MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
+        limit = MAX_HEAD_DIM_NARROW
         return f"head dim {widest} is larger than {limit}, the limit for float32"
-    if widest > attend.MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
-        return f"head dim {widest} is larger than {attend.MAX_HEAD_DIM_NARROW}, the limit on AMD"
+    if widest > MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
+        return f"head dim {widest} is larger than {MAX_HEAD_DIM_NARROW}, the limit on AMD"
     return None
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9.0, as the Hopper kernels need."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    # Of torch's device queries, torch.compile folds only this one into a constant.
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) == (9, 0)
+
+
+def why_not_hopper(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, device: torch.device | None = None
+) -> str | None:
+    """Why the Hopper kernels cannot serve a call that the portable kernels serve, or None.
+
+    device: of the call, if not q's.
+    """
+    if not on_hopper(device or q.device):
+        return _NOT_HOPPER
+    if attend.uncompiled:
+        return attend.uncompiled[0]
+    try:
+        return kernels.hopper_host.why_not_hopper(q, k, v, options)
+    except ImportError as error:
+        return f"this release of Triton lacks what its kernels import: {error}"
+
+
+def why_not_hopper_fp8(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
+) -> str | None:
+    """Why the Hopper kernel cannot serve an FP8 call with o in `dtype`, or None.
+
+    q, k, v: tensors of the call's shapes on its device, of any dtype.
+    """
+    if not call.TRITON_INSTALLED:
+        return "triton is not installed"
+    if not on_hopper(q.device):
+        return _NOT_HOPPER
+    return kernels.hopper_host.why_not_hopper_fp8(q, k, v, options, dtype)
 
 
 def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
@@ -107,9 +154,9 @@ def _is_before_ampere(device: torch.device) -> bool:
 
 
 def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    if attend.why_not_split(q, k, v, options) is None:
+    if kernels.decode_splits.why_not_split(q, k, v, options) is None:
         return "there are few queries, and the portable kernels split the keys among programs"
-    return attend.why_hopper_is_not_worth_it(q)
+    return kernels.hopper_host.why_not_worth_it(q)
 
 
 class Backend(NamedTuple):
@@ -141,13 +188,14 @@ TRITON = Backend(
 HOPPER = Backend(
     "hopper",
     attend.HOPPER,
-    attend.why_not_hopper,
+    why_not_hopper,
     _why_hopper_is_slow,
     attend.why_not_one_pass_on_hopper,
-    lambda device: attend.on_hopper(device),
+    lambda device: on_hopper(device),
 )
 # The fastest first. Torch serves what none of them does.
 BACKENDS = (HOPPER, TRITON)
+_BY_NAME = {one.name: one for one in BACKENDS}
 
 
 def launched(
@@ -157,19 +205,15 @@ def launched(
 
     They are without one pass for gradients where that is wrong on this device, or slower.
     """
-    kernels = _named(choice).kernels
+    launchers = _BY_NAME[choice.backend].kernels
     if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
         options = options._replace(atomic_dq=False)
-    return kernels, options
+    return launchers, options
 
 
 def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
     """Reason against the one-pass backward here, or None; a forced backend keeps one pass."""
     return None if choice.forced else choices.why_not_one_pass(choice.backend, q, v)
-
-
-def _named(choice: Explanation) -> Backend:
-    return next(one for one in BACKENDS if one.name == choice.backend)
 
 
 def choose(
@@ -226,8 +270,15 @@ def with_forward(
     choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> Explanation:
     """The choice for a call, and whether its forward splits the keys."""
-    split = choice.backend == "triton" and attend.why_not_split(q, k, v, options) is None
-    return choice._replace(split_keys=split)
+    if choice.backend != "triton":
+        return choice
+    why_not = kernels.decode_splits.why_not_split(q, k, v, options)
+    return choice._replace(split_keys=why_not is None)
+
+
+def split_calls() -> tuple[tuple[int, int], ...]:
+    """Numbers of queries and keys for each kernel that splits keys."""
+    return kernels.decode_splits.SPLIT_CALLS
 
 
 def with_backward(
@@ -238,7 +289,7 @@ def with_backward(
         return choice
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
-        reason = _named(choice).why_not_one_pass(q, k, options)
+        reason = _BY_NAME[choice.backend].why_not_one_pass(q, k, options)
     reason = reason or _why_two_passes(choice, q, v)
     if reason is None:
         return choice._replace(one_pass=True)
@@ -289,6 +340,13 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
     )
 
 
+def quantizes(x: Tensor) -> bool:
+    """Whether a kernel makes the e4m3 codes of x [..., D]."""
+    narrow = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    fits = x.shape[-1] % 16 == 0 and x.shape[-1] <= MAX_HEAD_DIM and x.numel() > 0
+    return call.TRITON_INSTALLED and x.is_cuda and narrow and fits
+
+
 _warned: set[str] = set()
 _logged: set[str] = set()
 
@@ -306,11 +364,20 @@ def log_once(
     how = f"{shapes} {str(q.dtype).removeprefix('torch.')} {' '.join(given)}".rstrip()
     why = [f"not {one}: {reason}" for one, reason in choice.reasons.items()]
     if choice.backend == "triton" and name.startswith("attention"):
-        why.append(f"tile {attend.forward_tile(q, v, options)}")
+        why.append(_forward_tile(q, v, options))
     line = f"fastattn: {name} {how} -> {'; '.join([choice.backend, *why])}"
     if line not in _logged:
         _logged.add(line)
         sys.stderr.write(line + "\n")
+
+
+def _forward_tile(q: Tensor, v: Tensor, options: Options) -> str:
+    """Description of the portable forward kernel's tile."""
+    of = kernels.arguments
+    widths = (of.block_dim(q.shape[-1]), of.block_dim(v.shape[-1]))
+    tile = of.tile_for("forward", options, q, *widths, streams_bias=True)
+    rows, warps = f"{tile.BLOCK_M} x {tile.BLOCK_N}", f"{tile.num_warps} warps"
+    return f"tile {rows}, {warps}, {tile.num_stages} stages"
 
 
 def _differs(x: object, default: object) -> bool:

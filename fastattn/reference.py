@@ -28,24 +28,14 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout_keep: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    **options: "Unpack[AttentionArguments]",
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_keep: Tensor | None = ...,
+    return_lse: Literal[False] = ..., **options: "Unpack[AttentionArguments]",
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout_keep: Tensor | None = ...,
-    return_lse: Literal[True],
-    **options: "Unpack[AttentionArguments]",
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_keep: Tensor | None = ...,
+    return_lse: Literal[True], **options: "Unpack[AttentionArguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -165,26 +155,14 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: "Unpack[AttentionVarlenArguments]",
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: Literal[False] = ..., **options: "Unpack[AttentionVarlenArguments]",
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = ...,
-    *,
-    return_lse: Literal[True],
-    **options: "Unpack[AttentionVarlenArguments]",
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
+    return_lse: Literal[True], **options: "Unpack[AttentionVarlenArguments]",
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -227,28 +205,16 @@ def _of_row(options: dict[str, Any], n: int) -> dict[str, Any]:
 
 @overload
 def attention_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    tree_mask: Tensor | tuple[Tensor, Tensor] | None = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cu_seqlens_q: Tensor, *,
+    tree_mask: Tensor | tuple[Tensor, Tensor] | None = ..., return_lse: Literal[False] = ...,
     **options: "Unpack[AttentionPagedArguments]",
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    tree_mask: Tensor | tuple[Tensor, Tensor] | None = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, cu_seqlens_q: Tensor, *,
+    tree_mask: Tensor | tuple[Tensor, Tensor] | None = ..., return_lse: Literal[True],
     **options: "Unpack[AttentionPagedArguments]",
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_paged(
     q: Tensor,
     k: Tensor,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "additive",
     "append",
+    "arguments",
     "backward",
     "backward_bias",
     "backward_relative",
@@ -21,6 +22,8 @@ __all__ = [
     "fp8_values",
     "hopper_backward",
     "hopper_forward",
+    "hopper_host",
+    "paged",
     "pages",
     "selected_backward",
     "selected_choose",
@@ -40,23 +43,29 @@ if TYPE_CHECKING:
         combine,
         decode,
         forward,
-        fp8_quantize,
-        fp8_values,
+        paged,
         statistics,
     )
     from .forward_mode import tangent
+    from .fp8 import quantize as fp8_quantize
+    from .fp8 import values as fp8_values
     from .hopper import backward as hopper_backward
     from .hopper import forward as hopper_forward
-    from .launch import decode_splits, tiles
+    from .hopper import host as hopper_host
+    from .launch import arguments, decode_splits, tiles
     from .rules import pages
     from .selected import backward as selected_backward
     from .selected import choose as selected_choose
     from .selected import forward as selected_forward
 else:
     _FOLDERS = {
+        "arguments": "launch.arguments",
         "decode_splits": "launch.decode_splits",
+        "fp8_quantize": "fp8.quantize",
+        "fp8_values": "fp8.values",
         "hopper_backward": "hopper.backward",
         "hopper_forward": "hopper.forward",
+        "hopper_host": "hopper.host",
         "pages": "rules.pages",
         "selected_backward": "selected.backward",
         "selected_choose": "selected.choose",

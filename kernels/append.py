@@ -76,15 +76,9 @@ def _token_pointers(x, b, token, head, ALIGN: tl.constexpr):
 
 @triton.jit
 def _load_rotated(
-    rows,
-    keep,
-    position,
-    rotary,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    rows, keep, position, rotary, WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
+):  # fmt: skip
     """Rows as fp32 [R, COLS], rotated to their positions; 0 past WIDTH. PAIRS = 0: not rotated."""
     cols = tl.arange(0, COLS)
     within = keep[:, None] & (cols < WIDTH)[None, :]
@@ -114,18 +108,9 @@ def _load_rotated(
 
 @triton.jit
 def _store_rows(
-    store,
-    pages,
-    x,
-    page,
-    slot,
-    head,
-    keep,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-    E4M3: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-):
+    store, pages, x, page, slot, head, keep, WIDTH: tl.constexpr, COLS: tl.constexpr,
+    E4M3: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
     """Write rows [R, COLS] to their slots, as codes if the buffer has scales.
 
     A scale shared by tokens is given, and larger numbers saturate.
@@ -205,27 +190,10 @@ def _given_position(token, within, slots):
 
 @triton.jit
 def _append(
-    tokens,
-    store,
-    rotary,
-    pages,
-    b,
-    row,
-    exists,
-    first,
-    count,
-    slots,
-    T,
-    tile,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    E4M3: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tokens, store, rotary, pages, b, row, exists, first, count, slots, T, tile,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    E4M3: tl.constexpr, ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Store BLOCK (token, head) pairs of k or v in their slots."""
     H = value(tokens.heads)
     pair = tile * BLOCK + tl.arange(0, BLOCK)
@@ -244,21 +212,9 @@ def _append(
 
 @triton.jit
 def _turn(
-    q,
-    o,
-    rotary,
-    b,
-    first,
-    slots,
-    T,
-    tile,
-    D: tl.constexpr,
-    COLS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q, o, rotary, b, first, slots, T, tile, D: tl.constexpr, COLS: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rotate BLOCK (token, head) pairs of q into o."""
     H = value(q.heads)
     pair = tile * BLOCK + tl.arange(0, BLOCK)
@@ -297,68 +253,20 @@ def append_kernel(
     tiles = tl.cdiv(T * value(k.heads), BLOCK)
     if tile < tiles:
         _append(
-            k,
-            k_store,
-            rotary,
-            pages,
-            b,
-            row,
-            exists,
-            first,
-            count,
-            slots,
-            T,
-            tile,
-            D,
-            BLOCK_D,
-            PAIRS,
-            INTERLEAVED,
-            E4M3,
-            ROW_BYTES,
-            ALIGN,
-            BLOCK,
-        )
+            k, k_store, rotary, pages, b, row, exists, first, count, slots, T, tile,
+            D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
+        )  # fmt: skip
     elif tile < 2 * tiles:
         _append(
-            v,
-            v_store,
-            rotary,
-            pages,
-            b,
-            row,
-            exists,
-            first,
-            count,
-            slots,
-            T,
-            tile - tiles,
-            D_V,
-            BLOCK_DV,
-            0,
-            INTERLEAVED,
-            E4M3,
-            ROW_BYTES,
-            ALIGN,
-            BLOCK,
-        )
+            v, v_store, rotary, pages, b, row, exists, first, count, slots, T, tile - tiles,
+            D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
+        )  # fmt: skip
     else:
         if q is not None:
             _turn(
-                q,
-                o,
-                rotary,
-                b,
-                first,
-                slots,
-                T,
-                tile - 2 * tiles,
-                D,
-                BLOCK_D,
-                PAIRS,
-                INTERLEAVED,
-                ALIGN,
-                BLOCK,
-            )
+                q, o, rotary, b, first, slots, T, tile - 2 * tiles,
+                D, BLOCK_D, PAIRS, INTERLEAVED, ALIGN, BLOCK,
+            )  # fmt: skip
     if ADVANCE:
         # The row's last program updates the length, after all others have read it.
         tl.debug_barrier()
@@ -369,19 +277,10 @@ def append_kernel(
 
 
 def launch_append(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    new_lengths: Tensor | None,
-    cache: CacheTensors,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    *,
-    interleaved: bool,
-    advance: bool,
-    slots: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> Tensor | None:
+    q: Tensor | None, k: Tensor, v: Tensor, new_lengths: Tensor | None, cache: CacheTensors,
+    cos: Tensor | None, sin: Tensor | None, *, interleaved: bool, advance: bool,
+    slots: Tensor | None = None, positions: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Write k [B, H_k, T, D] and v [B, H_k, T, D_v] into the cache; q rotated, in q's memory order.
 
     cos and sin are fp32 [N, R // 2], contiguous. Only the first new_lengths[b] tokens of a row are
@@ -404,36 +303,17 @@ def launch_append(
     programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))
     tensors = [x for x in (q, o, k, v) if x is not None]
     append_kernel[programs, B](
-        _tokens(q),
-        _tokens(o),
-        _tokens(k),
-        _tokens(v),
-        stored(cache.k, cache.k_scale),
-        stored(cache.v, cache.v_scale),
-        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])),
-        pages_of(cache),
-        cache.lengths,
-        new_lengths,
-        cache.batch_index,
-        cache.counters,
+        *map(_tokens, (q, o, k, v)),
+        stored(cache.k, cache.k_scale), stored(cache.v, cache.v_scale),
+        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])), pages_of(cache),
+        cache.lengths, new_lengths, cache.batch_index, cache.counters,
         _Slots(slots, positions) if by_slots else None,
-        T,
-        0 if cache.lengths is None else cache.lengths.shape[0],
-        D,
-        D_v,
-        BLOCK_D,
-        BLOCK_DV,
-        0 if cos is None else cos.shape[1],
-        interleaved,
-        cache.k.dtype == torch.float8_e4m3fn,
-        advance,
-        row_bytes(cache),
-        _alignment(tensors),
-        BLOCK,
+        T, 0 if cache.lengths is None else cache.lengths.shape[0], D, D_v, BLOCK_D, BLOCK_DV,
+        0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
+        advance, row_bytes(cache), _alignment(tensors), BLOCK,
         # Without fused multiply-adds rotated keys are bitwise equal to torch's.
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return o
 
 

@@ -35,7 +35,7 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import launch_mask
-from .launch.launches import Launch, Stream, launch_for
+from .launch.launches import Launch, Stream, cached_plan
 from .rules.blocks import (
     key_head,
     load_queries,
@@ -122,17 +122,11 @@ def attention_backward_dq_kernel(
         store_queries(dquery_ptr, dquery_strides, tile, dquery, const.BLOCK_D2, const.D2, const)
 
 
+@cached_plan(6)
 def _plan_dq(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dquery: Tensor | None,
-) -> Launch:
+    options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None,
+    dq: Tensor, dquery: Tensor | None,
+) -> Launch:  # fmt: skip
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for("backward_dq", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
@@ -164,15 +158,9 @@ def _plan_dq(
 
 
 def launch_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes, dtypes (or fp32, by options) and memory orders of q, k, v; delta
     fp32 like lse; and likewise the gradients of relative_query or query2 and of key2, empty without
     one.
@@ -186,7 +174,7 @@ def launch_backward(
     query = second_query(options)
     dquery = None if query is None else result_in_layout(options, query, *query.shape[1:])
 
-    launch = launch_for(_plan_dq, options, (q, k, v, o, do, dlse), dq, dquery)
+    launch = _plan_dq(options, q, k, v, o, do, dlse, dq, dquery)
     launch(options, q, k, v, o, do, lse, dlse, dq, delta, dquery)
     dk, dv, dkey2 = launch_dkv(q, k, v, do, lse, delta, options)
     dquery, dkey2 = (q.new_empty(0) if x is None else x for x in (dquery, dkey2))
@@ -194,15 +182,9 @@ def launch_backward(
 
 
 def launch_backward_one_pass(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`launch_backward` with dQ summed by atomics; the last results are empty.
 
     For options without relative keys and key2. Takes 4 more bytes per element of q.

@@ -9,7 +9,6 @@ scales the sum into q's dtype and memory order.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch.arguments import block_dim, index_type, strides, tiles_of
-from .launch.launches import Launch, launch_for
+from .launch.launches import Launch, cached_plan
 from .launch.tiles import TileConfig
 from .rules.integers import runtime_int
 from .rules.mask import Mask
@@ -123,13 +122,9 @@ def _mask(cu_seqlens: Tensor | None) -> Mask:
     return Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences)
 
 
+@cached_plan(4)
 def _plan_start(
-    options: Options,
-    q: Tensor,
-    o: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    stats: Tensor | None = None,
+    options: Options, q: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None, stats: Tensor | None
 ) -> Launch:
     B, H_q, T_q, D = q.shape
     dims = (block_dim(D), block_dim(o.shape[3]))
@@ -156,20 +151,10 @@ def _plan_start(
     )
 
 
-# Distinguishes the second launch for the same options and tensors.
-_plan_start_in_tiles = partial(_plan_start)
-
-
 def launch_start_dq(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    delta: Tensor | None,
-    options: Options,
-    stats: Tensor | None = None,
-) -> Tensor:
+    do: Tensor, dlse: Tensor | None, q: Tensor, o: Tensor, lse: Tensor, delta: Tensor | None,
+    options: Options, stats: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """A zero fp32 sum of dQ [B, H_q, rows, D]; fills delta, like lse, if given.
 
     do and o [B, H_q, T_q, D_v] as `arguments.aligned` leaves them.
@@ -182,21 +167,15 @@ def launch_start_dq(
     rows = T_q if stats is None else stats.shape[2]
     total = torch.empty(B, H_q, rows, D, dtype=torch.float32, device=q.device)
     minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
-    plan = _plan_start if stats is None else _plan_start_in_tiles
-    launch = launch_for(plan, options, (q, o, do, dlse), stats)
+    launch = _plan_start(options, q, o, do, dlse, stats)
     launch(options, o, do, lse, dlse, delta, total, minus_lse, minus_delta)
     return total
 
 
-def _plan_finish(
-    options: Options,
-    x: Tensor,
-    sums: Tensor,
-    cu_seqlens: Tensor | None = None,
-    *,
-    scaled: bool = True,
-) -> Launch:
+@cached_plan(2)
+def _plan_finish(options: Options, x: Tensor, sums: Tensor, in_tiles: bool, scaled: bool) -> Launch:
     B, H, T, D = x.shape
+    cu_seqlens = options.cu_seqlens_q if in_tiles else None
     rows = _rows(block_dim(D))
     if cu_seqlens is None:
         rows //= 2  # a tile and its addend fit the registers
@@ -218,14 +197,9 @@ def _plan_finish(
     )
 
 
-def _plan_finish_in_tiles(options: Options, dq: Tensor, total: Tensor) -> Launch:
-    return _plan_finish(options, dq, total, options.cu_seqlens_q)
-
-
 def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
     """dq [B, H_q, T_q, D], in any memory order, from the sum of `launch_start_dq`."""
-    plan = _plan_finish if total.shape[2] == dq.shape[2] else _plan_finish_in_tiles
-    launch = launch_for(plan, options, (dq, total))
+    launch = _plan_finish(options, dq, total, total.shape[2] != dq.shape[2], True)
     launch(options, total, dq)
 
 
@@ -235,11 +209,8 @@ def parts_of(x: Tensor, parts: int) -> Tensor:
     return torch.empty(B, H * parts, T, D, dtype=torch.float32, device=x.device)
 
 
-_plan_add = partial(_plan_finish, scaled=False)
-
-
 def launch_add_parts(sums: Tensor, x: Tensor, options: Options) -> None:
     """Write x [B, H, T, D], in any memory order: the parts in sums, fp32 [B, H * parts, T, D]
     contiguous, added in order.
     """
-    launch_for(_plan_add, options, (x, sums))(options, sums, x)
+    _plan_finish(options, x, sums, False, False)(options, sums, x)

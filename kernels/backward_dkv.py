@@ -9,7 +9,6 @@ several programs, whose sums are added in a fixed order.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
@@ -31,7 +30,7 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import launch_mask
-from .launch.launches import Launch, launch_for
+from .launch.launches import Launch, cached_plan
 from .rules.blocks import key_head, key_tile, over_query_blocks, store_keys, store_part
 from .rules.mask import any_key
 from .rules.product import add_weighted_rows, rows_by_rows
@@ -253,23 +252,17 @@ class _Launches(NamedTuple):
     def reusable(self) -> bool:
         return all(launch is None or launch.reusable for launch in self[:3])
 
-    def bind(self, given: Sequence[Any]) -> None:
+    def bind(self, given: Sequence[object]) -> None:
         for launch in self[:3]:
             if launch is not None:
                 launch.bind(given)
 
 
+@cached_plan(4)
 def _plan(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    kernel: str = "backward_dkv",
-) -> _Launches:
+    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor,
+    kernel: str,
+) -> _Launches:  # fmt: skip
     dims = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for(kernel, options, q, *dims, streams_bias=True)
     programs = key_programs(options, k, tile.BLOCK_N)
@@ -305,19 +298,10 @@ def _plan(
     return _Launches(launch(dk, dv), None, None, parts)
 
 
-_plan_with_dq = partial(_plan, kernel="backward_one_pass")
-
-
 def launch_dkv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    options: Options,
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, options: Options,
     dq: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dk, dv and the gradient of key2, if any, in the shapes, dtypes (or fp32, by options) and
     memory orders of k, v and key2.
 
@@ -329,8 +313,9 @@ def launch_dkv(
     """
     dk = result_in_layout(options, k, *k.shape[1:])
     dv = result_in_layout(options, v, *v.shape[1:])
-    plan = _plan if dq is None else _plan_with_dq
-    both, for_dv, for_dk, parts = launch_for(plan, options, (q, k, v, do), dk, dv)
+    both, for_dv, for_dk, parts = _plan(
+        options, q, k, v, do, dk, dv, "backward_dkv" if dq is None else "backward_one_pass"
+    )
     # With one part, placeholders of the same type.
     k_parts = delta if parts == 1 else parts_of(k, parts)
     v_parts = delta if parts == 1 else parts_of(v, parts)

@@ -10,12 +10,12 @@ Each part of the keys writes its own (o, lse), which `combine` merges; where key
 kernel writes the result. How many parts there may be is known when the grid is launched, which row
 and keys each takes only when it runs: a launch recorded in a CUDA graph serves lengths that grow.
 
-Packed queries, rows of any number of new tokens, are a launch for rows of few tokens and one for
-longer ones: see `decode_splits.split_packed`.
+Packed queries, rows of any number of new tokens, are launches of the same kernel: see `paged`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ from .launch.arguments import (
     shown_by_ranges,
 )
 from .launch.decode_splits import (
+    PackedSplit,
     Split,
     decode_tile,
     in_one_page,
@@ -53,7 +54,6 @@ from .launch.decode_splits import (
     nvidia_capability,
     row_alignment,
     split_keys,
-    split_packed,
 )
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
@@ -318,22 +318,10 @@ def launch_decode(
         splits: into how many parts the keys of every row are split; None: as the device needs.
         invariant: split them by positions instead, see `decode_splits`.
     """
-    launch = _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
+    launch = prepare_decode(
+        q, cache, starts, new_lengths, options, splits=splits, invariant=invariant
+    )
     return launch(q, cache, starts, new_lengths, options)
-
-
-def prepare_decode(
-    q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
-    options: Options, *, splits: int | None = None, invariant: bool = False,
-) -> PreparedDecode | None:  # fmt: skip
-    """`launch_decode` for calls with the signature of this one, ready to launch.
-
-    None where it has users' functions. It depends on `device_key` too, and takes the current device
-    for theirs.
-    """
-    if options.launched_anew:
-        return None
-    return _prepared(q, _as_bytes(cache), starts, new_lengths, options, splits, invariant)
 
 
 class PreparedDecode(NamedTuple):
@@ -357,7 +345,7 @@ class PreparedDecode(NamedTuple):
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
             return o, lse
-        cache = _as_bytes(cache)
+        cache = as_bytes(cache)
         if self.combine is None or self.parts is None:
             self.launch((q, o, lse, None, starts, new_lengths, *cache, *options))
             return o, lse
@@ -367,11 +355,16 @@ class PreparedDecode(NamedTuple):
         return o, lse
 
 
-def _prepared(
+def prepare_decode(
     q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
-    options: Options, splits: int | None, invariant: bool,
+    options: Options, *, splits: int | None = None, invariant: bool = False,
 ) -> PreparedDecode:  # fmt: skip
-    """The launches of a call whose cache holds codes as bytes."""
+    """`launch_decode` for calls with the signature of this one, ready to launch.
+
+    With users' functions it serves this call alone. It depends on `device_key` too, and takes the
+    current device for theirs.
+    """
+    cache = as_bytes(cache)
     B, H_q, T_q, _ = q.shape
     D_v = cache.v.shape[3]
     elements = 16 // q.element_size()
@@ -382,70 +375,49 @@ def _prepared(
     split = split_keys(q, cache, options, tile, splits, invariant)
     parts, combine = None, None
     if split.plan is None:
-        lse = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-        out: tuple[Tensor | None, ...] = (o, lse, None)
+        out: tuple[Tensor | None, ...] = (o, o.new_empty(B, H_q, T_q, dtype=torch.float32), None)
     else:
         parts = (split.parts, H_q, T_q, o.shape[3] + PART_FACTS.value)
         of_parts = torch.empty(parts, dtype=torch.float32, device=q.device)
         out = (None, None, of_parts)
         combine = combine_launch(of_parts, o, D_v)
     given = (q, *out, starts, new_lengths, *cache, *options)
-    launch = _decode_launch(given, options, cache, tile, split)
+    launch = kernel_launch(given, options, tile, split)
     return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
 
 
-class _Packed(NamedTuple):
-    """The share of packed queries that one launch serves: rows of `fewest` to `most` tokens.
-
-    places: of results of parts; see `splits.Plan`.
-    """
-
-    B: int
-    fewest: int
-    most: int
-    places: int
-
-
-def _decode_launch(
-    given: Sequence[Any], options: Options, cache: CacheTensors, tile: TileConfig, split: Split,
-    packed: _Packed | None = None,
+def kernel_launch(
+    given: Sequence[Any], options: Options, tile: TileConfig, split: Split,
+    packed: PackedSplit | None = None,
 ) -> Launch:  # fmt: skip
     """The cached launch of `decode_kernel` on given = (q, o, lse, parts, starts, counts, *cache,
     *options).
 
     parts: for the results of parts of the keys, None: keys are not split. counts: new_lengths, or
-    the offsets of packed queries.
+    the offsets of packed queries, of which `packed` says what rows are served.
     """
-
-    def plan(given: list[Any]) -> Launch:
-        *tensors, starts, counts = given[:6]
-        caches, others = given[6 : 6 + len(cache)], given[6 + len(cache) :]
-        return _plan(
-            tensors, starts, counts, CacheTensors._make(caches), type(options)._make(others), tile,
-            split, packed,
-        )  # fmt: skip
-
-    key = None if options.launched_anew else (_plan, signature(given), split, packed)
+    key = None
+    if not options.launched_anew:
+        key = (_plan, signature(given), split, None if packed is None else packed[2:])
+    plan = partial(_plan, type(options), tile, split, packed)
     return cached(key, given, plan, given[0].dtype)
 
 
 def _plan(
-    tensors: list[Any], starts: Tensor | None, counts: Tensor | None, cache: CacheTensors,
-    options: Options, tile: TileConfig, split: Split, packed: _Packed | None,
+    kind: type[Options], tile: TileConfig, split: Split, packed: PackedSplit | None,
+    given: list[Any],
 ) -> Launch:  # fmt: skip
-    q, o, lse, parts = tensors
+    q, o, lse, parts, starts, counts, *rest = given
+    fields = len(CacheTensors._fields)
+    cache, options = CacheTensors._make(rest[:fields]), kind._make(rest[fields:])
     B, H_q, T_q, D = q.shape
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
     # Of a dense cache each page is a row.
     rows_kept = (cache.k if cache.lengths is None else cache.lengths).shape[0]
     lengths = Lengths(
-        cache.lengths,
-        None if packed else counts,
-        starts,
-        cache.batch_index,
-        runtime_int(rows_kept),
-        runtime_int(split.capacity),
-    )
+        cache.lengths, None if packed else counts, starts, cache.batch_index,
+        runtime_int(rows_kept), runtime_int(split.capacity),
+    )  # fmt: skip
     mask, plan = mask_by_blocks(options), Plan(*map(runtime_int, split.plan or (0, 1, 0)))
     tiles_of_rows = blocks(T_q * H_q // H_k, tile.BLOCK_M)
     if packed is not None:
@@ -453,7 +425,7 @@ def _plan(
             cu_ptr=counts, fewest=runtime_int(packed.fewest), most=runtime_int(packed.most)
         )
         plan = plan._replace(places=runtime_int(packed.places))
-        B, tiles_of_rows = packed.B, 1
+        B, tiles_of_rows = counts.shape[0] - 1, 1
         if options.tree_mask is not None and options.tree_starts is None:
             mask = mask._replace(tree_starts_ptr=counts)
     # Keys of a call without a cache lie in either order, and one kernel serves both.
@@ -469,100 +441,12 @@ def _plan(
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
         row_alignment(q if o is None else o), cache.shared, in_one_page(cache, tile.BLOCK_N),
-        load_bytes(cache),
-        shown_by_ranges(options), tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
+        load_bytes(cache), shown_by_ranges(options), tile.sum_parts, dot_precision(q.dtype),
+        nvidia_capability(),
     )  # fmt: skip
 
 
-class _Step(NamedTuple):
-    """A launch for rows of some numbers of tokens, and what merges their parts, if any.
-
-    parts: the shape of the results of parts.
-    """
-
-    launch: Launch
-    combine: Launch | None
-    parts: tuple[int, ...]
-
-
-class PreparedPacked(NamedTuple):
-    """The launches of a call of packed queries, for others with its signature."""
-
-    steps: tuple[_Step, ...]
-
-    def __call__(
-        self, q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None,
-        out: Tensor, lse: Tensor, options: Options,
-    ) -> None:  # fmt: skip
-        """Run `launch_packed` with the cached launches."""
-        cache = _as_bytes(cache)
-        q, out = _as_batch_row(q), _as_batch_row(out)
-        for launch, combine, shape in self.steps:
-            parts = None
-            if combine is not None:
-                parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-            launch((q, out, lse, parts, starts, cu_seqlens, *cache, *options))
-            if combine is not None:
-                combine((), parts, out, lse)
-
-
-def launch_packed(
-    q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
-    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
-) -> None:  # fmt: skip
-    """Write o [total, H_q, D_v], any strides but the last, and lse fp32 [H_q, total], contiguous.
-
-    q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
-    n = cu_seqlens[b + 1] - cu_seqlens[b], and stands at position lengths[row] - n + i of its row of
-    the cache. Tokens that no row has are left as they are.
-
-    Args:
-        cu_seqlens: int [B + 1].
-        starts: int [rows]: the positions before are padding; None: there is none.
-        options: as for `launch_decode`.
-        longest: what no row's tokens exceed; rows with more are left as they are.
-        invariant: results of a row do not depend on the others, see `decode_splits`.
-    """
-    prepare_packed(
-        q, cu_seqlens, cache, starts, out, lse, options, longest=longest, invariant=invariant
-    )(q, cu_seqlens, cache, starts, out, lse, options)
-
-
-def prepare_packed(
-    q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
-    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
-) -> PreparedPacked:  # fmt: skip
-    """`launch_packed` for calls with the signature of this one, ready to launch.
-
-    With users' functions it serves this call alone. It depends on `device_key` too, and takes the
-    current device for theirs.
-    """
-    B, total = cu_seqlens.shape[0] - 1, q.shape[0]
-    if B * total == 0:
-        return PreparedPacked(())
-    cache = _as_bytes(cache)
-    q, out = _as_batch_row(q), _as_batch_row(out)
-    H_k, D_v = cache.k.shape[1], cache.v.shape[3]
-    steps = []
-    for tile, split, fewest, most, places in split_packed(q, B, longest, cache, options, invariant):
-        parts, combine = None, None
-        shape = (places, H_k, tile.BLOCK_M, 4 * blocks(D_v, 4) + PART_FACTS.value)
-        if places:
-            parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-            combine = combine_launch(parts, out, D_v, packed=True)
-        given = (q, out, lse, parts, starts, cu_seqlens, *cache, *options)
-        packed = _Packed(B, fewest, most, places)
-        launch = _decode_launch(given, options, cache, tile, split, packed)
-        steps.append(_Step(launch, combine, shape))
-    return PreparedPacked(tuple(steps))
-
-
-def _as_batch_row(x: Tensor) -> Tensor:
-    """[total, H, D] as [1, H, total, D]."""
-    return x.transpose(0, 1)[None]
-
-
-def _as_bytes(cache: CacheTensors) -> CacheTensors:
+def as_bytes(cache: CacheTensors) -> CacheTensors:
     """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
     if cache.k.dtype != torch.float8_e4m3fn:
         return cache

@@ -24,7 +24,7 @@ from .launch.arguments import (
     tile_for,
 )
 from .launch.block_sparsity import launch_mask
-from .launch.launches import Launch, Stream, launch_for
+from .launch.launches import Launch, Stream, cached_plan
 from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from .rules.pages import CacheTensors
 from .rules.product import add_weighted_rows, rows_by_rows
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
     Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+    Plan = Callable[[Options, Tensor, Tensor, Tensor, Tensor], Launch]
 
 
 class _Operands(NamedTuple):
@@ -122,20 +123,10 @@ def attention_forward_kernel(
     tl.store(lse_ptr + tile.statistics + tile.rows, lse, mask=tile.in_rows)
 
 
-def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
-    return _plan_with_max(options, q, k, v, o, maximum=(Stream(0, None, 0, 0),))
-
-
-def _plan_with_max(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    *,
-    maximum: tuple[Stream, ...] = (),
+@cached_plan(3)
+def _plan(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor, with_max: bool = False
 ) -> Launch:
-    """maximum: value of max_ptr for calls without one."""
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for("forward", options, q, BLOCK_D, BLOCK_DV, streams_bias=True)
     programs = query_programs(options, q, tile.BLOCK_M)
@@ -161,7 +152,7 @@ def _plan_with_max(
         ),
         tile.sum_parts,
         streams=(
-            *maximum,
+            *(() if with_max else (Stream(0, None, 0, 0),)),  # in the place of max_ptr
             Stream(1, k, tile.BLOCK_N, BLOCK_D),
             Stream(2, v, tile.BLOCK_N, BLOCK_DV),
             bias_stream(options, q, tile),
@@ -178,7 +169,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     whole multiples of 16 bytes, H_k | H_q. Packed sequences have B = 1.
     """
     q, k, v, o, lse = _operands(q, k, v, options)
-    launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
+    _plan(options, q, k, v, o)(options, q, k, v, o, lse)
     return o, lse
 
 
@@ -188,7 +179,7 @@ def launch_forward_with_max(
     """`launch_forward`, with the rows' largest scores, fp32 [B, H_q, T_q], without the sink."""
     q, k, v, o, lse = _operands(q, k, v, options)
     largest = torch.empty_like(lse)
-    launch_for(_plan_with_max, options, (q, k, v), o)(options, q, k, v, o, lse, largest)
+    _plan(options, q, k, v, o, True)(options, q, k, v, o, lse, largest)
     return o, lse, largest
 
 
@@ -204,7 +195,7 @@ def _operands(
 
 def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward,
-    plan: Callable[..., Launch] = _plan, readable: Callable[[Tensor], Tensor] = aligned,
+    plan: Plan = _plan, readable: Callable[[Tensor], Tensor] = aligned,
 ) -> Forward | None:  # fmt: skip
     """Cached `launch_forward` for calls with this signature.
 
@@ -221,7 +212,7 @@ def prepare_forward(
     if any(readable(x) is not x for x in (q, k, v)):
         return None
     like = empty_in_layout(q, q.shape[1], q.shape[2], v.shape[3])
-    launch = launch_for(plan, options, (q, k, v), like)
+    launch = plan(options, q, k, v, like)
     if not launch.reusable:
         return None
     rows = like.shape[:3]
@@ -252,8 +243,6 @@ def prepare_few_queries(
     if any(aligned(x) is not x for x in (q, k, v)):
         return None
     decode = prepare_decode(q, _as_cache(k, v), None, None, options)
-    if decode is None:
-        return None
 
     def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:

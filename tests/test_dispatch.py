@@ -16,7 +16,7 @@ from fastattn.testing import make_qkv
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
-    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
 
 
 def test_kernels_serve_where_they_run(device: str) -> None:
@@ -127,7 +127,7 @@ HOPPER_REASONS = [
 def test_hopper_says_what_it_does_not_serve(
     sizes, options, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     with pytest.raises(ValueError, match=f'backend "hopper" cannot serve this call: {reason}'):
         fastattn.attention(*make_qkv(**sizes, device=device), **options, backend="hopper")
 
@@ -136,7 +136,7 @@ def test_hopper_says_what_it_does_not_serve(
 def test_few_queries_are_left_to_the_portable_kernels(
     T_q: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     inputs = make_qkv(D=64, T_q=T_q, T_k=8, dtype=torch.bfloat16, device=device)
     actual = fastattn.explain(*inputs)
     reason = {"hopper": "63 queries leave more than half of a tile of 128 empty"}
@@ -154,7 +154,7 @@ def test_hopper_needs_its_gpu(device: str) -> None:
 def test_hopper_is_no_backend_of_other_functions(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     q, k, _ = make_qkv(D=64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="it has no such kernel"):
         fastattn.attention_weights(q, k, backend="hopper")

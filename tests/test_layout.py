@@ -60,7 +60,7 @@ class Run:
 """
 
 
-DISPATCH, VIEW = "fastattn/dispatch.py", "fastattn/cache/view.py"
+VIEW = "fastattn/cache/view.py"
 LAZY_RULE = "def f():\n    from .kernels.rules.mask import visible"
 
 
@@ -76,7 +76,7 @@ LAZY_RULE = "def f():\n    from .kernels.rules.mask import visible"
         (OPS, "from .. import reference", "stay apart"),
         ("fastattn/novel/attend.py", "", "has no floor"),
         (ATTEND, "from fastattn.kernels import forward", "only fastattn.ops"),
-        (DISPATCH, LAZY_RULE, "only fastattn.ops"),
+        (CHECKS, LAZY_RULE, "only fastattn.ops"),
         (FORWARD, "import einops", "kernels/ may import"),
         (FORWARD, "from fastattn.kernels.rules import mask", "relative"),
         (FORWARD, "import fastattn", "relatively"),

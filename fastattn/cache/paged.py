@@ -84,13 +84,9 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
     ) -> None:
         num_pages, page_size, num_kv_heads, head_dim, num_layers, max_rows = check_sizes(
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            num_layers=num_layers,
-            max_rows=max_rows,
-        )
+            num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            num_layers=num_layers, max_rows=max_rows,
+        )  # fmt: skip
         value_dim, max_pages = check_sizes(
             value_dim=head_dim if value_dim is None else value_dim,
             max_pages_per_row=num_pages if max_pages_per_row is None else max_pages_per_row,
@@ -265,10 +261,8 @@ class PagedKVCache:
         self.reserve(rows, counts)
         slots: list[int] = []
         for row, count in zip(rows, counts, strict=True):
-            first, pages = self._allocator.length(row), self._allocator.pages(row)
-            for position in range(first, first + count):
-                page, offset = divmod(position, self.page_size)
-                slots.append(pages[page] * self.page_size + offset)
+            first = self._allocator.length(row)
+            slots += self._slots(row, range(first, first + count))
         self._allocator.advance(rows, counts)
         self._follow(Changes(lengths={row: self._allocator.length(row) for row in rows}))
         return _on_device(slots, torch.int64, self.k.device)
@@ -298,10 +292,7 @@ class PagedKVCache:
             raise ValueError(
                 f"row {row} must share no token from {first} on with another, as it does"
             )
-        old = [pages[t // self.page_size] * self.page_size + t % self.page_size for t in kept]
-        stored = [
-            as_bytes(x) for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None
-        ]
+        old, stored = self._slots(row, kept), list(map(as_bytes, self.stored_tensors))
         # Read everything before writing, as tokens may swap positions.
         moved = [x[:, page, :, slot] for x in stored for page, slot in [self._places(old)]]
         self.truncate(row, first)
@@ -309,6 +300,11 @@ class PagedKVCache:
         with torch.no_grad():
             for x, tokens in zip(stored, moved, strict=True):
                 x[:, page, :, slot] = tokens
+
+    def _slots(self, row: int, positions: Iterable[int]) -> list[int]:
+        """Slots of the pool that hold these positions of a row."""
+        pages, size = self._allocator.pages(row), self.page_size
+        return [pages[t // size] * size + t % size for t in positions]
 
     def _places(self, slots: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """Page and offset, int64 on the device, of slots."""
@@ -367,17 +363,11 @@ class PagedKVCache:
             self._check_layer_0_came_first(rows, counts)
         with torch.no_grad():
             turned = append(
-                self.view(rows, layer),
-                k,
-                v,
+                self.view(rows, layer), k, v,
                 None if new_lengths is None else _on_device(counts, torch.int32, self.k.device),
-                q=q,
-                rotary=rotary,
-                rotary_style=rotary_style,
-                advance=first,
-                room_for_padding=new_lengths is None,
-                backend=backend,
-            )
+                q=q, rotary=rotary, rotary_style=rotary_style, advance=first,
+                room_for_padding=new_lengths is None, backend=backend,
+            )  # fmt: skip
         if first:
             self._allocator.advance(rows, counts)
         return turned
@@ -413,9 +403,7 @@ class PagedKVCache:
         """Write changes into the tensors."""
         if changes.copies:
             old, new = zip(*changes.copies, strict=True)
-            device = self.k.device
-            old_index = _on_device(old, torch.int64, device)
-            new_index = _on_device(new, torch.int64, device)
+            old_index, new_index = (_on_device(x, torch.int64, self.k.device) for x in (old, new))
             for x in self.stored_tensors:
                 pages = as_bytes(x)
                 pages.index_copy_(1, new_index, pages.index_select(1, old_index))

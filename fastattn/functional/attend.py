@@ -191,17 +191,7 @@ def attention(
         call = partial(attention, return_lse=return_lse, return_max=return_max, backend=backend)
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
-    duals = inputs.duals(q, k, v, options)
-    if duals:
-        q, k, v, options = inputs.detached(q, k, v, options, duals)
-    checks.check_tensors(q, k, v)
-    q, k, v, options = inputs.autocast(q, k, v, options)
-    plain, mods = inputs.apart(options)
-    checked = call_options.dense_options(q, k, v, **plain)
-    if mods:
-        checked = checked._replace(mod_tensors=mods)
-    if duals:
-        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    q, k, v, checked, options = _checked(q, k, v, options)
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = options is not given
@@ -279,17 +269,7 @@ def attention_varlen(
             q, k, v, given = inputs.autocast(q, k, v, given)
         o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
         return (o, lse) if return_lse else o
-    duals = inputs.duals(q, k, v, options)
-    if duals:
-        q, k, v, options = inputs.detached(q, k, v, options, duals)
-    checks.check_packed(q, k, v)
-    q, k, v, changed = inputs.autocast(q, k, v, options)
-    plain, mods = inputs.apart(changed)
-    checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **plain)
-    if mods:
-        checked = checked._replace(mod_tensors=mods)
-    if duals:
-        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    q, k, v, checked, changed = _checked(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = changed is not options
@@ -320,17 +300,7 @@ def explain(
     """
     given: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(given)
-    duals = inputs.duals(q, k, v, given)
-    if duals:
-        q, k, v, given = inputs.detached(q, k, v, given, duals)
-    checks.check_tensors(q, k, v)
-    q, k, v, given = inputs.autocast(q, k, v, given)
-    given, mods = inputs.apart(given)
-    checked = call_options.dense_options(q, k, v, **given)
-    if mods:
-        checked = checked._replace(mod_tensors=mods)
-    if duals:
-        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    q, k, v, checked, _ = _checked(q, k, v, given)
     among = dispatch.BACKENDS if not return_max else (dispatch.TRITON,)
     choice = dispatch.choose(q, k, v, checked, backend, among=among)
     if return_max and dispatch.HOPPER.on(q.device):
@@ -339,6 +309,32 @@ def explain(
     families = choices.families(checked, choices.wants_gradients(q, k, v, checked))
     choice = dispatch.with_findings(choice, q, v, families, checked.registers)
     return dispatch.with_backward(choice, q, k, v, checked)
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
+    offsets: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Options, dict[str, Any]]:  # fmt: skip
+    """q, k, v and the options as checked, and the options as autocast leaves them.
+
+    offsets: of packed sequences.
+    """
+    duals = inputs.duals(q, k, v, options)
+    if duals:
+        q, k, v, options = inputs.detached(q, k, v, options, duals)
+    check = checks.check_tensors if offsets is None else checks.check_packed
+    check(q, k, v)
+    q, k, v, options = inputs.autocast(q, k, v, options)
+    plain, mods = inputs.apart(options)
+    if offsets is None:
+        checked = call_options.dense_options(q, k, v, **plain)
+    else:
+        checked = call_options.packed_options(q, k, v, *offsets, **plain)
+    if mods:
+        checked = checked._replace(mod_tensors=mods)
+    if duals:
+        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    return q, k, v, checked, options
 
 
 def compute(

@@ -134,7 +134,7 @@ def decode_attention(
         return result
     num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
-    choice = dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")
+    choice = choose(q, view, checked, backend)
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
     with torch.no_grad():
         if choice.backend == "torch":
@@ -166,7 +166,7 @@ def attend_to_part(
     view, uniform = view_of_cache(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, None, options)
-    dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")
+    choose(q, view, checked, backend)
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
         o, lse = decode_torch.attend(q, view, None, wide, True, uniform)
@@ -192,7 +192,7 @@ def explain_decode(
     view, _ = view_of_cache(cache)
     _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, dict(options))
-    choice = dispatch.choose(in_tiles(q, view), view.k, view.v, checked, backend, family="decode")
+    choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
 
@@ -220,12 +220,15 @@ def _of_latents(view: CacheView) -> bool:
     return decode_ops.one_memory(view.k, view.v, view.k_scale)
 
 
-def in_tiles(q: Tensor, view: CacheView) -> Tensor:
-    """q with the shape of the kernel's widest tile, for the choice of backend."""
-    if not _of_latents(view):
-        return q
-    D, D_v = view.k.shape[-1], view.v.shape[-1]
-    return q[..., : max(D_v, D - D_v)]
+def choose(q: Tensor, view: CacheView, options: Options, backend: str | None) -> Explanation:
+    """The backend of a call with checked options, q batched or packed."""
+    if q.dim() == 3:
+        q = q[None]
+    if _of_latents(view):
+        # The width of the kernel's widest tile.
+        D, D_v = view.k.shape[-1], view.v.shape[-1]
+        q = q[..., : max(D_v, D - D_v)]
+    return dispatch.choose(q, view.k, view.v, options, backend, family="decode")
 
 
 def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
@@ -274,11 +277,17 @@ def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
 
 def _check_query(q: Tensor, view: CacheView) -> None:
     checks.check_tensor("q", q)
-    B, (_, H_k, _, D) = view.batch_size, view.k.shape
+    B, D = view.batch_size, view.k.shape[-1]
     if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:
         raise ValueError(
             f"q must have shape [{B}, H_q, T_q, {D}] to match the cache, got {list(q.shape)}"
         )
+    check_like_cache(q, view)
+
+
+def check_like_cache(q: Tensor, view: CacheView) -> None:
+    """Check the number of heads, the dtype and the device of q, whose heads are its dim 1."""
+    H_k = view.k.shape[1]
     if q.shape[1] % H_k:
         raise ValueError(
             f"q must have a number of heads that the cache's {H_k} divide, got {q.shape[1]}"

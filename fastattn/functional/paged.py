@@ -14,7 +14,7 @@ from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
-from .decode import check_latent_scale, in_tiles, refuse_gradients, with_cache
+from .decode import check_latent_scale, check_like_cache, choose, refuse_gradients, with_cache
 from .merge import SharedPages, check_shared, merge_into
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ def attention_paged(
         return (o, lse) if return_lse else o
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     batch_invariant = checks.check_flag("batch_invariant", batch_invariant)
-    choice = dispatch.choose(
-        in_tiles(q, view)[None], view.k, view.v, checked, backend, family="decode"
-    )
+    choice = choose(q, view, checked, backend)
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     with torch.no_grad():
         if choice.backend == "torch":
@@ -187,9 +185,7 @@ def explain_paged(
     if shared is not None:
         check_shared(shared, view, dict(options), batch_invariant)
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
-    choice = dispatch.choose(
-        in_tiles(q, view)[None], view.k, view.v, checked, backend, family="decode"
-    )
+    choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
 
@@ -220,8 +216,7 @@ def _part(
         return attention_paged(q, view, cu_seqlens, return_lse=True, **how, **options)
     longest, tree, out, backend = (how[x] for x in ("max_seqlen_q", "tree_mask", "out", "backend"))
     checked = _checked(q, view, cu_seqlens, longest, tree, out, options)
-    tiles = in_tiles(q, view)[None]
-    choice = dispatch.choose(tiles, view.k, view.v, checked, backend, family="decode")
+    choice = choose(q, view, checked, backend)
     if not q.is_cpu:
         dispatch.warn_if_slow(choice, q.device)
     with torch.no_grad():
@@ -234,16 +229,10 @@ def _checked(
     out: Tensor | None, options: dict[str, Any],
 ) -> Options:  # fmt: skip
     checks.check_tensor("q", q)
-    _, H_k, _, D = view.k.shape
+    D = view.k.shape[-1]
     if q.dim() != 3 or q.shape[2] != D:
         raise ValueError(f"q must have shape [total, H_q, {D}], got {list(q.shape)}")
-    if q.shape[1] % H_k:
-        raise ValueError(
-            f"q must have a number of heads that the cache's {H_k} divide, got {q.shape[1]}"
-        )
-    if q.dtype != view.dtype:
-        raise TypeError(f"q must have the cache's dtype {view.dtype}, got {q.dtype}")
-    checks.check_device("q", q, view.k)
+    check_like_cache(q, view)
     checks.check_integers("cu_seqlens_q", cu_seqlens)
     checks.check_placement("cu_seqlens_q", cu_seqlens, (view.batch_size + 1,), q)
     if longest is not None:

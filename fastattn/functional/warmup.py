@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, dispatch
 from ..cache.dense import KVCache
 from ..cache.paged import PagedKVCache
 from ..cache_view import CacheView
-from ..ops import attend as ops
 from ..rotary import rotary_tables
 from .attend import attention, attention_varlen
 from .decode import decode_attention
@@ -132,7 +131,7 @@ def _call_on_hopper(
     flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool
 ) -> None:
     """`_call` by the Hopper kernels, which serve longer calls, if they support it."""
-    if not ops.on_hopper(device):
+    if not dispatch.on_hopper(device):
         return
     try:
         _call(flags, D, dtype, device, backward, "hopper")
@@ -172,7 +171,7 @@ def _call(
             result: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
         else:
             result = attention(q, k, v, **arguments(_T, _T))
-            for T_q, T_k in ops.split_calls():
+            for T_q, T_k in dispatch.split_calls():
                 keys = zeros(_B, 1, T_k, D)
                 attention(zeros(_B, _H, T_q, D), keys, keys, **arguments(T_q, T_k))
         outputs = result if isinstance(result, tuple) else (result,)

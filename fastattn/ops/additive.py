@@ -1,21 +1,22 @@
 """torch.library operators of additive attention, with gradients."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels, tracing
+import fastattn.kernels as kernels
+
+from .. import tracing
 from ..options import Options
 from ..torch_backend import additive as additive_formula
 from ..torch_backend.double_backward import gradients_with_graph
 from . import flops, schema
-from .call import Operator, contiguous, fake_in_layout, fake_output
+from .call import contiguous, fake_in_layout, fake_output, operator
 from .gradients import as_read, save, saved
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def additive_forward(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -24,11 +25,11 @@ def additive_forward(
 
 
 @additive_forward.op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return fake_output(q, v.shape[3])
 
 
-@partial(Operator, flops=flops.attended(4, 2))
+@operator(flops.attended(4, 2))
 def additive_backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -46,7 +47,7 @@ def additive_backward(
 
 @additive_backward.op.register_fake
 def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, u: Tensor, *_: Any
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, u: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
     return dq, dk, dv, u.new_empty(u.shape, dtype=torch.float32)

@@ -7,19 +7,23 @@ vmap and other tracers; `attend` bypasses them if nothing traces.
 import warnings
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .. import kernels, tracing
+import fastattn.kernels as kernels
+
+from .. import tracing
 from ..options import LEARNED, Options
 from ..torch_backend import tangents
 from . import call, flops, transforms
-from .call import Operator, contiguous, fake_in_layout, fake_output
+from .call import contiguous, fake_in_layout, fake_output, may_be_kept, operator
 from .gradients import (
+    Forward,
+    Gradients,
     Kernels,
     as_batch,
     as_packed,
@@ -32,57 +36,9 @@ from .gradients import (
 )
 from .schema import unflat
 
-MAX_HEAD_DIM = 512
-# Limits of registers without fp32 matrix units, and on AMD.
-MAX_HEAD_DIM_NARROW = 256
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _DETERMINISTIC = "torch.use_deterministic_algorithms(True) rules it out"
-
-
-def on_hopper(device: torch.device) -> bool:
-    """Whether this is a GPU of compute capability 9.0, as the Hopper kernels need."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    # Of torch's device queries, torch.compile folds only this one into a constant.
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor) == (9, 0)
-
-
-def why_not_hopper(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, device: torch.device | None = None
-) -> str | None:
-    """Why the Hopper kernels cannot serve a call that the portable kernels serve, or None.
-
-    device: of the call, if not q's.
-    """
-    if not on_hopper(device or q.device):
-        return "its kernels are written for GPUs of compute capability 9.0"
-    if uncompiled:
-        return uncompiled[0]
-    try:
-        from ..kernels.hopper.host import why_not_hopper
-    except ImportError as error:
-        return f"this release of Triton lacks what its kernels import: {error}"
-    return why_not_hopper(q, k, v, options)
-
-
-def why_hopper_is_not_worth_it(q: Tensor) -> str | None:
-    """Why other kernels are faster for a call that the Hopper kernels serve, or None."""
-    from ..kernels.hopper.host import why_not_worth_it
-
-    return why_not_worth_it(q)
-
-
-def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the portable kernels do not split the keys of a call, or None."""
-    from ..kernels.launch.decode_splits import why_not_split
-
-    return why_not_split(q, k, v, options)
-
-
-def split_calls() -> tuple[tuple[int, int], ...]:
-    """Numbers of queries and keys for each kernel that splits keys: see `why_not_split`."""
-    calls: tuple[tuple[int, int], ...] = kernels.decode_splits.SPLIT_CALLS
-    return calls
 
 
 def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
@@ -102,15 +58,13 @@ def why_not_one_pass_on_hopper(q: Tensor, k: Tensor, options: Options) -> str | 
     """`why_not_one_pass` for the Hopper kernels."""
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
-    from ..kernels.hopper.host import why_not_one_pass
-
-    return why_not_one_pass(q, k, options)
+    return kernels.hopper_host.why_not_one_pass(q, k, options)
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] and lse fp32 [B, H_q, T_q]; see `kernels.forward.launch_forward`."""
-    if why_not_split(q, k, v, options) is None:
+    if kernels.decode_splits.why_not_split(q, k, v, options) is None:
         return kernels.forward.launch_few_queries(q, k, v, options)
     return kernels.forward.launch_forward(q, k, v, options)
 
@@ -119,85 +73,72 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
 uncompiled: list[str] = []
 
 
-def _by_hopper(launch: Callable[..., Any], otherwise: Operator, *arguments: Any) -> Any:
+def _by_hopper(
+    launch: Callable[_P, _R], otherwise: Callable[_P, _R], *arguments: _P.args, **_: _P.kwargs
+) -> _R:
     """Launch a Hopper kernel, or the portable operator if the compiler refuses it.
 
     The portable kernels then serve all later calls, as an untested release of Triton must not end a
     training run. Tuned tiles are first replaced by the shipped ones.
     """
     try:
-        return call.by_shipped_shapes(launch, *arguments)
+        return call.by_shipped_shapes(launch, *arguments, **_)
     except Exception as error:
         if not call.from_compiler(error):
             raise
         said = " ".join(str(error).split())[:200]
         uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {said}")
     warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)
-    return otherwise.direct(*arguments)
+    return otherwise(*arguments, **_)
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`attention_forward` by the Hopper kernels."""
     launch = kernels.hopper_forward.launch_hopper_forward
-    return _by_hopper(launch, attention_forward, q, k, v, options)
+    return _by_hopper(launch, attention_forward.direct, q, k, v, options)
 
 
 @hopper_forward.op.register_fake
 @attention_forward.op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *fields: object) -> tuple[Tensor, Tensor]:
     return fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
 
 
-@partial(Operator, flops=flops.attended(3, 2))
+@operator(flops.attended(3, 2))
 def attention_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:  # fmt: skip
     """dq, dk, dv, delta and the gradients of relative_query or query2, and of key2; empty without
     one.
     """
-    launchers = kernels.backward
     # Read at run time, as in torch's own ops, since the flag may change after the forward.
     one_pass = options.atomic_dq and why_not_one_pass(q, k, options) is None
-    launch = launchers.launch_backward_one_pass if one_pass else launchers.launch_backward
-    return launch(do, dlse, q, k, v, o, lse, options)
+    if one_pass:
+        return kernels.backward.launch_backward_one_pass(do, dlse, q, k, v, o, lse, options)
+    return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, options)
 
 
-@partial(Operator, flops=flops.attended(3, 2))
+@operator(flops.attended(3, 2))
 def hopper_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:  # fmt: skip
     """`attention_backward` by the Hopper kernels, where they serve it."""
     if uncompiled:
         return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
     if options.atomic_dq and why_not_one_pass_on_hopper(q, k, options) is not None:
         options = options._replace(atomic_dq=False)
-    arguments = (do, dlse, q, k, v, o, lse, options)
     launch = kernels.hopper_backward.launch_hopper_backward
-    dq, dk, dv, delta, *rest = _by_hopper(launch, attention_backward, *arguments)
-    dquery, dkey2 = rest or (q.new_empty(0), q.new_empty(0))
-    return dq, dk, dv, delta, dquery, dkey2
+    return _by_hopper(launch, attention_backward.direct, do, dlse, q, k, v, o, lse, options)
 
 
 @hopper_backward.op.register_fake
 @attention_backward.op.register_fake
 def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     q, k, v, _, lse, *fields = arguments
-    options = unflat(tuple(fields))
+    options = unflat(fields)
     query = options.relative_query if options.query2 is None else options.query2
     dq, dk, dv, dquery, dkey2 = (
         q.new_empty(0) if x is None else fake_in_layout(x, *x.shape[1:], fp32=options.fp32_results)
@@ -206,7 +147,7 @@ def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return dq, dk, dv, torch.empty_like(lse), dquery, dkey2
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def attention_backward_bias(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> Tensor:
@@ -216,14 +157,14 @@ def attention_backward_bias(
 
 @attention_backward_bias.op.register_fake
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *arguments: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *arguments: object
 ) -> Tensor:
     bias = unflat(arguments).attn_bias
     assert bias is not None
     return bias.new_empty(bias.shape, dtype=torch.float32)
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def attention_backward_relative(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -233,7 +174,7 @@ def attention_backward_relative(
 
 @attention_backward_relative.op.register_fake
 def _(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *arguments: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *arguments: object
 ) -> tuple[Tensor, Tensor]:
     options = unflat(arguments)
     empty = lse.new_empty(0)
@@ -245,32 +186,46 @@ def _(
 
 
 def _prepare_portable(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Callable[..., Any]
-) -> Any:
-    split = why_not_split(q, k, v, options) is None
-    launchers = kernels.forward
-    make = launchers.prepare_few_queries if split else launchers.prepare_forward
-    return make(q, k, v, options, otherwise)
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward
+) -> Forward | None:
+    if kernels.decode_splits.why_not_split(q, k, v, options) is None:
+        return kernels.forward.prepare_few_queries(q, k, v, options, otherwise)
+    return kernels.forward.prepare_forward(q, k, v, options, otherwise)
 
 
-def _prepare_hopper(*call: Any) -> Any:
-    return None if uncompiled else kernels.hopper_forward.prepare_hopper_forward(*call)
+def _prepare_hopper(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward
+) -> Forward | None:
+    if uncompiled:
+        return None
+    return kernels.hopper_forward.prepare_hopper_forward(q, k, v, options, otherwise)
 
 
-def _kernels(prepare: Callable[..., Any], forward: Operator, backward: Operator) -> Kernels:
-    """Launchers of operators, with the operators."""
-    bias, relative = attention_backward_bias, attention_backward_relative
-    seen = Kernels(forward.by_op, backward.by_op, bias.by_op, relative.by_op)
-    return Kernels(forward.direct, backward.direct, bias.direct, relative.direct, prepare, seen)
-
-
-PORTABLE = _kernels(_prepare_portable, attention_forward, attention_backward)
-HOPPER = _kernels(_prepare_hopper, hopper_forward, hopper_backward)
+_OPERATORS = Kernels(
+    attention_forward.by_op,
+    attention_backward.by_op,
+    attention_backward_bias.by_op,
+    attention_backward_relative.by_op,
+)
+PORTABLE = Kernels(
+    attention_forward.direct,
+    attention_backward.direct,
+    attention_backward_bias.direct,
+    attention_backward_relative.direct,
+    _prepare_portable,
+    _OPERATORS,
+)
+HOPPER = PORTABLE._replace(
+    forward=hopper_forward.direct,
+    backward=hopper_backward.direct,
+    prepare=_prepare_hopper,
+    operators=_OPERATORS._replace(forward=hopper_forward.by_op, backward=hopper_backward.by_op),
+)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
-    save(ctx, q, k, v, unflat(tuple(fields)), output)
+    save(ctx, q, k, v, unflat(fields), output)
 
 
 def _op_gradients(
@@ -303,7 +258,7 @@ class _Attention(torch.autograd.Function):
         *_: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.by = by
-        output: tuple[Tensor, Tensor] = by.forward(q, k, v, options)
+        output = by.forward(q, k, v, options)
         save(ctx, q, k, v, options, output)
         return output
 
@@ -365,24 +320,6 @@ def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     return by.forward(q, k, v, options)
 
 
-def why_no_mod_gradients(q: Tensor, options: Options) -> str | None:
-    """Why kernels cannot compute required gradients of mod_tensors, or None."""
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in options.mod_tensors):
-        return None
-    if tracing.may_be_traced(q) or tracing.in_forward_mode():
-        return "mod_tensors require a gradient, which kernels give where nothing traces alone"
-    return None
-
-
-def forward_tile(q: Tensor, v: Tensor, options: Options) -> str:
-    """Description of the portable forward kernel's tile."""
-    from ..kernels.launch.arguments import block_dim, tile_for
-
-    widths = (block_dim(q.shape[-1]), block_dim(v.shape[-1]))
-    tile = tile_for("forward", options, q, *widths, streams_bias=True)
-    return f"{tile.BLOCK_M} x {tile.BLOCK_N}, {tile.num_warps} warps, {tile.num_stages} stages"
-
-
 def device_key(dtype: torch.dtype) -> Hashable:
     """Key of the settings that kernels for this dtype depend on, besides their arguments."""
     key: Hashable = kernels.tiles.device_key(dtype)
@@ -397,10 +334,8 @@ def prepare(
     Valid while `device_key` is unchanged. None if launches cannot be cached: not on the current
     device, with users' functions, or if tensors must be copied. by: as in `attend`.
     """
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return None
     packed = options.cu_seqlens_q is not None
-    if options.launched_anew or contiguous(options) is not options:
+    if not may_be_kept(q, options):
         return None
     if packed and laid(options, as_batch) is not options:
         return None

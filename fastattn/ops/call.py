@@ -8,15 +8,17 @@ are imported on first use, so that `import fastattn` works without triton.
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+
+import fastattn.kernels as kernels
 
 from .. import checks, tracing
-from .. import kernels as kernels
 from ..options import CONTIGUOUS, TENSORS, Options
 from . import schema
 from .flops import Formula, register
@@ -39,19 +41,23 @@ def from_compiler(error: Exception) -> bool:
     return isinstance(error, TritonError | ImportError) or "PassManager::run" in str(error)
 
 
-def by_shipped_shapes(launch: Callable[..., Any], *arguments: Any) -> Any:
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def by_shipped_shapes(launch: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
     """launch(*arguments) of a Hopper kernel; if a tuned shape does not compile, all tuned shapes
     are replaced by the table's.
     """
     try:
-        return launch(*arguments)
+        return launch(*arguments, **options)
     except Exception as error:
         if not from_compiler(error) or not kernels.tiles.take_back_hopper():
             raise
-    return launch(*arguments)
+    return launch(*arguments, **options)
 
 
-class Operator:
+class Operator(Generic[_P, _R]):
     """A launcher of kernels, callable directly and as the operator fastattn::`name`.
 
     Kernels read raw memory, so other tensor state is handled here. A tensor with torch's negative
@@ -59,20 +65,18 @@ class Operator:
     operators the dispatcher does so. A tensor with a tangent is refused.
 
     The first required tensor determines the device, and whether something traces. The last
-    parameter may be `options`, each of which is an argument of the operator, see `schema`. `flops`:
-    a formula of that module.
+    parameter may be `options`, each of which is an argument of the operator, see `schema`. Calls
+    have no keywords. `flops`: a formula of that module.
     """
 
+    op: CustomOpDef
+
     def __init__(
-        self,
-        launch: Callable[..., Any],
-        *,
-        flops: Formula,
-        mutates_args: tuple[str, ...] = (),
+        self, launch: Callable[_P, _R], flops: Formula, mutates_args: tuple[str, ...] = ()
     ) -> None:
         signature = inspect.signature(launch)
         parameters = list(signature.parameters.values())
-        self._launch = launch
+        self._launch: Callable[..., _R] = launch
         self._first = [parameter.annotation for parameter in parameters].index(Tensor)
         self._takes_options = parameters[-1].annotation is Options
         self._tensors = {
@@ -94,13 +98,14 @@ class Operator:
             )
             register(name, tuple(signature.parameters), flops)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *given: _P.args, **_: _P.kwargs) -> _R:
         """Call the operator if something traces, else the launcher. Options: any strides."""
+        arguments: Any = given
         if self._takes_options:
             arguments = (*arguments[:-1], contiguous(arguments[-1]))
         x = arguments[self._first]
         if tracing.may_be_traced(x):
-            return self.by_op(*arguments)
+            return self.by_op(*arguments, **_)
         arguments = self._of_memory(arguments)
         # `direct` inlined, as its call would cost as much as the choice.
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -109,15 +114,16 @@ class Operator:
             except Exception as error:
                 return self._in_smaller_tiles(error, arguments)
 
-    def by_op(self, *arguments: Any) -> Any:
+    def by_op(self, *given: _P.args, **_: _P.kwargs) -> _R:
         """Call the torch.library operator."""
+        arguments: Any = given
         if self._takes_options:
             return self.op(*arguments[:-1], *schema.flat(arguments[-1]))
         return self.op(*arguments)
 
-    def direct(self, *arguments: Any) -> Any:
+    def direct(self, *given: _P.args, **_: _P.kwargs) -> _R:
         """Call the launcher directly, for untraced calls."""
-        arguments = self._of_memory(arguments)
+        arguments = self._of_memory(given)
         # Triton launches on the current device, not the tensors'.
         with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]
             try:
@@ -148,7 +154,7 @@ class Operator:
                 negated[-1] = options
         return arguments if negated is None else tuple(negated)
 
-    def _in_smaller_tiles(self, error: Exception, arguments: tuple[Any, ...]) -> Any:
+    def _in_smaller_tiles(self, error: Exception, arguments: tuple[Any, ...]) -> _R:
         """After a compiler error, relaunch with smaller tiles until one compiles.
 
         The tables are tested with certain releases of Triton; others must not end a training run.
@@ -172,11 +178,18 @@ class Operator:
         raise error
 
 
-def refuse_tangents(tensors: dict[str, Any], options: Options | None) -> None:
+def operator(
+    flops: Formula, mutates_args: tuple[str, ...] = ()
+) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
+    """Decorator that makes an `Operator` of a function that launches kernels."""
+    return lambda launch: Operator(launch, flops, mutates_args)
+
+
+def refuse_tangents(tensors: Mapping[str, object], options: Options | None) -> None:
     """Raise NotImplementedError if an argument of a running operator has a tangent."""
     if not tracing.in_forward_mode():
         return
-    given = list(tensors.items())
+    given: list[tuple[str, object]] = list(tensors.items())
     if options is not None:
         given += zip(options._fields, options, strict=True)
         given += [("mod_tensors", x) for x in options.mod_tensors]
@@ -211,6 +224,15 @@ def contiguous(options: Options) -> Options:
         if x is not None and not x.is_contiguous():
             changed[name] = x.contiguous()
     return options._replace(**changed) if changed else options
+
+
+def may_be_kept(q: Tensor, options: Options) -> bool:
+    """Whether a launch may serve later calls too: without users' functions, of options that kernels
+    read as they lie, on the current device.
+    """
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return False
+    return not options.launched_anew and contiguous(options) is options
 
 
 def _resolved(options: Options) -> Options:

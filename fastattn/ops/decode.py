@@ -1,41 +1,29 @@
 """torch.library operators of attention to a cache, with padded or packed rows."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from .. import kernels, tracing
+import fastattn.kernels as kernels
+
+from .. import tracing
 from ..cache_view import CacheView
 from ..options import Options
 from . import flops
-from .call import Operator, contiguous, fake_output
+from .call import fake_output, may_be_kept, operator
 
 
-@partial(Operator, flops=flops.decoded)
+@operator(flops.decoded)
 def decode_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    block_table: Tensor | None,
-    lengths: Tensor,
-    starts: Tensor | None,
-    new_lengths: Tensor | None,
-    batch_index: Tensor | None,
-    pinned: int | None,
-    splits: int | None,
-    invariant: bool,
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    block_table: Tensor | None, lengths: Tensor, starts: Tensor | None, new_lengths: Tensor | None,
+    batch_index: Tensor | None, pinned: int | None, splits: int | None, invariant: bool,
     options: Options,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o, with rows padded to multiples of 16 bytes, and lse; see `kernels.decode.launch_decode`."""
-    shared = one_memory(k, v, k_scale)
-    tensors = kernels.pages.CacheTensors(
-        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned, shared
-    )
+    tensors = _tensors(k, v, k_scale, v_scale, block_table, lengths, batch_index, pinned)
     return kernels.decode.launch_decode(
         q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
     )
@@ -48,30 +36,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    q: Tensor,
-    view: CacheView,
-    new_lengths: Tensor | None,
-    options: Options,
-    splits: int | None,
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
     invariant: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, H_q, T_q, D_v] and lse."""
     o, lse = decode_forward(
-        q if q.stride(-1) == 1 else q.contiguous(),
-        view.k,
-        view.v,
-        view.k_scale,
-        view.v_scale,
-        view.block_table,
-        view.lengths,
-        view.starts,
-        new_lengths,
-        view.batch_index,
-        view.keep_first,
-        splits,
-        invariant,
-        options,
-    )
+        q if q.stride(-1) == 1 else q.contiguous(), *_stored(view), view.starts, new_lengths,
+        view.batch_index, view.keep_first, splits, invariant, options,
+    )  # fmt: skip
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
 
 
@@ -79,63 +51,41 @@ Decode: TypeAlias = Callable[[Tensor, CacheView, Tensor | None, Options], tuple[
 
 
 def prepare(
-    q: Tensor,
-    view: CacheView,
-    new_lengths: Tensor | None,
-    options: Options,
-    splits: int | None,
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
     invariant: bool,
-) -> Decode | None:
+) -> Decode | None:  # fmt: skip
     """Cached `attend` for calls with this signature.
 
     Valid while `attention.device_key` is unchanged. None if the launch cannot be cached: not on the
     current device, if tensors must be copied, or with users' functions.
     """
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return None
-    if q.stride(-1) != 1 or contiguous(options) is not options:
+    if q.stride(-1) != 1 or not may_be_kept(q, options):
         return None
     launch = kernels.decode.prepare_decode(
-        q, _tensors(view), view.starts, new_lengths, options,
+        q, _of_view(view), view.starts, new_lengths, options,
         splits=splits, invariant=invariant,
     )  # fmt: skip
-    if launch is None:
-        return None
     width = view.v.shape[3]
 
     def decode(
         q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
-        o, lse = launch(q, _tensors(view), view.starts, new_lengths, options)
+        o, lse = launch(q, _of_view(view), view.starts, new_lengths, options)
         return o if o.shape[3] == width else o[..., :width], lse
 
     return decode
 
 
-@partial(Operator, flops=flops.packed_over_cache)
+@operator(flops.packed_over_cache)
 def paged_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    block_table: Tensor | None,
-    lengths: Tensor,
-    starts: Tensor | None,
-    batch_index: Tensor | None,
-    cu_seqlens: Tensor,
-    out: Tensor | None,
-    longest: int,
-    invariant: bool,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    block_table: Tensor | None, lengths: Tensor, starts: Tensor | None, batch_index: Tensor | None,
+    cu_seqlens: Tensor, out: Tensor | None, longest: int, invariant: bool, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse; see `kernels.decode.launch_packed`. out: o, for untraced calls."""
-    shared = one_memory(k, v, k_scale)
-    tensors = kernels.pages.CacheTensors(
-        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, None, shared
-    )
+    tensors = _tensors(k, v, k_scale, v_scale, block_table, lengths, batch_index, None)
     o, lse = results(q, v.shape[3], out)
-    kernels.decode.launch_packed(
+    kernels.paged.launch_packed(
         q, cu_seqlens, tensors, starts, o, lse, options, longest=longest, invariant=invariant
     )
     return o, lse
@@ -154,33 +104,16 @@ def results(q: Tensor, width: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def attend_packed(
-    q: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    out: Tensor | None,
-    options: Options,
-    longest: int,
-    invariant: bool,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options,
+    longest: int, invariant: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [total, H_q, D_v] (in out, if given), and lse [H_q, total]."""
     # A traced operator must not mutate out, so the result is copied.
     into = None if tracing.may_be_traced(q) else out
     o, lse = paged_forward(
-        q if q.stride(-1) == 1 else q.contiguous(),
-        view.k,
-        view.v,
-        view.k_scale,
-        view.v_scale,
-        view.block_table,
-        view.lengths,
-        view.starts,
-        view.batch_index,
-        cu_seqlens,
-        into,
-        longest,
-        invariant,
-        options,
-    )
+        q if q.stride(-1) == 1 else q.contiguous(), *_stored(view), view.starts, view.batch_index,
+        cu_seqlens, into, longest, invariant, options,
+    )  # fmt: skip
     return o if out is into else out.copy_(o), lse  # type: ignore[union-attr]
 
 
@@ -190,23 +123,16 @@ Packed: TypeAlias = Callable[
 
 
 def prepare_packed(
-    q: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    out: Tensor | None,
-    options: Options,
-    longest: int,
-    invariant: bool,
-) -> Packed | None:
+    q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options,
+    longest: int, invariant: bool,
+) -> Packed | None:  # fmt: skip
     """Cached `attend_packed` for calls with this signature; None as in `prepare`."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return None
-    if q.stride(-1) != 1 or contiguous(options) is not options or options.launched_anew:
+    if q.stride(-1) != 1 or not may_be_kept(q, options):
         return None
     width = view.v.shape[3]
     o, lse = results(q, width, out)
-    launch = kernels.decode.prepare_packed(
-        q, cu_seqlens, _tensors(view), view.starts, o, lse, options,
+    launch = kernels.paged.prepare_packed(
+        q, cu_seqlens, _of_view(view), view.starts, o, lse, options,
         longest=longest, invariant=invariant,
     )  # fmt: skip
 
@@ -214,7 +140,15 @@ def prepare_packed(
         q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
         o, lse = results(q, width, out)
-        launch(q, cu_seqlens, _tensors(view), view.starts, o, lse, options)
+        launch(
+            q,
+            cu_seqlens,
+            _of_view(view),
+            view.starts,
+            o,
+            lse,
+            options,
+        )
         return o, lse
 
     return paged
@@ -229,8 +163,26 @@ def one_memory(k: Tensor, v: Tensor, scale: Tensor | None) -> bool:
     return k.data_ptr() == v.data_ptr()
 
 
-def _tensors(view: CacheView) -> "kernels.pages.CacheTensors":
-    """Tensors of a view for launchers."""
+def _stored(
+    view: CacheView,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """Tensors of a view in the order of operators."""
+    return view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths
+
+
+def _tensors(
+    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    block_table: Tensor | None, lengths: Tensor, batch_index: Tensor | None, pinned: int | None,
+) -> "kernels.pages.CacheTensors":  # fmt: skip
+    """Tensors of a cache for launchers."""
+    return kernels.pages.CacheTensors(
+        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned,
+        one_memory(k, v, k_scale),
+    )  # fmt: skip
+
+
+def _of_view(view: CacheView) -> "kernels.pages.CacheTensors":
+    """`_tensors` of a view; each decoding step waits for this."""
     return kernels.pages.CacheTensors(
         view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
         view.batch_index, view.keep_first, one_memory(view.k, view.v, view.k_scale),

@@ -90,7 +90,7 @@ def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
     return sum(T_q * T_k for T_q, T_k in zip(*lengths, strict=True))
 
 
-def _known(x: Any) -> bool:
+def _known(x: object) -> bool:
     """Whether a tensor has values, unlike tracers' and meta tensors."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
 
@@ -106,7 +106,7 @@ def _tell(counter: ModuleType, names: Sequence[str]) -> None:
 
 
 def _count(
-    parameters: Sequence[str], formula: Formula, *arguments: Any, out_val: Any = None, **_: Any
+    parameters: Sequence[str], formula: Formula, *arguments: Any, out_val: Any = None, **_: object
 ) -> int:
     return formula(dict(zip(parameters, arguments, strict=True)))
 
@@ -114,7 +114,7 @@ def _count(
 class _Awaited(MetaPathFinder):
     """Registers all formulas when torch's counter, which imports Triton, is imported."""
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         if name != _COUNTER:
             return None
         sys.meta_path.remove(self)

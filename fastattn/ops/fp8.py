@@ -1,34 +1,15 @@
 """FP8 operators: quantised heads, packed values, the Hopper forward."""
 
-from functools import partial
-from typing import Any
-
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from .. import kernels
+import fastattn.kernels as kernels
+
 from ..options import Options
 from ..position_tables import document_ids
-from . import attend as attention
 from . import call, flops
-from .call import Operator, fake_in_layout, fake_output
-
-
-def why_not_hopper(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
-) -> str | None:
-    """Why the Hopper kernel cannot serve an FP8 call with o in `dtype`, or None.
-
-    q, k, v: tensors of the call's shapes on its device, of any dtype.
-    """
-    if not call.TRITON_INSTALLED:
-        return "triton is not installed"
-    if not attention.on_hopper(q.device):
-        return "its kernels are written for GPUs of compute capability 9.0"
-    from ..kernels.hopper.host import why_not_hopper_fp8
-
-    return why_not_hopper_fp8(q, k, v, options, dtype)
+from .call import fake_in_layout, fake_output, operator
 
 
 def packed_length(T: int, cu_seqlens: Tensor | None) -> int:
@@ -52,7 +33,7 @@ def places_of_packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Pack values like `kernels.fp8_values.launch_pack_values`, for tensors no kernel can read."""
+    """Pack values like `kernels.fp8.values.launch_pack_values`, for tensors no kernel can read."""
     B, H, T, D = v.shape
     padded = v.new_zeros(B, H, packed_length(T, cu_seqlens), D, dtype=torch.uint8)
     places = slice(0, T) if cu_seqlens is None else places_of_packed(cu_seqlens, T)
@@ -63,9 +44,9 @@ def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     return packed.view(v.dtype)
 
 
-@partial(Operator, flops=flops.nothing)
+@operator(flops.nothing)
 def pack_values(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """See `kernels.fp8_values.launch_pack_values`."""
+    """See `kernels.fp8.values.launch_pack_values`."""
     if not (v.is_cuda or call.interpreting()):
         return pack_by_torch(v, cu_seqlens)
     return kernels.fp8_values.launch_pack_values(v, cu_seqlens)
@@ -77,11 +58,11 @@ def _(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return v.new_empty(B, H, D, packed_length(T, cu_seqlens))
 
 
-@partial(Operator, flops=flops.nothing)
+@operator(flops.nothing)
 def quantize_heads(
     x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.fp8_quantize.launch_head_codes`."""
+    """See `kernels.fp8.quantize.launch_head_codes`."""
     return kernels.fp8_quantize.launch_head_codes(x, lengths, cu_seqlens, packed)
 
 
@@ -98,23 +79,16 @@ def _(
     return fake_in_layout(x, H, T, D).to(torch.float8_e4m3fn), scale
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Whether `quantize` serves x [..., D] on its GPU."""
-    narrow = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    fits = x.shape[-1] % 16 == 0 and x.shape[-1] <= attention.MAX_HEAD_DIM and x.numel() > 0
-    return call.TRITON_INSTALLED and x.is_cuda and narrow and fits
-
-
 def quantize(
     x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, packed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Codes, packed or not, and scales of x [B, H, T, D]; see `kernels.fp8_quantize`."""
+    """Codes, packed or not, and scales of x [B, H, T, D]; see `kernels.fp8.quantize`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     lengths, cu_seqlens = (y if y is None else y.contiguous() for y in (lengths, cu_seqlens))
     return quantize_heads(x, lengths, cu_seqlens, packed)
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def hopper_forward_fp8(
     q: Tensor,
     k: Tensor,
@@ -132,7 +106,7 @@ def hopper_forward_fp8(
 
 
 @hopper_forward_fp8.op.register_fake
-def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     dtype = next(x for x in arguments if isinstance(x, torch.dtype))
     o, lse = fake_output(q, q.shape[3])
     return o.to(dtype), lse
@@ -154,8 +128,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D] in `dtype` and lse.
 
-    values: from `pack`. For calls with `why_not_hopper` None.
+    values: from `pack`. For calls with `dispatch.why_not_hopper_fp8` None.
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    scales_in_order = (x.contiguous() for x in scales)
-    return hopper_forward_fp8(q, k, values, *scales_in_order, dtype, options)
+    q_scale, k_scale, v_scale = (x.contiguous() for x in scales)
+    return hopper_forward_fp8(q, k, values, q_scale, k_scale, v_scale, dtype, options)

@@ -24,6 +24,20 @@ _TENSORS = tuple(map(Options._fields.index, TENSORS))
 _MOD_TENSORS = Options._fields.index("mod_tensors")
 
 
+Pair: TypeAlias = tuple[Tensor, Tensor]
+Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options], Pair]
+# do, dlse, q, k, v, o, lse: dq, dk, dv, delta, and the gradients of a second query and of key2.
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Backward: TypeAlias = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Gradients
+]
+# do, q, k, v, lse, delta
+OfBias: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Tensor]
+OfRelative: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Pair]
+# The last argument serves calls whose rows start between multiples of 16 bytes.
+Prepare: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options, Forward], Forward | None]
+
+
 class Kernels(NamedTuple):
     """Operators of attention and its gradients, or their launchers.
 
@@ -31,11 +45,11 @@ class Kernels(NamedTuple):
     operators: for launchers, the corresponding operators for tracers.
     """
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    backward_bias: Callable[..., Any]
-    backward_relative: Callable[..., Any]
-    prepare: Callable[..., Any] | None = None
+    forward: Forward
+    backward: Backward
+    backward_bias: OfBias
+    backward_relative: OfRelative
+    prepare: Prepare | None = None
     operators: "Kernels | None" = None
 
     def seen(self) -> "Kernels":

@@ -1,15 +1,14 @@
 """Merge two results of attention by kernels."""
 
-from functools import partial
-
 from torch import Tensor
 
-from .. import kernels
+import fastattn.kernels as kernels
+
 from . import flops
-from .call import Operator
+from .call import operator
 
 
-@partial(Operator, flops=flops.nothing)
+@operator(flops.nothing)
 def merge_forward(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two parts: contiguous o, and lse; see `kernels.combine.launch_merge`."""
     return kernels.combine.launch_merge(o1, lse1, o2, lse2)

@@ -4,11 +4,12 @@ An op takes tensors, numbers and strings: every field of Options is an argument,
 fixed number of arguments, and a user's function is passed by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from .. import block_mask
 from ..options import FUNCTIONS, Options
@@ -43,10 +44,9 @@ _SCHEMA = _schema()
 # Indices of fields in the arguments.
 PLACES = {name: place for place, name in enumerate(_SCHEMA)}
 _MOD_PLACES = [PLACES[f"{_MODS}_{i}"] for i in range(MAX_MOD_TENSORS)]
-_Flat = tuple[Any, ...]
 
 
-def flat(options: Options) -> _Flat:
+def flat(options: Options) -> tuple[Any, ...]:
     """Flatten options to the arguments of an op."""
     values: list[Any] = []
     for name, x in zip(Options._fields, options, strict=True):
@@ -57,17 +57,17 @@ def flat(options: Options) -> _Flat:
     return tuple(values)
 
 
-def unflat(flat: _Flat) -> Options:
+def unflat(flat: Sequence[object]) -> Options:
     """Inverse of `flat`; functions are looked up by name."""
-    fields = {name: flat[PLACES[name]] for name in Options._fields if name != _MODS}
+    fields: dict[str, Any] = {name: flat[PLACES[name]] for name in Options._fields if name != _MODS}
     fields |= {name: block_mask.named(fields[name]) for name in FUNCTIONS}
-    mods = tuple(flat[place] for place in _MOD_PLACES if flat[place] is not None)
-    return Options(**fields, mod_tensors=mods)
+    mods = [flat[place] for place in _MOD_PLACES]
+    return Options(**fields, mod_tensors=tuple(x for x in mods if isinstance(x, Tensor)))
 
 
 def operator(
     name: str, function: Callable[..., Any], tensors: str, returns: str, flops: Formula
-) -> Any:
+) -> CustomOpDef:
     """Define the custom op fastattn::`name` from a function whose last argument is an Options."""
     names = [argument.split()[-1] for argument in tensors.split(",")]
     count = len(names)

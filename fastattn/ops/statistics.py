@@ -1,17 +1,17 @@
 """Operators of statistics of scores and weights, without gradients (except o and lse)."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
+import fastattn.kernels as kernels
+
 from ..options import Options
 from . import flops
 from .attend import PORTABLE, setup_context
-from .call import Operator, contiguous, fake_output
+from .call import contiguous, fake_output, operator
 from .gradients import as_batch, as_packed, gradients, laid, needed_of, placed
 from .schema import unflat
 
@@ -25,7 +25,7 @@ def _computed(times: int) -> flops.Formula:
     return count
 
 
-@partial(Operator, flops=_computed(2))
+@operator(_computed(2))
 def attention_statistics(
     q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def attention_statistics(
 
 @attention_statistics.op.register_fake
 def _(
-    q: Tensor, k: Tensor, lse: Tensor | None, top: int, *_: Any
+    q: Tensor, k: Tensor, lse: Tensor | None, top: int, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, H_q, T_q, _D = q.shape
     entropy = q.new_empty(B, H_q, T_q, dtype=torch.float32)
@@ -52,7 +52,7 @@ def _(
     return entropy, received, largest, positions, torch.empty_like(entropy)
 
 
-@partial(Operator, flops=_computed(1))
+@operator(_computed(1))
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
     """All weights, fp32 [B, H_q, T_q, T_k]; arguments as for `attention_statistics`."""
     if lse is None:
@@ -61,11 +61,11 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options
 
 
 @attention_weights.op.register_fake
-def _(q: Tensor, k: Tensor, *_: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, *_: object) -> Tensor:
     return q.new_empty(*q.shape[:3], k.shape[2], dtype=torch.float32)
 
 
-@partial(Operator, flops=flops.attended(1, 1))
+@operator(flops.attended(1, 1))
 def attention_forward_with_max(
     q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +74,7 @@ def attention_forward_with_max(
 
 
 @attention_forward_with_max.op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *fields: object) -> tuple[Tensor, Tensor, Tensor]:
     o, lse = fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
     return o, lse, torch.empty_like(lse)
 
@@ -100,8 +100,8 @@ def attend_with_max(
     """`attend.attend` by the portable kernels, with the largest score of each query."""
     options = contiguous(options)
     if options.cu_seqlens_q is None:
-        results: tuple[Tensor, Tensor, Tensor] = attention_forward_with_max.by_op(q, k, v, options)
-        return results
-    call = (*map(as_batch, (q, k, v)), laid(options, as_batch))
-    o, lse, largest = attention_forward_with_max.by_op(*call)
+        return attention_forward_with_max.by_op(q, k, v, options)
+    o, lse, largest = attention_forward_with_max.by_op(
+        as_batch(q), as_batch(k), as_batch(v), laid(options, as_batch)
+    )
     return as_packed(o), lse[0], largest[0]

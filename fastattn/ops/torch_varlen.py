@@ -5,6 +5,7 @@ that would be a graph for these lengths only, which torch refuses. An operator i
 lengths.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,7 @@ varlen_backward = operator(
 )
 
 
-def _fake_o(q: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+def _fake_o(q: Tensor, v: Tensor, arguments: Sequence[object]) -> Tensor:
     _, H_q, total_q, _ = q.shape
     wide = unflat(arguments).fp32_results
     dtype = torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
@@ -120,18 +121,18 @@ def _fake_o(q: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 
 
 @varlen_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     return _fake_o(q, v, arguments), q.new_empty(0, dtype=torch.float32)
 
 
 @varlen_forward_lse.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     return _fake_o(q, v, arguments), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @varlen_backward.register_fake
 def _(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: object
 ) -> list[Tensor]:
     return [_in_layout(torch.empty_like(x)) for x in (q, k, v, *_given(unflat(arguments)))]
 

@@ -7,21 +7,21 @@ gradients, would never use the kernels.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import kernels as launchers
+import fastattn.kernels as launchers
+
 from .. import tracing
 from ..options import LEARNED, Options
 from ..torch_backend import tangents
 from ..torch_backend.double_backward import gradients_in_parts, gradients_with_graph
 from ..torch_backend.query_chunks import Part
 from ..tracing import transforming as transforming
-from .call import Operator
+from .call import operator
 from .flops import attended
 from .gradients import (
     NAMES,
@@ -51,15 +51,14 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, *fields: Any
+        kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, *fields: object
     ) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = kernels.forward(q, k, v, unflat(fields))
-        return output
+        return kernels.forward(q, k, v, unflat(fields))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.kernels, q, k, v, *fields = inputs
-        save(ctx, q, k, v, unflat(tuple(fields)), output)
+        save(ctx, q, k, v, unflat(fields), output)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -90,7 +89,7 @@ class _Gradients(torch.autograd.Function):
         *arguments: Any,
     ) -> tuple[Tensor, ...]:
         q, k, v, o, lse, *fields = arguments
-        inputs = (q, k, v, o, lse, unflat(tuple(fields)))
+        inputs = (q, k, v, o, lse, unflat(fields))
         grads = kernel_gradients(kernels, inputs, needed, do, dlse)
         return tuple(x for x, need in zip(grads, needed, strict=True) if need and x is not None)
 
@@ -98,7 +97,7 @@ class _Gradients(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, ctx.needed, do, dlse, q, k, v, _, _, *fields = inputs
         ctx.has_dlse = dlse is not None
-        save(ctx, q, k, v, unflat(tuple(fields)), (do, do if dlse is None else dlse))
+        save(ctx, q, k, v, unflat(fields), (do, do if dlse is None else dlse))
 
     @staticmethod
     def backward(ctx: Any, *dgrads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -129,7 +128,7 @@ class _Gradients(torch.autograd.Function):
 _MOVED = ("attn_bias", "relative_bias", "sinks")
 
 
-@partial(Operator, flops=attended(3, 2))
+@operator(attended(3, 2))
 def attention_tangent(
     q: Tensor, k: Tensor, v: Tensor,
     tq: Tensor | None, tk: Tensor | None, tv: Tensor | None,
@@ -190,9 +189,16 @@ class _Dual(torch.autograd.Function):
     def forward(
         kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, ...]:
-        moves, fields = rest[: 3 + len(_MOVED)], rest[3 + len(_MOVED) :]
-        o, lse = kernels.forward(q, k, v, unflat(fields))
-        return o, lse, *attention_tangent.by_op(q, k, v, *moves, o, lse, unflat(fields))
+        options = unflat(rest[3 + len(_MOVED) :])
+        o, lse = kernels.forward(q, k, v, options)
+        tq, tk, tv, tbias, trelative, tsinks = rest[: 3 + len(_MOVED)]
+        return (
+            o,
+            lse,
+            *attention_tangent.by_op(
+                q, k, v, tq, tk, tv, tbias, trelative, tsinks, o, lse, options
+            ),
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fastattn.kernels as kernels
+
 from .. import tracing
 from ..ops import call
 from ..options import Options
@@ -144,7 +146,7 @@ def _install(device: torch.device, tiles: Iterable[Record], splits: Iterable[Rec
     """Replace the tuned tiles of the kernels, and clear the memo of calls."""
     index = -1 if call.interpreting() else device.index
     try:
-        call.kernels.tiles.install(tiles, index, splits)
+        kernels.tiles.install(tiles, index, splits)
     except ValueError as error:
         warn_once(f"fastattn ignores the tiles that were tuned on {device}: {error}")
 

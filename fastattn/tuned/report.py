@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+import fastattn.kernels as kernels
+
 from ..ops import call
 from . import choices
 from .findings import Record
@@ -30,7 +32,7 @@ def describe(device: torch.device) -> list[str]:
 
 def _tiles() -> Iterator[str]:
     """The source of each kernel's tile, for plain calls, by head dim."""
-    tiles = call.kernels.tiles
+    tiles = kernels.tiles
     arch, device = tiles.current_arch(), tiles.current_device()
     yield "tiles by head dim; modelled and measured ones are those that are shipped"
     for kernel in tiles.KINDS:

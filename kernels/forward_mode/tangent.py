@@ -31,7 +31,7 @@ from ..launch.arguments import (
     strides,
 )
 from ..launch.block_sparsity import launch_mask
-from ..launch.launches import Launch, Stream, launch_for
+from ..launch.launches import Launch, Stream, cached_plan
 from ..launch.tiles import TileConfig
 from ..rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from ..rules.integers import runtime_int
@@ -187,6 +187,7 @@ def _tile(q: Tensor, width: int) -> TileConfig:
     return tiles.lookup("backward_dq", q.element_size(), width, "heavy")
 
 
+@cached_plan(9)
 def _plan(
     options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
     tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, tsinks: Tensor | None,
@@ -240,6 +241,5 @@ def launch_tangent(
     trelative, tsinks = (None if x is None else x.contiguous() for x in given[4:])
     to, mu = torch.empty_like(o), torch.empty_like(lse)
     tensors = (q, k, v, tq, tk, tv, tbias, trelative, tsinks)
-    launch = launch_for(_plan, options, tensors, o)
-    launch(options, *tensors, o, lse, to, mu)
+    _plan(options, *tensors, o)(options, *tensors, o, lse, to, mu)
     return to, mu

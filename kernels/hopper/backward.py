@@ -11,8 +11,7 @@ the registers of a warpgroup together, so they take a launch each, eight product
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from ..launch.arguments import (
     strides,
     tiles_of,
 )
-from ..launch.launches import Launch, launch_for
+from ..launch.launches import Launch, cached_plan
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel
 from .host import (
@@ -50,16 +49,11 @@ if TYPE_CHECKING:
 
 
 def launch_hopper_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q]; twice an
+    empty tensor, where `launch_backward` has further gradients.
 
     delta is filled if the gradient of sinks or a bias needs it, otherwise undefined.
 
@@ -72,8 +66,9 @@ def launch_hopper_backward(
     B, H_q, T_q, _ = q.shape
     dq, dk, dv = (result_in_layout(options, x, *x.shape[1:]) for x in (q, k, v))
     delta = torch.empty_like(lse)
+    none = q.new_empty(0), q.new_empty(0)
     if B * H_q * T_q == 0:
-        return dq, dk.zero_(), dv.zero_(), delta
+        return dq, dk.zero_(), dv.zero_(), delta, *none
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     minus_lse, minus_delta = stats.unbind()
@@ -83,13 +78,13 @@ def launch_hopper_backward(
     if options.atomic_dq:
         total = launch_start_dq(do, dlse, q, o, lse, wanted, options, stats)
     else:
-        launch = launch_for(_plan_dq, options, (q, k, v, do, o, dlse), dq, stats)
+        launch = _plan_dq(options, q, k, v, do, o, dlse, dq, stats)
         launch(options, q, k, v, do, dq, o, lse, dlse, wanted, minus_lse, minus_delta)
-    launches: tuple[tuple[Any, Tensor | None, Tensor | None], ...] = ((_plan_dkv, dk, dv),)
+    launches: tuple[tuple[Tensor | None, Tensor | None], ...] = ((dk, dv),)
     if tile_columns(q.shape[3]) == APART_HEAD_DIM:
-        launches = ((_plan_dv, None, dv), (_plan_dk, dk, None))
-    for plan, *out in launches:
-        launch, parts = launch_for(plan, options, (q, k, v, do), *out, total, stats)
+        launches = ((None, dv), (dk, None))
+    for out in launches:
+        launch, parts = _plan_dkv(options, q, k, v, do, *out, total, stats)
         sums = [None if x is None else minus_lse if parts == 1 else parts_of(x, parts) for x in out]
         launch(options, q, k, v, do, total, *out, *sums, minus_lse, minus_delta)
         for x, of_parts in zip(out, sums, strict=True):
@@ -97,7 +92,7 @@ def launch_hopper_backward(
                 launch_add_parts(of_parts, x, options)
     if total is not None:
         launch_finish_dq(total, dq, options)
-    return dq, dk, dv, delta
+    return dq, dk, dv, delta, *none
 
 
 class _OfKeys(NamedTuple):
@@ -110,7 +105,7 @@ class _OfKeys(NamedTuple):
     def reusable(self) -> bool:
         return self.launch.reusable
 
-    def bind(self, given: Sequence[Any]) -> None:
+    def bind(self, given: Sequence[object]) -> None:
         self.launch.bind(given)
 
 
@@ -121,17 +116,11 @@ def _scored(options: Options, D: int) -> bool:
     return options.relative_bias is not None and tile_columns(D) == APART_HEAD_DIM
 
 
+@cached_plan(6)
 def _plan_dq(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    o: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    stats: Tensor,
-) -> Launch:
+    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, dlse: Tensor | None,
+    dq: Tensor, stats: Tensor,
+) -> Launch:  # fmt: skip
     """Launch that fills dq, stats [2, B * H_q, whole tiles], and delta if given."""
     scored, placed = _scored(options, q.shape[3]), options.q_positions is not None
     config = backward_config("dq", q.shape[3], end_early(options), scored, placed, v.shape[3])
@@ -162,17 +151,11 @@ def _plan_dq(
     )
 
 
+@cached_plan(4)
 def _plan_dkv(
-    options: Options,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    total: Tensor | None,
-    stats: Tensor,
-) -> _OfKeys:
+    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor | None,
+    dv: Tensor | None, total: Tensor | None, stats: Tensor,
+) -> _OfKeys:  # fmt: skip
     """Launch that fills dk and dv, or the given one of them.
 
     Adds dQ to total, fp32 [B, H_q, whole tiles, D], if given.
@@ -216,8 +199,3 @@ def _plan_dkv(
         hidden=4,
     )
     return _OfKeys(launch, sizes[-1] or 1)
-
-
-# Cache keys of the launches.
-_plan_dk = partial(_plan_dkv)
-_plan_dv = partial(_plan_dkv)

@@ -26,7 +26,7 @@ from ..rules.score import gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
 from .bias import allocate_bias, load_bias, take_bias
-from .hidden_keys import allocate_landed, load_keys, some_exist
+from .hidden_keys import allocate_landed, load_keys, load_until, some_exist
 from .one_pass import (
     DqSum,
     add_by_threads,
@@ -48,7 +48,6 @@ from .pipeline import (
     allocate_rings,
     as_operand,
     load,
-    load_until,
     over_columns,
     products_of,
     release,

@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward import prepare_forward
-from ..fp8_values import first_packed
+from ..fp8.values import first_packed
 from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
-from ..launch.launches import Launch, cached, launch_for, signature
+from ..launch.launches import Launch, cached, cached_plan, signature
 from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified, slope_of
 from ..rules.softmax import finish, online_step
@@ -310,7 +310,7 @@ def hopper_forward_kernel(
 
     o_desc, o_strides: see `Output`. bias_desc: None without attn_bias.
     scales: of e4m3 q [B, H_q], k and v [B, H_k], else None; b counts packed sequences too. v_desc
-    is then of v packed by `kernels.fp8_values`.
+    is then of v packed by `kernels.fp8.values`.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dims of shared memory are powers of two.
@@ -331,6 +331,7 @@ def hopper_forward_kernel(
     run_partitions(query_tile, _load_tile, _attend, shared, config)
 
 
+@cached_plan(3)
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """Plan for 16-bit q, k and v."""
     placed = options.q_positions is not None
@@ -388,7 +389,7 @@ def launch_hopper_forward(
     q, k, v, options = walkable(q), walkable(k), walkable(v), aligned_bias(options)
     o = result_in_layout(options, q, q.shape[1], q.shape[2], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch_for(_plan, options, (q, k, v), o)(options, q, k, v, o, lse)
+    _plan(options, q, k, v, o)(options, q, k, v, o, lse)
     return o, lse
 
 
@@ -411,7 +412,7 @@ def launch_hopper_forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """`launch_hopper_forward` for e4m3 inputs, o in `dtype`: bfloat16 or float16.
 
-    values: v from `kernels.fp8_values.launch_pack_values`. scales: of q [B, H_q], k and v [B, H_k],
+    values: v from `kernels.fp8.values.launch_pack_values`. scales: of q [B, H_q], k and v [B, H_k],
     fp32 and contiguous; for packed sequences [N, H_q] and [N, H_k].
     """
     q, k, values = walkable(q), walkable(k), walkable(values)

@@ -8,8 +8,17 @@ arguments, and than Triton's own inspection of them. No tensor is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from functools import lru_cache, wraps
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
@@ -19,6 +28,7 @@ from .descriptors import descriptor_like, descriptor_of
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from fastattn.options import Options
@@ -42,11 +52,12 @@ class Reusable(Protocol):
     def reusable(self) -> bool:
         """Whether the launch may be cached, as for `Launch`."""
 
-    def bind(self, given: Sequence[Any]) -> None:
+    def bind(self, given: Sequence[object]) -> None:
         """Bind the launch, as `Launch.bind`."""
 
 
 _L = TypeVar("_L", bound=Reusable)
+_P = ParamSpec("_P")
 
 
 class Tables(Protocol):
@@ -54,10 +65,10 @@ class Tables(Protocol):
 
     empty: tuple[Tensor | None, ...]
 
-    def bind(self, given: Sequence[Any]) -> None:
+    def bind(self, given: Sequence[object]) -> None:
         """Bind every launch, as `Launch.bind`."""
 
-    def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
+    def __call__(self, options: Sequence[object]) -> list[Tensor | None]:
         """Make and fill the tables of a call with these options."""
 
 
@@ -106,8 +117,8 @@ class Launch:
     )
 
     def __init__(
-        self, kernel: Any, programs: int | tuple[int, int], tile: TileConfig | dict[str, Any],
-        *arguments: Any, streams: Sequence[Stream] = (),
+        self, kernel: JITFunction, programs: int | tuple[int, int],
+        tile: TileConfig | dict[str, int], *arguments: object, streams: Sequence[Stream] = (),
         tables: Tables | None = None, described: Sequence[Described] = (), hidden: int = 0,
     ) -> None:  # fmt: skip
         self._kernel = kernel
@@ -133,7 +144,7 @@ class Launch:
         self.reusable = False
         self._run_compiled: Callable[..., None] | None = None
 
-    def bind(self, given: Sequence[Any]) -> None:
+    def bind(self, given: Sequence[object]) -> None:
         """Replace the tensors in `given` by placeholders that every call fills.
 
         The launch is not reusable if its arguments hold another tensor, made for a single call.
@@ -159,7 +170,7 @@ class Launch:
                 self._bound.append(_Bound(at, record, fields, tensors))
         self._arguments = tuple(arguments)
 
-    def __call__(self, given: Sequence[Any], *tensors: Tensor | None) -> None:
+    def __call__(self, given: Sequence[object], *tensors: Tensor | None) -> None:
         """Launch on these tensors; all calls agree in which are None and in all dtypes.
 
         given: as in `bind`, with tensors of the same signature.
@@ -190,7 +201,7 @@ class Launch:
         if compiled is not None and not pointers & 15:  # the interpreter compiles nothing
             self._run_compiled = compiled[self._grid]
 
-    def _with(self, given: Sequence[Any]) -> list[Any]:
+    def _with(self, given: Sequence[object]) -> list[object]:
         """The arguments with the tensors of a call."""
         arguments = list(self._arguments)
         for at, record, fields, places in self._bound:
@@ -212,12 +223,12 @@ class _Bound(NamedTuple):
     """
 
     at: int
-    record: type[tuple[Any, ...]] | None
-    fields: list[Any]
+    record: type[tuple[object, ...]] | None
+    fields: list[object]
     places: list[tuple[int, int]]
 
 
-def _of_a_call(x: Any) -> bool:
+def _of_a_call(x: object) -> bool:
     """Whether it is a tensor, or a tuple of them."""
     return isinstance(x, Tensor) or (type(x) is tuple and any(isinstance(y, Tensor) for y in x))
 
@@ -229,30 +240,41 @@ def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescrip
     return descriptor_of(x, like)
 
 
-def launch_for(
-    plan: Callable[..., _L], options: Options, tensors: tuple[Tensor | None, ...], *rest: Any
-) -> _L:
-    """plan(options, *tensors, *rest), cached if the options permit it.
+def cached_plan(
+    count: int,
+) -> Callable[[Callable[Concatenate[Options, _P], _L]], Callable[Concatenate[Options, _P], _L]]:
+    """Decorator of a function plan(options, *tensors, *rest): caches its launches if the options
+    permit it.
 
-    Args:
-        tensors: q first. plan may read only shape, strides, dtype and device of each.
-        rest: derived from options and tensors.
+    count: of the tensors, q first. plan may read only shape, strides, dtype and device of each. The
+        rest are tensors derived from these and options, and values.
     """
-    if options.launched_anew:
-        return plan(options, *tensors, *rest)
-    q = tensors[0]
-    assert q is not None
-    key = (
-        plan, options if options.plain else signature(options), q.dtype,
-        *[None if x is None else (x.shape, x.stride()) for x in tensors],
-    )  # fmt: skip
-    return cached(
-        key, options, lambda given: plan(type(options)._make(given), *tensors, *rest), q.dtype
-    )
+
+    def decorated(
+        plan: Callable[Concatenate[Options, _P], _L],
+    ) -> Callable[Concatenate[Options, _P], _L]:
+        @wraps(plan)
+        def launch_for(options: Options, *arguments: _P.args, **_: _P.kwargs) -> _L:
+            if options.launched_anew:
+                return plan(options, *arguments, **_)
+            tensors: Any = arguments[:count]
+            dtype = tensors[0].dtype
+            key = (
+                plan, options if options.plain else signature(options), dtype,
+                *[None if x is None else (x.shape, x.stride()) for x in tensors],
+                *[isinstance(x, Tensor) or x for x in arguments[count:]],
+            )  # fmt: skip
+            return cached(
+                key, options, lambda given: plan(type(options)._make(given), *arguments, **_), dtype
+            )
+
+        return launch_for
+
+    return decorated
 
 
 def cached(
-    key: Hashable | None, given: Sequence[Any], plan: Callable[[list[Any]], _L],
+    key: Hashable | None, given: Sequence[object], plan: Callable[[list[Any]], _L],
     dtype: torch.dtype,
 ) -> _L:  # fmt: skip
     """plan(given), cached by key and `device_key`.
@@ -273,13 +295,13 @@ def cached(
     return launch
 
 
-def _viewed(x: Any) -> Any:
+def _viewed(x: object) -> object:
     if isinstance(x, Tensor):
         return x.detach()
-    return tuple(map(_viewed, x)) if _of_a_call(x) else x
+    return tuple(map(_viewed, x)) if isinstance(x, tuple) and _of_a_call(x) else x
 
 
-def signature(given: Sequence[Any]) -> tuple[Any, ...]:
+def signature(given: Sequence[object]) -> tuple[Hashable, ...]:
     """Properties of tensors and numbers that launchers may depend on, without the tensors."""
     return tuple(
         (x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x

@@ -7,11 +7,10 @@ import torch
 from nightly import gate_cases
 
 import fastattn
-from fastattn import attention
+from fastattn import attention, dispatch
 from fastattn.kernels.hopper import host
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.ops import attend
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device
@@ -115,7 +114,7 @@ def test_auto_prefers_split_keys_to_hopper(device: str, monkeypatch: pytest.Monk
     """A tile of its kernels has 128 queries."""
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
     monkeypatch.setattr(host, "why_not_hopper", lambda *call: None)
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     q, k, v = make_qkv(1, 4, 2, 1, 300, 16, device=device)
     choice = fastattn.explain(q, k, v)
     assert (choice.backend, choice.split_keys) == ("triton", True)

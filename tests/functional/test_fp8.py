@@ -13,8 +13,8 @@ from fastattn.functional.fp8 import PackedValues
 from fastattn.functional.fp8 import attend as attend8
 from fastattn.functional.fp8 import codes as codes_of_heads
 from fastattn.functional.fp8.codes import E4M3
-from fastattn.kernels.fp8_values import launch_pack_values
-from fastattn.ops import attend, call
+from fastattn.kernels.fp8.values import launch_pack_values
+from fastattn.ops import call
 from fastattn.ops import fp8 as fp8_ops
 from fastattn.testing import make_qkv
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
@@ -140,9 +140,9 @@ def test_fake_codes_are_like_real_ones(packed: bool, layout: str, device: str):
     ],
 )
 def test_what_the_kernel_serves(x: Tensor, served: bool, monkeypatch: pytest.MonkeyPatch):
-    assert not fp8_ops.has_kernel(x)
+    assert not dispatch.quantizes(x)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    assert fp8_ops.has_kernel(x) == served
+    assert dispatch.quantizes(x) == served
 
 
 def test_tensors_without_memory_are_served_as_by_attention():
@@ -209,7 +209,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
         "its kernels are written for GPUs of compute capability 9.0; "
         "all others dequantise to bfloat16 first"
     )
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     assert 'backend="hopper" takes it' in fastattn.explain_fp8(*codes).reasons["hopper"]
     told = fastattn.explain_fp8(*codes, backend="hopper")
     assert told.backend == "hopper" and told.forced and not told.reasons

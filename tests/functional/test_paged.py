@@ -14,10 +14,10 @@ from torch import Tensor
 from fastattn import PagedKVCache, attention_paged, reference, shared_pages, view_of_tensors
 from fastattn.cache_view import CacheView
 from fastattn.functional import call_memo
-from fastattn.kernels import decode
-from fastattn.kernels.decode import launch_packed
+from fastattn.kernels import paged as launchers
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.kernels.paged import launch_packed
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.quantization import codes_within, quantize_rows
@@ -251,13 +251,13 @@ def test_keys_are_split_for_as_many_multiprocessors_as_there_are(
     """In tiles of few rows and in those of a chunk; with one nothing is split."""
     monkeypatch.setattr(tiles, "multiprocessors", lambda _: multiprocessors)
     call_memo.forget()
-    merged, combine = set(), decode.combine_launch
+    merged, combine = set(), launchers.combine_launch
 
     def recorded(parts: Tensor, *given: Any, **how: Any) -> Any:
         merged.add(parts.shape[2])
         return combine(parts, *given, **how)
 
-    monkeypatch.setattr(decode, "combine_launch", recorded)
+    monkeypatch.setattr(launchers, "combine_launch", recorded)
     assert_step(step, "vllm", ("tree",), device, torch.float32, backend="triton")
     assert merged == (set() if multiprocessors == 1 else {16, 32})
 

@@ -10,13 +10,12 @@ import triton
 from nightly import gate_cases
 
 import fastattn
-from fastattn import attention, attention_varlen
+from fastattn import attention, attention_varlen, dispatch
 from fastattn.bench.time import overhead
 from fastattn.functional import call_memo
 from fastattn.functional.warmup import _FLAGS
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches
-from fastattn.ops import attend
 from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import count_compilations
 
@@ -189,7 +188,7 @@ def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> 
     fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     assert asked == [(32, "triton")] * 3 + [(64, "triton")] * 3
     asked.clear()
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     of_64 = [(64, "triton")] * 3 + [(64, "hopper")] * 3
     assert asked == [(32, "triton")] * 3 + [(32, "hopper")] + of_64

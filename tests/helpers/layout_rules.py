@@ -53,7 +53,14 @@ APART = {
 KERNELS = "fastattn.kernels"
 # The record of a call, whose fields launchers read. They name its type and do not import it.
 TYPED_BY_KERNELS = "fastattn.options"
-KERNEL_IMPORTERS = ("fastattn.ops", "fastattn.testing", "fastattn.bench")
+# Those that launch kernels, and those that ask what kernels serve and with which tiles.
+KERNEL_IMPORTERS = (
+    "fastattn.ops",
+    "fastattn.dispatch",
+    "fastattn.tuned",
+    "fastattn.testing",
+    "fastattn.bench",
+)
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 MOST_FILES = 14  # directly in one folder
 # What a user or a script imports, and what a process is started with.

@@ -15,15 +15,15 @@ from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.backward_bias import launch_backward_bias
 from fastattn.kernels.backward_relative import launch_backward_relative
 from fastattn.kernels.combine import launch_merge, launch_merge_prefix
-from fastattn.kernels.decode import launch_decode, launch_packed
+from fastattn.kernels.decode import launch_decode
 from fastattn.kernels.forward import (
     launch_few_queries,
     launch_forward,
     launch_forward_with_max,
 )
 from fastattn.kernels.forward_mode.tangent import InputTangents, launch_tangent
-from fastattn.kernels.fp8_quantize import launch_head_codes
-from fastattn.kernels.fp8_values import launch_pack_values
+from fastattn.kernels.fp8.quantize import launch_head_codes
+from fastattn.kernels.fp8.values import launch_pack_values
 from fastattn.kernels.hopper import forward as hopper_forward
 from fastattn.kernels.hopper.backward import launch_hopper_backward
 from fastattn.kernels.hopper.host import end_early
@@ -31,6 +31,7 @@ from fastattn.kernels.hopper.tile_table import HopperConfig, backward_config, fo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.arguments import tile_for
 from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
+from fastattn.kernels.paged import launch_packed
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.kernels.selected.backward import launch_selected_backward
 from fastattn.kernels.selected.choose import launch_block_scores

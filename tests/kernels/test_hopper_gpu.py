@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn import dispatch
 from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper.tile_table import backward_config
 from fastattn.kernels.launch import tiles
-from fastattn.ops import attend as ops
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 
@@ -38,7 +38,7 @@ BY_OPTION = pytest.mark.parametrize("option", OPTIONS)
 
 @pytest.fixture(autouse=True)
 def on_hopper(device: str) -> None:
-    if not ops.on_hopper(torch.device(device)):
+    if not dispatch.on_hopper(torch.device(device)):
         pytest.skip("this GPU is not of compute capability 9.0")
 
 

@@ -11,8 +11,8 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import fastattn
+from fastattn import dispatch
 from fastattn.bench.time import overhead
-from fastattn.ops import attend as ops
 from fastattn.testing.compiling.compile_pool import CompilePool
 
 
@@ -57,7 +57,7 @@ def work_of_known_calls(backend: str) -> dict[str, tuple[int, int, int]]:
         overhead.stand_in_gpu(),
         mock.patch.object(triton.JITFunction, "run", counting_run),
         mock.patch.object(TensorDescriptor, "__post_init__", counting_check),
-        mock.patch.object(ops, "on_hopper", lambda device: True),
+        mock.patch.object(dispatch, "on_hopper", lambda device: True),
     ):
         for name, call in cases(backend).items():
             for _ in range(2):

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 import fastattn
-from fastattn import reference
+from fastattn import dispatch, reference
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attend, schema
@@ -230,7 +230,7 @@ def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
 
 
 def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
     actual = explain(device)
     assert (actual.one_pass, actual.reasons) == (True, {})
     assert str(actual) == "backend: triton\nbackward: one-pass"
@@ -254,7 +254,7 @@ def test_explain_tells_why_there_are_two_passes(device: str) -> None:
 
 
 def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     assert explain(device, backend="hopper").one_pass
     actual = explain(device, 128, backend="hopper", softcap=3.0)
     assert "softcap and head dim 128" in why_not(actual)

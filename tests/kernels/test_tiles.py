@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from fastattn import dispatch
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.ops import attend
 
 # What `bench/results_table.py --add` adds to a row that was measured.
 MEASURED = {"ms", "gpu", "torch", "triton", "date", "command"}
@@ -49,7 +49,7 @@ def test_every_case_has_a_tile_of_a_row() -> None:
     kernels = tiles.KINDS + tiles.HEAVY + tiles.MASKED + tiles.BIAS + tiles.SCORES
     cases = [*itertools.product(tiles.TABLES, kernels, (2, 4), (16, 32, 64, 128, 256))]
     wide = ("sm_80", "sm_86", "sm_90", "sm_100")
-    cases += itertools.product(wide, tiles.KINDS + tiles.HEAVY, (2,), (attend.MAX_HEAD_DIM,))
+    cases += itertools.product(wide, tiles.KINDS + tiles.HEAVY, (2,), (dispatch.MAX_HEAD_DIM,))
     for name, kernel, element_size, BLOCK_D in cases:
         tile = tiles.tile_of(name, kernel, element_size, BLOCK_D)
         rows = [row for row in tiles.table(name) if row["element_size"] == element_size]

@@ -3,7 +3,6 @@
 import inspect
 import pkgutil
 import warnings
-from functools import partial
 from importlib import import_module
 
 import pytest
@@ -17,7 +16,7 @@ import fastattn.ops
 from fastattn.functional import call_memo
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches, tiles
-from fastattn.ops.call import Operator
+from fastattn.ops.call import Operator, operator
 from fastattn.ops.flops import nothing
 from fastattn.options import TENSORS, Options
 from fastattn.testing import assert_within_budget, make_qkv
@@ -25,7 +24,7 @@ from fastattn.testing import assert_within_budget, make_qkv
 launched: list[tuple] = []
 
 
-@partial(Operator, flops=nothing)
+@operator(nothing)
 def toy_scaled(
     bias: Tensor | None, x: Tensor, steps: int, dtype: torch.dtype, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +37,7 @@ def _(bias, x, steps, dtype, *options):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0)
 
 
-@partial(Operator, flops=nothing)
+@operator(nothing)
 def toy_sum(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x.sum()
 

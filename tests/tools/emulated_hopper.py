@@ -14,6 +14,7 @@ from torch import Tensor as TorchTensor
 from triton.experimental.gluon import language as gl
 
 import fastattn
+from fastattn import dispatch
 from fastattn.functional import call_memo
 from fastattn.functional.call_options import dense_options, packed_options
 from fastattn.kernels.hopper import backward, forward, host
@@ -27,7 +28,6 @@ from fastattn.kernels.hopper.pipeline import (
 )
 from fastattn.kernels.hopper.tile_table import HEAD_DIMS
 from fastattn.kernels.launch import launches
-from fastattn.ops import attend as ops
 from fastattn.ops import call
 from fastattn.testing.compare import assert_matches_reference
 from fastattn.testing.inputs import make_qkv
@@ -87,7 +87,7 @@ def emulate_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(module, kernel, Counted(getattr(module, kernel), seed))
     forget()
     monkeypatch.setattr(host, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     # Serve CPU tensors, with or without Triton's own interpreter.
     monkeypatch.setattr(call, "interpreting", lambda: True)
 

@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> Iterat
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
     monkeypatch.setattr(choices, "environment", lambda device: HERE)
     monkeypatch.setattr(choices, "applies", lambda device: True)
-    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
     monkeypatch.setattr(store, "_warned", set())
     forget()
     yield Store(HERE)
@@ -233,7 +233,7 @@ def test_lengths_count_by_the_waves_of_their_tiles(
 def test_hopper_or_triton_by_time(
     plant: Plant, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     qkv = inputs(device, T=64, requires_grad=False)
     plant("backends", {"backend": "hopper"}, {"backend": "triton", "causal": False})
     assert explain(*qkv, causal=True) == fastattn.Explanation("hopper", {}, measured=True)

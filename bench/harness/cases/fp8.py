@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import dispatch
 from ...functional.fp8 import attention_fp8, pack_values, quantize_fp8
-from ...ops import fp8
 from ...options import Options
 from ...testing.fp8 import assert_output_within_fp8_bounds, dequantized
 from .case import Case
@@ -28,7 +28,7 @@ def _serves(case: Case) -> str | None:
     number = torch.empty(1, device=device)
     q = number.expand(case.B, case.H_q, case.T_q, case.D)
     k = number.expand(case.B, case.H_k, case.T_k, case.D)
-    return fp8.why_not_hopper(q, k, k, Options(), getattr(torch, case.dtype))
+    return dispatch.why_not_hopper_fp8(q, k, k, Options(), getattr(torch, case.dtype))
 
 
 def _implementation(name: str, packed: bool) -> Implementation:

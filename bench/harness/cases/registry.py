@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ... import reference
+from ... import dispatch, reference
 from ...cache.views import view_of_tensors
 from ...functional.attend import attention
 from ...functional.decode import decode_attention
@@ -87,7 +87,7 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
         tensors["key_padding_mask"] = k.new_empty((case.B, case.T_k), dtype=torch.bool)
     options = Options(causal=case.causal, **tensors)
     device = torch.device(case.device if torch.cuda.is_available() else "cpu")
-    reason = ops.why_not_hopper(q, k, k, options, device)
+    reason = dispatch.why_not_hopper(q, k, k, options, device)
     if reason is None and not deterministic:
         return ops.why_not_one_pass_on_hopper(q, k, options)
     return reason

@@ -18,7 +18,6 @@ from unittest import mock
 
 from ... import dispatch
 from ...kernels.launch import tiles
-from ...ops import attend
 from ...testing.compiling.compile_pool import CompilePool
 from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
 from ..cases.case import Case
@@ -40,7 +39,7 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
     with (
         tiles.forced(**forced),
         mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
-        mock.patch.object(attend, "on_hopper", lambda device: True),
+        mock.patch.object(dispatch, "on_hopper", lambda device: True),
     ):
         work_from_nothing(here, ours.prepare(here, inputs), inputs)()
 

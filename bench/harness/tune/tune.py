@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import dispatch
 from ...kernels.launch import tiles
 from ...ops import attend
 from ...tuned import choices
@@ -164,5 +165,5 @@ def gpu_of(device: torch.device) -> Gpu:
     """Properties of the current CUDA device that a plan depends on."""
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    hopper = attend.on_hopper(device) and not attend.uncompiled
+    hopper = dispatch.on_hopper(device) and not attend.uncompiled
     return Gpu(tiles.current_arch(), shared, properties.multi_processor_count, hopper)

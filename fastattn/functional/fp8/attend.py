@@ -366,7 +366,7 @@ def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:
 def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
     """Backend of a checked call, the Hopper kernel preferred."""
     forced = dispatch.asked_for(backend)
-    reason = fp8.why_not_hopper(call.q, call.k, call.v, call.options, out_dtype)
+    reason = dispatch.why_not_hopper_fp8(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
         if reason is None:
             # The first caller installs this device's tuned shapes.

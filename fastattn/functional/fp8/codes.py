@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ... import checks
+from ... import checks, dispatch
 from ...ops import fp8
 from ...ops.gradients import as_batch, as_packed
 from ...quantization import codes_of, scale_of, sizes_of
@@ -85,7 +85,7 @@ def quantize_fp8(
             "pass x.detach()"
         )
     x = x.detach()
-    if fp8.has_kernel(x):
+    if dispatch.quantizes(x):
         batch = _batch(x, cu_seqlens)
         codes, scale = fp8.quantize(batch, lengths, cu_seqlens, packed)
         if packed:

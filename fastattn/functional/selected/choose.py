@@ -81,8 +81,9 @@ def select_blocks(
     for start in range(0, T_q, step):
         part = start, min(start + step, T_q)
         if by_kernel:
-            given = (H_s, per_block, *pool, count, *part, offset, scale, causal)
-            scores = ops.block_scores(*rows, lse, *given)
+            scores = ops.block_scores(
+                *rows, lse, H_s, per_block, *pool, count, *part, offset, scale, causal
+            )
         else:
             scores = formula.block_scores(
                 *rows, lse, H_s, per_block, pool, count, part, offset, scale, causal

@@ -1,19 +1,20 @@
 """torch.library operators of attention over lists of key blocks, with gradients."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import kernels, tracing
+import fastattn.kernels as kernels
+
+from ... import tracing
 from ...options import Options
 from ...torch_backend import formula
 from ...torch_backend.double_backward import gradients_with_graph
 from ...torch_backend.selected import attend as selected_formula
 from .. import schema
-from ..call import Operator, contiguous, fake_in_layout, fake_output
+from ..call import contiguous, fake_in_layout, fake_output, operator
 from ..flops import Formula
 from ..gradients import as_read, save, saved
 
@@ -30,7 +31,7 @@ def _attended(wide: int, of_values: int) -> Formula:
     return count
 
 
-@partial(Operator, flops=_attended(1, 1))
+@operator(_attended(1, 1))
 def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, lists: Tensor, counts: Tensor, block_q: int, block_k: int,
     options: Options,
@@ -41,11 +42,11 @@ def selected_forward(
 
 
 @selected_forward.op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return fake_output(q, v.shape[3])
 
 
-@partial(Operator, flops=_attended(4, 3))
+@operator(_attended(4, 3))
 def selected_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     lists: Tensor, counts: Tensor, block_q: int, block_k: int, options: Options,
@@ -58,7 +59,7 @@ def selected_backward(
 @selected_backward.op.register_fake
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    *_: Any,
+    *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (fake_in_layout(x, *x.shape[1:]) for x in (q, k, v))
     return dq, dk, dv, torch.empty_like(lse)
@@ -68,7 +69,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, lists, counts, block_q, block_k, *flat = inputs
     ctx.block = block_q, block_k
     # Lists are saved as mod_tensors, as there are no functions.
-    options = schema.unflat(tuple(flat))._replace(mod_tensors=(lists, counts))
+    options = schema.unflat(flat)._replace(mod_tensors=(lists, counts))
     save(ctx, q, k, v, options, output)
 
 
@@ -81,6 +82,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
     (lists, counts), options = kept.mod_tensors, kept._replace(mod_tensors=())
     needed = ctx.needs_input_grad
     results: list[Tensor | None] = [None] * len(needed)
+    grads: list[Tensor | None]
     places = (0, 1, 2, _SINKS)
     if torch.is_grad_enabled():
         inputs = (q, k, v, options.sinks)
@@ -88,13 +90,14 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
         grads = _differentiable_gradients(inputs, lists, ctx.block, options, wanted, (do, dlse))
     else:
         do, dlse = as_read(do, dlse, o)
-        *grads, delta = selected_backward.by_op(
-            do, dlse, q, k, v, o, lse, lists, counts, *ctx.block, options
+        block_q, block_k = ctx.block
+        dq, dk, dv, delta = selected_backward.by_op(
+            do, dlse, q, k, v, o, lse, lists, counts, block_q, block_k, options
         )
-        sinks = options.sinks
+        grads, sinks = [dq, dk, dv], options.sinks
         if sinks is not None and needed[_SINKS]:
-            grads.append(formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"])
-            grads[-1] = grads[-1].to(sinks.dtype)
+            dsinks = formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"]
+            grads.append(dsinks.to(sinks.dtype))
     for place, grad in zip(places, grads, strict=False):
         results[place] = grad
     return tuple(results)

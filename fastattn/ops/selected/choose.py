@@ -1,23 +1,24 @@
 """Operator of key block scores, without gradients."""
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ..call import Operator
+import fastattn.kernels as kernels
+
+from ..call import operator
 
 
-def _scored(given: Any) -> int:
+def _scored(given: Mapping[str, Any]) -> int:
     q, k = given["q"], given["k"]
     rows = given["row_end"] - given["row_start"]
     pairs = q.shape[0] * q.shape[1] * rows * k.shape[2]
     return int(2 * pairs * q.shape[3] * (given["pool"] // given["stride"]))
 
 
-@partial(Operator, flops=_scored)
+@operator(_scored)
 def block_scores(
     q: Tensor, k: Tensor, lse: Tensor | None, H_s: int, per_block: int, pool: int, stride: int,
     count: int, row_start: int, row_end: int, offset: int, scale: float, causal: bool,
@@ -32,6 +33,6 @@ def block_scores(
 @block_scores.op.register_fake
 def _(
     q: Tensor, k: Tensor, lse: Tensor | None, H_s: int, per_block: int, pool: int, stride: int,
-    count: int, row_start: int, row_end: int, *_: Any,
+    count: int, row_start: int, row_end: int, *_: object,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], H_s, row_end - row_start, count, dtype=torch.float32)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ... import dispatch
 from ...bench.time.supervise import Child, ChildProcess, Ended, python, supervise
-from ...ops import attend, call
+from ...ops import call
 from ...tuned import choices
 from ...tuned.environment import environment
 from ...tuned.findings import KEYS
@@ -157,7 +158,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 def available(device: torch.device) -> tuple[str, ...]:
     """The backends whose kernels can run on a device."""
-    return BACKENDS if attend.on_hopper(device) else BACKENDS[:1]
+    return BACKENDS if dispatch.on_hopper(device) else BACKENDS[:1]
 
 
 def _checked(name: str, chosen: Iterable[Any] | None, allowed: tuple[Any, ...]) -> tuple[Any, ...]:

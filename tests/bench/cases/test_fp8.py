@@ -6,13 +6,14 @@ import pytest
 import torch
 from gluon_emulator import Emulated
 
+from fastattn import dispatch
 from fastattn.bench.cases.case import Case
 from fastattn.bench.cases.correctness import expect
 from fastattn.bench.cases.fp8 import EIGHT_BITS
 from fastattn.bench.cases.inputs import make_inputs
 from fastattn.bench.time.attention import prepare
 from fastattn.kernels.hopper import forward
-from fastattn.ops import attend, fp8
+from fastattn.ops import fp8
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bfloat16", device="cpu")
@@ -23,13 +24,13 @@ BOTH = pytest.mark.parametrize("actual", EIGHT_BITS, ids=lambda x: x.name)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Emulated(forward.hopper_forward_kernel)
     monkeypatch.setattr(forward, "hopper_forward_kernel", kernel)
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
 
 
 @BOTH
 def test_says_what_it_does_not_serve(actual, monkeypatch):
     assert "compute capability 9.0" in actual.serves(CASE)
-    monkeypatch.setattr(attend, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     assert actual.serves(CASE) is None
     assert "no backward" in actual.serves(replace(CASE, direction="forward_backward"))
     assert "decoding" in actual.serves(replace(CASE, family="decode"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastattn import attention as attend
-from fastattn import reference
+from fastattn import dispatch, reference
 from fastattn.bench.cases import correctness
 from fastattn.bench.cases.case import Case, gpu_cases
 from fastattn.bench.cases.implementation import Implementation, Unserved
@@ -26,7 +26,6 @@ from fastattn.bench.time.attention import prepare, run_case
 from fastattn.bench.time.failures import DeviceLost
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
 from fastattn.kernels import backward
-from fastattn.ops import attend as ops
 
 CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
 BACKWARD = replace(CASE, family="backward", direction="forward_backward")
@@ -206,7 +205,7 @@ def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
     hopper, one_pass = BY_NAME["fastattn-hopper"], BY_NAME["fastattn-hopper-one-pass"]
     case = replace(CASE, device="cuda", dtype="bfloat16", D=64)
     assert "compute capability 9.0" in hopper.serves(replace(case, device="cpu"))
-    monkeypatch.setattr(ops, "on_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     assert hopper.serves(case) is None
     assert "head dim 84" in hopper.serves(replace(case, D=84))
     assert "decoding" in hopper.serves(replace(case, family="decode"))

@@ -9,6 +9,7 @@ import torch
 from fake_child import FakeChild
 from planned_tuning import FORWARD, NAMES, VERIFY, A, B, C, Run, choice, prepare_lookups
 
+from fastattn import dispatch
 from fastattn.bench.time.failures import LOST
 from fastattn.bench.tune import trial, tune, tuner
 from fastattn.bench.tune.choices import Candidate, Choice
@@ -188,7 +189,7 @@ def child(command, environment):
 @pytest.fixture
 def imaginary_gpu(monkeypatch):
     """A GPU with one step to verify and one choice; what is known about it, when it is asked."""
-    monkeypatch.setattr(attend, "on_hopper", lambda device: False)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
     for name, value in {
         "is_available": True, "current_device": 0, "device": contextlib.nullcontext(),
         "set_device": None,

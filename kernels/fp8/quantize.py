@@ -1,7 +1,7 @@
 """Quantise heads to e4m3 with one fp32 scale each, in two passes.
 
 The first pass computes the largest magnitude of every tile of rows, the second reduces these to a
-head's and writes codes: in the input's layout, or packed as in `fp8_values`. Packed sequences have
+head's and writes codes: in the input's layout, or packed as in `values`. Packed sequences have
 separate tiles and scales.
 """
 
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8_values import TOGETHER, packed_like, rows_of, store_packed
-from .launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
-from .rules.codes import key_at, row_scale, to_e4m3
-from .rules.tile import batch_row, head, key_program, load_at, memory_rows, store_tile
+from ..launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
+from ..rules.codes import key_at, row_scale, to_e4m3
+from ..rules.tile import batch_row, head, key_program, load_at, memory_rows, store_tile
+from .values import TOGETHER, packed_like, rows_of, store_packed
 
 # Maxima reduced at once.
 _MAXIMA = tl.constexpr(128)

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch.arguments import aligned, strides, tiles_of
-from .rules.codes import key_at
-from .rules.integers import runtime_int
-from .rules.mask import Mask
-from .rules.tile import batch_row, first_slot, head, key_program, memory_rows
+from ..launch.arguments import aligned, strides, tiles_of
+from ..rules.codes import key_at
+from ..rules.integers import runtime_int
+from ..rules.mask import Mask
+from ..rules.tile import batch_row, first_slot, head, key_program, memory_rows
 
 _KEYS = tl.constexpr(128)
 # TMA needs 16-byte alignment, and `key_at` permutes groups of 16 keys.

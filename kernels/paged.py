@@ -1,0 +1,108 @@
+"""Packed queries against a cache: rows of any number of new tokens, by the kernel of `decode`.
+
+A launch for rows of few tokens and one for longer ones: see `decode_splits.split_packed`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .combine import PART_FACTS, combine_launch
+from .decode import as_bytes, kernel_launch
+from .launch.arguments import blocks
+from .launch.decode_splits import split_packed
+from .launch.launches import Launch
+from .rules.pages import CacheTensors
+
+if TYPE_CHECKING:
+    from fastattn.options import Options
+
+
+class _Step(NamedTuple):
+    """A launch for rows of some numbers of tokens, and what merges their parts, if any.
+
+    parts: the shape of the results of parts.
+    """
+
+    launch: Launch
+    combine: Launch | None
+    parts: tuple[int, ...]
+
+
+class PreparedPacked(NamedTuple):
+    """The launches of a call of packed queries, for others with its signature."""
+
+    steps: tuple[_Step, ...]
+
+    def __call__(
+        self, q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None,
+        out: Tensor, lse: Tensor, options: Options,
+    ) -> None:  # fmt: skip
+        """Run `launch_packed` with the cached launches."""
+        cache = as_bytes(cache)
+        q, out = _as_batch_row(q), _as_batch_row(out)
+        for launch, combine, shape in self.steps:
+            parts = None
+            if combine is not None:
+                parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+            launch((q, out, lse, parts, starts, cu_seqlens, *cache, *options))
+            if combine is not None:
+                combine((), parts, out, lse)
+
+
+def launch_packed(
+    q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
+    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
+) -> None:  # fmt: skip
+    """Write o [total, H_q, D_v], any strides but the last, and lse fp32 [H_q, total], contiguous.
+
+    q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
+    n = cu_seqlens[b + 1] - cu_seqlens[b], and stands at position lengths[row] - n + i of its row of
+    the cache. Tokens that no row has are left as they are.
+
+    Args:
+        cu_seqlens: int [B + 1].
+        starts: int [rows]: the positions before are padding; None: there is none.
+        options: as for `launch_decode`.
+        longest: what no row's tokens exceed; rows with more are left as they are.
+        invariant: results of a row do not depend on the others, see `decode_splits`.
+    """
+    prepare_packed(
+        q, cu_seqlens, cache, starts, out, lse, options, longest=longest, invariant=invariant
+    )(q, cu_seqlens, cache, starts, out, lse, options)
+
+
+def prepare_packed(
+    q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
+    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
+) -> PreparedPacked:  # fmt: skip
+    """`launch_packed` for calls with the signature of this one, ready to launch.
+
+    With users' functions it serves this call alone. It depends on `device_key` too, and takes the
+    current device for theirs.
+    """
+    B, total = cu_seqlens.shape[0] - 1, q.shape[0]
+    if B * total == 0:
+        return PreparedPacked(())
+    cache = as_bytes(cache)
+    q, out = _as_batch_row(q), _as_batch_row(out)
+    H_k, D_v = cache.k.shape[1], cache.v.shape[3]
+    steps = []
+    for packed in split_packed(q, B, longest, cache, options, invariant):
+        parts, combine, tile = None, None, packed.tile
+        shape = (packed.places, H_k, tile.BLOCK_M, 4 * blocks(D_v, 4) + PART_FACTS.value)
+        if packed.places:
+            parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+            combine = combine_launch(parts, out, D_v, packed=True)
+        given = (q, out, lse, parts, starts, cu_seqlens, *cache, *options)
+        launch = kernel_launch(given, options, tile, packed.split, packed)
+        steps.append(_Step(launch, combine, shape))
+    return PreparedPacked(tuple(steps))
+
+
+def _as_batch_row(x: Tensor) -> Tensor:
+    """[total, H, D] as [1, H, total, D]."""
+    return x.transpose(0, 1)[None]
