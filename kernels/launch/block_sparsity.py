@@ -162,7 +162,7 @@ class CallTables:
         self._device = next(x.device for x in self.empty if x is not None)
         self.empty = ()
 
-    def __call__(self, options: Sequence[object]) -> list[Tensor | None]:
+    def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
         """Make and fill the tables of a call with these options."""
         made = [
             None if shape is None else torch.empty(shape, dtype=torch.int32, device=self._device)

@@ -8,7 +8,7 @@ arguments, and than Triton's own inspection of them. No tensor is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -68,7 +68,7 @@ class Tables(Protocol):
     def bind(self, given: Sequence[object]) -> None:
         """Bind every launch, as `Launch.bind`."""
 
-    def __call__(self, options: Sequence[object]) -> list[Tensor | None]:
+    def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
         """Make and fill the tables of a call with these options."""
 
 
@@ -158,8 +158,9 @@ class Launch:
         places = {id(x): place for place, x in enumerate(given) if _of_a_call(x)}
         arguments = list(self._arguments)
         for at, argument in enumerate(arguments):
-            record = type(argument) if isinstance(argument, tuple) else None
-            fields = [argument] if record is None else list(argument)
+            record, fields = None, [argument]
+            if isinstance(argument, tuple):
+                record, fields = type(argument), list(argument)
             held = [(n, id(x)) for n, x in enumerate(fields) if _of_a_call(x)]
             tensors = [(n, places[x]) for n, x in held if x in places]
             self.reusable = self.reusable and len(tensors) == len(held)
@@ -233,10 +234,10 @@ def _of_a_call(x: object) -> bool:
     return isinstance(x, Tensor) or (type(x) is tuple and any(isinstance(y, Tensor) for y in x))
 
 
-def _described(x: Tensor | None, like: TensorDescriptor | None) -> TensorDescriptor | None:
+def _described(x: object, like: TensorDescriptor | None) -> TensorDescriptor | None:
     if like is None:
         return None
-    assert x is not None
+    assert isinstance(x, Tensor)
     return descriptor_of(x, like)
 
 
@@ -253,8 +254,7 @@ def cached_plan(
     def decorated(
         plan: Callable[Concatenate[Options, _P], _L],
     ) -> Callable[Concatenate[Options, _P], _L]:
-        @wraps(plan)
-        def launch_for(options: Options, *arguments: _P.args, **_: _P.kwargs) -> _L:
+        def launch_for(options: Options, /, *arguments: _P.args, **_: _P.kwargs) -> _L:
             if options.launched_anew:
                 return plan(options, *arguments, **_)
             tensors: Any = arguments[:count]
