@@ -90,7 +90,7 @@ def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
     return sum(T_q * T_k for T_q, T_k in zip(*lengths, strict=True))
 
 
-def _known(x: object) -> bool:
+def _known(x: Any) -> bool:
     """Whether a tensor has values, unlike tracers' and meta tensors."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
 

@@ -17,7 +17,7 @@ from ..data.text import TextDataset, check_counts
 _VALIDATION_SEED = 0
 
 Split = Literal["train", "validation"]
-_Example = TypeVar("_Row")
+_Example = TypeVar("_Example")
 
 
 @dataclass(frozen=True)
