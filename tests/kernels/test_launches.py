@@ -12,7 +12,7 @@ import torch
 from fastattn.kernels.backward import launch_backward
 from fastattn.kernels.forward import launch_forward, prepare_forward
 from fastattn.kernels.launch import interpreter, launches
-from fastattn.options import ROWS, Options
+from fastattn.options import OPTIONS, Options
 
 interpreter.mend()
 B, H_Q, H_K, T, D = 2, 2, 1, 12, 16
@@ -94,7 +94,7 @@ def results(rows: list[torch.Tensor], options: Options) -> list[torch.Tensor]:
 def test_every_tensor_of_the_record_is_drawn(device: str) -> None:
     annotations = Options.__annotations__.items()
     tensors = {name for name, kind in annotations if "Tensor" in str(kind)} - {"mod_tensors"}
-    rows = {name: row for name, row in ROWS.items() if "attention" in row.calls}
+    rows = {name: row for name, row in OPTIONS.items() if "attention" in row.calls}
     taken = {field for name, row in rows.items() for field in row.fields or (name,)}
     taken |= {"cu_seqlens_q"}
     assert set(draw(device, 0)) == (tensors & taken) - {"k_documents", "k_positions"}

@@ -13,7 +13,7 @@ from gloo_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastattn import KVCache, reference
-from fastattn.options import ROWS
+from fastattn.options import OPTIONS
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
@@ -449,7 +449,7 @@ def test_explanations_say_which_method_and_why_not_another(ranks):
         assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in forced
 
 
-DECODING = [name for name, row in ROWS.items() if "decode_attention" in row.calls]
+DECODING = [name for name, row in OPTIONS.items() if "decode_attention" in row.calls]
 
 
 @pytest.mark.parametrize("name", [*DECODING, "windw"])
