@@ -109,13 +109,9 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def constants(
-    tile: TileConfig,
-    D: int,
-    D_v: int,
-    dtype: torch.dtype,
-    *tensors: Tensor | None,
+    tile: TileConfig, D: int, D_v: int, dtype: torch.dtype, *tensors: Tensor | None,
     options: Options | None = None,
-) -> Constants:
+) -> Constants:  # fmt: skip
     """Compile-time constants of a kernel; tensors: addressed by rows.
 
     options: of a call that may have a second product.
@@ -124,18 +120,18 @@ def constants(
     if options is not None and options.key2 is not None:
         D2, tensors = options.key2.shape[3], (*tensors, options.query2, options.key2)
     return Constants(
-        D,
-        D_v,
-        tile.BLOCK_M,
-        tile.BLOCK_N,
-        block_dim(D),
-        block_dim(D_v),
-        index_type(*tensors) == tl.int64,
-        dot_precision(dtype),
-        dtype.itemsize == 2,
-        D2,
+        D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v),
+        index_type(*tensors) == tl.int64, dot_precision(dtype), dtype.itemsize == 2, D2,
         block_dim(D2),
-    )
+    )  # fmt: skip
+
+
+def row_constants(
+    options: Options, tile: TileConfig, q: Tensor, v: Tensor, *tensors: Tensor | None
+) -> Constants:
+    """`constants` of a call that may have a second product; tensors: beside q and v."""
+    D, D_v = q.shape[3], v.shape[3]
+    return constants(tile, D, D_v, q.dtype, q, v, *tensors, options=options)
 
 
 def shown_by_ranges(options: Options) -> bool:
