@@ -19,11 +19,7 @@ from .torch_backend import triton_language
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .arguments import (
-        AttentionArguments,
-        AttentionPagedArguments,
-        AttentionVarlenArguments,
-    )
+    from .arguments import AttentionArguments, AttentionPagedArguments, AttentionVarlenArguments
 
 
 @overload

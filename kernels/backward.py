@@ -36,13 +36,7 @@ from .launch.arguments import (
 )
 from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, Stream, cached_plan
-from .rules.blocks import (
-    key_head,
-    load_queries,
-    over_key_blocks,
-    query_tile,
-    store_queries,
-)
+from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from .rules.product import add_weighted_rows
 from .rules.relative import further_keys, relative_query, unskewed
 from .rules.score import load_bias
@@ -108,10 +102,7 @@ def attention_backward_dq_kernel(
     delta = store_delta(o, do, dlse_ptr, delta_ptr, stats, tile.in_rows)
     lse = load_lse(lse_ptr + stats, tile.in_rows, score)
 
-    state = (
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_D2], tl.float32),
-    )
+    state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D2], tl.float32))
     keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
     values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
     operands = (QueryRows(q, query, do, lse, delta), keys, values, bias_desc)

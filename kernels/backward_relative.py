@@ -202,15 +202,7 @@ def _store_bias(table_ptr, ends_ptr, sums, distances, reach, h, part):
 
 @triton.jit
 def _store_keys(
-    table_ptr,
-    ends_ptr,
-    sums,
-    distances,
-    reach,
-    h,
-    part,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    table_ptr, ends_ptr, sums, distances, reach, h, part, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """`_store_bias` for vectors."""
     cols = tl.arange(0, BLOCK_D)

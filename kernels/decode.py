@@ -57,13 +57,7 @@ from .launch.decode_splits import (
 )
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
-from .rules.codes import (
-    add_weighted_codes,
-    far_behind,
-    lift_of,
-    queries_for_codes,
-    scores_of_codes,
-)
+from .rules.codes import add_weighted_codes, far_behind, lift_of, queries_for_codes, scores_of_codes
 from .rules.integers import runtime_int, value
 from .rules.mask import valid_keys, visible
 from .rules.pages import (
@@ -79,14 +73,7 @@ from .rules.pages import (
 from .rules.product import add_weighted_rows, interleave, rows_by_rows
 from .rules.score import first_state, modified
 from .rules.softmax import finish, in_parts, online_step
-from .rules.splits import (
-    Lengths,
-    Plan,
-    packed_part,
-    part_of,
-    share,
-    tile_rows,
-)
+from .rules.splits import Lengths, Plan, packed_part, part_of, share, tile_rows
 from .rules.tile import load_at
 
 if TYPE_CHECKING:

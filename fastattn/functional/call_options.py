@@ -123,12 +123,7 @@ def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def packed_options(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    **given: Any,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, **given: Any
 ) -> Options:
     """Options of a call of `attention_varlen`, after `checks.check_packed`."""
     PACKED.refuse_others(given)
@@ -137,12 +132,7 @@ def packed_options(
 
 
 def packed_fp8_options(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    **given: Any,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, **given: Any
 ) -> Options:
     """Options of a call of `attention_varlen_fp8`, with checked dtypes and devices."""
     checks.check_packed_shapes(q, k, v)

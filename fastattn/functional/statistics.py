@@ -137,12 +137,7 @@ def attention_weights(
 
 
 def _prepared(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor | None,
-    backend: str | None,
-    given: Any,
+    name: str, q: Tensor, k: Tensor, lse: Tensor | None, backend: str | None, given: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Options, str]:
     """q, k and lse for the backend, the checked options, and the backend."""
     if given.get("dropout"):

@@ -141,12 +141,7 @@ def _call_on_hopper(
 
 
 def _call(
-    flags: list[str],
-    D: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    backward: bool,
-    backend: str,
+    flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool, backend: str
 ) -> None:
     def zeros(*shape: int, grad: bool = False) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)

@@ -249,13 +249,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        by: Kernels,
-        options: Options,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *_: Tensor | None,
+        ctx: Any, by: Kernels, options: Options, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.by = by
         output = by.forward(q, k, v, options)

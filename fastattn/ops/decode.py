@@ -140,15 +140,7 @@ def prepare_packed(
         q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
         o, lse = results(q, width, out)
-        launch(
-            q,
-            cu_seqlens,
-            _of_view(view),
-            view.starts,
-            o,
-            lse,
-            options,
-        )
+        launch(q, cu_seqlens, _of_view(view), view.starts, o, lse, options)
         return o, lse
 
     return paged

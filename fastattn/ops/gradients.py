@@ -92,11 +92,7 @@ def saved(ctx: Any) -> Saved:
 
 
 def gradients(
-    kernels: Kernels,
-    ctx: Any,
-    needed: Sequence[bool],
-    do: Tensor | None,
-    dlse: Tensor | None,
+    kernels: Kernels, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """Compute the gradients of q, k, v and the fields in LEARNED; None where not needed.
 
@@ -118,22 +114,14 @@ def gradients(
 
 
 def kernel_gradients(
-    kernels: Kernels,
-    inputs: Saved,
-    needed: Sequence[bool],
-    do: Tensor | None,
-    dlse: Tensor | None,
+    kernels: Kernels, inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """`gradients` by the kernels, not differentiable."""
     return gradients_and_delta(kernels, inputs, needed, do, dlse)[0]
 
 
 def gradients_and_delta(
-    kernels: Kernels,
-    inputs: Saved,
-    needed: Sequence[bool],
-    do: Tensor | None,
-    dlse: Tensor | None,
+    kernels: Kernels, inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> tuple[list[Tensor | None], Tensor]:
     """`kernel_gradients`, and delta = rowsum(do * o) - dlse, fp32 like lse."""
     q, k, v, o, lse, options = inputs

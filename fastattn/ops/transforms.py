@@ -82,11 +82,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        kernels: Kernels,
-        needed: tuple[bool, ...],
-        do: Tensor,
-        dlse: Tensor | None,
-        *arguments: Any,
+        kernels: Kernels, needed: tuple[bool, ...], do: Tensor, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, ...]:
         q, k, v, o, lse, *fields = arguments
         inputs = (q, k, v, o, lse, unflat(fields))

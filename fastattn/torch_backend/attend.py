@@ -23,12 +23,7 @@ from .query_chunks import Part
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    return_lse: bool = False,
-    first_row: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fastattn.attention` or, packed, `attention_varlen`, for checked arguments.
 

@@ -85,9 +85,7 @@ def _ring_in_order(
     lasting = (positions < first) | (positions >= lengths[:, None] - (S - first))
     page, slot = view.locate(positions)
     options = _over_keys(options, n)._replace(
-        key_padding_mask=lasting,
-        key_lengths=lengths - base,
-        query_offsets=lengths - counts - base,
+        key_padding_mask=lasting, key_lengths=lengths - base, query_offsets=lengths - counts - base
     )
     k = _rows_at(view.k, view.k_scale, page, slot, view.dtype)
     v = _rows_at(view.v, view.v_scale, page, slot, view.dtype)

@@ -25,12 +25,7 @@ def carried(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    return_lse: bool = False,
-    first_row: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`formula.attention` with tangents of o and lse."""
     if options.cu_seqlens_q is not None:

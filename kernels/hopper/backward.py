@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backward_atomic import launch_add_parts, launch_finish_dq, launch_start_dq, parts_of
-from ..launch.arguments import (
-    aligned,
-    kernel_score,
-    result_in_layout,
-    strides,
-    tiles_of,
-)
+from ..launch.arguments import aligned, kernel_score, result_in_layout, strides, tiles_of
 from ..launch.launches import Launch, cached_plan
 from .backward_dkv import hopper_backward_dkv_kernel
 from .backward_dq import hopper_backward_dq_kernel

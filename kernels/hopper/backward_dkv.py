@@ -217,15 +217,7 @@ def _starts(n, row, mine, shared, config: gl.constexpr):
 
 @gluon.jit
 def _step(
-    dk,
-    dv,
-    n,
-    row,
-    mine,
-    shared,
-    MASKED: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    config: gl.constexpr,
+    dk, dv, n, row, mine, shared, MASKED: gl.constexpr, CONSUMER: gl.constexpr, config: gl.constexpr
 ):
     """dk += dS^T Q and dv += P^T dO of the n-th block, from query number `row` on.
 

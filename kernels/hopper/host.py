@@ -21,13 +21,7 @@ from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
 from ..rules.tile import ORDERED
 from .pipeline import ROWS
-from .tile_table import (
-    APART_HEAD_DIM,
-    HEAD_DIMS,
-    HopperConfig,
-    backward_config,
-    tile_columns,
-)
+from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig, backward_config, tile_columns
 
 if TYPE_CHECKING:
     from fastattn.options import Options
