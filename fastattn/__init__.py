@@ -14,8 +14,8 @@ def _is_command() -> bool:
     return Path(script).name in (__name__, f"{__name__}.exe")
 
 
-# The command answers --help and typos without torch. Elsewhere, and where one of these names is
-# used all the same, everything is imported at once: that also registers the operators with torch.
+# The command answers --help and typos without torch. Other processes import everything at once,
+# which also registers the operators with torch; so does the first use of one of these names.
 _LATER = "_LATER" not in globals() and _is_command()
 if not _LATER:
     from .block_mask import BlockMask as BlockMask
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     tune: Callable[..., Any]
     verify: Callable[..., Any]
 
-# What stands above all else in the package is imported when it is used.
+# Top-level modules that depend on the rest of the package are imported at first use.
 _LATE = {"tune": ".bench.tune.tune", "verify": ".testing.verify"}
 
 

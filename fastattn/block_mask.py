@@ -1,4 +1,4 @@
-"""Users' functions in options: what they are, and their names where only strings can travel."""
+"""Users' functions in options, and their names for operators, which take only strings."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -11,19 +11,18 @@ from .tracing import may_keep
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A user's mask function, with what is known about it and the tables of blocks made from it.
+    """A user's mask function with its properties and its tables of blocks.
 
-    Kernels skip blocks that a mask empties and do not mask those that it fills. Which is which they
-    find by asking the function about every pair, once for each `BlockMask` and shape: keep the
-    object and pass it again, to every layer and in every step. A bare function is asked anew in
-    each call. The tables notice when another mask is combined with this one or a tensor that it
-    reads is written.
+    Kernels skip empty blocks and do not mask full ones. To classify the blocks, a kernel evaluates
+    the function at every pair, once for each `BlockMask` and shape: keep the object and pass it to
+    every layer in every step. A bare function is evaluated in each call. The tables are renewed
+    when the call's other masks change, or a tensor that the function reads.
 
     Args:
         mask_mod: @triton.jit function (b, h, q_pos, k_pos, *tensors) -> bool.
-        per_batch: False promises that its answer does not depend on b.
-        per_head: False promises that its answer does not depend on h. Each promise saves the
-            kernels as many tables of blocks as there are batch rows, or heads.
+        per_batch: False promises that the mask does not depend on b.
+        per_head: False promises that the mask does not depend on h. One table of blocks then serves
+            all batch rows, or all heads.
 
     Examples:
         >>> mask = BlockMask(every_third, per_batch=False, per_head=False)  # doctest: +SKIP
@@ -36,7 +35,7 @@ class BlockMask:
     tables: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def may_keep(self, device: torch.device) -> bool:
-        """Whether a table made now may join `tables`."""
+        """Whether a table that is made now may be kept in `tables`."""
         return may_keep(device)
 
 
@@ -44,7 +43,7 @@ def name_of(mod: Any) -> str:
     """The name of a user's function or `BlockMask`, "" for None: the inverse of `named`.
 
     Raises:
-        ValueError: the function is not at the top level of a module, where it can be found again.
+        ValueError: the function is not at the top level of a module.
     """
     if mod is None:
         return ""
@@ -63,13 +62,13 @@ def _python_name(function: Any) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-# While torch.compile traces it runs this, and takes what comes of it for a constant: of a function
-# its release 2.13 knows no __qualname__. By hand, as assume_constant_result imports torch._dynamo.
+# torch.compile runs this while it traces and takes the result for a constant: torch 2.13 cannot
+# trace __qualname__. Marked by hand: assume_constant_result would import torch._dynamo.
 _python_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def named(name: str) -> Any:
-    """The function or `BlockMask` that `name_of` gave this name."""
+    """The function or `BlockMask` with this name of `name_of`."""
     if not name:
         return None
     module, qualname, *promises = name.split(":")

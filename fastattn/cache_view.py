@@ -1,4 +1,4 @@
-"""Views of a cache for the kernels that read it or write into it: `CacheView`, rows in memory."""
+"""`CacheView`: views of caches for the kernels that read or write them."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from .quantization import dequantize_rows
 
 
 class CacheView(NamedTuple):
-    """A batch of rows of any cache, in tensors; made by a cache's `view`. It shares their memory.
+    """A batch of rows of any cache as tensors that share its memory; made by a cache's `view`.
 
-    Buffers are made of pages of S slots; a contiguous cache has one page a row. Slot s of page p
+    Buffers consist of pages of S slots; a contiguous cache has one page per row. Slot s of page p
     of K/V head h is k[p, h, s]. Row r = batch_index[b] (or b, if None) holds its token at position
     t, for t < lengths[r], in
 
@@ -20,29 +20,30 @@ class CacheView(NamedTuple):
         ring         page r, slot t where t < keep_first, else
                      keep_first + (t - keep_first) % (S - keep_first)
 
-    Of a ring only the latest position of each slot is left: see `slot_positions`. Slots that hold
-    no token are undefined (they may be NaN), and so are entries of block_table past a row's pages.
+    Each slot of a ring holds its latest position: see `slot_positions`. Slots without a token are
+    undefined (they may be NaN), as are entries of block_table past a row's pages.
 
-    Nothing is stored by an entry that is no page's number, and it is read as the nearest one.
+    Writes through an invalid page number are dropped; reads use the nearest valid one.
 
     Attributes:
-        k: [P, H_k, S, D], in the dtype of storage, any strides but the last, which is 1. A cache's
-            own rows are padded up to whole 16 bytes.
+        k: [P, H_k, S, D], in the dtype of storage; the last stride is 1. Caches pad their rows to
+            whole 16 bytes.
         v: [P, H_k, S, D_v], likewise.
-        k_scale, v_scale: fp32 [P, H_k, S] where k and v hold codes (int8 or e4m3); the key is
-            k * k_scale. Strides of 0 say that slots share a given scale, see `given_scales`. None:
-            k and v are stored as they are.
+        k_scale, v_scale: fp32 [P, H_k, S] if k and v hold codes (int8 or e4m3); the key is k *
+            k_scale. Strides of 0: slots share a given scale, see `given_scales`. None: k and v are
+            not quantized.
         block_table: int32 [rows, N], contiguous, or None.
         page_size: S.
-        lengths: int32 [rows], indexed by row, not by b: tokens each row has seen. The latest append
-            is counted.
+        lengths: int32 [rows], indexed by row, not by b: the number of tokens each row has seen, the
+            latest append included.
         starts: int32 [rows] or None: positions before starts[r] are padding on the left.
         batch_index: int32 [B] or None: the row of each batch element.
-        length_bound: a number on the host that no length of these rows exceeds.
-        keep_first: a ring's pinned first positions; None: not a ring.
-        window: the keys a query may see in a ring besides the first keep_first, its own included.
+        length_bound: upper bound of these rows' lengths, on the host.
+        keep_first: number of pinned first positions of a ring; None: not a ring.
+        window: number of keys that a query sees in a ring besides the first keep_first, its own
+            included.
         dtype: of keys and values as attention gets them.
-        counters: int32 [rows], all 0, for kernels that count their programs; each leaves them so.
+        counters: int32 [rows], all 0, for kernels that count their programs; each resets them.
     """
 
     k: Tensor
@@ -67,20 +68,20 @@ class CacheView(NamedTuple):
 
     @property
     def given_scales(self) -> bool:
-        """Whether slots share scales, which are given: codes are made by them, none is stored."""
+        """Whether slots share given scales: quantization uses them and stores none."""
         if self.k_scale is None:
             return False
         steps = zip(self.k_scale.shape, self.k_scale.stride(), strict=True)
         return any(size > 1 and step == 0 for size, step in steps)
 
     def of_batch(self, x: Tensor) -> Tensor:
-        """[B, ...] of what is kept for every row: lengths, starts, the block table."""
+        """Select [B, ...] from a tensor with all rows: lengths, starts, the block table."""
         return x if self.batch_index is None else x.index_select(0, self.batch_index)
 
     def has_place(self, positions: Tensor) -> Tensor:
-        """bool [B, T]: whether rows have a slot for the tokens at positions [B, T], in some page.
+        """bool [B, T]: whether rows have a slot for the tokens at positions [B, T].
 
-        Negative positions and those past the end of a row have none.
+        Negative positions and positions past the end of a row have none.
         """
         valid = positions >= 0
         if self.block_table is not None:
@@ -90,9 +91,9 @@ class CacheView(NamedTuple):
         return valid if self.keep_first is not None else valid & (positions < self.page_size)
 
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Page and slot, int64 [B, T], of positions [B, T]; in the pool, whatever the table says.
+        """Page and slot, int64 [B, T], of positions [B, T]; always within the pool.
 
-        A token that has no place (`has_place`) has that of another here.
+        A token without a slot (see `has_place`) gets another token's slot.
         """
         positions = positions.long()
         if self.block_table is not None:
@@ -109,10 +110,10 @@ class CacheView(NamedTuple):
         return page, torch.where(positions < first, positions, turned)
 
     def slot_positions(self) -> Tensor:
-        """int32 [B, N]: the position of the token in every slot that `gather` returns, -1 = none.
+        """int32 [B, N]: the position of the token in each slot of `gather`, -1 = none.
 
-        N is the number of slots that may hold a token: of a ring all S, else length_bound, rounded
-        up to whole pages where there are pages.
+        N is the number of slots that may hold a token: S of a ring, else length_bound, rounded up
+        to whole pages.
         """
         lengths = self.of_batch(self.lengths).unsqueeze(1)
         slot = torch.arange(self._readable_slots(), device=lengths.device, dtype=torch.int32)
@@ -131,8 +132,8 @@ class CacheView(NamedTuple):
     def gather(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [B, H_k, N, D], values [B, H_k, N, D_v] and positions int32 [B, N], copied out.
 
-        Codes come back as numbers, both in `dtype`. Where the position is -1 there is no token:
-        mask such a slot; its key and value are 0.
+        Codes are dequantized to `dtype`. Slots of position -1 hold no token: mask them; their keys
+        and values are 0.
         """
         position = self.slot_positions()
         empty = (position < 0)[:, None, :, None]
@@ -140,17 +141,17 @@ class CacheView(NamedTuple):
         return k, v, position
 
     def gather_slots(self) -> tuple[Tensor, Tensor]:
-        """`gather` of what slots hold, undefined (it may be NaN) where there is no token."""
+        """`gather` without zeros: slots without a token are undefined (they may be NaN)."""
         return self._gather_rows(self.k, self.k_scale), self._gather_rows(self.v, self.v_scale)
 
     def _listed(self, column: Tensor) -> Tensor:
-        """int64: what the block table says in columns [B, T], in its last one for those past it."""
+        """int64: block table entries of columns [B, T], clamped to its last column."""
         assert self.block_table is not None
         table = self.of_batch(self.block_table)
         return table.gather(1, column.clamp(0, table.shape[1] - 1)).long()
 
     def _in_pool(self, page: Tensor) -> Tensor:
-        """Entries of a block table, those that are no page's number as the nearest one."""
+        """Entries of a block table, clamped to valid page numbers."""
         return page.long().clamp(0, self.k.shape[0] - 1)
 
     def _readable_slots(self) -> int:
@@ -181,9 +182,9 @@ class CacheView(NamedTuple):
 def allocate_rows(
     *shape: int, width: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Tensor:
-    """Uninitialised [*shape, width] in which every row starts at a multiple of 16 bytes.
+    """Uninitialised [*shape, width] whose rows start at multiples of 16 bytes.
 
-    The rows are dense where `width` numbers are whole 16 bytes, else a view of wider ones.
+    The rows are dense if `width` numbers are whole 16 bytes, else a view of wider rows.
     """
     elements = 16 // dtype.itemsize
     padded = -(-width // elements) * elements
@@ -194,7 +195,7 @@ def allocate_kv(
     shape: tuple[int, ...], head_dim: int, value_dim: int, dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """k and v, `allocate_rows` each."""
+    """k and v from `allocate_rows`."""
     k, v = (
         allocate_rows(*shape, width=width, dtype=dtype, device=device)
         for width in (head_dim, value_dim)
@@ -203,5 +204,5 @@ def allocate_kv(
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """x as numbers that torch can index on every device: fp8 as its bytes."""
+    """View fp8 as bytes, which torch can index on every device."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

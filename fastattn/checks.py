@@ -1,4 +1,4 @@
-"""Every argument check and its message: one function a rule, called before anything is computed."""
+"""Checks of arguments, with their messages: one function per rule."""
 
 import math
 from itertools import pairwise
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .tracing import decided, has_tangent, in_forward_mode
 
-# Positions of queries are taken within this distance of the first key: no sequence is as long.
+# Positions of queries are within this distance of the first key: no sequence is as long.
 FARTHEST = 2**28
-# So no distance between a query and a key is as long as this.
+# All distances between a query and a key are shorter.
 _TOO_FAR = 2 * FARTHEST
-# Under export sizes, and what is computed from them, are symbols.
+# Under export, sizes and their results are symbols.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -21,7 +21,7 @@ BACKENDS = ("auto", "hopper", "triton", "torch")
 
 
 def check_tensor(name: str, x: Any) -> Tensor:
-    """A dense tensor, whole on its device, without a tangent: a kernel is given its memory."""
+    """Check for a dense tensor on one device, without a tangent: kernels read its memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
     if x.is_nested:
@@ -32,7 +32,7 @@ def check_tensor(name: str, x: Any) -> Tensor:
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, as to_dense() makes one, got {x.layout}")
-    # Recognised by its method: torch.distributed.tensor need not be imported for that.
+    # Recognised by its method, without an import of torch.distributed.tensor.
     if type(x) is not Tensor and hasattr(x, "to_local"):
         raise TypeError(
             f"{name} must be the tensor of one device, got a {type(x).__name__}: "
@@ -45,7 +45,7 @@ def check_tensor(name: str, x: Any) -> Tensor:
 
 
 def refuse_tangent(name: str, x: Tensor) -> None:
-    """NotImplementedError where forward-mode AD carries a tangent of x: it would be dropped."""
+    """Raise NotImplementedError if x has a forward-mode tangent, which would be dropped."""
     if in_forward_mode() and has_tangent(x):
         raise NotImplementedError(
             f"{name} has a tangent (torch.autograd.forward_ad, torch.func.jvp or jacfwd), and "
@@ -56,7 +56,7 @@ def refuse_tangent(name: str, x: Tensor) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """Tensors of four dimensions: what has to hold before anything else can be asked of them."""
+    """Check for tensors of four dimensions, before any other check."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if check_tensor(name, x).dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {tuple(x.shape)}")
@@ -115,21 +115,21 @@ def _check_heads(H_q: int, H_k: int, D: int, D_v: int) -> None:
 
 
 def as_python(x: Any) -> Any:
-    """x, or Python's own bool, int or float where x is a number of numpy's, or a tensor of no dims.
+    """Convert numpy's numbers and tensors without dims to bool, int or float; others unchanged.
 
-    The one rule for every option that is a number. Tensors have to lie on the CPU, as nothing here
-    waits for a device, and ask for no gradient, as none would come.
+    For every option that is a number. Tensors must be on the CPU, as checks do not wait for a
+    device, and must not require grad, as options have no gradient.
     """
     if x is None or type(x) in (bool, int, float):
         return x
     if isinstance(x, Tensor):
         return x.item() if x.dim() == 0 and x.is_cpu and not x.requires_grad else x
-    # By name: numpy may not be installed.
+    # Recognised by name: numpy may not be installed.
     return x.item() if type(x).__module__ == "numpy" and getattr(x, "ndim", 1) == 0 else x
 
 
 def check_flag(name: str, x: Any) -> bool:
-    """True or False, and nothing that only counts as one; returned as Python's own."""
+    """Check for True or False, not merely a truth value; returns a Python bool."""
     x = as_python(x)
     if not isinstance(x, (bool, torch.SymBool)):
         raise TypeError(f"{name} must be a bool, got {got(x)}")
@@ -162,7 +162,7 @@ def _window_side(name: str, side: Any) -> int | None:
 
 
 def _within_reach(x: int) -> int:
-    """x, or what is as good where it is longer than any distance: int64 may not hold it."""
+    """x, clamped to the longest distance: int64 may not hold it."""
     return x if isinstance(x, torch.SymInt) else min(x, _TOO_FAR)
 
 
@@ -207,7 +207,7 @@ def check_prefix_lengths(prefix: Any, B: int, causal: bool, q: Tensor) -> Tensor
 
 
 def check_keep_first(x: Any, windowed: bool) -> int:
-    """An int of at least 0, beside something that hides the first keys."""
+    """Check for an int >= 0, with an option that hides the first keys."""
     count = check_count("keep_first", x, 0)
     if count and not windowed:
         raise ValueError(
@@ -230,7 +230,7 @@ def check_count(name: str, x: Any, least: int) -> int:
 
 
 def check_int(name: str, x: Any) -> int:
-    """An int, and nothing that only counts as one; returned as Python's own."""
+    """Check for an int, not a bool or float; returns a Python int."""
     x = as_python(x)
     if not _is_integer(x):
         raise TypeError(f"{name} must be an int, got {got(x)}")
@@ -282,9 +282,9 @@ def check_offsets(name: str, offsets: Tensor, total: int, q: Tensor) -> None:
 
 
 def check_offset_values(name: str, offsets: Tensor, total: int, *, whole: bool = True) -> None:
-    """Offsets that start at 0, never fall and end at `total`. Waits for the device.
+    """Check that offsets start at 0, never fall and end at `total`. Waits for the device.
 
-    whole: False lets them end before that.
+    whole: False: they may end before.
     """
     values = offsets.tolist()
     if values[0] != 0 or values[-1] > total or (whole and values[-1] != total):
@@ -334,7 +334,7 @@ def check_fraction(name: str, x: Any) -> float:
 
 
 def check_seed(name: str, x: Any) -> None:
-    """int64 [2], which Philox takes for its key and its counter."""
+    """int64 [2]: Philox's key and counter."""
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         raise TypeError(f"{name} must be an int64 tensor, got {kind(x)}")
     if tuple(check_tensor(name, x).shape) != (2,):
@@ -356,7 +356,7 @@ def kind(x: object) -> object:
 
 
 def type_name(x: object) -> str:
-    """The name of x's type, with its module: numpy has a bool of its own."""
+    """The name of x's type with its module: numpy has its own bool."""
     cls = type(x)
     whole = f"{cls.__module__}.{cls.__qualname__}"
     return whole.removeprefix("builtins.")
@@ -384,14 +384,14 @@ def check_floats(name: str, x: object) -> None:
 
 
 def check_device(name: str, x: Tensor, beside: Tensor) -> Tensor:
-    """x, which lies on the device of `beside`."""
+    """Return x if it is on the device of `beside`."""
     if check_tensor(name, x).device != beside.device:
         raise ValueError(f"{name} must be on {beside.device}, got {x.device}")
     return x
 
 
 def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> Tensor:
-    """x, which has `shape` and lies on the device of `beside`."""
+    """Return x if it has `shape` and is on the device of `beside`."""
     if tuple(check_tensor(name, x).shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     return check_device(name, x, beside)

@@ -25,16 +25,15 @@ ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
 
 
 class Explanation(NamedTuple):
-    """The backend that serves a call, and the reason why each faster one was passed over.
+    """The backend that serves a call, and the reason against each faster one.
 
     Attributes:
-        forced: the caller asked for this backend, by argument or by FASTATTN_BACKEND.
+        forced: the backend was requested by argument or by FASTATTN_BACKEND.
         one_pass: whether gradients come in one pass with atomics, which deterministic=False
-            permits. Where they do not although it does, `reasons` has "one-pass" too.
-        split_keys: whether keys are split among programs, as decoding splits them: there are few
-            queries.
-        measured: `fastattn tune` found this backend the fastest here.
-        findings: what `fastattn verify` and `fastattn tune` found about it on this device.
+            permits. If permitted but not used, `reasons` has "one-pass" too.
+        split_keys: whether keys are split among programs, as in decoding: there are few queries.
+        measured: `fastattn tune` found this backend the fastest on this device.
+        findings: results of `fastattn verify` and `fastattn tune` for it on this device.
     """
 
     backend: str
@@ -54,10 +53,10 @@ class Explanation(NamedTuple):
 
 
 def asked_for(backend: str | None) -> str:
-    """The backend that a call asks for by argument or, where that leaves it open, environment.
+    """The backend requested by argument, or else by the environment.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the backend is unknown.
     """
     forced = checks.check_backend(backend)
     if forced == "auto" and (named := os.environ.get(ENVIRONMENT)):
@@ -149,7 +148,7 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
 
 
 def _is_before_ampere(device: torch.device) -> bool:
-    # Of torch's questions about a device this is the one that torch.compile folds into a constant.
+    # torch.compile folds this query of a device into a constant, and no other.
     return torch.version.hip is None and torch.cuda.get_device_properties(device).major < 8
 
 
@@ -160,13 +159,12 @@ def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> st
 
 
 class Backend(NamedTuple):
-    """Kernels of one kind, and which calls they serve.
+    """Kernels of one kind, and the calls that they serve.
 
-    kernels: what launches them.
-    why_not: why they cannot serve a call that those of the next backend can, or None.
-    why_slow: why those do better in a call that these serve, or None.
-    why_not_one_pass: why gradients take two passes, by q, k and options, or None.
-    on: whether a device is one that they are written for.
+    kernels: their launchers. why_not: reason that they cannot serve a call that the next backend
+    can, or None. why_slow: reason that the next backend is faster in a call that these serve, or
+    None. why_not_one_pass: (q, k, options) -> reason that gradients take two passes, or None. on:
+    whether they are written for a device.
     """
 
     name: str
@@ -193,7 +191,7 @@ HOPPER = Backend(
     attend.why_not_one_pass_on_hopper,
     lambda device: on_hopper(device),
 )
-# The fastest first. Torch serves what none of them does.
+# The fastest first. Torch serves all other calls.
 BACKENDS = (HOPPER, TRITON)
 _BY_NAME = {one.name: one for one in BACKENDS}
 
@@ -201,9 +199,9 @@ _BY_NAME = {one.name: one for one in BACKENDS}
 def launched(
     choice: Explanation, q: Tensor, v: Tensor, options: Options
 ) -> tuple[Kernels, Options]:
-    """The kernels of a choice that is not torch, and the options that they get.
+    """The kernels of a choice other than torch, and their options.
 
-    They are without one pass for gradients where that is wrong on this device, or slower.
+    The options exclude one pass for gradients if it is wrong or slower on this device.
     """
     launchers = _BY_NAME[choice.backend].kernels
     if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
@@ -227,15 +225,15 @@ def choose(
     family: str | None = None,
     training: bool | None = None,
 ) -> Explanation:
-    """The first of some backends that serves the call, else torch, or the forced one.
+    """The forced backend, or the first one that serves the call, else torch.
 
-    What `fastattn verify` found wrong on this device is passed over unless it is forced.
+    Skips backends that `fastattn verify` found wrong on this device, unless forced.
 
-    among: those of BACKENDS that the caller has kernels of. family: of verification, if not those
-    of attention. training: whether there is a backward; default: if autograd asks.
+    among: the BACKENDS with kernels for the caller. family: of verification; default: those of
+    attention. training: whether there is a backward; default: if autograd needs one.
 
     Raises:
-        ValueError: a forced backend (argument or FASTATTN_BACKEND) is unknown or cannot serve.
+        ValueError: a forced backend is unknown or cannot serve the call.
     """
     forced = asked_for(backend)
     if forced == "torch":
@@ -246,7 +244,7 @@ def choose(
         why[one.name] = reason = reason or one.why_not(q, k, v, options)
     fastest = None
     if why["triton"] is None:
-        # Forced backends get the tiles of this device too, which are installed here.
+        # Installs the tiles of this device, for forced backends too.
         judged = why if forced == "auto" else {}
         fastest = choices.judge(judged, q, k, v, options, family, training)
     if forced == "auto":
@@ -258,7 +256,7 @@ def choose(
     for place, one in enumerate(among):
         if one.name == forced or (forced == "auto" and why[one.name] is None):
             asked = f'backend "{one.name}" was asked for'
-            # Elsewhere the absence of a faster one surprises nobody.
+            # On other devices a faster backend is not expected.
             faster = {x.name: why[x.name] or asked for x in among[:place] if x.on(q.device)}
             return Explanation(
                 one.name, faster, forced=one.name == forced, measured=fastest == one.name
@@ -269,7 +267,7 @@ def choose(
 def with_forward(
     choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> Explanation:
-    """The choice for a call, and whether its forward splits the keys."""
+    """Add to a choice whether its forward splits the keys."""
     if choice.backend != "triton":
         return choice
     why_not = kernels.decode_splits.why_not_split(q, k, v, options)
@@ -284,7 +282,7 @@ def split_calls() -> tuple[tuple[int, int], ...]:
 def with_backward(
     choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> Explanation:
-    """The choice for a call, and which backward it gets where the one with atomics is permitted."""
+    """Add to a choice which backward it gets if atomics are permitted."""
     if not options.atomic_dq:
         return choice
     reason: str | None = "the torch backend has a backward of its own"
@@ -299,9 +297,9 @@ def with_backward(
 def with_findings(
     choice: Explanation, q: Tensor, v: Tensor, families: tuple[str, ...], calls: str = ""
 ) -> Explanation:
-    """The choice for a call, and what was found about its backend on this device.
+    """Add to a choice the findings about its backend on this device.
 
-    families: as `choices.families` has them. calls: see `options.Tags.registers`.
+    families: from `choices.families`. calls: see `options.Tags.registers`.
     """
     width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
     known = choices.choices(q.device)
@@ -312,16 +310,16 @@ def with_findings(
 
 
 def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], family: str) -> bool:
-    """Whether the kernel does a task beside attention itself, else torch.
+    """Whether the kernel does an auxiliary task; else torch does.
 
     Args:
-        task: what is done, for the message.
-        backend: as the caller gave it.
-        inputs: by their names; the first tells the device.
-        family: what `fastattn verify` calls it.
+        task: description, for the message.
+        backend: the caller's argument.
+        inputs: by name; the first tells the device.
+        family: its name in `fastattn verify`.
 
     Raises:
-        ValueError: the backend is unknown, or "triton" and cannot.
+        ValueError: the backend is unknown, or is "triton" and cannot do it.
     """
     forced = asked_for(backend)
     if forced == "torch":
@@ -331,7 +329,7 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
         if reason is not None:
             raise ValueError(f'backend "triton" cannot {task}: {reason}')
         return True
-    # Interpreted, the kernel is opt-in: torch does the same at once.
+    # The interpreted kernel is opt-in: torch is much faster.
     x = next(iter(inputs.values()))
     return (
         reason is None
@@ -354,7 +352,7 @@ _logged: set[str] = set()
 def log_once(
     name: str, choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> None:
-    """With FASTATTN_LOG=1, a line on stderr for each kind of call: shapes, backend, why, tile."""
+    """With FASTATTN_LOG=1, log each kind of call to stderr: shapes, backend, reasons, tile."""
     if os.environ.get(LOG, "0") in ("", "0") or torch.compiler.is_compiling():
         return
     shapes = " ".join(f"{x}{list(y.shape)}" for x, y in (("q", q), ("k", k), ("v", v)))
@@ -385,14 +383,14 @@ def _differs(x: object, default: object) -> bool:
 
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
-    """Say once for each reason that a GPU tensor is served by torch although nobody asked."""
+    """Warn once per reason if torch serves a GPU tensor although it was not requested."""
     asked = explanation.forced or explanation.measured
     if explanation.backend == "torch" and not asked:
         warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
 
 
 def warn_once(message: str, device: torch.device, stacklevel: int) -> None:
-    """A warning about a call on a GPU, the first time; none where something is traced."""
+    """Warn about a call on a GPU, once; not while tracing."""
     if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
         return
     if message not in _warned:

@@ -16,7 +16,7 @@ from .score_checks import Checking
 
 Window = int | tuple[int | None, int | None] | None
 
-# Functions that take options, each of them some.
+# Functions that take options.
 CALLS = (
     "attention",
     "attention_varlen",
@@ -42,11 +42,10 @@ class OptionSpec(NamedTuple):
 
     type: of the argument.
     calls: names of the functions that take it.
-    check: the value for the record's field; raises what `attention` raises.
-    default: its value where it is not given, which is not checked.
-    fields: names of the fields, if not one of the option's own name; check makes as many values.
-    packed: why `attention_varlen` refuses it. cache: why `decode_attention` does; `attention_paged`
-        refuses it for either reason.
+    check: returns the value of the record's field; raises the errors of `attention`. default: value
+    if it is not passed; not checked. fields: names of the fields, one for each value of check;
+    default: the option's name. packed, cache: why `attention_varlen` and `decode_attention` refuse
+    it; `attention_paged` refuses it for either reason.
     """
 
     type: Any
@@ -66,7 +65,7 @@ _NO_TRAINING = "there is no training from a cache"
 _NO_GRADIENTS = "there are no gradients"
 _IN_LATENT_CACHE = "a LatentCache holds the keys of both products"
 
-# In an order in which what an option needs comes before it.
+# An option follows the options that its check needs.
 OPTIONS: dict[str, OptionSpec] = {
     "causal": OptionSpec(
         bool, _EVERY | _SELECTED, lambda x, call: checks.check_flag("causal", x), False
@@ -169,7 +168,7 @@ OPTIONS: dict[str, OptionSpec] = {
     "score_mod_grad": OptionSpec(
         Any, _TRAINED, score_checks.check_score_mod_grad, cache=_NO_GRADIENTS
     ),
-    # An int: torch.compile would make a default that is a float dynamic.
+    # An int: torch.compile would make a float default dynamic.
     "dropout": OptionSpec(float, _TRAINED, score_checks.check_dropout, 0, cache=_NO_TRAINING),
     "dropout_seed": OptionSpec(
         Tensor | None, _TRAINED, score_checks.check_dropout_seed, cache=_NO_TRAINING
@@ -188,21 +187,19 @@ OPTIONS: dict[str, OptionSpec] = {
 }
 
 
-# Of tags, the most registers first: a call is of the first kind that it has an option of.
+# The most registers first: a call belongs to the first kind that has one of its options.
 Registers = Literal["relative", "heavy", "scores", "bias", "masked", ""]
 
 
 class Tags(NamedTuple):
-    """Properties of a field of `Options` beside its type.
+    """Properties of a field of `Options`.
 
-    dims: dims of a tensor; dims in brackets may be 1 or missing.
-    learned: autograd gives it a gradient.
-    strided: kernels read it by its strides; other tensors must be contiguous.
-    registers: how much it raises a kernel's use of registers: a simple mask ("masked"), a bias for
-    each score ("bias"), any other test or change of each score ("scores"), a bias and such a test
-    or change ("heavy", which no option is alone), or vectors for distances ("relative").
-    table: launchers turn it into a tensor.
-    weighs: changes scores or weights as no argument of torch's own attention does.
+    dims: of a tensor; dims in brackets may be 1 or missing. learned: it has a gradient. strided:
+    may have any strides; other tensors must be contiguous. registers: kind of work per score, which
+    decides a kernel's registers: a simple mask ("masked"), a bias ("bias"), another test or change
+    ("scores"), a bias with a test or change ("heavy", only of several options), or vectors for
+    distances ("relative"). table: launchers convert it to a tensor. weighs: changes scores or
+    weights in a way that torch's own attention lacks.
     """
 
     dims: str = ""
@@ -214,9 +211,9 @@ class Tags(NamedTuple):
 
 
 class Options(NamedTuple):
-    """One checked call. None, 0 and False mean that an option was not given.
+    """The options of one checked call. None, 0 and False mean that an option is not used.
 
-    Tensors lie on q's device. Those with dims of one size or another are not expanded.
+    Tensors are on q's device. Dims that broadcast are not expanded.
     """
 
     key_padding_mask: Annotated[Tensor | None, Tags("B T_k", registers="masked")] = None  # bool
@@ -235,13 +232,13 @@ class Options(NamedTuple):
     dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
     cu_seqlens_q: Annotated[Tensor | None, Tags("N+1")] = None  # q is packed, [total_q, H_q, D]
     cu_seqlens_k: Annotated[Tensor | None, Tags("N+1")] = None
-    # Of packed queries over a cache: bool, see `attention_paged`; where rows begin if it is flat.
+    # With packed queries over a cache: bool, see `attention_paged`; row offsets if it is flat.
     tree_mask: Annotated[Tensor | None, Tags(strided=True, registers="scores")] = None
     tree_starts: Annotated[Tensor | None, Tags("B")] = None
-    # int32; positions of queries and keys follow one another within each 128 of them
+    # int32; positions rise by 1 within each block of 128
     q_positions: Annotated[Tensor | None, Tags("[B] T_q", registers="masked")] = None
     k_positions: Annotated[Tensor | None, Tags("[B] T_k")] = None
-    # What follows has gradients, and any float dtype; what q is multiplied by, that of q.
+    # The next fields have gradients and any float dtype; factors of q have q's dtype.
     attn_bias: Annotated[
         Tensor | None,
         Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="bias"),
@@ -253,7 +250,7 @@ class Options(NamedTuple):
         Tensor | None, Tags("H 2R+1 D", learned=True, registers="relative", weighs=True)
     ] = None  # H one of H_q, H_k and 1
     relative_query: Annotated[Tensor | None, Tags("B H_q T_q D", learned=True, strided=True)] = None
-    # Of a second product, which is added to q.k.
+    # A second product, which is added to q.k.
     query2: Annotated[
         Tensor | None, Tags("B H_q T_q D2", learned=True, strided=True, weighs=True)
     ] = None
@@ -271,13 +268,13 @@ class Options(NamedTuple):
     stride: Annotated[int | None, Tags(registers="scores", table=True)] = None
     scale: float = 1.0
     softcap: Annotated[float | None, Tags(registers="masked", weighs=True)] = None
-    # An int: torch.compile would make a default that is a float dynamic.
+    # An int: torch.compile would make a float default dynamic.
     dropout: Annotated[float, Tags(registers="scores", weighs=True)] = 0
-    # Whether dQ may be added up by atomics, in an order that is another in each run.
+    # Whether atomics may accumulate dQ, in an order that varies between runs.
     atomic_dq: bool = False
-    # Whether o, dQ, dK, dV and dquery stay in fp32: each is a part of a sum.
+    # Whether o, dQ, dK, dV and dquery stay in fp32, as terms of a sum.
     fp32_results: bool = False
-    # Of a whole whose heads these are a part of, for dropout and functions; None: no other heads.
+    # Number of all heads if this call has a part of them, for dropout and functions; else None.
     first_head: int = 0
     all_heads: int | None = None
     mask_mod: Annotated[Any, Tags(registers="scores")] = None
@@ -286,7 +283,7 @@ class Options(NamedTuple):
 
     @property
     def band(self) -> tuple[int | None, int | None] | None:
-        """(left, right) if `causal` and `window` come to one band around each query, else None."""
+        """(left, right) if `causal` and `window` form one band around each query, else None."""
         bare = not self.keep_first and self.stride is None
         if not self.causal:
             return (self.left, self.right) if bare else None
@@ -296,9 +293,9 @@ class Options(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether numbers say it all: there are no tensors, and no functions.
+        """Whether there are no tensors, no functions and no stride.
 
-        Nor a stride, of which launchers make a table.
+        Launchers convert a stride to a table.
         """
         for place in _NOT_PLAIN:  # noqa: SIM110  a generator would be slower
             if self[place] is not None:
@@ -307,9 +304,7 @@ class Options(NamedTuple):
 
     @property
     def launched_anew(self) -> bool:
-        """Whether a launch serves no other call: users' functions read globals, and Triton looks at
-        those again at each launch.
-        """
+        """Whether a launch cannot be replayed: Triton checks the globals of users' functions."""
         for place in _LAUNCHED_ANEW:  # noqa: SIM110  a generator would be slower
             if self[place] is not None:
                 return True
@@ -317,13 +312,13 @@ class Options(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors beside q, k and v that have gradients, in the order of LEARNED."""
+        """The option tensors with gradients, in the order of LEARNED."""
         fields: tuple[Any, ...] = self
         return tuple([fields[place] for place in _LEARNED])
 
     @property
     def registers(self) -> Registers:
-        """How economical of registers kernels have to be; see `Tags`."""
+        """Kind of work per score, which decides the kernels' registers; see `Tags`."""
         for registers, places in _REGISTERS.items():
             if self._has(places):
                 both = registers == "scores" and self.attn_bias is not None
@@ -332,7 +327,7 @@ class Options(NamedTuple):
 
     @property
     def weighs(self) -> bool:
-        """Whether scores or weights change as no argument of torch's own attention has it."""
+        """Whether an option changes scores or weights in a way that torch's own attention lacks."""
         return self._has(_WEIGHS)
 
     def _has(self, fields: "_Fields") -> bool:
@@ -358,9 +353,9 @@ def _tagged(**wanted: Any) -> tuple[str, ...]:
 TENSORS = tuple(name for name, hint in get_type_hints(Options).items() if hint == Tensor | None)
 FUNCTIONS = tuple(name for name, hint in get_type_hints(Options).items() if hint is Any)
 LEARNED = _tagged(learned=True)
-# Options that are multiplied with q or its like, in q's dtype.
+# Options that are multiplied with q or another query, in q's dtype.
 LIKE_Q = tuple(name for name, tags in TAGS.items() if re.search(" D2?$", tags.dims))
-# Options that lie as q or as k does, packed where those are: whose rows they have.
+# Options with the rows of q or k, packed if q and k are.
 LAID_AS = {
     name: match[1]
     for name, tags in TAGS.items()
@@ -384,12 +379,12 @@ def _fields(**tags: Any) -> _Fields:
 _WEIGHS = _fields(weighs=True)
 _REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
 
-# Tensors of which any dim may be 1, for all.
+# Tensors whose dims may all be 1, to broadcast.
 BROADCAST = tuple(name for name, tags in TAGS.items() if "[T_q]" in tags.dims)
 
 
 def along(dim: str) -> dict[str, int]:
-    """The fields whose tensors have a dim of this name, and how many dims behind it they have."""
+    """Fields whose tensors have this dim, each with its number of later dims."""
     return {
         name: len(dims) - 1 - dims.index(dim)
         for name, dims in ((name, re.findall(r"[\w+]+", tags.dims)) for name, tags in TAGS.items())

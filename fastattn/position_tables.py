@@ -27,17 +27,17 @@ def t5_relative_bias(
 ) -> Tensor:
     """Convert T5's table of buckets to `relative_bias`, [H, 2 max_offset + 1].
 
-    Half of the buckets count distances one by one, the other half grow with their logarithm up to
-    max_distance (Raffel et al., "Exploring the limits of transfer learning", 2020; the rule is that
-    of its code). Differentiable in the table.
+    Half of the buckets hold one distance each; the other half divide distances up to max_distance
+    logarithmically, as in the code of Raffel et al., "Exploring the limits of transfer learning",
+    2020. Differentiable in the table.
 
     Args:
         table: [buckets, H].
-        max_offset: R, the largest distance that is told apart: at least max_distance, or the
-            longest distance in use, for the exact bias.
-        bidirectional: half of the buckets are for keys after the query. Else such keys share
+        max_offset: R, the largest distinct distance. For the exact bias, at least max_distance or
+            the longest distance in use.
+        bidirectional: half of the buckets are for keys after the query. Else these keys share
             bucket 0 with the query's own position.
-        max_distance: distances from here on share the last bucket.
+        max_distance: this and larger distances share the last bucket.
     """
     checks.check_floats("table", table)
     max_offset = checks.check_count("max_offset", max_offset, 0)
@@ -60,18 +60,18 @@ def t5_relative_bias(
 
 
 def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
-    """int32 [1, length] ids of documents packed behind one another, the `documents` of attention.
+    """int32 [1, length]: the `documents` ids of packed documents.
 
-    Document n holds positions cu_seqlens[n] to cu_seqlens[n + 1] - 1. Positions past the last get
-    id -1: they are padding.
+    Document n holds positions cu_seqlens[n] to cu_seqlens[n + 1] - 1. Positions past the last
+    document get id -1, padding.
 
     Args:
         cu_seqlens: int32 or int64 [N + 1], from 0, never falling, to at most length. Values are
             read on a CPU only.
-        length: how many positions there are.
+        length: the number of positions.
 
     Raises:
-        TypeError, ValueError: offsets of another dtype, shape or order, or past length.
+        TypeError, ValueError: offsets have another dtype, shape or order, or exceed length.
     """
     checks.check_integers("cu_seqlens", cu_seqlens)
     length = checks.check_count("length", length, 0)

@@ -1,13 +1,13 @@
-"""Keys and values in 8 bits: one fp32 scale a row, so that every token's error is its own.
+"""Keys and values in 8 bits, with one fp32 scale per row.
 
-A row x of D numbers is stored as codes c with x ~ scale * c, where scale is the row's largest
-magnitude over the largest code. With deq the stored number:
+A row x of D numbers is stored as codes c with x ~ scale * c; scale is the row's largest magnitude
+over the largest code. With deq = scale * c:
 
     int8   |x - deq| <= scale / 2                            codes -127..127, scale = absmax / 127
     fp8    |x - deq| <= max(|x| / 16, scale / 1024)          e4m3 codes, scale = absmax / 448
 
-fp8's first term is the rounding of 3 mantissa bits, the second that of its subnormal numbers. Both
-are exceeded by fp32 rounding alone, a relative 2**-16.
+The first fp8 term is the rounding to 3 mantissa bits, the second the rounding of subnormals. fp32
+rounding adds a relative 2**-16 to both bounds.
 """
 
 from typing import Literal
@@ -19,7 +19,7 @@ Quantize = Literal["int8", "fp8"]
 
 _STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
-# Keeps the division by the scale clear of subnormal numbers, which GPUs may flush to 0.
+# Keeps the scale out of subnormal numbers, which GPUs may flush to 0.
 _SMALLEST_SCALE = 2.0**-100
 
 
@@ -38,23 +38,23 @@ def quantize_rows(x: Tensor, quantize: Quantize) -> tuple[Tensor, Tensor]:
     """Codes and scales of rows x [..., D], rounded to the nearest code, ties to even.
 
     Returns:
-        codes [..., D], int8 or float8_e4m3fn; scale fp32 [...]. A row that holds inf or NaN gets
-        the scale NaN: it reads back as NaN throughout.
+        codes [..., D], int8 or float8_e4m3fn; scale fp32 [...]. A row with inf or NaN gets the
+        scale NaN: all its numbers become NaN.
     """
     scale = scale_of(sizes_of(x), quantize)
     return codes_of(x, scale.unsqueeze(-1), quantize), scale
 
 
 def sizes_of(x: Tensor) -> Tensor:
-    """The largest magnitude of every row of x [..., D], fp32; NaN where a number is not finite."""
+    """The largest magnitude of each row of x [..., D], fp32; NaN if a number is not finite."""
     x = x.to(torch.float32)
-    # Times zero, what is not finite is NaN, and everything else adds nothing.
+    # Non-finite numbers times 0 are NaN; finite ones add 0.
     return x.abs().amax(-1) + (x * 0).sum(-1)
 
 
 def scale_of(sizes: Tensor, quantize: Quantize) -> Tensor:
     """The scales of numbers up to `sizes`."""
-    # On a GPU torch divides by a number as a product with its reciprocal, which rounds twice.
+    # On a GPU torch divides by a number via its reciprocal, which rounds twice.
     largest = torch.full_like(sizes, _LARGEST_CODE[quantize])
     return torch.clamp(sizes / largest, min=_SMALLEST_SCALE)
 
@@ -68,7 +68,7 @@ def codes_of(x: Tensor, scale: Tensor, quantize: Quantize) -> Tensor:
 
 
 def codes_within(x: Tensor, scale: Tensor, quantize: Quantize) -> Tensor:
-    """`codes_of` where x may be too large for the scale: it becomes the largest code then."""
+    """`codes_of` that saturates: x too large for the scale becomes the largest code."""
     largest = _LARGEST_CODE[quantize]
     ratio = (x.to(torch.float32) / scale).clamp(-largest, largest)
     return codes_of(ratio, torch.ones_like(scale), quantize)

@@ -1,7 +1,7 @@
 """Naive attention in plain torch: the oracle of every test, in any floating dtype.
 
-It states masks and scores in its own words and shares nothing with the kernels, nor with `formula`,
-so that a wrong rule on either side shows.
+It defines masks and scores independently of the kernels and of `formula`, so that tests detect a
+wrong rule in either.
 """
 
 from itertools import pairwise
@@ -62,16 +62,15 @@ def attention(
     first_row: int = 0,
     **masks: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale + mask) v, computed as it is written, in the dtype of q.
+    """softmax(q k^T * scale + mask) v, computed literally in the dtype of q.
 
-    Arguments and result are those of `fastattn.attention`; nothing is checked. Takes memory for
-    every score, [B, H_q, T_q, T_k], and with relative_keys for D times as much. lse is returned in
-    q's dtype, or fp32 if that is wider. Gradients of score_mod are torch's own: score_mod_grad is
-    not used.
+    Arguments and result as in `fastattn.attention`, without checks. Needs memory for every score,
+    [B, H_q, T_q, T_k], and D times as much with relative_keys. lse has q's dtype, or fp32 if that
+    is wider. torch differentiates score_mod; score_mod_grad is not used.
 
     Args:
-        dropout_keep: bool [B, H_q, T_q, T_k], the weights to keep, in place of a seed.
-        first_row: b of the first batch row; not 0 for a part of a batch.
+        dropout_keep: bool [B, H_q, T_q, T_k], True = keep the weight; in place of a seed.
+        first_row: b of the first row, for a part of a batch.
     """
     B, H_q, T_q, D = q.shape
     H_k, T_k = v.shape[1:3]
@@ -88,7 +87,7 @@ def attention(
         **_positional(masks),
     )
     keep = keep & _other_masks(places, attn_mask, mod_tensors, masks)
-    # A key that no query of any head may see must not reach the sums even if it is NaN.
+    # A key that no query may see must not affect the sums, even if it is NaN.
     exists = existing_keys(
         B,
         T_k,
@@ -169,7 +168,7 @@ def attention_varlen(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of each sequence by itself; arguments as `fastattn.attention_varlen`'s."""
+    """`attention` of each sequence; arguments as in `fastattn.attention_varlen`."""
     q_lengths = cu_seqlens_q.diff().tolist()
     k_lengths = q_lengths if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
     laid = {name: options.pop(name) for name in LAID_AS if options.get(name) is not None}
@@ -190,7 +189,7 @@ def attention_varlen(
 
 
 def _of_row(options: dict[str, Any], n: int) -> dict[str, Any]:
-    """The options of packed row n by itself, a batch of one."""
+    """The options of packed row n, as a batch of one."""
     own = dict(options)
     for name in ("key_lengths", "prefix_lengths", "alibi_slopes"):
         x = options.get(name)
@@ -222,10 +221,10 @@ def attention_paged(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of the newest tokens of each row of a cache; `fastattn.attention_paged` by rows.
+    """`attention` of the newest tokens of each row of a cache, as in `fastattn.attention_paged`.
 
-    q [total, H_q, D]; k [B, H_k, T, D], v [B, H_k, T, D_v]: the tokens of the cache by position, of
-    which lengths [B] exist. Of tokens of no row there is no result.
+    q [total, H_q, D]; k [B, H_k, T, D] and v [B, H_k, T, D_v]: the cache by position; row b has
+    lengths[b] tokens. Omits the results of tokens outside all rows.
     """
     options = {"causal": True, **options}
     outputs, lses = [], []
@@ -242,14 +241,14 @@ def attention_paged(
 
 
 def _in_tree(tree: Tensor | tuple[Tensor, Tensor], b: int, first: int, n: int, held: int) -> Tensor:
-    """bool [n, held]: whether a new token sees a position, by the tree mask alone."""
+    """bool [n, held]: whether a new token sees a position under the tree mask."""
     if isinstance(tree, tuple):
         begin = int(tree[1][b])
         own = tree[0][begin : begin + n * n].reshape(n, n)
     else:
         own = tree[first : first + n, :n]
     older = max(held - n, 0)
-    # A row that holds fewer tokens than are new has none of the first ones.
+    # A row with fewer tokens than new ones lacks the first of them.
     return torch.cat((own.new_ones(n, older), own[:, n - (held - older) :]), 1)
 
 
@@ -264,7 +263,7 @@ def torch_places(
     positions: tuple[Tensor, Tensor] | None = None,
     heads: tuple[int, int] | None = None,
 ) -> triton_language.Places:
-    """Where every score stands, for users' functions: q_pos is p, k_pos is j."""
+    """Row, head and positions of every score, for users' functions: q_pos is p, k_pos is j."""
 
     def count(n: int, *shape: int) -> Tensor:
         return torch.arange(n, device=device, dtype=torch.int32).reshape(shape)
@@ -278,14 +277,14 @@ def torch_places(
 
 
 def _within_reach(offset: int | Tensor, device: torch.device | str | None) -> int | Tensor:
-    """An offset of all rows, or int64 [B, 1, 1, 1] within 2^28 of 0, as `attention` takes them."""
+    """An offset of all rows, or int64 [B, 1, 1, 1] within 2^28 of 0, as in `attention`."""
     if not isinstance(offset, Tensor):
         return offset
     return offset.clamp(-FARTHEST, FARTHEST).to(device, torch.int64).reshape(-1, 1, 1, 1)
 
 
 def _by_distance(table: Tensor, distance: Tensor) -> Tensor:
-    """Rows of table [H, 2 R + 1, ...] for distances [B or 1, 1, T_q, T_k], those beyond R as R."""
+    """Rows of table [H, 2 R + 1, ...] for distances [B or 1, 1, T_q, T_k], clamped to R."""
     R = table.shape[1] // 2
     index = torch.where(distance > R, R, torch.where(distance < -R, -R, distance)) + R
     return table[:, index[:, 0]].transpose(0, 1)
@@ -360,7 +359,7 @@ def visible_mask(
     key = torch.arange(T_k, device=device).reshape(1, 1, 1, T_k)
     distance = key - (rows + offset)
     if positions is not None:
-        # In int64: torch wraps a number that is compared with int32.
+        # In int64: torch wraps a number when it compares it with int32.
         key = positions[1].long()[:, None, None, :]
         distance = key - positions[0].long()[:, None, :, None]
     keep = torch.ones_like(distance, dtype=torch.bool)
@@ -389,7 +388,7 @@ def visible_mask(
 def selected_mask(
     indices: Tensor, block: tuple[int, int], H_q: int, T_q: int, T_k: int, counts: Tensor | None
 ) -> Tensor:
-    """bool [B, H_q, T_q, T_k]: the keys that lists of blocks name, as `selected_attention`'s."""
+    """bool [B, H_q, T_q, T_k]: keys in the listed blocks, as in `selected_attention`."""
     B, H_s, R, n = indices.shape
     named = torch.zeros(B, H_s, R, T_k, dtype=torch.bool, device=indices.device)
     block_of_key = torch.arange(T_k, device=indices.device) // block[1]
@@ -409,7 +408,7 @@ def existing_keys(
     device: torch.device | str | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """bool [B, T_k]: keys neither padded out, past their row's length nor of a negative id."""
+    """bool [B, T_k]: keys without padding, keys past the row's length and negative ids."""
     exists = torch.ones(B, T_k, dtype=torch.bool, device=device)
     if key_padding_mask is not None:
         exists = exists & key_padding_mask

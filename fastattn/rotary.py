@@ -1,9 +1,9 @@
 """Rotary position embedding: tables and application.
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, arXiv 2104.09864,
-equations 14, 15 and 34: the pair (x_a, x_b) of index i at position p is turned by the angle
-p * base ** (-2 i / rotary_dim), so that the product of a rotated query and a rotated key depends on
-the distance of their positions alone.
+equations 14, 15 and 34: pair i at position p is rotated by the angle p * base ** (-2 i /
+rotary_dim), so that the product of a rotated query and key depends only on the distance of their
+positions.
 """
 
 from typing import Any, Literal
@@ -31,14 +31,14 @@ def rotary_tables(
     """Cosines and sines of every rotation angle.
 
     Args:
-        positions: a length T, meaning positions 0..T-1; or an integer tensor [T], or [B, T] where
-            the rows of a batch have positions of their own. Any sign.
-        rotary_dim: how many channels of a head are rotated, even.
-        base: the slowest pair turns by about 1 / base radians a position, the fastest by 1.
+        positions: a length T, for positions 0..T-1; or integers [T], or [B, T] per batch row, of
+            any sign.
+        rotary_dim: the even number of rotated channels per head.
+        base: the slowest pair turns by about 1 / base radians per position, the fastest by 1.
         scaling: other frequencies, for long contexts; see `fastattn.rotary_scaling`.
         device: device of the tables; default: `positions`' device, or torch's default device.
-        dtype: floating dtype of the tables. The angles themselves are formed in fp64: fp32 would
-            be off by 2**-24 * position radians, a visible turn on long contexts.
+        dtype: floating dtype of the tables. The angles are computed in fp64: fp32 would have an
+            error of 2**-24 * position radians, visible in long contexts.
     Returns:
         (cos, sin), each [T, rotary_dim // 2] or [B, T, rotary_dim // 2].
     Raises:
@@ -79,23 +79,22 @@ def rotary_tables(
 def apply_rotary(
     x: Tensor, cos: Tensor, sin: Tensor | None = None, *, style: RotaryStyle | None = None
 ) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] channels of every head; the rest passes through.
+    """Rotate the first 2 * cos.shape[-1] channels of each head.
 
     Args:
         x: [B, H, T, D], floating, any strides.
-        cos, sin: [T, R // 2], or [B, T, R // 2] for positions per row, as `rotary_tables` gives
-            them; R <= D is the number of rotated channels. Or cos + i sin as one complex tensor,
-            Llama's freqs_cis, without sin.
+        cos, sin: [T, R // 2], or [B, T, R // 2] for positions per row, from `rotary_tables`; R <= D
+            is the number of rotated channels. Or one complex tensor cos + i sin, Llama's freqs_cis,
+            without sin.
         style: which channels form pair i of the R // 2 pairs:
             "half":        (i, i + R // 2), as in GPT-NeoX and LLaMA;
             "interleaved": (2 i, 2 i + 1), as in the paper and GPT-J.
-            Default: "half"; of a complex tensor "interleaved", as Llama's own code pairs them.
+            Default: "half"; for a complex tensor "interleaved", as in Llama's code.
     Returns:
         [B, H, T, D] in x's dtype, computed in fp32 (fp64 for fp64 x) and rounded once. Dense, with
-        heads and tokens in memory in x's order.
-        Differentiable in x, cos and sin.
+        heads and tokens in x's memory order. Differentiable in x, cos and sin.
     Raises:
-        TypeError: x, cos or sin is no floating tensor, or sin is missing beside real cosines.
+        TypeError: x, cos or sin is not a floating tensor, or cos is real and sin is missing.
         ValueError: a shape disagrees, R exceeds D, the devices differ, or `style` is unknown.
     """
     if sin is None and isinstance(cos, Tensor) and cos.is_complex():
@@ -105,7 +104,7 @@ def apply_rotary(
     style = "half" if style is None else style
     check_rotary_style(style)
     _check_tables(x, cos, sin)
-    # Rotated in the order the memory has: a transposed projection comes back in the same layout.
+    # Keeps the memory order: the result of a transposed projection has the same layout.
     heads_inside = x.stride(1) < x.stride(2)
     if heads_inside:
         x = x.transpose(1, 2)
@@ -132,11 +131,10 @@ def apply_rotary(
 
 
 class RotaryPositions:
-    """`rotary_tables` of the positions from 0 on, made once and kept, longer as they are asked for.
+    """`rotary_tables` of positions from 0, kept and extended on demand.
 
-    A cache that rotates keys as it stores them takes the whole tables (`up_to`); who rotates them
-    before takes the rows of the tokens at hand (`at`). Where torch compiles or traces, these rows
-    are made anew.
+    A cache that rotates keys as it stores them needs the whole tables (`up_to`); other callers need
+    the rows of their tokens (`at`). Under torch.compile and traces, `at` computes the rows.
 
     Args:
         rotary_dim, base, scaling: as for `rotary_tables`.
@@ -152,9 +150,9 @@ class RotaryPositions:
         """(cos, sin), fp32 [N, rotary_dim // 2], of positions 0..N-1 with N >= length."""
         kept = self._kept
         if kept is None or kept[0].shape[0] < length or kept[0].device != device:
-            # Twice as long every time: a text that grows token by token makes few of them.
+            # Doubles the length: a text that grows token by token extends them rarely.
             n = length if kept is None else max(length, 2 * kept[0].shape[0])
-            # An inference tensor could not be saved for a backward pass later.
+            # A later backward pass cannot save an inference tensor.
             with torch.inference_mode(False):
                 kept = self._tables(torch.arange(n, device=device))
             if may_keep(device):
@@ -164,12 +162,12 @@ class RotaryPositions:
     def at(
         self, first: int | Tensor, count: int, bound: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """(cos, sin), fp32 [count, rotary_dim // 2], or [B, ...] where first is a tensor.
+        """(cos, sin), fp32 [count, rotary_dim // 2], or [B, ...] if first is a tensor.
 
         Args:
             first: position of the first token, or integers [B]. Tokens past bound are padding.
-            count: tokens a row.
-            bound: no position reaches it.
+            count: tokens per row.
+            bound: all positions are below it.
             device: of the tables.
         """
         steps = torch.arange(count, device=device)
@@ -185,12 +183,12 @@ class RotaryPositions:
         return rotary_tables(positions, self.rotary_dim, base=self.base, scaling=self.scaling)
 
 
-# What a layer takes as the tables of its tokens.
+# Types of a layer's rotary_tables.
 RotaryTables = RotaryPositions | tuple[Tensor, Tensor] | Tensor
 
 
 def check_rotary_dim(rotary_dim: Any, head_dim: int | None = None) -> int:
-    """An even and positive int, at most head_dim if that is given; returned as Python's own."""
+    """Check for an even, positive int, at most head_dim if given; returns a Python int."""
     rotary_dim = checks.check_int("rotary_dim", rotary_dim)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be even and positive, got {rotary_dim}")
@@ -217,7 +215,7 @@ def check_table_dtypes(cos: Tensor, sin: Tensor) -> None:
 
 
 def _check_floating(name: str, x: Any) -> None:
-    """A floating tensor, and of any kind: nothing here needs its memory."""
+    """Check for a floating tensor of any kind: its memory is not read here."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must have a floating dtype, got {checks.kind(x)}")
 

@@ -1,8 +1,7 @@
-"""Rotary frequencies for contexts longer than those that a model was trained on.
+"""Rotary frequencies for contexts longer than in training.
 
 Each class maps the frequencies base ** (-2 i / R) of the R / 2 channel pairs to others, and may
-lengthen the rotated vectors. A checkpoint says which one it was made for, and with what numbers:
-the names here are those of its `rope_scaling` entry wherever there is one.
+lengthen the rotated vectors. Arguments have the names of `rope_scaling` in checkpoints.
 """
 
 import math
@@ -18,11 +17,11 @@ class RotaryScaling(Protocol):
 
     @property
     def amplitude(self) -> float:
-        """Factor on cosines and sines: rotated queries and keys both grow by it."""
+        """Factor on cosines and sines, and so on rotated queries and keys."""
         ...
 
     def frequencies(self, rotary_dim: int, base: float, device: torch.device) -> Tensor:
-        """Radians a position, fp64 [rotary_dim // 2], fastest pair first."""
+        """Radians per position, fp64 [rotary_dim // 2], fastest pair first."""
         ...
 
 
@@ -55,14 +54,13 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class NTKScaling:
-    """A larger base: the slowest pair turns `factor` times slower, the fastest as ever.
+    """A larger base: the slowest pair turns `factor` times slower, the fastest is unchanged.
 
     base' = base * factor ** (R / (R - 2)), as in Peng et al. 2023, arXiv 2309.00071, section 3.1.
-    The base is fixed; a base that follows the sequence's length would not fit keys that are stored
-    rotated.
+    The base is fixed: a base that depends on the sequence's length would not fit stored keys.
 
     Raises:
-        ValueError: factor < 1, or later, rotary_dim = 2, which has no slowest pair but the fastest.
+        ValueError: factor < 1; in `frequencies`: rotary_dim = 2, which has one pair only.
     """
 
     factor: float
@@ -85,15 +83,15 @@ class NTKScaling:
 class YarnScaling:
     """YaRN: slow pairs interpolated, fast ones kept, a linear ramp between; vectors lengthened.
 
-    Peng et al. 2023, arXiv 2309.00071, section 3.2 and 3.4, with the ramp of their published code,
-    which checkpoints are made with: it runs over pair numbers, between the pairs that turn
-    beta_fast and beta_slow times in original_max_position_embeddings positions.
+    Peng et al. 2023, arXiv 2309.00071, section 3.2 and 3.4, with the ramp of their published code:
+    it runs over pair numbers, between the pairs that turn beta_fast and beta_slow times in
+    original_max_position_embeddings positions.
 
     Args:
-        factor: how much longer the context became.
-        original_max_position_embeddings: the context that the model was trained on.
-        beta_fast, beta_slow: turns from which on a pair is kept, and up to which it is
-            interpolated in full.
+        factor: ratio of the new and the original context lengths.
+        original_max_position_embeddings: the context length in training.
+        beta_fast, beta_slow: pairs with at least beta_fast turns are kept; pairs with at most
+            beta_slow turns are interpolated in full.
         attention_factor: the amplitude; default 0.1 ln(factor) + 1.
         truncate: round the ends of the ramp outwards to whole pair numbers.
 
@@ -131,13 +129,13 @@ class YarnScaling:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, rotary_dim - 1)
         pair = torch.arange(rotary_dim // 2, device=device, dtype=torch.float64)
-        # A ramp of no length would divide by zero: the published code takes a steep one.
+        # A ramp of length 0 would divide by zero: the published code uses a steep one.
         interpolated = ((pair - first) / (max(last - first, 0) or 0.001)).clamp(0, 1)
         plain = plain_frequencies(rotary_dim, base, device)
         return plain * (1 - interpolated) + plain / self.factor * interpolated
 
     def _pair(self, turns: float, rotary_dim: int, base: float) -> float:
-        """The pair number, not whole, that turns that often in the original context."""
+        """The fractional pair number with so many turns in the original context."""
         length = self.original_max_position_embeddings
         return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
@@ -146,9 +144,9 @@ class YarnScaling:
 class Llama3Scaling:
     """Llama 3.1: pairs divided by `factor` or kept according to their wavelength.
 
-    As in the model's published code (Grattafiori et al. 2024, arXiv 2407.21783, gives the idea):
-    with n = original_max_position_embeddings / wavelength, the turns of a pair, it is divided where
-    n < low_freq_factor, kept where n > high_freq_factor, and mixed linearly in n between.
+    As in the model's published code (idea: Grattafiori et al. 2024, arXiv 2407.21783). A pair turns
+    n = original_max_position_embeddings / wavelength times. It is divided if n < low_freq_factor,
+    kept if n > high_freq_factor, and mixed linearly in n between.
 
     Raises:
         ValueError: a number is out of its range.

@@ -1,7 +1,7 @@
-"""Checks of what changes scores and weights: biases, masks of every score, tables, sinks, dropout,
-users' functions.
+"""Checks of options that change scores and weights: biases, masks, tables, sinks, dropout, users'
+functions.
 
-Each is given an option and the call that it is of, and returns the value for the call's record.
+Each takes an option and its call, and returns the value for the call's record.
 """
 
 import inspect
@@ -25,15 +25,15 @@ from .checks import (
     type_name,
 )
 
-# The places that an operator has for them.
+# An operator has so many parameters for them.
 MAX_MOD_TENSORS = 8
 
 
 class Checking(NamedTuple):
-    """A call whose options are being checked, in the order of the table.
+    """A call during the checks of its options, which follow the order of the table.
 
     B: batch rows, or packed sequences. given: all options. fields: of the record, so far. reach:
-    over a cache, how many positions a mask has to reach over.
+    over a cache, the number of positions that a mask must cover.
     """
 
     q: Tensor
@@ -46,7 +46,7 @@ class Checking(NamedTuple):
 
     @property
     def mods(self) -> int:
-        """How many mod_tensors there are."""
+        """The number of mod_tensors."""
         return len(self.fields.get("mod_tensors", ()))
 
     @property
@@ -56,26 +56,26 @@ class Checking(NamedTuple):
         return any(side is not None for side in sides)
 
 
-# Options that count the rows, heads, queries and keys of a whole of which a call has a part.
+# Options that depend on the indices of rows, heads, queries and keys in the whole batch.
 COUNTING = ("mask_mod", "score_mod", "dropout")
 
 
 def _wanted(name: str, call: Checking) -> bool:
-    """Whether an option that is checked later is given, and is not the number 0."""
+    """Whether an option that is checked later is given and not 0."""
     x = as_python(call.given.get(name))
     return x is not None and not (isinstance(x, (int, float)) and x == 0)
 
 
 def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
-    """(first, total): the first of a call's heads in the whole, and the whole's number of them.
+    """(first, total): the index of the call's first head, and the number of all heads.
 
-    (0, None) where that changes nothing: kernels for calls of all heads serve it then.
+    (0, None) if the options do not depend on it: then the same kernels serve all calls.
     """
     if not isinstance(heads, tuple) or len(heads) != 2:
         raise TypeError(f"heads must be a pair (first, total), got {type_name(heads)}")
     first, total = (check_int(f"heads[{n}]", x) for n, x in enumerate(heads))
     H_q = call.q.shape[1]
-    # Counted through the rows of a batch, for a part of it: row * total + head.
+    # A part of a batch counts through rows: row * total + head.
     if first < 0 or first % max(total, 1) + H_q > total:
         raise ValueError(
             f"heads must be (first, total) with 0 <= first <= total - {H_q}, as q has {H_q} heads, "
@@ -90,14 +90,14 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
     return (first, total) if counted and (H_q != total or first) else (0, None)
 
 
-# Positions follow one another within as many places: no tile of a kernel is longer.
+# Positions are consecutive within blocks of this size: no tile of a kernel is longer.
 POSITIONS_BLOCK = 128
 
 
 def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
     """A pair of int32 [B or 1, T_q] and [B or 1, T_k] on q's device.
 
-    Each block of 128 rises by 1 from its first; values are read on a CPU only.
+    Positions rise by 1 within each block of 128; values are read on a CPU only.
     """
     if call.given.get("query_offset") is not None:
         raise ValueError("positions say where queries stand, and query_offset is given too")
@@ -162,7 +162,7 @@ def _per_position(name: str, x: Tensor, q: Tensor, bound: int) -> Tensor:
 def _attn_mask(
     mask: Tensor, bias: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """bool (True = attend), or float and then a bias; returns mask and bias."""
+    """bool (True = attend), or a float bias; returns mask and bias."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise TypeError(
             f"attn_mask must be a bool (True = attend) or float tensor, got {kind(mask)}"
@@ -186,7 +186,7 @@ def _cache_mask(mask: Any, q: Tensor, bound: int) -> Tensor:
 
 
 def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | None]:
-    """A mask and a bias, which is what an attn_mask of floats is."""
+    """Check attn_mask or attn_bias; returns mask and bias. A float attn_mask is a bias."""
     if call.reach is not None:
         return _cache_mask(x, call.q, call.reach), None
     return _attn_mask(x, call.given.get("attn_bias"), call.q, call.k)
@@ -246,7 +246,7 @@ def check_relative_keys(keys: Tensor, call: Checking) -> Tensor:
 
 
 def check_relative_query(query: Tensor, call: Checking) -> Tensor:
-    """q's dtype, device and shape, beside relative_keys."""
+    """q's dtype, device and shape; needs relative_keys."""
     q = call.q
     if call.fields.get("relative_keys") is None:
         raise ValueError("relative_query is multiplied by relative_keys, which is not given")
@@ -256,7 +256,7 @@ def check_relative_query(query: Tensor, call: Checking) -> Tensor:
 
 
 def check_query2(query: Tensor, call: Checking) -> Tensor:
-    """q's dtype and device, and q's shape but for its own width; the scale counts that too."""
+    """q's dtype and device, and q's shape except the width, which the scale depends on."""
     q = call.q
     if call.given.get("key2") is None:
         raise ValueError("query2 is multiplied by key2, which is not given")
@@ -284,7 +284,7 @@ def check_key2(key: Tensor, call: Checking) -> Tensor:
 
 
 def _check_second(name: str, x: Any, like: Tensor, heads: int, width: int | None = None) -> None:
-    """x as `like`, with heads and a width of its own."""
+    """Check x: the shape of `like` except heads and width."""
     if not isinstance(x, Tensor) or x.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of q ({like.dtype}), got {kind(x)}")
     shape = list(like.shape)
@@ -295,7 +295,7 @@ def _check_second(name: str, x: Any, like: Tensor, heads: int, width: int | None
 
 
 def _one_memory(x: Any, y: Tensor) -> bool:
-    """Whether x and y begin at one place in memory."""
+    """Whether x and y start at the same address."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return x is y
     shared: bool = torch._C._is_alias_of(x, y)  # type: ignore[attr-defined]
@@ -314,14 +314,14 @@ def check_dropout(dropout: Any, call: Checking) -> float:
 
 
 def check_dropout_seed(seed: Tensor, call: Checking) -> Tensor | None:
-    """int64 [2] on q's device; None where nothing is dropped."""
+    """int64 [2] on q's device; None without dropout."""
     check_seed("dropout_seed", seed)
     check_device("dropout_seed", seed, call.q)
     return seed if call.fields.get("dropout") else None
 
 
 def check_mask_mod(mod: Any, call: Checking) -> Any:
-    """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or what holds one."""
+    """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or a `BlockMask`."""
     check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", call.mods)
     return mod
 
@@ -337,7 +337,7 @@ def check_score_mod_grad(mod: Any, call: Checking) -> Any:
 def check_score_mod(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod(x, b, h, q_pos, k_pos, *tensors).
 
-    Where gradients of q, k, v and what is checked so far are asked for, its own is derived.
+    If an input checked so far requires grad, its score_mod_grad is derived.
     """
     check_function("score_mod", mod, "x, b, h, q_pos, k_pos", call.mods)
     if call.given.get("score_mod_grad") is not None or not torch.is_grad_enabled():
@@ -353,7 +353,7 @@ def derived(mod: Any, tensors: tuple[Tensor, ...], where: str) -> Any:
     """The score_mod_grad of a checked score_mod.
 
     Raises:
-        ValueError: it cannot be derived; where: what it is needed for.
+        ValueError: it cannot be derived. `where` says in which case it is needed.
     """
     from .jit_functions import derivative
 
@@ -367,7 +367,7 @@ def derived(mod: Any, tensors: tuple[Tensor, ...], where: str) -> Any:
 
 
 def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
-    """A @triton.jit function of `parameters` and one more for each of mod_tensors."""
+    """A @triton.jit function of `parameters` and one parameter for each of mod_tensors."""
     python: Callable[..., Any] | None = getattr(mod, "fn", None)
     if not type(mod).__module__.startswith("triton.") or not inspect.isfunction(python):
         got = getattr(mod, "__name__", None) or type_name(mod)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def may_be_traced(x: Tensor) -> bool:
-    """Whether a call with x is traced or transformed, or x is a subclass with calls of its own."""
+    """Whether a call with x is traced or transformed, or x is a subclass that overrides calls."""
     return (
         torch.compiler.is_compiling()
         or type(x) not in (Tensor, torch.nn.Parameter)
@@ -22,12 +22,12 @@ def may_be_traced(x: Tensor) -> bool:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func is at work outside torch.compile, which has its own."""
+    """Whether a transform of torch.func is active, outside torch.compile."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 def host_knows(x: Tensor) -> bool:
-    """Whether to read a value costs no wait for a device, and nothing traces."""
+    """Whether reading a value needs no wait for a device, and nothing traces."""
     return x.is_cpu and not may_be_traced(x)
 
 
@@ -45,13 +45,13 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def tangent_levels(x: Tensor, level: int = 0) -> list[int]:
-    """At which transforms of torch.func there is a tangent of x, from the innermost, which is 0.
+    """Indices of the transforms of torch.func at which x has a tangent; the innermost is 0.
 
-    level: the number of the innermost.
+    level: the index of the innermost.
     """
     if not transforming():
         return [level] if _is_dual(x) else []
-    # Each transform wraps the tensors that it follows, and hides what a transform outside it knows.
+    # Each transform wraps its tensors, and hides the tangents of outer transforms.
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
     functorch = torch._C._functorch
@@ -70,21 +70,21 @@ def _is_dual(x: Tensor) -> bool:
 
 
 def autocasting(device: torch.device) -> bool:
-    """Whether torch.autocast is on; torch raises where a device, such as meta, has none."""
+    """Whether torch.autocast is on; False for devices without it, such as meta."""
     return autocast_dtype(device) is not None
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast casts to, where it is on."""
+    """The dtype of torch.autocast, if it is on."""
     kind = device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
 
 def decided(condition: bool | torch.SymBool) -> bool:
-    """The truth of a comparison of sizes as Python's own; where they are symbols, for this graph.
+    """A comparison of sizes as a Python bool; with symbols, for this graph.
 
-    By a branch: what is traced takes bool() of a symbol for the symbol.
+    By a branch: a trace replaces bool() of a symbol by the symbol.
     """
     if condition:  # noqa: SIM103
         return True
@@ -92,11 +92,11 @@ def decided(condition: bool | torch.SymBool) -> bool:
 
 
 def always(comparison: bool | torch.SymBool | Tensor) -> bool:
-    """Whether a comparison of sizes holds; where torch traces, whether it holds for all sizes.
+    """Whether a comparison of sizes holds; in a trace, whether it holds for all sizes.
 
-    A traced comparison that is used as a bool becomes a condition of the graph: other sizes trace
-    it again, or are refused, or (torch.jit.trace) computed as if it still held. This asks nothing
-    of the sizes, so the code behind True is for what is known, and that behind False serves any.
+    A traced comparison used as a bool becomes a condition of the graph: other sizes are traced
+    again, refused, or (torch.jit.trace) computed wrongly. This function adds no condition: use True
+    for an optimisation, and let the code for False serve all sizes.
     """
     if isinstance(comparison, Tensor):
         return False
@@ -108,17 +108,17 @@ def always(comparison: bool | torch.SymBool | Tensor) -> bool:
 
 
 def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
-    """A replay of what `work` launches on the current CUDA device; runs it once, to warm it up.
+    """Record the launches of `work` on the current CUDA device, after one warm-up run.
 
-    The replay holds `work`, and by it the tensors it is called on: a graph knows their addresses.
+    The replay keeps `work` and so its tensors alive: a graph stores their addresses.
 
-    A backward in `work` needs its forward in `work` as well: autograd runs it on the stream of its
-    forward, and what is launched on another stream than the capture's is an error of the capture.
+    A backward in `work` needs its forward in `work` as well: autograd uses the stream of the
+    forward, and a launch on another stream fails the capture.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Some libraries set themselves up at their first call on a stream.
+        # Some libraries initialise at their first call on a stream.
         work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -128,13 +128,13 @@ def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def _replay(graph: Any, work: Callable[[], object]) -> None:
-    """work is there to be held."""
+    """Replay the graph; the parameter keeps `work` alive."""
     graph.replay()
 
 
 def may_keep(device: torch.device) -> bool:
     """Whether a tensor made now may be kept for later calls.
 
-    While a CUDA graph is captured its contents are only recorded, and its memory is the graph's.
+    During capture of a CUDA graph its contents are not computed, and the graph owns its memory.
     """
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
