@@ -161,10 +161,11 @@ def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> st
 class Backend(NamedTuple):
     """Kernels of one kind, and the calls that they serve.
 
-    kernels: their launchers. why_not: reason that they cannot serve a call that the next backend
-    can, or None. why_slow: reason that the next backend is faster in a call that these serve, or
-    None. why_not_one_pass: (q, k, options) -> reason that gradients take two passes, or None. on:
-    whether they are written for a device.
+    kernels: their launchers.
+    why_not: reason that they cannot serve a call that the next backend can, or None.
+    why_slow: reason that the next backend is faster in a call that these serve, or None.
+    why_not_one_pass: (q, k, options) -> reason that gradients take two passes, or None.
+    on: whether they are written for a device.
     """
 
     name: str

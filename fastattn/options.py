@@ -42,10 +42,11 @@ class OptionSpec(NamedTuple):
 
     type: of the argument.
     calls: names of the functions that take it.
-    check: returns the value of the record's field; raises the errors of `attention`. default: value
-    if it is not passed; not checked. fields: names of the fields, one for each value of check;
-    default: the option's name. packed, cache: why `attention_varlen` and `decode_attention` refuse
-    it; `attention_paged` refuses it for either reason.
+    check: returns the value of the record's field; raises the errors of `attention`.
+    default: value if it is not passed; not checked.
+    fields: names of the fields, one for each value of check; default: the option's name.
+    packed, cache: why `attention_varlen` and `decode_attention` refuse it; `attention_paged`
+        refuses it for either reason.
     """
 
     type: Any
@@ -194,12 +195,14 @@ Registers = Literal["relative", "heavy", "scores", "bias", "masked", ""]
 class Tags(NamedTuple):
     """Properties of a field of `Options`.
 
-    dims: of a tensor; dims in brackets may be 1 or missing. learned: it has a gradient. strided:
-    may have any strides; other tensors must be contiguous. registers: kind of work per score, which
-    decides a kernel's registers: a simple mask ("masked"), a bias ("bias"), another test or change
-    ("scores"), a bias with a test or change ("heavy", only of several options), or vectors for
-    distances ("relative"). table: launchers convert it to a tensor. weighs: changes scores or
-    weights in a way that torch's own attention lacks.
+    dims: of a tensor; dims in brackets may be 1 or missing.
+    learned: it has a gradient.
+    strided: may have any strides; other tensors must be contiguous.
+    registers: kind of work per score, which decides a kernel's registers: a simple mask ("masked"),
+        a bias ("bias"), another test or change ("scores"), a bias with a test or change ("heavy",
+        only of several options), or vectors for distances ("relative").
+    table: launchers convert it to a tensor.
+    weighs: changes scores or weights in a way that torch's own attention lacks.
     """
 
     dims: str = ""

@@ -32,8 +32,10 @@ MAX_MOD_TENSORS = 8
 class Checking(NamedTuple):
     """A call during the checks of its options, which follow the order of the table.
 
-    B: batch rows, or packed sequences. given: all options. fields: of the record, so far. reach:
-    over a cache, the number of positions that a mask must cover.
+    B: batch rows, or packed sequences.
+    given: all options.
+    fields: of the record, so far.
+    reach: over a cache, the number of positions that a mask must cover.
     """
 
     q: Tensor

@@ -26,8 +26,8 @@ class ProjectedMemory(NamedTuple):
 
     k: [B, H_k, S, D].
     v: [B, H_k, S, D_v].
-    lengths: int32 or int64 [B], or None: the first lengths[b] tokens of row b exist. padding_mask:
-    bool [B, S], or None: True = the token exists.
+    lengths: int32 or int64 [B], or None: the first lengths[b] tokens of row b exist.
+    padding_mask: bool [B, S], or None: True = the token exists.
     """
 
     k: Tensor

@@ -24,9 +24,10 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 class ModuleOption(NamedTuple):
     """One option.
 
-    default: value if it is not passed. check: (name, value) -> value; not called for None.
-    passed_as: "mask" or "score": passed to `attention` under the same name. excluded_by: "additive"
-    scoring, or relative terms on the "values".
+    default: value if it is not passed.
+    check: (name, value) -> value; not called for None.
+    passed_as: "mask" or "score": passed to `attention` under the same name.
+    excluded_by: "additive" scoring, or relative terms on the "values".
     """
 
     default: Any = None

@@ -24,7 +24,8 @@ class RelativeTerms(NamedTuple):
     query: [B, H_q, T_q, D], replaces q.
     bias: [H_q, 2 R + 1], row R + d for distance d.
     keys: [H, 2 R + 1, D], H one of H_q, H_k and 1.
-    key_query: as query; multiplied with keys. None: query. values: [H_q or 1, 2 R + 1, D_v].
+    key_query: as query; multiplied with keys. None: query.
+    values: [H_q or 1, 2 R + 1, D_v].
     """
 
     query: Tensor

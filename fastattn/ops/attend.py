@@ -283,8 +283,8 @@ def attend(
     """o and lse, by the op if something traces or transforms, else by the kernels directly.
 
     Both give bitwise equal results and gradients. q, k, v (and relative keys and queries) have
-    contiguous last dims, multiples of 16 bytes; packed ones have three dims. by: the kernels:
-    `HOPPER` if `why_not_hopper` is None.
+    contiguous last dims, multiples of 16 bytes; packed ones have three dims.
+    by: the kernels: `HOPPER` if `why_not_hopper` is None.
     """
     options = contiguous(options)
     packed = options.cu_seqlens_q is not None

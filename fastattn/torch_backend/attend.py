@@ -28,8 +28,8 @@ def attention(
     """`fastattn.attention` or, packed, `attention_varlen`, for checked arguments.
 
     torch's function returns no lse, supports only a bias on scores, and no tangents. Other calls
-    run the formula, in fp32 or wider, with all scores in memory. first_row: b of the first batch
-    row; not 0 for a part of a batch.
+    run the formula, in fp32 or wider, with all scores in memory.
+    first_row: b of the first batch row; not 0 for a part of a batch.
     """
     if tangents.carried(q, k, v, options) is not None:
         return tangents.attention(q, k, v, options, return_lse, first_row)

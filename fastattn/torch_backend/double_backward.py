@@ -130,8 +130,10 @@ def _lies(name: str, x: Tensor | None) -> str:
 class _Function(NamedTuple):
     """A function of tensors that is a sum over parts of a call.
 
-    compute: results for a part and the tensors' slices. options: of the call. inputs: for each
-    tensor "q" or "k" if its dim 2 are queries or keys, else "". results: likewise.
+    compute: results for a part and the tensors' slices.
+    options: of the call.
+    inputs: for each tensor "q" or "k" if its dim 2 are queries or keys, else "".
+    results: likewise.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]
