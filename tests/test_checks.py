@@ -40,52 +40,6 @@ def test_functions_alone_and_tables_that_learn_serve_without_gradients() -> None
         assert fastattn.attention(**qkv(**tables, backend="torch")).shape == o.shape
 
 
-def codes() -> list[torch.Tensor]:
-    return [x.detach().to(torch.float8_e4m3fn) for x in qkv().values()]
-
-
-def cached() -> fastattn.KVCache:
-    cache = fastattn.KVCache(B, H_k, T_k, D)
-    cache.append(*(x.detach() for name, x in qkv().items() if name != "q"))
-    return cache
-
-
-@pytest.mark.parametrize("got", [1, torch.zeros(2)], ids=["int", "a tensor"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda **how: fastattn.attention(**qkv(), **how),
-        lambda **how: fastattn.attention_varlen(
-            *torch.zeros(3, T_q, H_q, D), torch.tensor([0, T_q]), **how
-        ),
-        lambda **how: fastattn.dot_product_attention(*qkv().values(), **how),
-        lambda **how: fastattn.additive_attention(*qkv().values(), torch.ones(D), **how),
-        lambda **how: fastattn.attention_fp8(*codes(), **how),
-        lambda **how: fastattn.decode_attention(qkv()["q"].detach(), cached(), **how),
-        lambda **how: fastattn.cascade_attention(torch.zeros(1, H_q, 1, D), None, None, **how),
-    ],
-    ids=["dense", "packed", "dot product", "additive", "fp8", "decode", "cascade"],
-)
-def test_return_lse_is_a_flag(call, got) -> None:
-    with pytest.raises(TypeError, match=r"return_lse must be a bool, got (int|a tensor)"):
-        call(return_lse=got)
-
-
-def test_good_arguments_pass() -> None:
-    o = fastattn.attention(
-        **qkv(
-            window=(3, None),
-            causal=True,
-            key_padding_mask=torch.ones(B, T_k, dtype=torch.bool),
-            key_lengths=torch.tensor([3, 5], dtype=torch.int32),
-            query_offset=torch.tensor([0, 2]),
-            scale=1,
-            backend="torch",
-        )
-    )
-    assert o.shape == (B, H_q, T_q, D)
-
-
 @pytest.mark.parametrize(
     ("causal", "window", "sides"),
     [

@@ -1,7 +1,6 @@
 """The table of options: what follows from it, and in how few places an option stands.
 
-The typed signatures of `fastattn/arguments.py` are written from the table by
-`python tests/test_options.py`.
+`python tests/test_options.py` writes the typed signatures of `fastattn/arguments.py` from it.
 """
 
 import ast
@@ -19,7 +18,7 @@ import fastattn
 from fastattn import attention
 from fastattn.functional import warmup
 from fastattn.functional.call_options import FOREIGN
-from fastattn.options import CALLS, OPTIONS, TAGS, Options
+from fastattn.options import CALLS, OPTIONS, Options
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import caches
@@ -153,14 +152,6 @@ def test_only_numbers_are_plain(field: str) -> None:
         assert given.plain == (field != "stride" and not tensors_of(field))
 
 
-@pytest.mark.parametrize("field", Options._fields)
-def test_the_registers_that_a_field_takes(field: str) -> None:
-    assert Options()._replace(**{field: 4}).registers == TAGS[field].registers
-    beside = {"relative": "relative", "bias": "heavy"}
-    actual = Options(score_mod=4)._replace(**{field: 4}).registers
-    assert actual == beside.get(TAGS[field].registers, "scores")
-
-
 # What the torch backend hands to torch's own attention, which has no argument for the rest.
 AS_MASKS = {
     "key_padding_mask", "key_lengths", "query_offsets", "prefix_lengths", "q_documents",
@@ -201,27 +192,6 @@ def places(source: str, option: str) -> list[str]:
     """Statements that name an option, or have it as a part of a name, such as sinks_ptr."""
     word = re.compile(rf"(?<![a-zA-Z0-9]){option}(?![a-zA-Z0-9])")
     return [x for x in statements(source) if word.search(x)]
-
-
-PLANTED = '''
-"""sinks"""
-import sinks_of
-class A:
-    "sinks"
-    sinks: int
-    other: int = 1
-    def f(self):
-        "sinks"
-        return self.sinks + self.sinks
-def g(x):
-    return "a, sinks, b"
-def h(sunk, sink):
-    return sunk
-'''
-
-
-def test_places_are_found() -> None:
-    assert len(places(PLANTED, "sinks")) == 4
 
 
 # In how many places of how many files an option may be named, over all that is installed but the

@@ -1,8 +1,7 @@
-"""Public interface: public names, their parameters and defaults, and the CLI's options.
+"""Public names, their parameters and defaults, and the CLI's options, a line each in a list.
 
-They are listed in `public_names.txt`, a name a line. Keyword-only parameters are in alphabetical
-order there: their order means nothing to a caller. After an intended change,
-`python tests/test_public_names.py` writes the list again.
+Keyword-only parameters are in alphabetical order. After an intended change,
+`python tests/test_public_names.py` writes `public_names.txt` again.
 """
 
 import argparse

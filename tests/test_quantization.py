@@ -110,8 +110,3 @@ def test_quantized_cache_is_a_cache_with_codes():
     assert positions.tolist() == [[0, 1, 2]] * 2
     assert ((k - x).abs() <= x.abs().amax(-1, keepdim=True) / 127).all()
     assert QuantizedKVCache(1, 1, 2, 16, quantize="fp8").k.dtype == torch.float8_e4m3fn
-
-
-def test_unknown_format_is_refused():
-    with pytest.raises(ValueError, match=r"quantize must be None, 'int8' or 'fp8', got 'int4'"):
-        KVCache(1, 1, 2, 16, quantize="int4")

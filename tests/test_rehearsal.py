@@ -1,9 +1,4 @@
-"""A dress rehearsal of the GPU path without a GPU: what no interpreter sees of it.
-
-Triton's own driver specialises, compiles, packs arguments and launches, into a stand-in for
-NVIDIA's that checks grids, shared memory and TMA descriptors and computes nothing; and calls on
-fake CUDA tensors show where devices mix, and waits for the GPU. See `tests/rehearsal/`.
-"""
+"""A dress rehearsal of the GPU path without a GPU: what no interpreter sees of it."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""No store of an append leaves its row, whatever the lengths, the table and the index say.
-
-The memory around every buffer, and all of it that no token goes to, is compared byte for byte with
-what a loop over the tokens writes.
-"""
+"""No store of an append leaves its row, whatever the lengths, the table and the index say."""
 
 from typing import NamedTuple
 

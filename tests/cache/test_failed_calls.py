@@ -186,31 +186,6 @@ def test_every_public_method_that_takes_something_is_among_them(make, calls):
 
 # What turns one token of `dense()`, whose longest row has 4.
 ones = torch.ones
-TURNED: dict[str, Any] = {"q": ones(3, H, 1, D), "rotary": (ones(9, 1),) * 2}
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"rotary": None}, ValueError, r"q is only rotated: give it together with rotary="),
-        ({"q": ones(3, 2, 2, D)}, ValueError, r"q must have .* \[3, H_q, 1, 4\], got \(3, 2, 2"),
-        ({"q": ones(3, 2, 1, D).half()}, ValueError, r"q must be torch.float32 .* got torch.fl"),
-        ({"rotary": (ones(9, 1), ones(8, 1))}, ValueError, r"sin must .* R <= 4, .* got \(8, 1\)"),
-        ({"rotary": (ones(9, 3),) * 2}, ValueError, r"rotary cos must have shape .* got \(9, 3\)"),
-        ({"rotary": (ones(9, 1).double(),) * 2}, ValueError, "cos must be float32 .* got .*64"),
-        ({"rotary": (ones(2, 1),) * 2}, ValueError, "a row for every .*: 5 are needed, got 2"),
-        ({"rotary_style": "neox"}, ValueError, "style must be 'half' or 'int.* got 'neox'"),
-        ({"q": [1.0]}, TypeError, r"q must be a torch\.Tensor, got list"),
-        ({"rotary": ones(9, 1)}, TypeError, r"rotary must be \(cos, sin\), got torch\.Tensor"),
-        ({"rotary": (ones(9, 1), [0.0])}, TypeError, r"sin must be a torch\.Tensor, got list"),
-    ],
-)
-def test_rotary_errors(change, error, match):
-    cache = dense()
-    before = state(cache)
-    with pytest.raises(error, match=match):
-        cache.append(*tokens(3), **{**TURNED, **change})
-    assert state(cache) == before
 
 
 def test_layers_after_the_first_write_beside_it_or_not_at_all():

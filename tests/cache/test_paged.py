@@ -304,25 +304,6 @@ def test_sizes_bytes_and_view():
     assert cache.view([row]).batch_index is view.batch_index
 
 
-@pytest.mark.parametrize(
-    ("first", "kept", "match"),
-    [
-        (4, [], "first must be from 0 to the row's 3 tokens, got 4"),
-        (1, [0], r"kept must hold positions from 1 to 2, no two alike, got \[0\]"),
-        (1, [2, 2], "no two alike"),
-        (1, [3], "positions from 1 to 2"),
-    ],
-)
-def test_positions_that_are_none_are_not_kept(first, kept, match):
-    cache = make_cache()
-    row = cache.allocate()
-    cache.append([row], contents(torch.arange(3)[None], D), contents(torch.arange(3)[None], D_V))
-    before = snapshot(cache)
-    with pytest.raises(ValueError, match=match):
-        cache.compact(row, first, kept)
-    assert_unchanged(cache, before)
-
-
 @pytest.mark.parametrize("width", [3, 8, 20])
 def test_rows_start_at_whole_16_bytes(width):
     for quantize, size in ((None, 4), ("int8", 1)):
@@ -338,20 +319,3 @@ def test_out_of_pages_says_what_is_missing():
     with pytest.raises(OutOfPages, match=message) as caught:
         cache.reserve(rows, 27)
     assert (caught.value.needed, caught.value.free) == (18, 14)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"num_pages": 0}, r"num_pages must be >= 1, got 0"),
-        ({"page_size": 0}, r"page_size must be >= 1, got 0"),
-        ({"page_size": 257}, r"page_size must be at most 256, got 257"),
-        ({"num_layers": 0}, r"num_layers must be >= 1, got 0"),
-        ({"max_rows": 0}, r"max_rows must be >= 1, got 0"),
-        ({"quantize": "int4"}, r"quantize must be None, 'int8' or 'fp8', got 'int4'"),
-    ],
-)
-def test_size_errors(change, match):
-    sizes = {"num_pages": 2, "page_size": 4, "num_kv_heads": 1, "head_dim": 8}
-    with pytest.raises(ValueError, match=match):
-        PagedKVCache(**{**sizes, **change})

@@ -63,30 +63,6 @@ def test_truncate_takes_back_what_the_ring_still_knows():
     assert ring.lengths.tolist() == [1] * B
 
 
-def test_reorder_moves_rings_whole():
-    cache = KVCache(B, H, 8, D, value_dim=D_V, window=WINDOW, quantize="int8")
-    cache.append(*tokens(30), new_lengths=torch.tensor([30, 11, 2]))
-    before = cache.view().gather()
-    index = torch.tensor([2, 0, 0])
-    cache.reorder(index)
-    for got, wanted in zip(cache.view().gather(), before, strict=True):
-        assert torch.equal(got, wanted[index])
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"window": 0}, r"window must be >= 1, got 0"),
-        ({"window": 7, "keep_first": 2}, r"max_length must be at least keep_first \+ window = 9"),
-        ({"keep_first": 1}, r"keep_first must be >= 0, and 0 without a window, got 1"),
-        ({"window": 2, "keep_first": -1}, r"keep_first must be >= 0, .* got -1"),
-    ],
-)
-def test_sizes_of_a_ring(options, match):
-    with pytest.raises(ValueError, match=match):
-        KVCache(1, 1, 8, 2, **options)
-
-
 def test_left_padding_is_refused_and_repr_names_the_window():
     cache = KVCache(1, 1, 8, 2, window=4, keep_first=1)
     with pytest.raises(ValueError, match="starts: a cache with a window takes no padding on the"):

@@ -121,30 +121,6 @@ def call_with_learned(device: str, dtype: torch.dtype) -> tuple[list[torch.Tenso
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_options_that_learn_get_their_gradients(backend, device):
-    """One part with all keys: what autograd of the whole call gives."""
-    (q, k, v, do, dlse), options = call_with_learned(device, torch.float32)
-    options["dropout_seed"] = options["dropout_seed"].to(device)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o, lse = attention(*leaves, return_lse=True, backend=backend, **options)
-    wanted = torch.autograd.grad((o, lse), (*leaves, *map(options.get, LEARNED)), (do, dlse))
-    o, lse = o.detach(), lse.detach()
-    given = {"dlse": dlse, "backend": backend, **options}
-    actual = attention_block_backward(do, q, k, v, o, lse, **given)
-    assert actual.of_options.keys() == LEARNED.keys()
-    for name, grad, exact in zip(
-        ("dq", "dk", "dv", *LEARNED),
-        (*actual[:3], *actual.of_options.values()),
-        wanted,
-        strict=True,
-    ):
-        assert_within_budget(name, grad, exact.double(), exact)
-    options["sinks"] = options["sinks"].detach()
-    actual = attention_block_backward(do, q, k, v, o, lse, dlse=dlse, backend=backend, **options)
-    assert "sinks" not in actual.of_options
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_results_in_fp32_are_those_of_16_bits_before_they_are_rounded(backend, device):
     (q, k, v, do, dlse), options = call_with_learned(device, torch.bfloat16)
     options["dropout_seed"] = options["dropout_seed"].to(device)

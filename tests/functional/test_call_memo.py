@@ -13,12 +13,8 @@ import triton
 from fastattn import attention, attention_varlen, decode_attention, view_of_tensors
 from fastattn.bench.time import overhead
 from fastattn.functional import call_memo, call_options
-from fastattn.functional import inputs as call_inputs
 from fastattn.kernels.launch import launches as plan
-from fastattn.kernels.launch import tiles
-from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.options import Options
-from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing import make_qkv
 from fastattn.testing.compiling.compile_pool import CompilePool
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
@@ -43,21 +39,6 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def inputs(device: str, **changes) -> tuple[torch.Tensor, ...]:
     return make_qkv(**{**SIZES, "dtype": torch.float32, "device": device, **changes})
-
-
-def by_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def test_other_tensors_make_another_call(device: str, checked: list[int]) -> None:
-    q, k, v = inputs(device)
-    for rows in ((q, k, v), (by_rows(q), k, v), (q, by_rows(torch.cat([k, k], 1)), v)):
-        if rows[1].shape[1] == 2:
-            rows = (rows[0], rows[1], torch.cat([v, v], 1))
-        assert_matches_reference(by_triton, *rows, causal=True)
-    q, k, v = inputs(device, dtype=torch.float16)
-    assert attention(q, k, v, causal=True, backend="triton").dtype == torch.float16
-    assert len(checked) == 4
 
 
 @pytest.mark.parametrize(
@@ -105,18 +86,6 @@ def test_the_least_recently_used_is_dropped(
         attention(q, k, v, backend="triton")
         seen.append(len(checked if memo is call_memo else made))
     assert seen == [1, 2, 2, 3, 3, 4]
-
-
-def test_the_environment_and_the_tiles_are_asked_each_time(
-    device: str, checked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = inputs(device)
-    attention(q, k, v)
-    with tiles.forced(forward=TileConfig(32, 32)):
-        attention(q, k, v)
-    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
-    attention(q, k, v)
-    assert len(checked) == 3
 
 
 def test_tensors_that_start_between_16_bytes_are_copied(
@@ -180,18 +149,6 @@ def test_autocast_keeps_the_memo(kind: str, device: str, monkeypatch: pytest.Mon
     if kind == "dense":
         expected = by_triton(*(x.bfloat16() for x in tensors), causal=True)
         assert torch.equal(expected, actual[0][0])
-
-
-def test_casts_that_change_nothing_cost_nothing(
-    device: str, checked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = inputs(device, dtype=torch.bfloat16, requires_grad=False)
-    sinks = torch.zeros(2, device=device)  # autocast leaves them as they are
-    with torch.autocast(torch.device(device).type, torch.bfloat16):
-        first = by_triton(q, k, v, sinks=sinks)
-        monkeypatch.setattr(call_inputs, "autocast", None)
-        assert torch.equal(by_triton(q, k, v, sinks=sinks), first)
-    assert len(checked) == 1
 
 
 LENGTHS = torch.tensor([60])
@@ -325,10 +282,3 @@ def test_the_environment_is_asked_at_each_call(
         monkeypatch.setenv("FASTATTN_BACKEND", "none")
         with pytest.raises(ValueError, match="FASTATTN_BACKEND must be one of"):
             call()
-
-
-def test_users_functions_are_launched_anew() -> None:
-    assert Options(causal=True, left=4, scale=1.0).plain
-    assert not Options(causal=True, stride=4, scale=1.0).plain
-    assert not Options(sinks=torch.zeros(2), stride=4, scale=1.0).launched_anew
-    assert Options(mask_mod=print, scale=1.0).launched_anew

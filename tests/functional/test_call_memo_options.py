@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -206,38 +207,53 @@ def test_the_tensors_are_those_of_the_call(call: str, device: str, checked: list
     assert torch.equal(actual, run(call, second)) and not torch.equal(actual, before)
 
 
-def gradients(call: str, name: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> Any:
-    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], options.pop(name))]
-    o = run(call, (*leaves[:3], *tensors[3:]), **options, **{name: leaves[3]})
-    return torch.autograd.grad(o, leaves, torch.ones_like(o))
+def with_gradients(call: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> Any:
+    """o and the gradients of q, k, v and of the options that learn."""
+    rows = [x.clone().requires_grad_() for x in tensors[:3]]
+    learned = {n: x.clone().requires_grad_() for n, x in options.items() if n in LEARNED}
+    o = run(call, (*rows, *tensors[3:]), **{**options, **learned})
+    return o.detach(), *torch.autograd.grad(o, [*rows, *learned.values()], torch.ones_like(o))
 
 
 @pytest.mark.parametrize(
     ("call", "name"),
-    [(call, name) for call, name in EACH if "decode" not in call and name in LEARNED],
+    [
+        (call, name)
+        for call, name in EACH
+        if isinstance(values(call, "cpu", 0)[name], torch.Tensor) and "decode" not in call
+    ],
 )
-def test_a_known_call_has_gradients(call: str, name: str, device: str, checked: list[str]) -> None:
+def test_known_calls_and_launches_take_the_tensors_of_the_call(
+    call: str, name: str, device: str, checked: list[str]
+) -> None:
+    """Forward and backward: of a known call, and of one that is checked anew."""
     tensors, options = inputs(call, device), base(name, call, device)
-    one, other = (values(call, device, seed)[name] for seed in (0, 1))
-    gradients(call, name, tensors, **options, **{name: one})
-    actual = gradients(call, name, tensors, **options, **{name: other})
+    one, other = ({**options, name: values(call, device, seed)[name]} for seed in (0, 1))
+    before = with_gradients(call, tensors, **one)
+    actual = with_gradients(call, tensors, **other)
     assert len(checked) == (2 if name in NOT_KNOWN[call] else 1)
     call_memo.forget()
+    with mock.patch.object(launches.Launch, "bind") as bind:
+        launched = with_gradients(call, tensors, **other)
+    assert not bind.called
+    call_memo.forget()
     launches.forget()
-    fresh = gradients(call, name, tensors, **options, **{name: other})
-    assert all(torch.equal(x, y) for x, y in zip(actual, fresh, strict=True))
-    assert all(x.abs().sum() > 0 for x in actual)
+    fresh = with_gradients(call, tensors, **other)
+    assert all(map(torch.equal, actual, fresh)) and all(map(torch.equal, launched, fresh))
+    assert not torch.equal(before[0], actual[0]) and all(x.abs().sum() > 0 for x in actual)
 
 
-def test_lse_of_a_known_packed_call_has_gradients(device: str) -> None:
-    q, k, v, offsets = inputs("attention_varlen", device)
-    found = []
-    for _ in range(2):
-        leaf = q.clone().requires_grad_()
-        o, lse = attention_varlen(leaf, k, v, offsets, return_lse=True, backend="triton")
-        assert o.shape == q.shape and lse.shape == (H_Q, B * T)
-        found.append(torch.autograd.grad(lse.sum() + o.sum(), leaf)[0])
-    assert torch.equal(*found)
+def test_copies_for_one_call_beside_tables_of_another(device: str) -> None:
+    """A relative query that starts between 16 bytes is copied, its launch is for one call."""
+    tensors, given = inputs("attention", device), values("attention", device, 0)
+    query = given["relative_query"]
+    shifted = torch.empty(query.numel() + 1, device=device)[1:].view_as(query).copy_(query)
+    for name in ("key_padding_mask", "attn_mask"):
+        options = {**base("relative_query", "attention", device), name: given[name]}
+        expected = with_gradients("attention", tensors, **options, relative_query=query)
+        for _ in range(2):
+            actual = with_gradients("attention", tensors, **options, relative_query=shifted)
+            assert all(map(torch.equal, actual, expected))
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -258,15 +274,6 @@ def test_another_layout_is_another_call(change: str, device: str, checked: list[
         assert torch.equal(run("attention", tensors, key_lengths=changed), expected)
     # A copy in order is made at each call.
     assert len(checked) == (3 if change == "strides" else 2)
-
-
-def test_none_is_another_call(device: str, checked: list[str]) -> None:
-    tensors = inputs("attention", device)
-    lengths = torch.tensor([3, 6], device=device)
-    found = [run("attention", tensors, key_lengths=x) for x in (lengths, None, lengths, None)]
-    assert len(checked) == 2
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-    assert not torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("call", ["attention", "attention_varlen"])

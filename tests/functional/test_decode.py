@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.cases import drawn, legal
-from fuzz.judges import check
 
 from fastattn import KVCache, decode_attention, reference
 from fastattn.cache.views import view_of_tensors
@@ -16,7 +14,7 @@ from fastattn.kernels import decode
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import make_qkv
-from fastattn.testing.decoding import KINDS, Filled, assert_decodes, fill
+from fastattn.testing.decoding import Filled, assert_decodes, fill
 
 BACKENDS = ("triton", "torch")
 
@@ -42,24 +40,6 @@ def tokens(
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
     D_v = D if D_v is None else D_v
     return draw(H_q, T_q, D), draw(H_k, T, D), draw(H_k, T, D_v), counts
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_cache(kind: str, device: str) -> None:
-    """Unused slots, pages and scales are NaN here: every empty tensor is."""
-    T_q = 2 if kind in ("contiguous", "pages-of-3", "ring-keep-first") else 1
-    q, k, v, lengths = tokens(device, (13, 27, 4), T_q)
-    assert_decodes(q, fill(kind, k, v, lengths), how={"backend": "triton"})
-
-
-@pytest.mark.parametrize("seed", range(36))
-def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
-    """Every kind of cache, option and split on the kernels, of which few others are drawn."""
-    if device != "cpu":
-        pytest.skip("calls are drawn on a CPU, for the interpreter")
-    case = drawn(seed, "triton")
-    call = "append" if seed < 6 else "decode_attention"
-    check(legal(replace(case, call=call, B=max(1, case.B))))  # fills no cache of no rows
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -151,24 +131,6 @@ def test_lengths_past_the_end_read_nothing_there(device: str) -> None:
     filled.view.lengths[1] = 40
     o = decode_attention(q, filled.view, backend="triton")
     assert o.isfinite().all()
-
-
-def test_forced_tiles_reach_the_kernel(device: str) -> None:
-    """Blocks wider than pages, narrower ones, and as wide."""
-    q, k, v, lengths = tokens(device, (40, 21))
-    filled = fill("pages-of-16", k, v, lengths)
-    for BLOCK_N in (16, 32, 64):
-        with tiles.forced(decode=TileConfig(16, BLOCK_N)):
-            assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
-
-
-def test_nothing_to_do(device: str) -> None:
-    q, k, v, lengths = tokens(device)
-    view = fill("contiguous", k, v, lengths).view
-    for backend in BACKENDS:
-        o, lse = decode_attention(q[:, :, :0], view, backend=backend, return_lse=True)
-        assert o.shape == (2, 4, 0, 16)
-        assert lse.shape == (2, 4, 0)
 
 
 @pytest.fixture

@@ -59,13 +59,3 @@ def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
     arguments = (*op_arguments(filled(device).view(), Q.to(device)), *schema.flat(options))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(decode.decode_forward.op, arguments, test_utils=tests)
-
-
-def test_traced_calls_give_the_same(device: str) -> None:
-    q, cache = torch.randn(2, 4, 1, 16, device=device), filled(device)
-
-    def step(q: torch.Tensor) -> torch.Tensor:
-        return decode_attention(q, cache.view(), backend="triton", softcap=2.0)
-
-    traced = torch.compile(step, backend="eager", fullgraph=True)
-    assert torch.equal(traced(q), step(q))

@@ -108,8 +108,3 @@ def test_local_tensors_are_served_as_the_message_says(by_head):
     )(q, k, v)
     assert isinstance(mapped, DTensor) and mapped.placements == (Shard(1),)
     torch.testing.assert_close(mapped.to_local(), whole, rtol=0, atol=0)
-
-
-def test_parameters_are_plain_tensors():
-    q, k, v = map(torch.nn.Parameter, qkv(2, 2, 8, 16))
-    assert fastattn.attention(q, k, v).requires_grad

@@ -1,16 +1,13 @@
 """Integers that int32 does not hold mean what they say: everything, nothing, or none alike."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 from fastattn import KVCache, attention, attention_statistics, checks, decode_attention
 from fastattn.cache.views import view_of_tensors
-from fastattn.kernels.rules import tile
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.inputs import to_device
 from fastattn.torch_backend import statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,50 +20,6 @@ BACKENDS = ("triton", "torch")
 
 def tensor(*values: int) -> torch.Tensor:
     return torch.tensor(values)
-
-
-def far_and_near() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Options with a far integer, and those with a near one that means the same."""
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for x in FAR:
-        far, near, prefix = tensor(x, -x), tensor(T_K, -T_Q), {"prefix_lengths": tensor(T_K, 0)}
-        kept = {"window": (3, None), "keep_first": 2, "causal": True, **prefix}
-        cases |= {
-            f"prefix {x}": ({"causal": True, "prefix_lengths": far}, {"causal": True, **prefix}),
-            f"prefix int {x}": (
-                {"causal": True, "prefix_lengths": x},
-                {"causal": True, "prefix_lengths": T_K},
-            ),
-            f"lengths {x}": ({"key_lengths": far}, {"key_lengths": tensor(T_K, 0)}),
-            f"offset {x}": (
-                {"causal": True, "query_offset": far},
-                {"causal": True, "query_offset": near},
-            ),
-            f"offset and window {x}": (
-                {"window": (3, 2), "query_offset": far},
-                {"window": (3, 2), "query_offset": tensor(T_K + 3, -T_Q - 2)},
-            ),
-            f"offset, first keys and prefix {x}": (
-                {**kept, "query_offset": far},
-                {**kept, "query_offset": tensor(T_K + 3, -T_Q)},
-            ),
-            f"window {x}": ({"window": (x, 1)}, {"window": (None, 1)}),
-            f"window int {x}": ({"window": x}, {"causal": True}),
-            f"keep_first {x}": ({"window": (1, 0), "keep_first": x}, {}),
-            f"stride {x}": ({"stride": x}, {"stride": T_K}),
-        }
-    return cases
-
-
-CASES = far_and_near()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_attention_of_far_integers(name, backend, device):
-    q, k, v = make_qkv(B, H, H, T_Q, T_K, D, device=device)
-    given = to_device(CASES[name][0], device)
-    assert_matches_reference(partial(attention, backend=backend), q, k, v, **given)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,10 +98,6 @@ def test_numbers_that_stand_too_far_are_refused():
             ValueError, match=rf"query_offset must be within 2\*\*28 of 0, got {offset}"
         ):
             attention(q, k, v, causal=True, query_offset=offset)
-
-
-def test_both_backends_know_one_farthest_position():
-    assert tile.FARTHEST.value == checks.FARTHEST
 
 
 def test_chunks_of_queries_at_the_farthest_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,29 +1,22 @@
 """Attention of few queries to many keys, which splits the keys among programs."""
 
-from functools import partial
-
 import pytest
 import torch
-from nightly import gate_cases
 
 import fastattn
-from fastattn import attention, dispatch
+from fastattn import dispatch
 from fastattn.kernels.hopper import host
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options
-from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing import make_qkv
 from fastattn.testing.inputs import to_device
 from fastattn.testing.option_examples import option_examples
 
 H_Q, H_K, T_Q, T_K, D = 4, 2, 7, 45, 16
 EXAMPLES = option_examples(H_Q, H_K, T_Q, T_K, D, reach=9)
-CHUNK_EXAMPLES = option_examples(H_Q, H_K, 9, 37, D, reach=9)
 WITHOUT_KERNEL = {"relative-keys", "relative-keys-shared", "relative-query", "positions"}
 WITHOUT_KERNEL |= {"dropout", "heads", "two-products"}
-
-
-by_triton = partial(attention, backend="triton")
 
 
 @pytest.fixture
@@ -34,37 +27,11 @@ def few_keys(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.fixture
-def any_chunk(few_keys: None, monkeypatch: pytest.MonkeyPatch):
-    """More rows than a tile has are a chunk, whatever it would cost."""
-    monkeypatch.setattr(decode_splits, "_FEW_ROWS", 1)
-    monkeypatch.setattr(decode_splits, "_chunk_pays", lambda *call: True)
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_which_options_split_keys(name: str, few_keys: None, device: str) -> None:
     q, k, v = make_qkv(2, H_Q, H_K, T_Q, T_K, D, device=device)
     choice = fastattn.explain(q, k, v, **to_device(EXAMPLES[name], device))
     assert choice.split_keys == (name not in WITHOUT_KERNEL)
-
-
-# By day an option is tried in one of the two; generated calls split their keys too.
-SPLIT = sorted(EXAMPLES.keys() - WITHOUT_KERNEL)
-
-
-@pytest.mark.parametrize("name", gate_cases(SPLIT[::2], SPLIT[1::2]))
-def test_options_are_what_they_are_elsewhere(name: str, few_keys: None, device: str) -> None:
-    q, k, v = make_qkv(2, H_Q, H_K, T_Q, T_K, D, device=device)
-    assert_matches_reference(by_triton, q, k, v, **to_device(EXAMPLES[name], device))
-
-
-@pytest.mark.parametrize("name", gate_cases(SPLIT[1::2], SPLIT[::2]))
-def test_a_chunk_knows_the_options_too(name: str, any_chunk: None, device: str) -> None:
-    """Nine queries of two heads are 18 rows: a tile of 16, and one with two rows."""
-    options = to_device(CHUNK_EXAMPLES[name], device)
-    q, k, v = make_qkv(2, H_Q, H_K, 9, 37, D, device=device)
-    assert fastattn.explain(q, k, v, **options).split_keys
-    assert_matches_reference(by_triton, q, k, v, **options)
 
 
 def test_which_calls_split_their_keys(device: str) -> None:

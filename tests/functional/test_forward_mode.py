@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from held import Held
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -336,39 +337,15 @@ def test_a_compiled_call_of_a_dual_tensor(function: Function) -> None:
             torch.compile(partial(forward_of, function), backend="eager")(x)
 
 
-def test_gradcheck() -> None:
-    """Tangents against differences, and backward of both; learned options among the inputs."""
-    q, k, v = (x[:1, :2, :4, :3].clone() for x in qkv().values())
-    tensors = (q, k, v, draw(1, 1, 4, 4).double(), draw(2).double())
-    inputs = [x.requires_grad_() for x in tensors]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-        how: Any = {"attn_bias": bias, "sinks": sinks, "softcap": 3.0, "window": 3}
-        return fastattn.attention(q, k, v, **how, backend="torch")
-
-    assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(attend, inputs, check_fwd_over_rev=True)
-
-
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of no chunk hold more scores than a chunk does."""
     monkeypatch.setattr(tangents, "_SCORES", 4 * 256)
-    largest = 0
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, Tensor):
-                largest = max(largest, out.numel())
-            return out
-
     x = draw(1, 1, 256, 4)
-    with torch.no_grad(), forward_ad.dual_level(), Largest():
+    with torch.no_grad(), forward_ad.dual_level(), Held() as held:
         dual = forward_ad.make_dual(x, x.cos())
         o = fastattn.attention(dual, dual, dual, causal=True, backend="torch")
         assert forward_ad.unpack_dual(o).tangent is not None
-    assert largest == 4 * 256
+    assert held.largest == 4 * 256
 
 
 def test_what_has_no_tangent_is_refused() -> None:

@@ -1,6 +1,5 @@
 """Packed sequences in 8 bits: codes and scales of each, where their values lie, and the calls."""
 
-import math
 from typing import Any
 
 import pytest
@@ -48,20 +47,6 @@ def test_sequences_are_quantised_as_batches_of_one(dtype: torch.dtype):
             assert torch.equal(scale[n], own_scale[0])
 
 
-def test_rows_past_their_lengths_reach_no_scale():
-    x, offsets = numbers([6, 9], 2), offsets_of([6, 9])
-    expected, expected_scale = quantize_fp8(x, cu_seqlens=offsets)
-    spoilt = torch.cat([x[:6], torch.full((3, 2, 64), math.nan), x[6:]])
-    lengths = torch.tensor([6, 9])
-    codes, scale = quantize_fp8(spoilt, lengths, cu_seqlens=offsets_of([9, 9]))
-    assert torch.equal(scale, expected_scale)
-    assert same(torch.cat([codes[:6], codes[9:]]), expected) and not codes[6:9].float().any()
-    scale = quantize_fp8(spoilt, cu_seqlens=offsets_of([9, 9]))[1]
-    assert scale.isnan().tolist() == [[True, True], [False, False]]
-    spoilt[1] = math.inf
-    assert quantize_fp8(spoilt, cu_seqlens=offsets_of([9, 9]))[1][0].isnan().all()
-
-
 @pytest.mark.parametrize(
     ("D", "dtype"), [(64, torch.bfloat16), (96, torch.float32), (256, torch.float16)]
 )
@@ -107,36 +92,6 @@ def drawn() -> tuple[tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, Tensor
         codes.append(code)
     scales["q_scale"] = 1 / scales["q_scale"]
     return tuple(codes), scales, offsets
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (3, 0), "keep_first": 2, "softcap": 4.0},
-        {"sinks": torch.tensor([0.5, -9.0, 3.0, 0.0]), "scale": 0.1},
-        {
-            "causal": True,
-            "key_lengths": torch.tensor([5, 0, 30]),
-            "prefix_lengths": torch.tensor([0, 2, 25]),
-        },
-    ],
-    ids=["window", "sinks", "lengths"],
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_sequences_attend_as_batches_of_one(options: dict[str, Any], packed: bool):
-    (q, k, v), scales, offsets = drawn()
-    values = fastattn.pack_values(v, offsets[1]) if packed else v
-    how: dict[str, Any] = {"backend": "torch", "out_dtype": torch.float32, "return_lse": True}
-    o, lse = fastattn.attention_varlen_fp8(q, k, values, *offsets, **scales, **options, **how)
-    assert o.shape == (13, 4, 64) and o.dtype == torch.float32 and lse.shape == (4, 13)
-    for n in range(3):
-        of_q, of_k = (slice(int(x[n]), int(x[n + 1])) for x in offsets)
-        own = {name: x[n : n + 1] if name.endswith("lengths") else x for name, x in options.items()}
-        own |= {name: x[n : n + 1] for name, x in scales.items()}
-        rows = (as_batch(q[of_q]), as_batch(k[of_k]), as_batch(v[of_k]))
-        expected, expected_lse = fastattn.attention_fp8(*rows, **own, **how)
-        torch.testing.assert_close(o[of_q], as_packed(expected), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse[:, of_q], expected_lse[0], rtol=1e-5, atol=1e-5)
 
 
 def test_keys_have_the_offsets_of_queries_by_default():

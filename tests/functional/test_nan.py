@@ -69,11 +69,7 @@ def test_nan_in_a_query_reaches_its_row_where_it_sees_a_key(T_q, T_k, backend, d
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize(("T_q", "T_k"), SIZES)
 def test_nan_in_a_key_or_value_reaches_the_rows_that_see_it(T_q, T_k, name, backend, device):
-    """And no other head or batch row.
-
-    In k it reaches no row of its tile that does not see it, except by torch's kernel for GPUs,
-    whose mask adds -inf to the scores.
-    """
+    """And no other head or batch row."""
     q, k, v = make_qkv(B, H_Q, H_K, T_q, T_k, D, device=device, requires_grad=False)
     at = T_k // 2
     spoilt = {"k": k.clone(), "v": v.clone()}

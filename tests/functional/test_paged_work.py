@@ -21,10 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_a_mixed_step_is_within_5_percent_of_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of pairs that see each other, and every byte of queries, cache and results once.
-
-    16 heads share keys, so that the token of a row fills a tile of 16 rows.
-    """
+    """Products of pairs that see each other, and every byte of queries, cache and results once."""
     mend()
     products, touched = [], {}
     builder = type(interpreter.interpreter_builder)

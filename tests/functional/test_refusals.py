@@ -14,6 +14,7 @@ from torch import Tensor
 import fastattn
 from fastattn import (
     KVCache,
+    PagedKVCache,
     append_paged,
     attention,
     attention_block_backward,
@@ -27,8 +28,11 @@ from fastattn import (
     cascade_attention,
     decode_attention,
     explain_fp8,
+    indexer_loss,
     rotary,
     rotary_scaling,
+    select_blocks,
+    selected_attention,
     shared_pages,
     view_of_tensors,
 )
@@ -268,6 +272,46 @@ def forward(**change: Any) -> Any:
 def backward(**change: Any) -> Any:
     given = dict.fromkeys(("do", "q", "k", "v", "o"), HALF)
     return attention_block_backward(**{**given, "lse": LSE, **change})
+
+
+INDICES, INDEX = Z(1, 2, 3, 1).int(), ones(1, 2, 3, 4)
+
+
+def selected(**change: Any) -> Any:
+    given = dict(zip("qkv", make_qkv(1, 4, 2, 3, 20, 8), strict=True))
+    return selected_attention(**{**given, "indices": INDICES, "block": (1, 16), **change})
+
+
+def loss(**change: Any) -> Any:
+    call = {"q_index": INDEX, "k_index": INDEX[:, :1], "w": INDEX[..., 0], "q": INDEX, "k": INDEX}
+    return indexer_loss(**{**call, **change})
+
+
+def select(**change: Any) -> Any:
+    q, k, _ = make_qkv(1, 4, 2, 8, 8, 8)
+    return select_blocks(q, k, **{"n": 2, "block_k": 4, **change})
+
+
+def pool(**change: Any) -> PagedKVCache:
+    sizes = {"num_pages": 2, "page_size": 4, "num_kv_heads": 1, "head_dim": 8}
+    return PagedKVCache(**{**sizes, **change})
+
+
+def compact(first: int = 1, kept: tuple[int, ...] = (2,)) -> None:
+    cache = pool()
+    cache.append([cache.allocate()], Z(1, 1, 3, 8), Z(1, 1, 3, 8))
+    cache.compact(0, first, kept)
+
+
+def tokens(**change: Any) -> Any:
+    """To a cache of three rows, of which each holds four tokens."""
+    cache = KVCache(3, 2, 8, 4, value_dim=3)
+    cache.append(Z(3, 2, 4, 4), Z(3, 2, 4, 3), backend="torch")
+    return cache.append(**{"k": Z(3, 2, 1, 4), "v": Z(3, 2, 1, 3), "backend": "torch", **change})
+
+
+def turned(**change: Any) -> Any:
+    return tokens(**{"q": Z(3, 2, 1, 4), "rotary": (ones(9, 1),) * 2, **change})
 
 
 NAMES = {"np": np} | vars(fastattn) | vars(rotary_scaling) | vars(rotary) | globals()

@@ -109,17 +109,6 @@ def test_results_and_gradients(
         assert_matches_reference(partial(ours, backend=backend), q, k, v, **given)
 
 
-def test_a_list_of_nothing(device: str) -> None:
-    q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
-    for n in (0, 2):
-        indices = torch.full((1, 1, 3, n), -1, device=device)
-        for backend in ("torch", "triton"):
-            o, lse = selected_attention(q, k, v, indices, return_lse=True, backend=backend)
-            grads = torch.autograd.grad((o.sum(), lse.sum()), (q, k, v))
-            assert not o.any() and bool((lse == -torch.inf).all())
-            assert not any(x.any() for x in grads)
-
-
 def test_gradients_repeat_to_the_bit_and_are_differentiated_again(device: str) -> None:
     q, k, v = make_qkv(1, 4, 2, 6, 20, 16, device=device)
     indices = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device).repeat(2, 1).expand(1, 2, 6, 2)
@@ -208,35 +197,6 @@ def test_explain_names_the_kernels(device: str) -> None:
     assert explain_selected(q, k, v, indices, backend="triton").backend == "triton"
     wide = (x.double() for x in (q, k, v))
     assert "float64" in explain_selected(*wide, indices).reasons["triton"]
-
-
-INDICES = torch.zeros(1, 2, 3, 1, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "given"),
-    [
-        (TypeError, "indices must be an int32 or int64 tensor, got torch.float32",
-         {"indices": INDICES.float()}),
-        (ValueError, r"indices must have shape \[1, H_s, 3, n\], got \[1, 2, 2, 1\]",
-         {"indices": INDICES[:, :, :2]}),
-        (ValueError, "a number of heads that divides k's 2, or a multiple of 2 that .* 4, got 3",
-         {"indices": INDICES[:, [0, 0, 0]]}),
-        (ValueError, "indices must number the 2 blocks of 16 keys from 0 on, or be -1, got 2",
-         {"indices": INDICES + 2}),
-        (ValueError, "indices must number the 2 blocks of 16 keys from 0 on, or be -1, got -2",
-         {"indices": INDICES - 2}),
-        (ValueError, r"counts must have shape \[1, 2, 3\], got ", {"counts": INDICES}),
-        (TypeError, "counts must be an int32 or int64 tensor", {"counts": INDICES[..., 0].bool()}),
-        (TypeError, r"block must be a pair \(block_q, block_k\), got 64", {"block": 64}),
-        (ValueError, r"block\[0\] must be at least 1, got 0", {"block": (0, 16)}),
-        (TypeError, "selected_attention takes no dropout: lists of key blocks", {"dropout": 0.1}),
-    ],
-)  # fmt: skip
-def test_messages(error: type[Exception], message: str, given: dict[str, Any]) -> None:
-    q, k, v = make_qkv(1, 4, 2, 3, 20, 8)
-    with pytest.raises(error, match=message):
-        selected_attention(q, k, v, **{"indices": INDICES, "block": (1, 16), **given})
 
 
 def test_operators_have_fakes_and_gradients(device: str) -> None:

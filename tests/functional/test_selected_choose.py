@@ -189,21 +189,3 @@ def test_mixture_of_block_attention(backend: str, device: str) -> None:
         lambda q, k, v: dense(q, k, v, of_lists(indices, block, q)),
         [q, k, v],
     )
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "given"),
-    [
-        (TypeError, r"pool must be a pair \(tokens, step\), got 4", {"pool": 4}),
-        (ValueError, r"pool\[0\] must be a multiple of pool\[1\], got 6 and 4", {"pool": (6, 4)}),
-        (ValueError, "block_k must be 1, 2, 4 up to 128 times the step of pool, 1, got 3",
-         {"block_k": 3}),
-        (ValueError, "lists must divide q's 4 heads, got 3", {"lists": 3}),
-        (ValueError, "n must be at least 0, got -1", {"n": -1}),
-        (ValueError, r"lse must have shape \[1, 4, 8\], got \[4, 8\]", {"lse": torch.ones(4, 8)}),
-    ],
-)  # fmt: skip
-def test_messages(error: type[Exception], message: str, given: dict[str, Any]) -> None:
-    q, k, _ = make_qkv(1, 4, 2, 8, 8, 8)
-    with pytest.raises(error, match=message):
-        select_blocks(q, k, **{"n": 2, "block_k": 4, **given})

@@ -1,7 +1,4 @@
-"""Calls with DTensors are those of one process, and what cannot be is refused.
-
-The processes are started once, and make all calls.
-"""
+"""Calls with DTensors are those of one process, and what cannot be is refused."""
 
 from collections.abc import Callable
 from functools import cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import append_paged, attention, attention_paged, view_of_tensors
+from fastattn import append_paged, view_of_tensors
 from fastattn.ops.append import append_to_slots
 from fastattn.quantization import codes_within, quantize_rows
 from fastattn.rotary import apply_rotary, rotary_tables
@@ -115,26 +115,3 @@ def test_no_store_leaves_the_pool_whatever_the_slots(dtype: torch.dtype, device:
     rows = [x.transpose(0, 1)[None] for x in (k, v)]
     append_to_slots((*pool, None, None), None, *rows, places, None, None, interleaved=False)
     assert torch.equal(memory, expected)
-
-
-def test_a_ring_has_no_such_slots() -> None:
-    _, pool = pools("heads first", torch.float32, "cpu")
-    ring = view_of_tensors(*pool, torch.zeros(P, dtype=torch.int32), window=2)
-    _, k, v = tokens("cpu", torch.float32)
-    with pytest.raises(ValueError, match="got a ring: its own append knows its slots"):
-        append_paged(ring, k, v, torch.tensor(SLOTS))
-
-
-def test_a_step_of_a_server(device: str) -> None:
-    """`attention_paged` reads by table and lengths what was appended by slots."""
-    q, k, v = torch.randn(3, 9, H, D, device=device)
-    table = torch.tensor([[4, 1, 2]], dtype=torch.int32, device=device)
-    slots = torch.tensor([int(table[0, t // S]) * S + t % S for t in range(9)], device=device)
-    k_pages, v_pages = torch.full((2, P, H, S, D), torch.nan, device=device)
-    append_paged((k_pages, v_pages), k, v, slots)
-    lengths = torch.tensor([9], dtype=torch.int32, device=device)
-    cache = (k_pages, v_pages, table, lengths)
-    o = attention_paged(q, cache, torch.tensor([0, 9], device=device))
-    dense = (x.transpose(0, 1)[None] for x in (q, k, v))
-    expected = attention(*dense, causal=True)[0].transpose(0, 1)
-    torch.testing.assert_close(o, expected)

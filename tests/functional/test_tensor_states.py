@@ -62,18 +62,6 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
         assert same(actual, expected), some
 
 
-def test_bits_of_an_imaginary_part(device: str) -> None:
-    """A negative view (conj().imag) as users get it; attn_bias keeps its strides."""
-    q, k, v, bias = (draws(device=device)(1, 2, T, n) for n in (D, D, D, T))
-    imaginary = torch.complex(bias, -bias).conj().imag
-    assert imaginary.is_neg() and imaginary.stride(-1) == 2
-    actual, expected = (
-        fastattn.attention(q, k, v, attn_bias=x, backend="triton")
-        for x in (imaginary, imaginary.resolve_neg())
-    )
-    assert torch.equal(actual, expected)
-
-
 @pytest.mark.usefixtures("on_triton")
 def test_a_cache_with_the_negative_bit_is_not_written(device: str) -> None:
     k, v, new = (draws(device=device)(B, T, H_K, D)[:, : (T, T, 1)[n]] for n in range(3))
@@ -148,16 +136,6 @@ def test_tangents_at_every_door(name: str) -> None:
         torch.testing.assert_close((tangent * w).sum(), expected)
 
 
-@from_torch
-def test_weights_of_a_module_refuse_tangents() -> None:
-    """Call the function for them, which serves where nothing is recorded for a backward."""
-    multihead, x = fastattn.MultiheadAttention(16, 2, batch_first=True), draws()(B, T, 16)
-    with torch.no_grad(), forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, x)
-        with pytest.raises(NotImplementedError, match="has a tangent"):
-            multihead(dual, dual, dual)
-
-
 def attended(x: Tensor) -> Tensor:
     return fastattn.attention(x, x.detach(), x.detach(), backend="triton").sum()
 
@@ -187,15 +165,3 @@ def test_transforms_that_go_forward(name: str) -> None:
     """Serve as ever what has no tangent at any level."""
     x = draws()(1, 1, 3, 4)
     assert TRANSFORMS[name](of_detached, x).isfinite().all()
-
-
-@from_torch
-def test_a_compiled_call_refuses_a_tangent() -> None:
-    """A tangent of an input that had none when it was compiled."""
-    x = draws()(1, 1, 3, 4)
-    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
-    expected = compiled(x)
-    with forward_ad.dual_level():
-        assert torch.equal(compiled(x), expected)
-        with pytest.raises((NotImplementedError, ValueError), match="q has a tangent"):
-            compiled(forward_ad.make_dual(x, x))

@@ -1,39 +1,12 @@
 """Scores of two products: what the pairs of options do not meet."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import fastattn
 from fastattn import attention, reference
-from fastattn.kernels.launch import tiles
-from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing import make_qkv
 from fastattn.testing.inputs import draw
-
-TILE = tiles.TileConfig(16, 16)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("H_k2", [1, 2])
-def test_heads_share_the_keys_of_the_second_product(backend: str, H_k2: int, device: str) -> None:
-    """Latent attention's shapes: its gradient is the sum over all heads, dealt out to programs."""
-    q, k, v = make_qkv(1, 8, 4, 33, 40, 24, 16, device=device)
-    more = {"query2": draw(1, 8, 33, 12).to(device), "key2": draw(1, H_k2, 40, 12).to(device)}
-    with tiles.forced(forward=TILE, backward_dq=TILE, backward_dkv=TILE):
-        assert_matches_reference(partial(attention, backend=backend), q, k, v, causal=True, **more)
-
-
-def test_in_bf16_with_a_learned_bias_and_unaligned_rows(device: str) -> None:
-    """Gradients of biases have kernels that take the two products as one."""
-    dtype = torch.bfloat16
-    q, k, v = make_qkv(2, 2, 2, 20, 37, 16, 8, dtype=dtype, device=device)
-    more = {
-        "query2": draw(2, 2, 20, 9).to(device, dtype),
-        "key2": draw(2, 1, 37, 9).to(device, dtype),
-        "attn_bias": draw(1, 2, 20, 37).to(device, dtype),
-    }
-    assert_matches_reference(partial(attention, backend="triton"), q, k, v, **more)
 
 
 def test_no_key_is_repeated_for_its_heads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import reference
 from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.inputs import draw, to_device
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "bias-sinks": {"attn_bias": draw(1, 5, 19, 27), "sinks": draw(5)},
-    "atomics": {"causal": True, "deterministic": False},
-}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *starts: Tensor, **options: Any) -> Any:
@@ -41,21 +34,6 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     launches.forget()
     yield parts
     launches.forget()
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_heads_that_are_dealt_out(option: str, summed: list[int], device: str) -> None:
-    q, k, v = make_qkv(2, 5, 1, 19, 27, 16, 24, device=device)
-    assert_matches_reference(attend, q, k, v, **to_device(OPTIONS[option], device))
-    assert set(summed) == {5}
-
-
-def test_heads_of_packed_sequences(summed: list[int], device: str) -> None:
-    inputs = make_qkv(1, 4, 2, 36, 41, 16, device=device)
-    rows = [x[0].detach().transpose(0, 1).requires_grad_() for x in inputs]
-    starts = torch.tensor([[0, 17, 17, 35, 36], [0, 9, 20, 41, 41]], device=device)
-    assert_matches_reference(attend, *rows, *starts, oracle=reference.attention_varlen, causal=True)
-    assert summed == [2, 2]
 
 
 def test_parts_are_added_in_one_order(summed: list[int], device: str) -> None:

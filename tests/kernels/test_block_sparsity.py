@@ -126,10 +126,7 @@ def lists(mask: Any, tiles: int, b: int, h: int) -> list[tuple[list[int], list[i
 def expected(
     seen: torch.Tensor, hidden: torch.Tensor, tile: int, block: int
 ) -> list[tuple[list[int], list[int]]]:
-    """From pairs that are seen and pairs that have to be hidden, [rows, columns]; the same lists.
-
-    Columns past the last one do not exist and have to be hidden.
-    """
+    """The same lists, from pairs that are seen and pairs that must be hidden, [rows, columns]."""
     surplus = -seen.shape[1] % block
     hidden = torch.nn.functional.pad(hidden, (0, surplus), value=True)
     actual = []

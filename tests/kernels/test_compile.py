@@ -1,8 +1,4 @@
-"""Every kernel compiles for every GPU: no spills, fits shared memory, on matrix units, cheap loops.
-
-Nothing runs on a GPU: launchers compile in worker processes. The rows of `compiled.txt` are the
-cases, with their limits.
-"""
+"""Every kernel compiles for every GPU: no spills, fits shared memory, on matrix units, cheap."""
 
 import math
 import re
@@ -76,10 +72,7 @@ PRODUCTS = {FORWARD: 2, DQ: 3, DKV: 4}
 def compiled(
     compile_pool: CompilePool, request: pytest.FixtureRequest
 ) -> Callable[[str], list[CompiledFacts]]:
-    """The facts of the kernels of a case, by its name.
-
-    All are submitted at once where whole files run, so that every worker has something to do.
-    """
+    """The facts of the kernels of a case, by its name."""
     submitted: dict[str, Future] = {}
 
     def submit(name: str) -> Future:
@@ -242,10 +235,7 @@ def check_products(case: Case, facts: list[CompiledFacts]) -> None:
 
 
 def multiply_adds(loop: Loop, warps: int) -> float:
-    """Products of 16-bit numbers in a pass of a loop by all warps of a program.
-
-    "HGMMA.64x128x16" is done by four warps together, "UTCHMMA.128x64x16" by one warp for all.
-    """
+    """Products of 16-bit numbers in a pass of a loop by all warps of a program."""
     actual = 0.0
     for opcode, number in loop.opcodes.items():
         if shape := re.search(r"(\d+)x(\d+)x(\d+)", opcode.replace("16816", "16x8x16")):

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -182,10 +181,7 @@ def test_packed_sequences(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_sequences_see_nothing_of_each_other(deterministic: bool) -> None:
-    """One of them is NaN throughout, and the others have bit for bit what they have alone.
-
-    They have one tile of keys each, so that no order of additions can differ.
-    """
+    """One of them is NaN throughout, and the others have bit for bit what they have alone."""
     lengths = (70, 40, 100)
     offsets = starts(*lengths)
 
@@ -295,14 +291,6 @@ def test_many_orders_of_events(deterministic: bool, T_q: int, seeds: int) -> Non
         check_on_hopper(attention, H_q=1, T_q=T_q, programs=2, deterministic=deterministic)
 
 
-def test_an_empty_batch() -> None:
-    inputs = make_qkv(0, 2, 1, 70, 90, 64, dtype=torch.bfloat16)
-    o, lse = attention(*inputs, causal=True, return_lse=True)
-    assert (o.shape, lse.shape) == ((0, 2, 70, 64), (0, 2, 70))
-    actual = torch.autograd.grad(o.sum(), inputs)
-    assert [x.shape for x in actual] == [x.shape for x in inputs]
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_no_queries(deterministic: bool) -> None:
     q, k, v = make_qkv(1, 2, 2, 0, 8, 64, dtype=torch.bfloat16)
@@ -326,10 +314,7 @@ def test_gradients_repeat_bit_for_bit() -> None:
 
 
 def test_dk_and_dv_are_those_of_two_passes() -> None:
-    """Bit for bit; dQ, summed in another order, is not asked.
-
-    Nor is delta, which two kernels sum in two orders: of one column of dO it is one product.
-    """
+    """Bit for bit; dQ, summed in another order, is not asked."""
     q, k, v = make_qkv(1, 4, 2, 200, None, 128, dtype=torch.bfloat16)
     gradients = []
     for deterministic in (True, False):
@@ -337,31 +322,6 @@ def test_dk_and_dv_are_those_of_two_passes() -> None:
         gradients.append(torch.autograd.grad(o[..., 0].float().square().sum(), (k, v)))
     assert passes() == 3
     assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_half_of_the_columns_are_whole_pieces(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products read half of the columns of K. The emulator has no layouts; wgmma wants pieces."""
-    q, k, v = make_qkv(1, 1, 1, 40, None, D, dtype=torch.bfloat16)
-    kernel = mock.MagicMock()
-    monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
-    torch.autograd.grad(attention(q, k, v, deterministic=False).sum(), q)
-    launched = kernel.__getitem__.return_value.call_args.args
-    _q, k_desc, _v, _do, dk_desc, *_others = launched[7:]
-    assert k_desc.layout == dk_desc.layout
-    assert k_desc.layout.swizzle_byte_width // k.element_size() == min(64, D // 2)
-
-
-def test_threads_add_to_the_sum_without_shared_memory(
-    by: Callable[[str], dict[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel gets no descriptor of the sum, and starts it where TMA would."""
-    q, k, v = make_qkv(1, 1, 1, 40, None, 64, dtype=torch.bfloat16)
-    kernel = mock.MagicMock()
-    monkeypatch.setattr(backward, "hopper_backward_dkv_kernel", kernel)
-    torch.autograd.grad(attention(q, k, v, **by("threads")).sum(), q)
-    dq_ptr, *_, dq_desc = kernel.__getitem__.return_value.call_args.args[:14]
-    assert dq_ptr.shape == (1, 1, 128, 64) and dq_desc is None
 
 
 def test_the_flag_of_torch_rules_one_pass_out() -> None:

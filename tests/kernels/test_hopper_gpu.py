@@ -1,8 +1,4 @@
-"""The Hopper kernels on the GPU they are written for, against the oracle and the bound of 8 bits.
-
-The emulator's tests cover more cases; these say whether the hardware agrees. Packed sequences, many
-heads and repeated bits are cases of `fastattn verify`.
-"""
+"""The Hopper kernels on the GPU they are written for: the oracle, and the bound of 8 bits."""
 
 import math
 from typing import Any

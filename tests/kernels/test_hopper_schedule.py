@@ -1,7 +1,4 @@
-"""The order of tiles on the persistent grid of the Hopper kernels: complete, and balanced.
-
-The kernels' own functions run in plain Python, which a test holds against the emulator.
-"""
+"""The order of tiles on the persistent grid of the Hopper kernels: complete, and balanced."""
 
 import math
 import types
@@ -212,17 +209,6 @@ def test_plain_python_agrees_with_the_emulator(
     work = Work(heads, tiles, group, pairs, None, None, None, None, pair_group, None, None)
     for (head, rank), (program, i) in dealt(programs, work).items():
         assert out[head, rank].tolist() == [program, i, 1]
-
-
-def test_tiles_one_by_one_come_longest_first_and_to_and_fro() -> None:
-    """3 heads of 3 tiles, two heads in L2 at a time, 4 programs."""
-    work = Work(3, 3, 2, 0, None, None, None, None, 1, None, None)
-    order = sorted(
-        (i, p if i % 2 == 0 else -p, head, rank) for (head, rank), (p, i) in dealt(4, work).items()
-    )
-    assert [(rank, head) for _, _, head, rank in order] == [
-        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 2), (1, 2), (2, 2),
-    ]  # fmt: skip
 
 
 SHAPES = [(8, 16, 2048), (4, 16, 4096), (2, 16, 8192), (1, 16, 16384)]

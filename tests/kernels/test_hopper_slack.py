@@ -11,11 +11,9 @@ from emulated_hopper import any_factor, forget
 from gluon_emulator import assembly
 from nightly import gate_cases
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 import fastattn
 from fastattn.kernels.hopper import forward
-from fastattn.kernels.hopper.fp8 import weight_slack
 from fastattn.kernels.hopper.pipeline import ANY_FACTOR
 from fastattn.testing import assert_matches_reference
 
@@ -147,9 +145,3 @@ def test_no_slack_rescales_every_block(
         inputs = rising([0.0, 5.0, 12.0], torch.linspace(-1, 4, 70))
         assert_matches_reference(attention, *inputs, scale=1.0)
     assert rescaling == []
-
-
-def test_weights_of_8_bits_have_no_room() -> None:
-    """They reach 2^8 as it is, and their type ends at 448."""
-    assert weight_slack(gl.float8e4nv, 8) == 0
-    assert weight_slack(gl.bfloat16, 8) == weight_slack(gl.float16, 8) == 8

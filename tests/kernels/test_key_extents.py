@@ -2,28 +2,11 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from fastattn.kernels.launch import interpreter
-from fastattn.kernels.launch.arguments import kernel_mask
 from fastattn.kernels.launch.key_extents import launch_padding_extents
-from fastattn.kernels.rules.mask import padded_keys, padding_words
-from fastattn.kernels.rules.tile import batch_row
-from fastattn.options import Options
 
 interpreter.mend()
-
-
-@triton.jit
-def words_kernel(out_ptr, mask, T_k, BLOCK_N: tl.constexpr):
-    """The keys that the padding shows of batch row program_id(0), block by block."""
-    row = batch_row(tl.program_id(0), T_k, T_k, mask)
-    out_ptr += tl.program_id(0) * T_k
-    for block in range(tl.cdiv(T_k, BLOCK_N)):
-        words = padding_words(block * BLOCK_N, row, mask, BLOCK_N)
-        k_pos = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(out_ptr + k_pos, padded_keys(words, BLOCK_N), mask=k_pos < T_k)
 
 
 @pytest.mark.parametrize("pattern", ["11110000", "00011100", "01110110", "00000000", "11111111"])
@@ -56,13 +39,3 @@ def test_padding_bits(T_k: int, device: str) -> None:
     shown = bits.flatten(1).bool()
     assert torch.equal(shown[:, :T_k], mask)
     assert not shown[:, T_k:].any()
-
-
-@pytest.mark.parametrize("BLOCK_N", [16, 32, 64, 128])
-def test_blocks_of_padding_bits(BLOCK_N: int, device: str) -> None:
-    torch.manual_seed(0)
-    padding = torch.rand(2, 300, device=device) < 0.6
-    mask = kernel_mask(Options(key_padding_mask=padding))
-    out = torch.empty_like(padding)
-    words_kernel[(2,)](out, mask, 300, BLOCK_N)
-    assert torch.equal(out, padding)

@@ -1,9 +1,7 @@
-"""The block rules against the element rule, by brute force.
+"""The block rules against the element rule, by brute force."""
 
-Nothing visible is left out of a plan, nothing hidden is in a full block, and where ranges describe
-a mask exactly, no block is visited or masked without need.
-"""
-
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -129,10 +127,7 @@ def options_of(mask: dict[str, Any], T_q: int, T_k: int, B: int, device: str) ->
 
 
 def hand_count(keep: torch.Tensor, exists: torch.Tensor, BLOCK: int) -> tuple[list, list]:
-    """Blocks of columns of keep [rows of a tile, columns]: those wholly seen, those seen in part.
-
-    A block that runs past the last column is not whole; nor is one with columns that do not exist.
-    """
+    """Blocks of columns of keep [rows of a tile, columns]: wholly seen ones, and others seen."""
     full, part = [], []
     for n, start in enumerate(range(0, keep.shape[1], BLOCK)):
         columns = slice(start, start + BLOCK)
@@ -227,19 +222,30 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("mask", BANDS)
-def test_plans_of_bands(mask: str, sizes: tuple[int, int, int], device: str) -> None:
-    T_q, T_k, offset = sizes
-    check_plans({**BANDS[mask], "query_offset": offset}, T_q, T_k, device, exact=True)
+def plan_cases() -> Iterator[tuple[str, dict[str, Any], int, int, bool]]:
+    """Masks by name, T_q, T_k, and whether ranges know all of the mask."""
+    for name, (T_q, T_k, offset) in itertools.product((*BANDS, *FIRST), SIZES):
+        yield name, {"query_offset": offset}, T_q, T_k, name in BANDS
+    ends = torch.zeros(2, 40, dtype=torch.bool)
+    ends[0, 11:30] = ends[1, 16:] = True
+    for name in ("all", "causal", "window-both", "window-causal", "prefix"):
+        for lengths in ((0, 1), (13, 20), (16, 99), (-4, 8)):
+            yield name, {"key_lengths": torch.tensor(lengths)}, 20, 20, True
+        yield name, {"key_padding_mask": ends}, 24, 40, True
+    holes = torch.ones(2, 40, dtype=torch.bool)
+    holes[0, 9:18] = holes[1, 39] = holes[1, 5] = False
+    for name in ("all", "causal", "window-left", "window-both", "first"):
+        beside = {"key_padding_mask": holes, "key_lengths": torch.tensor([35, 99])}
+        yield name, beside, 24, 40, False
+    for name in ("causal", "window-left", "prefix-both", *FIRST):
+        yield name, {"query_offset": torch.tensor([3, 20])}, 11, 30, False
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("mask", FIRST)
-def test_plans_of_first_keys(mask: str, sizes: tuple[int, int, int], device: str) -> None:
-    """Blocks of kept keys are masked even where they are full."""
-    T_q, T_k, offset = sizes
-    check_plans({**FIRST[mask], "query_offset": offset}, T_q, T_k, device, exact=False)
+@pytest.mark.parametrize(("mask", "beside", "T_q", "T_k", "exact"), list(plan_cases()))
+def test_plans(
+    mask: str, beside: dict[str, Any], T_q: int, T_k: int, exact: bool, device: str
+) -> None:
+    check_plans({**MASKS[mask], **beside}, T_q, T_k, device, exact=exact)
 
 
 def test_first_keys_cost_their_own_blocks_alone(device: str) -> None:
@@ -248,35 +254,6 @@ def test_first_keys_cost_their_own_blocks_alone(device: str) -> None:
     [[(full, boundary)]] = plans(options, 4, 64, 1, device, of_keys=True)
     assert full == []
     assert boundary == [0, 1, 7]
-
-
-@pytest.mark.parametrize("lengths", [(0, 1), (13, 20), (16, 99), (-4, 8)], ids=str)
-@pytest.mark.parametrize("mask", ["all", "causal", "window-both", "window-causal", "prefix"])
-def test_plans_stop_at_the_length(mask: str, lengths: tuple[int, int], device: str) -> None:
-    given = {**BANDS[mask], "key_lengths": torch.tensor(lengths)}
-    check_plans(given, 20, 20, device, exact=True)
-
-
-@pytest.mark.parametrize("mask", ["all", "causal", "window-both", "window-causal", "prefix"])
-def test_plans_of_rows_padded_at_their_ends(mask: str, device: str) -> None:
-    padding = torch.zeros(2, 40, dtype=torch.bool)
-    padding[0, 11:30] = True
-    padding[1, 16:] = True
-    check_plans({**BANDS[mask], "key_padding_mask": padding}, 24, 40, device, exact=True)
-
-
-@pytest.mark.parametrize("mask", ["all", "causal", "window-left", "window-both", "first"])
-def test_plans_of_rows_with_holes(mask: str, device: str) -> None:
-    padding = torch.ones(2, 40, dtype=torch.bool)
-    padding[0, 9:18] = False
-    padding[1, 39] = padding[1, 5] = False
-    given = {**MASKS[mask], "key_padding_mask": padding, "key_lengths": torch.tensor([35, 99])}
-    check_plans(given, 24, 40, device, exact=False)
-
-
-@pytest.mark.parametrize("mask", ["causal", "window-left", "prefix-both", *FIRST])
-def test_plans_of_offsets_a_row(mask: str, device: str) -> None:
-    check_plans({**MASKS[mask], "query_offset": torch.tensor([3, 20])}, 11, 30, device, exact=False)
 
 
 @pytest.mark.parametrize("sizes", SIZES[:4], ids=str)

@@ -1,7 +1,4 @@
-"""How many blocks the kernels compute, counted by their matrix products: what is hidden is skipped.
-
-Of the padding of a batch nothing is computed, so that time follows the pairs that are seen.
-"""
+"""Blocks that the kernels compute, counted by their matrix products: hidden ones are skipped."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,10 +93,7 @@ def with_holes_filled(there: torch.Tensor) -> torch.Tensor:
 
 
 def with_small_holes_filled(there: torch.Tensor) -> torch.Tensor:
-    """Fill holes, but only in blocks with a key that is there: dK/dV visits these blocks.
-
-    Whether the keys of a block are seen is decided by the range of the row.
-    """
+    """Fill holes, but only in blocks with a key that is there: dK/dV visits these blocks."""
     between = with_holes_filled(there)
     block = torch.nn.functional.pad(there, (0, -there.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     shared = block.any(2).repeat_interleave(BLOCK, 1)

@@ -8,14 +8,11 @@ import triton
 from nightly import gate_cases
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn.functional import call_memo
 from fastattn.ops import attend, schema, torch_varlen
 from fastattn.options import Options
-from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv, worst_naive
-from fastattn.testing.compare import results
+from fastattn.testing import assert_matches_reference, make_qkv
 
 SIZES = {"B": 2, "H_q": 4, "H_k": 2, "T_q": 20, "D": 16}
 
@@ -95,40 +92,6 @@ def test_compiles_for_every_length(device: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_every_mask_compiles(device: str) -> None:
-    def model(q, k, v, mask, lengths, offset):
-        return fastattn.attention(
-            q, k, v, window=(9, 3), key_padding_mask=mask, key_lengths=lengths,
-            query_offset=offset, return_lse=True, backend="triton",
-        )  # fmt: skip
-
-    torch._dynamo.reset()
-    q, k, v, *masks = op_arguments(device=device)[1][:6]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for ours, eager in zip(compiled(q, k, v, *masks), model(q, k, v, *masks), strict=True):
-        assert torch.equal(ours, eager)
-
-
-def test_torch_backend_compiles() -> None:
-    def model(q, k, v):
-        return fastattn.attention(q, k, v, causal=True, window=4, backend="torch")
-
-    torch._dynamo.reset()
-    inputs = make_qkv(**SIZES)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-6, atol=1e-6)
-
-
-def test_exports(device: str) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return causal(q, k, v)
-
-    inputs = tuple(x.detach() for x in make_qkv(**SIZES, device=device))
-    exported = torch.export.export(Model(), inputs)
-    assert torch.equal(exported.module()(*inputs), causal(*inputs))
-
-
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_autocast_casts_as_torch_does(backend: str, device: str) -> None:
     inputs = make_qkv(**SIZES, device=device)
@@ -148,55 +111,6 @@ def test_autocast_casts_as_torch_does(backend: str, device: str) -> None:
         assert fastattn.attention(*wide).dtype == torch.float64
 
 
-def test_activation_checkpointing(device: str) -> None:
-    inputs = make_qkv(**SIZES, device=device)
-
-    def checkpointed(q, k, v):
-        return checkpoint(causal, q, k, v, use_reentrant=False)
-
-    for ours, plain in zip(
-        output_and_gradients(checkpointed, inputs),
-        output_and_gradients(causal, inputs),
-        strict=True,
-    ):
-        assert torch.equal(ours, plain)
-
-
-def test_vmap(device: str) -> None:
-    inputs = [torch.stack([x.detach(), x.detach() + 1]) for x in make_qkv(**SIZES, device=device)]
-    together = torch.vmap(causal)(*inputs)
-    for i in range(2):
-        assert torch.equal(together[i], causal(*(x[i] for x in inputs)))
-
-
-def test_gradients_against_finite_differences(device: str) -> None:
-    """Central differences of the kernel's own forward, in a random direction of each input."""
-    inputs = make_qkv(1, 2, 1, 12, D=16, device=device)
-    o, lse, *grads = results(
-        lambda q, k, v, **_: fastattn.attention(
-            q, k, v, causal=True, return_lse=True, backend="triton"
-        ),
-        *inputs,
-    )
-    generator = torch.Generator().manual_seed(1)
-    do, dlse = (torch.randn(x.shape, generator=generator).bfloat16().to(device) for x in (o, lse))
-
-    def loss(*moved):
-        o, lse = fastattn.attention(*moved, causal=True, return_lse=True, backend="triton")
-        return ((o.double() * do).sum() + (lse.double() * dlse).sum()).item()
-
-    step = 2e-3
-    for i, grad in enumerate(grads):
-        direction = torch.randn(grad.shape, generator=generator).to(device)
-        moved = [
-            [x.detach() + (s * step * direction if j == i else 0) for j, x in enumerate(inputs)]
-            for s in (1, -1)
-        ]
-        slope = (loss(*moved[0]) - loss(*moved[1])) / (2 * step)
-        expected = (grad.double() * direction).sum().item()
-        assert slope == pytest.approx(expected, rel=2e-3, abs=2e-3)
-
-
 def test_fp32_products_follow_torchs_tf32_switch() -> None:
     from fastattn.kernels.launch.arguments import dot_precision
 
@@ -210,23 +124,6 @@ def test_fp32_products_follow_torchs_tf32_switch() -> None:
         assert dot_precision(torch.bfloat16) == "ieee"
     finally:
         switch.fp32_precision = before
-
-
-def test_kernels_run_on_the_device_of_their_tensors(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    entered = []
-    original = torch.cuda.device_of
-
-    def recorded(x):
-        entered.append(x.shape)
-        return original(x)
-
-    monkeypatch.setattr(torch.cuda, "device_of", recorded)
-    call_memo.forget()
-    inputs = make_qkv(**SIZES, device=device)
-    causal(*inputs).sum().backward()
-    assert entered == [inputs[0].shape] * 2
 
 
 def test_a_traced_function_must_have_a_name(device: str) -> None:
@@ -269,15 +166,6 @@ def test_second_gpu(device: str) -> None:
     with torch.cuda.device(0):
         inputs = make_qkv(**SIZES, device="cuda:1")
         assert_matches_reference(fastattn.attention, *inputs, causal=True)
-
-
-def test_budget_is_met_under_compile(device: str) -> None:
-    q, k, v = make_qkv(**SIZES, device=device, dtype=torch.bfloat16)
-    torch._dynamo.reset()
-    o = torch.compile(causal, fullgraph=True, backend="aot_eager")(q, k, v)
-    exact = fastattn.reference.attention(q.double(), k.double(), v.double(), causal=True)
-    naive = worst_naive(exact, lambda: fastattn.reference.attention(q, k, v, causal=True))
-    assert_within_budget("o", o, exact, naive)
 
 
 def test_packed_ops_of_the_torch_backend_are_registered_right(device: str) -> None:

@@ -38,29 +38,6 @@ def test_functional_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(ours, expected)
 
 
-def test_functional_gradients_of_gradients(device: str) -> None:
-    q, k, v = make_qkv(**SIZES, device=device)
-    slopes = torch.randn(4, 9, device=device, requires_grad=True)
-
-    def penalty(q, k, v, slopes):
-        def sine(*inputs):
-            o, lse = fastattn.attention(
-                *inputs[:3], causal=True, relative_bias=inputs[3], return_lse=True, backend=backend
-            )
-            return o.sin().sum() + lse.cos().sum()
-
-        grads = torch.func.grad(sine, argnums=(0, 1, 3))(q, k, v, slopes)
-        return sum((x**2).sum() for x in grads)
-
-    inputs = [x.detach() for x in (q, k, v, slopes)]
-    backend = "triton"
-    actual = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*inputs)
-    backend = "torch"
-    expected = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*(x.double() for x in inputs))
-    for ours, exact in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_inputs_computed_from_one_another(backend: str, device: str) -> None:
     """Gradients with a graph count each way once, also those that lead from k over q."""

@@ -124,10 +124,7 @@ def compiled_count(
     how: str,
     backend: str = "eager",
 ) -> int:
-    """How often torch compiled, once every call and its gradients were seen to be those of eager.
-
-    how: "automatic", "dynamic" (=True) or "marked": dims of lengths are said to be dynamic.
-    """
+    """Compilations, once every call and its gradients were seen to be those of eager."""
     counter = CompileCounterWithBackend(backend)
     dynamic = True if how == "dynamic" else None
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)

@@ -1,7 +1,4 @@
-"""Attention of a sequence that is spread over ranks is that of one device, by every method.
-
-Each world of processes is started once, and makes all of its calls.
-"""
+"""Attention of a sequence that is spread over ranks is that of one device, by every method."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -101,10 +98,7 @@ def named_calls(ranks: int) -> list[tuple[str, str, str]]:
 
 
 def of_the_gate(ranks: int, call: tuple[str, str, str]) -> bool:
-    """Whether a call is made by day.
-
-    Each example has most methods on two or four ranks, and in bf16 one method on either.
-    """
+    """Whether a call is made by day."""
     name, method, dtype = call
     turn = [*examples(T), *SIZES, *BY_POSITIONS].index(name) + METHODS.index(method)
     if name in (*MODS, *IN_STRETCHES):

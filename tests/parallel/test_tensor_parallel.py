@@ -1,7 +1,4 @@
-"""Layers and models whose heads and hidden units are shared out over ranks compute what one does.
-
-The processes are started once, and make all calls.
-"""
+"""Layers and models with heads and hidden units shared out over ranks compute what one does."""
 
 from collections.abc import Callable
 from functools import cache

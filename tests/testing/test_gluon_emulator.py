@@ -2,11 +2,8 @@
 
 from typing import Any
 
-import gluon_emulator
 import pytest
 import torch
-import triton
-import triton.language as tl
 from gluon_emulator import EmulationError, launch
 from planted_kernels import planted
 from triton.experimental import gluon
@@ -236,79 +233,3 @@ def test_a_deadlock_says_who_waits_for_what(tmp_path):
     old, new, _ = PLANTED["stage never released"]
     with pytest.raises(EmulationError, match=r"partition 2 waits for parity 0 of barrier 0 of 2"):
         run_chain(planted(__file__, tmp_path, old, new).chain_kernel)
-
-
-@gluon.jit
-def scalars_kernel(out_ptr, minus_seven, half, REST: gl.constexpr):
-    gl.store(out_ptr, minus_seven // 2)
-    gl.store(out_ptr + 1, minus_seven % 2)
-    gl.store(out_ptr + 2, (minus_seven * half).to(gl.int32))
-    gl.store(out_ptr + 3, shared_helper(minus_seven, REST))
-    for i in range(gl.program_id(0), 2):
-        gl.atomic_add(out_ptr + 4, i)
-
-
-@triton.jit
-def shared_helper(x, REST: tl.constexpr):
-    """A plain Triton function, as kernels/ shares them."""
-    return tl.maximum(x, -5) + REST
-
-
-def test_scalars_follow_the_gpu():
-    """Integers divide toward zero, and plain Triton helpers can be called."""
-    out = torch.zeros(5, dtype=torch.int32)
-    launch(scalars_kernel, (2,), out, -7, 0.5, REST=3)
-    assert out.tolist() == [-3, -1, -3, -2, 2]
-
-
-@gluon.jit
-def rounding_kernel(x_ptr, y_ptr, n):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    i = gl.arange(0, 256, layout=LAYOUT)
-    x = gl.load(x_ptr + i, mask=i < n, other=0.0)
-    gl.store(y_ptr + i, (x.to(gl.bfloat16) * x.to(gl.bfloat16)), mask=i < n)
-
-
-def test_bfloat16_rounds_to_nearest():
-    x = torch.randn(200, generator=torch.Generator().manual_seed(1))
-    y = torch.zeros(200, dtype=torch.bfloat16)
-    launch(rounding_kernel, (1,), x, y, 200)
-    assert torch.equal(y, x.bfloat16() * x.bfloat16())
-
-
-@gluon.jit
-def assembly_kernel(x_ptr):
-    x = gl.load(x_ptr + gl.arange(0, 32))
-    y = gl.inline_asm_elementwise(
-        "add.f32 $0, $1, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-    gl.store(x_ptr + gl.arange(0, 32), y)
-
-
-def test_inline_assembly_needs_a_meaning(monkeypatch):
-    x = torch.ones(32)
-    with pytest.raises(gluon_emulator.IllegalError, match="no meaning is registered"):
-        launch(assembly_kernel, (1,), x)
-    monkeypatch.setitem(gluon_emulator.assembly, "add.f32 $0, $1, $1;", lambda x: x + x)
-    launch(assembly_kernel, (1,), x)
-    assert torch.equal(x, torch.full((32,), 2.0))
-
-
-def test_a_run_repeats_from_its_seed():
-    first, again = run_chain(seed=7)[0], run_chain(seed=7)[0]
-    assert torch.equal(first, again)
-
-
-@gluon.jit
-def unknown_kernel():
-    gl.histogram(gl.arange(0, 32), 4)
-
-
-def test_a_function_that_is_not_emulated_says_so():
-    with pytest.raises(gluon_emulator.IllegalError, match=r"does not know gl\.histogram"):
-        launch(unknown_kernel, (1,))
-
-
-def test_gluon_functions_need_a_launch():
-    with pytest.raises(EmulationError, match=r"inside gluon_emulator\.launch"):
-        gluon_emulator.language.program_id(0)

@@ -1,10 +1,8 @@
 """Parsers of what ptxas and the disassembler print, and of AMD's assembly."""
 
 from machine_code import (
-    Loop,
     exponentials_under_wgmma,
     product_loops,
-    read_amdgcn,
     read_sass,
 )
 
@@ -81,14 +79,6 @@ def test_innermost_matrix_loops_are_found_and_counted() -> None:
     assert second.count("FFMA") == 1
 
 
-def test_a_loop_without_an_inner_one_holds_everything_that_leads_back() -> None:
-    _, kernel = read_sass(SASS.replace("@!P0 BRA 0x20", "NOP").replace("BRA P1, 0x90", "NOP"))
-    (outer,) = product_loops(kernel)
-    assert outer.address == 0x10
-    assert outer.count("HMMA") == 2 and outer.count("HGMMA") == 1
-    assert outer.count("MOV", "FADD") == 0 and outer.count("EXIT") == 1
-
-
 def test_the_shortest_pass_takes_every_jump_ahead() -> None:
     """Also one behind the jump back, from which another leads into the loop again."""
     (function,) = read_sass("""
@@ -121,34 +111,6 @@ FFMA = """
 """
 
 
-def test_without_matrix_instructions_loops_multiply_by_ffma() -> None:
-    (function,) = read_sass(FFMA)
-    (loop,) = product_loops(function)
-    assert (loop.address, loop.count("FFMA")) == (0, 1)
-    assert loop.overlap is None
-    (function,) = read_sass(FFMA.replace("STG.E [R2], R8", "HMMA.16816.F32 R0, R2, R4, R0"))
-    (loop,) = product_loops(function)
-    assert loop.address == 0x40
-
-
-# Forward's two products as Triton has them: of 128 queries and 64 keys, both operands in shared
-# memory; then of P in tensor memory and V with 256 columns.
-TENSOR_MEMORY = """
-        /*0000*/                   UMOV UR11, 0x8410490 ;
-        /*0010*/                   UMOV UR11, 0x8100490 ;
-        /*0020*/                   UTCHMMA gdesc[UR66], gdesc[UR68], tmem[UR19], tmem[UR10], idesc[UR11], !UPT ;
-        /*0030*/                   UMOV UR13, 0x8410490 ;
-        /*0040*/                   UTCHMMA tmem[UR11], gdesc[UR4], tmem[UR21], tmem[UR12], idesc[UR13], UPT ;
-        /*0050*/              @!P0 BRA 0x10 ;
-"""  # noqa: E501
-
-
-def test_products_of_tensor_memory_have_the_shapes_in_their_descriptors() -> None:
-    (function,) = read_sass(TENSOR_MEMORY)
-    (loop,) = product_loops(function)
-    assert loop.count("UTCHMMA.128x64x16") == loop.count("UTCHMMA.128x256x16") == 1
-
-
 UNDER_PRODUCTS = """
         /*0000*/                   MUFU.EX2 R0, R1 ;
         /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR36], R24 ;
@@ -168,36 +130,3 @@ def test_overlap_counts_exponentials_between_issue_and_wait() -> None:
     assert exponentials_under_wgmma(body) == 0.5
     assert exponentials_under_wgmma([i for i in body if "DEPBAR" not in i.opcode]) == 1.0
     assert exponentials_under_wgmma([i for i in body if "MUFU" not in i.opcode]) is None
-
-
-AMDGCN = """
-kernel:                                 ; @kernel
-	s_load_dwordx2 s[0:1], s[4:5], 0x0
-.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
-	scratch_load_dword v3, off, off offset:4 ; 4-byte Folded Reload
-	ds_read_b128 v[4:7], v1 offset:16
-	s_cbranch_vccnz .LBB0_3
-	v_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], a[0:15]
-.LBB0_2:
-	v_exp_f32_e32 v1, v2
-	s_cbranch_scc1 .LBB0_1
-	s_endpgm
-.LBB0_3:
-	s_branch .LBB0_2
-"""
-
-
-def test_loops_of_amd_are_found_and_counted() -> None:
-    (loop,) = product_loops(read_amdgcn(AMDGCN))
-    assert loop.opcodes == {
-        "BRA": 3,
-        "ds_read.b128": 1,
-        "scratch_load.dword": 1,
-        "v_exp.f32_e32": 1,
-        "v_mfma.f32_32x32x8_bf16": 1,
-    }
-    assert loop.spills == 1
-
-
-def test_a_pass_is_spread_over_its_pairs() -> None:
-    assert Loop(0, {"FFMA": 100, "MUFU.EX2": 28}).of_pair(64 * 32, warps=4) == 128 * 32 * 4 / 2048

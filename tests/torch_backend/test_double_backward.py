@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from held import Held
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fastattn
 from fastattn.ops import gradients
@@ -82,33 +80,6 @@ def test_many_second_gradients_at_once() -> None:
     expected = torch.stack([second(dy) for dy in dys])
     torch.testing.assert_close(second(dys, is_grads_batched=True), expected)
     torch.testing.assert_close(torch.vmap(second)(dys), expected)
-
-
-class Held(TorchDispatchMode):
-    """Numbers of the largest tensor that an operation returned, and bytes held at once, at most."""
-
-    largest = most = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                self.largest = max(self.largest, x.numel())
-                storage = x.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self.storages.setdefault(ref.cdata, (ref, storage.nbytes()))
-        self.most = max(self.most, self.now())
-        return out
-
-    def now(self) -> int:
-        self.storages = {n: x for n, x in self.storages.items() if not x[0].expired()}
-        return sum(size for _, size in self.storages.values())
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,19 +72,3 @@ def test_seeds_come_from_torchs_generator() -> None:
     assert first.dtype == torch.int64
     assert torch.equal(first, dropout.draw_seed(torch.device("cpu")))
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("seed", "dropout", "error", "message"),
-    [
-        (torch.tensor([1, 2]), 1.5, ValueError, r"dropout must be in \[0, 1\), got 1.5"),
-        (torch.tensor([1, 2]), 1, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
-        (torch.tensor([1, 2]), -0.1, ValueError, r"dropout must be in \[0, 1\), got -0.1"),
-        (torch.tensor([1, 2]), "0.1", TypeError, "dropout must be a float, got str"),
-        (torch.tensor([1, 2, 3]), 0.1, ValueError, r"seed must have shape \[2\], got \[3\]"),
-        (torch.tensor([1, 2]).int(), 0.1, TypeError, "seed must be an int64 tensor, got torch.int"),
-    ],
-)
-def test_bad_arguments_of_a_keep_mask(seed, dropout, error, message) -> None:
-    with pytest.raises(error, match=message):
-        fastattn.dropout_keep_mask(seed, dropout, 1, 1, 4, 4)

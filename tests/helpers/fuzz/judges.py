@@ -69,6 +69,11 @@ def _setting(case: Case) -> Iterator[None]:
             )
             if "split" in case.traits:
                 stack.enter_context(mock.patch.object(decode_splits, "MANY_KEYS", 1))
+                # More rows than a tile of 16 has are a chunk, whatever it would cost.
+                stack.enter_context(mock.patch.object(decode_splits, "_FEW_ROWS", 1))
+                stack.enter_context(
+                    mock.patch.object(decode_splits, "_chunk_pays", lambda *call: True)
+                )
             if "parts" in case.traits:
                 parts = case.random("parts").integer(1, case.G)
                 launches.forget()

@@ -1,12 +1,7 @@
 """`fastattn verify`: broken kernels are named, kept and forgotten; an installed wheel does it."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,10 +18,7 @@ from fastattn.bench.time.supervise import Ended
 from fastattn.cli.main import main
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
-from fastattn.kernels.hopper.host import key_grid, mask_of, query_grid
-from fastattn.kernels.hopper.tile_table import backward_config, forward_config
 from fastattn.ops import attend
-from fastattn.options import Options
 from fastattn.testing.budget import PastBudget, assert_within_budget
 from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import attention, child, verification
@@ -241,29 +233,6 @@ def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
         many_sequences().check(setting)
 
 
-def test_many_sequences_are_put_in_order_by_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, in both directions: from four tiles a multiprocessor on."""
-    called: list[tuple[torch.Tensor, ...]] = []
-    monkeypatch.setattr(Setting, "small", False)
-    monkeypatch.setattr(
-        attention, "assert_matches_reference", lambda function, *x, **how: called.append(x)
-    )
-    for head_dim in (64, 128, 256):
-        subject = Subject("hopper", "packed", "bfloat16", head_dim)
-        many_sequences().check(Setting(subject, torch.device("cpu")))
-        q, k, _, starts_q, starts_k = called.pop()
-        options = Options(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, right=0)
-        batch = [x.transpose(0, 1)[None] for x in (q, k)]
-        for of_keys, config in (
-            (True, forward_config(head_dim, True)),
-            (False, backward_config("dv" if head_dim == 256 else "dkv", head_dim, True, False)),
-        ):
-            grid = query_grid if of_keys else key_grid
-            _, sizes = grid(*batch, config, options)
-            _, order, _ = mask_of(options, *batch, config, sizes, of_keys=of_keys)
-            assert order is not None
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -278,39 +247,3 @@ def test_unknown_names_are_one_line(
     assert main(["verify", *arguments]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fastattn: error: ") and message in line
-
-
-PROGRAM = """
-import sys
-import fastattn
-from fastattn.cli import main
-
-assert fastattn.__file__.startswith(sys.argv[1]), fastattn.__file__
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-def test_an_installed_wheel_does_it(tmp_path: Path) -> None:
-    """Run the command in a folder without the checkout, with no variable set."""
-    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml is for this one")
-    source = tmp_path / "source"  # a build leaves files behind
-    for name in ("fastattn", "kernels", "bench/harness"):
-        shutil.copytree(CHECKOUT / name, source / name)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(CHECKOUT / name, source / name)
-    build = "import sys, setuptools.build_meta as x; x.build_wheel(sys.argv[1])"
-    command = [sys.executable, "-c", build, tmp_path]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site := tmp_path / "site")
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, site, "verify", "--quick", "--family", "append"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 cases of 1 kind of kernels: all are within their budgets" in done.stdout
