@@ -116,22 +116,6 @@ def test_slow_call_on_a_gpu_warns_once_for_each_reason(monkeypatch: pytest.Monke
         dispatch.warn_if_slow(other, gpu)
 
 
-HOPPER_REASONS = [
-    ({"D": 64, "dtype": torch.float32}, {}, "q is float32; they take bfloat16 and float16"),
-    ({"D": 32, "dtype": torch.bfloat16}, {}, "head dim 32 of q is not in 33..256"),
-    ({"D": 64, "dtype": torch.bfloat16}, {"stride": 2}, "they do not know stride"),
-]
-
-
-@pytest.mark.parametrize(("sizes", "options", "reason"), HOPPER_REASONS)
-def test_hopper_says_what_it_does_not_serve(
-    sizes, options, reason: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
-    with pytest.raises(ValueError, match=f'backend "hopper" cannot serve this call: {reason}'):
-        fastattn.attention(*make_qkv(**sizes, device=device), **options, backend="hopper")
-
-
 @pytest.mark.parametrize("T_q", [63, 64])
 def test_few_queries_are_left_to_the_portable_kernels(
     T_q: int, device: str, monkeypatch: pytest.MonkeyPatch

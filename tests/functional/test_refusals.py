@@ -36,8 +36,11 @@ from fastattn import (
     shared_pages,
     view_of_tensors,
 )
+from fastattn.functional.call_options import dense_options
 from fastattn.functional.fp8 import PackedValues
 from fastattn.functional.fp8.codes import E4M3
+from fastattn.kernels.hopper.host import why_not_hopper, why_not_hopper_fp8
+from fastattn.options import Options
 from fastattn.parallel import ContextPlan
 from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import make_qkv
@@ -274,6 +277,7 @@ def backward(**change: Any) -> Any:
     return attention_block_backward(**{**given, "lse": LSE, **change})
 
 
+BF16 = torch.bfloat16
 INDICES, INDEX = Z(1, 2, 3, 1).int(), ones(1, 2, 3, 4)
 
 
@@ -312,6 +316,18 @@ def tokens(**change: Any) -> Any:
 
 def turned(**change: Any) -> Any:
     return tokens(**{"q": Z(3, 2, 1, 4), "rotary": (ones(9, 1),) * 2, **change})
+
+
+def hopper(sizes: Any = (), **options: Any) -> None:
+    q, k, v = make_qkv(**{"B": 1, "D": 64, "dtype": BF16, **dict(sizes)})
+    if why := why_not_hopper(q, k, v, dense_options(q, k, v, **options)):
+        raise ValueError(why)
+
+
+def hopper_fp8(D: int = 64, D_v: int = 64, T_k: int = 8, out_dtype: torch.dtype = BF16) -> None:
+    q, k, v = (torch.empty(1, 1, *shape) for shape in ((4, D), (T_k, D), (T_k, D_v)))
+    if why := why_not_hopper_fp8(q, k, v, Options(), out_dtype):
+        raise ValueError(why)
 
 
 NAMES = {"np": np} | vars(fastattn) | vars(rotary_scaling) | vars(rotary) | globals()

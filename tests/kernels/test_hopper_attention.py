@@ -356,45 +356,6 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
     assert actual == reason or (reason and actual and reason in actual)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "arguments", "reason"),
-    [
-        (dict(dtype=torch.float32), {}, "q is float32; they take bfloat16 and float16"),
-        (dict(D_v=128), {}, "head dim 128 of v takes a wider tile than 64 of q"),
-        (dict(D=100), {}, "head dim 100 of q is no multiple of 8"),
-        (dict(D=128, D_v=32), {}, r"head dim 32 of v is not in 33\.\.256"),
-        (dict(T_k=0), {}, "there are no keys"),
-        (dict(), {"stride": 2}, "they do not know stride"),
-        (
-            dict(H_q=4, H_k=2, T_q=9, T_k=9),
-            {"attn_mask": torch.ones(1, 4, 9, 9).bool()},
-            "of its own",
-        ),
-        (dict(T_q=8, T_k=8), {"attn_mask": torch.ones(1, 4, 8, 8)}, "room for tiles of 16 bits"),
-        (dict(T_q=8, T_k=8), {"attn_mask": torch.ones(1, 8).bfloat16()}, "which TMA does not do"),
-        (dict(T_q=8, T_k=9), {"attn_mask": torch.ones(8, 9).bfloat16()}, "multiples of 16 bytes"),
-        (
-            dict(T_q=8, T_k=8, D=256),
-            {"attn_mask": torch.ones(8, 8).bfloat16()},
-            "no room for tiles",
-        ),
-        (dict(), {"dropout": 0.1}, "they do not know dropout"),
-        (
-            dict(T_q=8, T_k=8),
-            {
-                "query2": torch.ones(1, 4, 8, 8).bfloat16(),
-                "key2": torch.ones(1, 1, 8, 8).bfloat16(),
-            },
-            "concatenated behind q and k they take its columns",
-        ),
-    ],
-)
-def test_says_what_it_does_not_serve(sizes: Any, arguments: Any, reason: str) -> None:
-    q, k, v = make_qkv(**(dict(B=1, D=64, dtype=torch.bfloat16) | sizes))
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(why_not_hopper(q, k, v, dense_options(q, k, v, **arguments)))
-
-
 def test_too_long_to_count() -> None:
     q = torch.empty(1, 1, 1 << 28, 64, dtype=torch.bfloat16, device="meta")
     assert "they count to" in str(why_not_hopper(q, q, q, Options()))

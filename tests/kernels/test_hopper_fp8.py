@@ -12,7 +12,6 @@ import fastattn
 from fastattn import quantize_fp8, reference
 from fastattn.bench.tune.candidates import hopper_candidates
 from fastattn.functional.fp8.codes import E4M3
-from fastattn.kernels.hopper.host import why_not_hopper_fp8
 from fastattn.kernels.hopper.tile_table import HopperConfig
 from fastattn.kernels.launch import tiles
 from fastattn.ops import fp8, schema
@@ -234,20 +233,3 @@ def test_traced_calls_go_through_the_op(layout: str) -> None:
     for fake, real in zip(fakes, (*results, values), strict=True):
         described = (fake.shape, fake.stride(), fake.dtype)
         assert described == (real.shape, real.stride(), real.dtype)
-
-
-@pytest.mark.parametrize(
-    ("D", "D_v", "T_k", "out_dtype", "reason"),
-    [
-        (64, 64, 8, torch.float32, "out_dtype is float32; they write bfloat16 and float16"),
-        (96, 96, 8, torch.bfloat16, "head dim 96 is none of 64, 128, 256"),
-        (64, 128, 8, torch.bfloat16, r"head dims of q and v differ \(64 and 128\)"),
-        (64, 64, 0, torch.bfloat16, "there are no keys"),
-    ],
-)
-def test_says_what_it_does_not_serve(
-    D: int, D_v: int, T_k: int, out_dtype: torch.dtype, reason: str
-) -> None:
-    q, k, v = (torch.empty(1, 1, *shape) for shape in ((4, D), (T_k, D), (T_k, D_v)))
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(why_not_hopper_fp8(q, k, v, Options(), out_dtype))
