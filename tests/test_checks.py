@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import pytest
 import torch
 import triton
 
 import fastattn
-from fastattn import checks
-from fastattn.options import Options
 from fastattn.testing import make_qkv
 
 B, H_q, H_k, T_q, T_k, D = 2, 4, 2, 3, 5, 8
@@ -38,20 +35,3 @@ def test_functions_alone_and_tables_that_learn_serve_without_gradients() -> None
         }
         assert torch.equal(o, plain)
         assert fastattn.attention(**qkv(**tables, backend="torch")).shape == o.shape
-
-
-@pytest.mark.parametrize(
-    ("causal", "window", "sides"),
-    [
-        (False, None, (None, None)),
-        (True, None, (None, 0)),
-        (False, 4, (3, 0)),
-        (True, 1, (0, 0)),
-        (False, (2, 3), (2, 3)),
-        (True, (2, 3), (2, 0)),
-        (True, (2, None), (2, 0)),
-    ],
-)
-def test_band(causal, window, sides) -> None:
-    left, right = checks.check_window(window)
-    assert Options(causal=causal, left=left, right=right).band == sides

@@ -148,18 +148,6 @@ def test_a_lambda_keeps_the_numbers_of_its_scope() -> None:
         assert mods.visited_blocks(two, 4, 4, block=1) * 16 == 4
 
 
-@pytest.mark.parametrize("name", ["and", "lambdas"])
-def test_a_joined_mask_is_traced_whole(name: str) -> None:
-    mask, tensors, seen = MASKS[name]
-    inputs = [x.detach() for x in qkv(seen.shape[-1])]
-
-    def call(q, k, v):
-        return attention(q, k, v, mask_mod=mask, mod_tensors=tensors, backend="torch")
-
-    traced = torch.compile(call, backend="eager", fullgraph=True)
-    torch.testing.assert_close(traced(*inputs), plain(*inputs, seen))
-
-
 def test_flamingo_sees_the_last_image() -> None:
     q, k, v = (x.detach() for x in qkv(5, T_k=6))
     images, length = (torch.tensor(x, dtype=torch.int32) for x in ([-1, 0, 0, 1, 1], [3]))

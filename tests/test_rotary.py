@@ -82,16 +82,6 @@ def test_strided_input_equals_contiguous_and_keeps_its_layout(style):
     assert y.stride() == view.stride()
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_compiles_without_a_graph_break(style):
-    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return apply_rotary(x, *rotary_tables(positions, 6), style=style)
-
-    x, positions = torch.randn(2, 3, 5, 8), torch.arange(5)
-    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, positions), rotate(x, positions))
-
-
 X, (COS, SIN) = torch.randn(2, 3, 5, 8), rotary_tables(5, 8)
 
 

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from fastattn import KVCache
 from fastattn.cache.append import append
-from fastattn.ops.append import append_tokens
 from fastattn.rotary import apply_rotary, rotary_tables
 
 B, H_Q, H_K, MAX = 3, 4, 2, 20
@@ -71,29 +70,6 @@ def test_kernel_writes_real_tokens_and_nothing_else(device):
             assert stored[b, :, n:].isnan().all()
         assert turned[b, :, :n].isfinite().all()
     assert cache.view().counters.tolist() == [0] * B
-
-
-@pytest.mark.parametrize("kind", ["plain", "codes"])
-def test_operator_is_registered_right(kind, device):
-    quantize = None if kind == "plain" else "int8"
-    cache = contiguous(16, 16, quantize=quantize, device=device)
-    for x in (cache.k, cache.v):
-        x.zero_()
-    view = cache.view()
-    if quantize:
-        view.k_scale.zero_()
-        view.v_scale.zero_()
-    q, k, v = tokens_of(2, 16, 16, device)
-    index = torch.tensor([1, 0, 2], device=device)
-    cos, sin = rotary_tables(MAX, 8, device=device)
-    torch.library.opcheck(
-        append_tokens.op,
-        (
-            q if kind == "plain" else None, k, v, None, view.k, view.v, view.k_scale, view.v_scale,
-            view.lengths, view.counters, None, index, cos, sin, None, False, True,
-            None, None,
-        ),
-    )  # fmt: skip
 
 
 def test_compiles_as_one_graph_and_mutates_the_cache(device):

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from fastattn import CacheView, KVCache, decode_attention, explain_decode, explain_paged
-from fastattn.ops import decode, schema
-from fastattn.options import Options
+from fastattn import KVCache, decode_attention, explain_decode, explain_paged
 
 
 def filled(device: str) -> KVCache:
@@ -45,17 +43,3 @@ def test_the_choice_for_packed_queries_is_explained(device: str) -> None:
     assert reasons == {"triton": 'backend "torch" was asked for'}
     with pytest.raises(ValueError, match="cannot serve this call"):
         explain_paged(**call, backend="hopper")
-
-
-def op_arguments(view: CacheView, q: torch.Tensor) -> tuple:
-    return (
-        q, view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.starts,
-        None, view.batch_index, view.keep_first, None, False,
-    )  # fmt: skip
-
-
-def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
-    options = Options(scale=0.25, causal=True)
-    arguments = (*op_arguments(filled(device).view(), Q.to(device)), *schema.flat(options))
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(decode.decode_forward.op, arguments, test_utils=tests)

@@ -98,44 +98,6 @@ def test_tangents_are_refused(name: str, backend: str, device: str) -> None:
                 pytest.fail(f"{argument} has lost its tangent")
 
 
-def doors() -> dict[str, Function]:
-    """Functions of x [B, T, 16], fp64, that compute attention by a module or another interface."""
-    own, cross = fastattn.GQAttention(16, 2).double(), fastattn.CrossGQAttention(16, 2).double()
-    multihead = fastattn.MultiheadAttention(16, 2, batch_first=True).double()
-    offsets = torch.tensor([0, T, 2 * T], dtype=torch.int32)
-
-    def varlen(x: Tensor) -> Tensor:
-        return flash_attn.flash_attn_varlen_func(
-            *(x.view(-1, 2, 8) for _ in range(3)), offsets, offsets, T, T
-        )
-
-    def layer(x: Tensor) -> Tensor:
-        q, k, v = (x.view(B, T, 2, 8).transpose(1, 2) for _ in range(3))
-        return fastattn.dot_product_attention(q, k, v)
-
-    return {
-        "GQAttention": own,
-        "CrossGQAttention": lambda x: cross(x.detach(), x),
-        "MultiheadAttention": lambda x: multihead(x, x, x, need_weights=False)[0],
-        "flash_attn_func": lambda x: flash_attn.flash_attn_func(*[x.view(B, T, 2, 8)] * 3),
-        "flash_attn_varlen_func": varlen,
-        "dot_product_attention": layer,
-    }
-
-
-@from_torch
-@pytest.mark.parametrize("name", doors())
-def test_tangents_at_every_door(name: str) -> None:
-    """The tangent in a direction times w is that direction times the gradient of w's."""
-    function, draw = doors()[name], draws(dtype=torch.float64)
-    x, moved = draw(B, T, 16, grad=True), draw(B, T, 16)
-    w = torch.linspace(-1, 1, function(x).numel(), dtype=torch.float64).view_as(function(x))
-    expected = (torch.autograd.grad(function(x), x, w)[0] * moved).sum()
-    with torch.no_grad(), forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x.detach(), moved))).tangent
-        torch.testing.assert_close((tangent * w).sum(), expected)
-
-
 def attended(x: Tensor) -> Tensor:
     return fastattn.attention(x, x.detach(), x.detach(), backend="triton").sum()
 

@@ -100,14 +100,6 @@ def test_sinks_are_what_the_first_block_rises_from(sink: float) -> None:
     assert_matches_reference(attention, q, k, v, scale=1.0, sinks=torch.tensor([sink]))
 
 
-@pytest.mark.parametrize("lengths", [[0, 300], [130, 384]])
-def test_rows_without_keys_and_masked_blocks(lengths: list[int]) -> None:
-    inputs = [x.detach().repeat(2, 1, 1, 1) for x in rising([0.0, 5.0, 12.0], torch.ones(200))]
-    q, k, v = (x.requires_grad_() for x in inputs)
-    key_lengths = torch.tensor(lengths, dtype=torch.int32)
-    assert_matches_reference(attention, q, k, v, scale=1.0, causal=True, key_lengths=key_lengths)
-
-
 @pytest.mark.parametrize("where", gate_cases(["query", "last-block"], ["first-block"]))
 def test_nan_is_not_skipped(where: str) -> None:
     """NaN is in a query, or in keys that all queries or those from 290 on see."""

@@ -1,13 +1,11 @@
 """Calls that torch traces: one graph for all lengths, and what torch.jit makes of them."""
 
 import io
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from nightly import gate_cases
@@ -294,27 +292,6 @@ def test_what_torch_jit_traces_serves_other_lengths() -> None:
     for sizes in ((16, 4, 16), (33, 4, 33), (5, 4, 20), (16, 2, 16)):
         inputs = heads(*sizes)
         torch.testing.assert_close(traced(*inputs), attend(*inputs))
-
-
-def scripted() -> torch.jit.ScriptModule:
-    class Model(nn.Module):
-        def forward(self, q, k, v):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    return torch.jit.script(Model())
-
-
-def test_scripted_before_under_and_after_a_patch() -> None:
-    q, k, v = heads(5, 2)
-    expected = F.scaled_dot_product_attention(q, k, v)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        before = scripted()
-        with fastattn.patch_sdpa():
-            under = scripted()
-            assert torch.equal(before(q, k, v), expected)
-        for module in (before, under, scripted()):
-            assert torch.equal(module(q, k, v), expected)
 
 
 def scriptable(name: str) -> nn.Module:
