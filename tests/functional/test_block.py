@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from fuzz.judges import check_by_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn import (
@@ -98,6 +99,11 @@ def test_packed_sequences_and_dropout(dropout, backend, device):
     assert actual.delta.shape == lse.shape
     for name, got, exact in zip(("dq", "dk", "dv"), actual[:3], wanted, strict=True):
         assert_within_budget(name, got, exact.double(), exact)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
+    check_by_kernels("attention_block", seed, device)
 
 
 R = 3

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz.judges import check_by_kernels
 
 from fastattn import KVCache, decode_attention, reference
 from fastattn.cache.views import view_of_tensors
@@ -40,6 +41,17 @@ def tokens(
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
     D_v = D if D_v is None else D_v
     return draw(H_q, T_q, D), draw(H_k, T, D), draw(H_k, T, D_v), counts
+
+
+MORE = {"append": 12, "decode_attention": 30, "attention_paged": 20}
+
+
+@pytest.mark.parametrize(
+    ("call", "seed"), [(call, seed) for call, count in MORE.items() for seed in range(count)]
+)
+def test_generated_calls(call: str, seed: int, one_thread: None, device: str) -> None:
+    """Every kind of cache, option and split; what holds no token is NaN: every empty tensor is."""
+    check_by_kernels(call, seed, device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

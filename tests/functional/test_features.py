@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from fuzz.judges import check_by_kernels
 
 import fastattn
 from fastattn.kernels.launch import tiles
@@ -66,6 +67,11 @@ triton_attention = partial(fastattn.attention, backend="triton")
 def test_each_feature(feature: str, device: str) -> None:
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, D_v, device=device)
     assert_matches_reference(triton_attention, q, k, v, **to_device(FEATURES[feature], device))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_sequences(seed: int, one_thread: None, device: str) -> None:
+    check_by_kernels("attention_varlen", seed, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -25,7 +25,7 @@ from fastattn.torch_backend import additive, statistics
 
 from . import caches, histories, others
 from .block import attention_block
-from .cases import LAYOUTS, ORDERS, Case
+from .cases import LAYOUTS, ORDERS, Case, drawn, legal
 from .tensors import inputs, offsets, poisoned, relaid
 from .values import drawn_options
 
@@ -38,6 +38,14 @@ def check(case: Case) -> None:
     """
     with _setting(case), nan_filled_empty():
         _JUDGES[case.call](case)
+
+
+def check_by_kernels(call: str, seed: int, device: str) -> None:
+    """Check a call of which few are drawn, by the kernels; no cache is without rows."""
+    if device != "cpu":
+        pytest.skip("calls are drawn on a CPU, for the interpreter")
+    case = drawn(seed, "triton")
+    check(legal(replace(case, call=call, B=max(1, case.B))))
 
 
 @contextlib.contextmanager
