@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fuzz.judges import check_by_kernels
 
 from fastattn import (
     KVCache,
@@ -24,6 +25,12 @@ def parts(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """o and lse of two parts."""
     draw = draws(0, device, dtype)
     return [x for _ in range(2) for x in (draw(2, 2, 3, 12), draw(2, 2, 3))]
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
+    """Parts that saw nothing are NaN in some."""
+    check_by_kernels("merge", seed, device)
 
 
 def test_gradients(device: str) -> None:
