@@ -1,1 +1,1 @@
-"""Files that several processes may write: atomic replacement, and locks that a crash ends."""
+"""Files of several writers: atomic replacement, and locks that a crash releases."""

@@ -1,4 +1,4 @@
-"""Locks between processes, which end with the process that holds them, however that ends."""
+"""Locks between processes; the end of a process, by a crash too, releases its locks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 
 class LockedError(OSError):
-    """Another process, or this one elsewhere, holds a lock; the message names the process."""
+    """A lock is held, by this process or by another; the message names the process."""
 
 
-# Of a folder that one command at a time writes in.
+# Name of a folder's lock.
 LOCK = ".fastattn.lock"
 
 
@@ -22,7 +22,7 @@ LOCK = ".fastattn.lock"
 def locked_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a folder while a command writes there.
 
-    Where there are no locks, such as on some network file systems, it says so and goes on.
+    Without locks, as on some network file systems, it says so and goes on.
 
     Raises:
         LockedError: another command writes there.
@@ -41,17 +41,17 @@ def locked_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a file, which is made for it, and removed at the end, with its new folders.
+    """Hold the lock of a file. The file and its new folders are removed at the end.
 
-    The kernel ends the lock with its process: what a crash leaves of the file blocks nobody.
+    The lock ends with its process: a file left by a crash blocks no process.
 
     Args:
-        path: the file; it holds the process's number and host, for people.
-        wait: for another process to let go of it, instead of raising.
+        path: the file; contains the process's number and host, for people.
+        wait: wait until it is free, instead of raising.
 
     Raises:
-        LockedError: it is held, and wait is False.
-        OSError: the file cannot be made, or is a link, or there are no locks here.
+        LockedError: the lock is held, and wait is False.
+        OSError: the file cannot be made or is a link, or the system has no locks.
     """
     made = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -59,7 +59,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
             try:
                 yield
             finally:
-                # While it is held: whoever opens the path from now on makes a file of its own.
+                # Removed while locked: later processes make a new file.
                 path.unlink(missing_ok=True)
     finally:
         for folder in made:
@@ -76,10 +76,10 @@ def _acquired(path: Path, wait: bool) -> BinaryIO:
         try:
             file = _opened(path)
         except FileNotFoundError:
-            continue  # another process has just removed the folder that it had made
+            continue  # another process has just removed its folder
         try:
             _lock(file, wait)
-            # Its holder may have removed it while this process waited: then it is nobody's lock.
+            # The former holder may have removed it during the wait: then it locks nothing.
             if _is_at(file, path):
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -87,14 +87,14 @@ def _acquired(path: Path, wait: bool) -> BinaryIO:
                 return file
         except BaseException as error:
             if isinstance(error, OSError) and not isinstance(error, LockedError):
-                path.unlink(missing_ok=True)  # nobody else holds it
+                path.unlink(missing_ok=True)  # no other process holds it
             file.close()
             raise
         file.close()
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file, to read and to append to; an error if it is a link."""
+    """Open the file to read and append; an error if it is a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
     return os.fdopen(os.open(path, flags, 0o666), "a+b")
 

@@ -14,10 +14,10 @@ _SUFFIX = ".partial"
 
 @contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Open a new file that takes the place of `path` when the block ends without an error.
+    """Open a new file that replaces `path` when the block ends without an error.
 
-    It has a name in the same folder that no file had, and follows no link: nothing but `path` is
-    changed. After an error it is removed. A process that is killed leaves it: `remove_partial`.
+    It has an unused name in the same folder and follows no link. After an error it is removed. A
+    killed process leaves it: see `remove_partial`.
 
     Args:
         path: the file to replace or to make; a link there is replaced, not followed.
@@ -40,6 +40,6 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def remove_partial(path: Path) -> None:
-    """Remove what killed processes have left of `path`; call it where none is writing it."""
+    """Remove the partial files of `path` that killed processes left; call it without writers."""
     for left in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 16}{_SUFFIX}"):
         left.unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""Derivatives of users' score functions: the graph of one is differentiated, and written as source.
+"""Derivatives of users' score functions, as generated source.
 
-A score_mod runs once on `Symbol`s, which note each operation. Reverse accumulation over the graph
-gives the gradient of the score and of every element that is loaded from a tensor of floats, as
-further nodes of the same graph. Of those a function of @triton.jit is written, with the operations
-that it needs and no others.
+A score_mod runs once on `Symbol`s, which record each operation. Reverse accumulation over this
+graph gives the gradients of the score and of every element loaded from a float tensor, as further
+nodes. A @triton.jit function is generated from the operations that they need.
 """
 
 import hashlib
@@ -23,13 +22,13 @@ ARGUMENTS = ("x", "b", "h", "q_pos", "k_pos")
 
 
 class NotDifferentiable(Exception):
-    """A score_mod does what no derivative is known of; the message says what."""
+    """A score_mod has an operation without a known derivative; the message names it."""
 
 
 class Symbol:
-    """A value in the function: what it is computed of, and whether scores or loads of floats are.
+    """A value in the function: an operation and its operands.
 
-    text: source, with {} for the operands. active: depends on what a gradient is wanted of.
+    text: source, with {} for the operands. active: depends on the score or a load of floats.
     """
 
     text: str
@@ -45,7 +44,7 @@ class Symbol:
         self.active = any(x.active for x in symbols) if active is None else active
 
     def to(self, dtype: Any, **_: Any) -> "Symbol":
-        """Cast; what is cast to an int has no derivative."""
+        """Cast; a cast to an int has no derivative."""
         if not isinstance(dtype, _Dtype):
             raise NotDifferentiable(f"it casts to {dtype}")
         if not dtype.is_float:
@@ -76,7 +75,7 @@ class _Dtype(NamedTuple):
 
 
 class Load(NamedTuple):
-    """An element that is read of a tensor of floats: which tensor, and at which offset."""
+    """An element of a float tensor: the tensor and the offset."""
 
     tensor: int
     offset: Any
@@ -96,7 +95,7 @@ class _Pointer:
         return _Pointer(self.tensor, self.is_float, self.offset - steps, self.loads)
 
     def load(self, mask: Any, other: Any) -> Symbol:
-        """The element; its derivative is 0 where mask is False."""
+        """The element; its derivative is 0 if mask is False."""
         text = f"tl.load(tensor_{self.tensor} + ({{}})"
         operands = [self.offset]
         for name, x in (("mask", mask), ("other", other)):
@@ -112,12 +111,12 @@ class _Pointer:
 
 
 def _guarded(dy: Any, factor: Any) -> Any:
-    """dy * factor, 0 where dy is 0: factor may be infinite where tl.where chose another branch."""
+    """dy * factor, 0 if dy is 0: factor may be infinite if tl.where chose another branch."""
     return _where(dy == 0.0, 0.0, dy * factor)
 
 
 _Rule = Callable[..., list[Any]]
-# Symbol, and the gradients of both operands from y, its gradient dy, and the operands.
+# The operator, and both operands' gradients from y, dy and the operands.
 _OPERATORS: dict[str, tuple[str, _Rule | None]] = {
     "add": ("+", lambda y, dy, a, b: [dy, dy]),
     "sub": ("-", lambda y, dy, a, b: [dy, -dy]),
@@ -154,7 +153,7 @@ for _name, (_symbol, _rule) in _OPERATORS.items():
 
 
 def _call(name: str, rule: _Rule | None) -> Callable[..., Any]:
-    """A function of triton.language, or of its libdevice where that alone has it."""
+    """A function of triton.language, or else of its libdevice."""
 
     def apply(*operands: Any, **_: Any) -> Any:
         import triton.language as tl
@@ -180,7 +179,7 @@ def _exp(x: Any) -> Any:
 
 
 def _unary(factor: Callable[[Any, Any], Any], guarded: bool = False) -> _Rule:
-    """The rule of a function of x whose derivative is factor(y, x), infinite for some x or not."""
+    """Rule of a function of x with the derivative factor(y, x); guarded: it may be infinite."""
     if guarded:
         return lambda y, dy, x: [_guarded(dy, factor(y, x))]
     return lambda y, dy, x: [dy * factor(y, x)]
@@ -231,7 +230,7 @@ _RULES: dict[str, _Rule | None] = {
 
 
 class _Language:
-    """`triton.language`, of which each call makes a `Symbol`."""
+    """Stand-in for `triton.language`: each call makes a `Symbol`."""
 
     @property
     def math(self) -> "_Language":
@@ -278,8 +277,8 @@ _LANGUAGE = _Language()
 class Graph(NamedTuple):
     """A score_mod as a graph, after reverse accumulation.
 
-    dx: the gradient of the score, from the Symbol "dx". loads, of_loads: what is read of tensors of
-    floats, and the gradient of each.
+    dx: the gradient of the score, from the Symbol "dx". loads, of_loads: loads of floats, and their
+    gradients.
     """
 
     dx: Any
@@ -291,7 +290,7 @@ def differentiated(mod: Any, tensors: Sequence[Tensor]) -> Graph:
     """The graph of score_mod(x, b, h, q_pos, k_pos, *tensors) and of its gradients.
 
     Raises:
-        NotDifferentiable: it does what no derivative is known of.
+        NotDifferentiable: an operation has no known derivative.
     """
     loads: list[Load] = []
     leaves = [Symbol(name, active=name == "x") for name in ARGUMENTS]
@@ -307,7 +306,7 @@ def differentiated(mod: Any, tensors: Sequence[Tensor]) -> Graph:
 
 
 def _ordered(*roots: Any) -> list[Symbol]:
-    """Everything that the roots are computed of, operands first."""
+    """All nodes below the roots, operands first."""
     order: dict[Symbol, None] = {}
     waiting = [(x, False) for x in reversed(roots)]
     while waiting:
@@ -323,7 +322,7 @@ def _ordered(*roots: Any) -> list[Symbol]:
 
 
 def _accumulated(root: Symbol, dy: Any) -> dict[Symbol, Any]:
-    """The gradient of each active symbol that the root is computed of."""
+    """The gradient of each active symbol below the root."""
     of: dict[Symbol, Any] = {root: dy}
     for y in reversed(_ordered(root)):
         if not y.active or y.rule is None or y not in of:
@@ -335,7 +334,7 @@ def _accumulated(root: Symbol, dy: Any) -> dict[Symbol, Any]:
 
 
 def source(name: str, tensors: int, root: Any) -> str:
-    """A function of @triton.jit (dx, x, b, h, q_pos, k_pos, *tensors) that returns the root."""
+    """Source of a @triton.jit function (dx, x, b, h, q_pos, k_pos, *tensors): the root."""
     names: dict[Symbol, str] = {}
     lines: list[str] = []
 
@@ -356,22 +355,22 @@ def source(name: str, tensors: int, root: Any) -> str:
 
 
 def score_mod_grad(mod: Any, tensors: Sequence[Tensor]) -> Any:
-    """The @triton.jit function that a score_mod_grad of this score_mod would be.
+    """The score_mod_grad of a score_mod, as a @triton.jit function.
 
-    One object for one text, which is looked at anew in each call: globals may have changed.
+    Equal sources share one function. The source is derived in each call: globals may have changed.
 
     Raises:
-        NotDifferentiable: the score_mod does what no derivative is known of.
+        NotDifferentiable: an operation has no known derivative.
     """
     return _function(source("NAME", len(tensors), differentiated(mod, tensors).dx))
 
 
 def _function(text: str) -> Any:
-    """The function of a text in the module `generated`, where others find it by its name."""
+    """Define the function of a source in the module `generated`."""
     name = f"score_mod_grad_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not hasattr(generated, name):
         text = text.replace("NAME", name, 1)
-        # Triton reads the source of a function where Python finds it.
+        # Triton reads the source of a function through linecache.
         file = f"<{name}>"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         exec(compile(text, file, "exec"), generated.__dict__)

@@ -1,4 +1,4 @@
-"""Functions of @triton.jit that `derivative` writes while the program runs."""
+"""@triton.jit functions that `derivative` generates at run time."""
 
 import triton as triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The Python function below @triton.jit, over another language than Triton's.
+"""Run the Python function of a @triton.jit function with another language than Triton's.
 
 Triton's language and other @triton.jit functions in its globals are replaced by stand-ins.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def over(language: Any, mod: Any) -> Callable[..., Any]:
-    """The function of @triton.jit, compiled or interpreted, with `language` for triton.language."""
+    """The Python function of a @triton.jit function, with `language` for triton.language."""
     python: FunctionType = mod.fn
     code = python.__code__
     scope = {

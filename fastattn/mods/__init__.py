@@ -1,4 +1,4 @@
-"""Masks and scores that are ready to use, as `mask_mod`, `attn_bias` and the like; needs Triton."""
+"""Ready-made masks and scores, as `mask_mod`, `attn_bias` and similar options; needs Triton."""
 
 from .compose import and_masks as and_masks
 from .compose import bind as bind

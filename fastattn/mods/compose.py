@@ -1,4 +1,4 @@
-"""Masks made of others: constants bound into a rule, masks joined by and / or, lambdas."""
+"""Composed masks: constants bound to a rule, masks joined by and / or, lambdas."""
 
 import hashlib
 import inspect
@@ -15,7 +15,7 @@ from ..block_mask import BlockMask
 from ..torch_backend import triton_language
 from .lambdas import parts_of
 
-# By the name of a function that was made: what it calls.
+# By the name of a made function: the functions that it calls.
 _PARTS: dict[str, dict[str, Any]] = {}
 _PLACES = ("b", "h", "q_pos", "k_pos")
 
@@ -50,24 +50,23 @@ def or_masks(*masks: Any) -> Any:
     """A `mask_mod`: the union of masks.
 
     Args:
-        masks: @triton.jit functions (b, h, q_pos, k_pos, *tensors), one or more, in which those of
-            this module count, and lambdas that stand in a file (before Python 3.11 one a line),
-            which keep the numbers that their scope has now. The mod_tensors of the call are those
-            of the first, then those of the second, and so on.
+        masks: one or more @triton.jit functions (b, h, q_pos, k_pos, *tensors), results of this
+            module included, or lambdas in a file (before Python 3.11 one per line), with the
+            numbers of their scope fixed. Pass the mod_tensors of all masks, in order.
 
     Raises:
-        ValueError: there is none.
-        TypeError: one is a function of Python's, or a lambda whose source is not found.
+        ValueError: there is no mask.
+        TypeError: a mask is a Python function, or a lambda without its source.
     """
     return _joined("or", "|", masks)
 
 
 def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int = 64) -> float:
-    """Fraction of the blocks of scores that kernels visit: those with a visible pair.
+    """Fraction of the blocks of scores with a visible pair, which kernels visit.
 
     Args:
-        mask: a `mask_mod` or `BlockMask`, asked about batch row 0 and head 0.
-        T_q, T_k: queries, which are the last of T_k, and keys.
+        mask: a `mask_mod` or `BlockMask`, evaluated for batch row 0 and head 0.
+        T_q, T_k: numbers of queries, at the last positions, and keys.
         tensors: its mod_tensors, on the CPU.
         block: queries and keys of a block.
     """
@@ -108,8 +107,8 @@ def _jitted(mask: Any) -> Any:
 
 
 def _made(name: str, parts: dict[str, Any], arguments: list[str], result: str) -> Any:
-    """A @triton.jit function at the top level of this module, where `block_mask.named` finds it."""
-    # By the source, so that another process finds the kernels that this one compiled.
+    """Make a @triton.jit function at the top level of this module, for `block_mask.named`."""
+    # Named by the source, so that other processes reuse the compiled kernels.
     functions = [part.fn for part in parts.values() if hasattr(part, "fn")]
     text = "".join(f"{function.__module__}{inspect.getsource(function)}" for function in functions)
     taken = ", ".join(arguments)

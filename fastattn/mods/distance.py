@@ -1,4 +1,4 @@
-"""Learned biases by distance and by forget gates, as options that have gradients.
+"""Biases by distance and by forget gates, as options with gradients.
 
     alibi_bias, slope 1     forgetting_bias, gates of 1/2, causal; in log2, up to a row's constant
      0 .  .  .              0 .  .  .
@@ -6,7 +6,7 @@
     -2 -1 0  .              0 1  2  .
     -3 -2 -1 0              0 1  2  3
 
-They hide nothing: under causal=True, 136 of 256 blocks are visited at 1024 keys.
+They hide no keys: with causal=True, kernels visit 136 of 256 blocks at 1024 keys.
 """
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def alibi_bias(slopes: Tensor, distance: int, ahead: Tensor | None = None) -> Tensor:
-    """The `relative_bias` of ALiBi with slopes that are learned, or that differ ahead.
+    """The `relative_bias` of ALiBi with learned slopes, or other slopes for keys ahead.
 
     Args:
-        slopes: [H_q], by which keys behind the query are lowered a step.
-        distance: the largest distance that occurs, T_k - 1 or more; beyond it the bias is constant.
-        ahead: [H_q], by which keys ahead are; default: slopes.
+        slopes: [H_q], decrease of the score per step behind the query.
+        distance: the largest distance, at least T_k - 1; beyond it the bias is constant.
+        ahead: [H_q], decrease per step ahead; default: slopes.
 
     Returns:
         [H_q, 2 * distance + 1], differentiable.
@@ -32,8 +32,8 @@ def alibi_bias(slopes: Tensor, distance: int, ahead: Tensor | None = None) -> Te
 def forgetting_bias(log_gates: Tensor) -> Tensor:
     """The `attn_bias` of the forgetting transformer (FoX); call `attention` with causal=True.
 
-    The weight of key j in row i is multiplied by the forget gates of j + 1 to i. Their sum up to i
-    is the same for all keys of a row, and the softmax drops it: what is left is a bias by key.
+    The weight of key j in row i is multiplied by the forget gates of j + 1 to i. In logs, the sum
+    up to i is the same for all keys of a row, so the softmax cancels it: a bias per key remains.
 
     Args:
         log_gates: [B, H_q, T], log of the gates, as from `logsigmoid`.

@@ -1,6 +1,6 @@
 """Masks and scores of a grid of pixels, whose tokens are in row-major order.
 
-A neighbourhood keeps its size at the border, as NATTEN's does: there it moves inwards.
+At the border a neighbourhood moves inwards and keeps its size, as in NATTEN.
 
     natten_1d(6, 3)     sliding_tiles_2d(2, 4, tile=2, kernel=1): pixels of 2 x 2 see their tile
     1 1 1 0 0 0         1 1 0 0 1 1 0 0
@@ -25,7 +25,7 @@ from .compose import bind
 
 @triton.jit
 def near(x, y, length, kernel):
-    """Whether y is one of the kernel places nearest to x, in a row of some length."""
+    """Whether y is one of the `kernel` positions nearest to x, in a row of `length`."""
     first = tl.minimum(tl.maximum(x - kernel // 2, 0), length - kernel)
     return (y >= first) & (y < first + kernel)
 
@@ -85,10 +85,10 @@ def natten_3d(depth: int, height: int, width: int, kernel: int) -> Any:
 def sliding_tiles_2d(height: int, width: int, *, tile: int, kernel: int) -> Any:
     """A `mask_mod`: a tile of tile x tile pixels sees the kernel x kernel tiles nearest to it.
 
-    Permute tokens so that those of a tile are contiguous: then blocks are full or empty (STA).
+    Permute the tokens so that each tile is contiguous: then blocks are full or empty (STA).
 
     Raises:
-        ValueError: tile does not divide a side, or kernel is larger than the tiles of one.
+        ValueError: tile does not divide a side, or a side has fewer than kernel tiles.
     """
     if height % tile or width % tile:
         raise ValueError(f"tile must divide height {height} and width {width}, got {tile}")

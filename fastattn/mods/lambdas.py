@@ -1,4 +1,4 @@
-"""Source of a lambda with its numbers as constants, for Triton to compile."""
+"""Source of a lambda with its numbers as constants, for Triton."""
 
 import ast
 import inspect
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def parts_of(function: FunctionType) -> tuple[list[str], str, dict[str, Any]]:
-    """Parameters of a lambda, its expression, and the other objects that the expression names.
+    """Parameters of a lambda, its expression, and the other objects in the expression.
 
-    Numbers of the lambda's scope are written into the expression, as they are now.
+    Numbers of the lambda's scope become constants of the expression.
 
     Raises:
-        TypeError: it is a function of statements, or its source is not found.
+        TypeError: it has statements, or its source is missing.
     """
     tree = _tree(function) if function.__name__ == "<lambda>" else None
     if tree is None:

@@ -1,4 +1,4 @@
-"""Masks of sequences that share parts: prefixes, trees, noised blocks, images in a text.
+"""Masks of sequences with shared parts: prefixes, trees, noised blocks, images in a text.
 
     shared_prefix       tree, parents            block_diffusion(4, 2): 4 noised
     [-1 -1 0 0 1 1]     0 - 1 - 2, 0 - 3         tokens, then 4 clean ones
@@ -22,9 +22,9 @@ from .compose import bind
 
 @triton.jit
 def shared_prefix(b, h, q_pos, k_pos, branches):
-    """`mask_mod`, causal: answers to one prompt in a row, each of which sees the prompt and itself.
+    """`mask_mod`, causal: answers to one prompt in a row; each sees the prompt and itself.
 
-    mod_tensors (branches,): int32 [T], the number of the token's answer; -1: of the prompt.
+    mod_tensors (branches,): int32 [T], the token's answer, or -1 in the prompt.
     """
     branch = tl.load(branches + k_pos)
     return (k_pos <= q_pos) & ((branch < 0) | (branch == tl.load(branches + q_pos)))
@@ -34,8 +34,8 @@ def shared_prefix(b, h, q_pos, k_pos, branches):
 def tree(b, h, q_pos, k_pos, tin, tout):
     """`mask_mod`: a token sees its ancestors in a tree, and itself.
 
-    mod_tensors (tin, tout): int32 [T], when a walk enters a token and when it leaves it: key j is
-    an ancestor of query i where tin[j] <= tin[i] < tout[j].
+    mod_tensors (tin, tout): int32 [T], times at which a depth-first walk enters and leaves a token:
+    key j is an ancestor of query i if tin[j] <= tin[i] < tout[j].
     """
     at = tl.load(tin + q_pos)
     return (tl.load(tin + k_pos) <= at) & (at < tl.load(tout + k_pos))
@@ -53,8 +53,7 @@ def block_diffusion_rule(b, h, q_pos, k_pos, length, block):
 def block_diffusion(length: int, block: int) -> Any:
     """A `mask_mod` to train block diffusion (BD3-LM): length noised tokens, then the clean ones.
 
-    Noised blocks see themselves and the clean blocks before them, clean blocks themselves and those
-    before.
+    Noised and clean blocks see themselves and the earlier clean blocks.
     """
     return bind(block_diffusion_rule, length, block)
 
@@ -63,7 +62,7 @@ def block_diffusion(length: int, block: int) -> Any:
 def flamingo(b, h, q_pos, k_pos, images, length):
     """`mask_mod` of cross-attention: a token of a text sees the last image before it.
 
-    mod_tensors (images, length): int32 [T_q], the number of that image, -1: none; int32 [1], the
-    tokens of an image. The first query's position is 0: pass query_offset=0.
+    mod_tensors (images, length): int32 [T_q], the last image's number, -1 = none; int32 [1], tokens
+    per image. The first query's position is 0: pass query_offset=0.
     """
     return tl.load(images + q_pos) == k_pos // tl.load(length)

@@ -21,7 +21,7 @@ from .compose import bind
 
 @triton.jit
 def causal(b, h, q_pos, k_pos):
-    """`mask_mod` of a causal mask, to join with others; alone, `causal=True` is faster."""
+    """`mask_mod` of a causal mask, to join with others; by itself, `causal=True` is faster."""
     return k_pos <= q_pos
 
 

@@ -1,4 +1,4 @@
-"""Findings about the kernels on this very device: stored, read, shared among ranks."""
+"""Findings about the kernels on this device: stored, read, shared among ranks."""
 
 from .ranks import share
 

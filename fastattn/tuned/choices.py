@@ -1,7 +1,7 @@
-"""Stored findings, applied to calls on a device: read once, at the first call there.
+"""Stored findings, applied to calls on a device; read at the first call.
 
-Nothing is timed in a call. FASTATTN_TUNED=0 leaves findings aside, and FASTATTN_TUNED=path reads a
-file that `Store.export` wrote.
+Calls time nothing. FASTATTN_TUNED=0 ignores findings; FASTATTN_TUNED=path reads a file of
+`Store.export`.
 """
 
 import os
@@ -23,17 +23,17 @@ from .findings import Record, Unreadable
 from .store import Store, warn_once
 
 TUNED = "FASTATTN_TUNED"
-# A verdict or a time holds for heads up to these widths.
+# Verdicts and times hold for heads up to these widths.
 HEAD_DIMS = (64, 128, 256, 512)
 # A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
-# they do not so many times.
+# they do not fill them so many times.
 _ROWS, _SOME = 128, 4
 Records = Mapping[str, list[Record]]
 Key = tuple[Any, ...]
 
 
 class Choices(NamedTuple):
-    """Findings of one device, by the fields of their keys: see `findings.KEYS`."""
+    """Findings of one device, by key: see `findings.KEYS`."""
 
     verification: dict[Key, Record]
     tiles: dict[Key, Record]
@@ -65,7 +65,7 @@ class Choices(NamedTuple):
     def tuned_tiles(
         self, backend: str, element_size: int, head_dim: int, calls: str
     ) -> tuple[str, ...]:
-        """Which kernels of a backend have a tile of this device in such calls."""
+        """Kernels of a backend with a tile tuned on this device for such calls."""
         named = (calls, element_size, head_dim)
         rows = (row for key, row in self.tiles.items() if key[1:] == named)
         hopper = backend == "hopper"
@@ -103,7 +103,7 @@ def faster(name: str, row: Record) -> str:
 
 
 _known: dict[torch.device, Choices] = {}
-# Whether a call with gradients may have another backend than the same call without.
+# Whether gradients may change the backend of a call.
 by_direction = False
 
 
@@ -134,7 +134,7 @@ def adopt(device: torch.device, rows: Records) -> Choices:
 
 
 def forget() -> None:
-    """Read findings again at the next call: they have changed."""
+    """Read findings again at the next call."""
     global by_direction
     for device in filter(applies, _known):
         _install(device, (), ())
@@ -152,7 +152,7 @@ def _install(device: torch.device, tiles: Iterable[Record], splits: Iterable[Rec
 
 
 def applies(device: torch.device) -> bool:
-    """Whether findings apply on a device: they do on a GPU, not in the interpreter."""
+    """Whether findings apply on a device: a GPU, without the interpreter."""
     return device.type == "cuda" and call.TRITON_INSTALLED and not call.interpreting()
 
 
@@ -164,7 +164,7 @@ def read(device: torch.device) -> Records:
     try:
         here = environment(device)
         store = Store(here)
-    except (RuntimeError, AssertionError):  # a fake tensor's device, which is not here
+    except (RuntimeError, AssertionError):  # a fake tensor's device, which does not exist
         return {}
     except (OSError, ImportError) as error:
         warn_once(f"fastattn has no place for findings: {error}")
@@ -229,12 +229,12 @@ def judge(
     why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
     family: str | None, training: bool | None,
 ) -> str | None:  # fmt: skip
-    """Add the device's reasons against each backend; return the fastest backend, if timed.
+    """Add the device's findings to the reasons; return the fastest backend, if timed.
 
     Args:
         why: the reason against each backend, the slowest first, the fastest last.
-        family: of verification, if not those of attention.
-        training: whether there is a backward; None: if autograd asks.
+        family: of verification; default: those of attention.
+        training: whether there is a backward; None: if autograd needs one.
     """
     if not any_about(q.device) or not why:
         return None
@@ -245,7 +245,7 @@ def judge(
         why[name] = why[name] or why_quarantined(name, q, v, named)
     bucket = None if family is not None else _bucket(q, v, options, training)
     best = None if bucket is None else fastest(*bucket)
-    # Torch's own kernels add up gradients in any order.
+    # Torch's kernels add up gradients in any order.
     repeats = not training or options.atomic_dq or torch.are_deterministic_algorithms_enabled()
     if bucket is None or best is None or (best == "torch" and not repeats):
         return None
@@ -257,7 +257,7 @@ def judge(
 
 
 def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether autograd will ask for a backward."""
+    """Whether autograd records a backward."""
     inputs = (q, k, v, *options.differentiable)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -284,8 +284,7 @@ def _bucket(
 ) -> tuple[torch.device, str, torch.dtype, int, bool, str] | None:
     """Key of the timings that decide the fastest backend; None if no timing covers such calls.
 
-    Backends are timed on calls without options except the causal order that torch has a flag for.
-    Sizes are compared where they are known; a symbolic size counts as many.
+    Backends are timed on calls without options except causal. A symbolic size counts as large.
     """
     plain = options.plain and not (options.registers or options.fp32_results)
     offset = options.query_offset
@@ -303,8 +302,8 @@ def _bucket(
     return q.device, direction, q.dtype, width, options.causal, waves
 
 
-# What follows torch.compile runs while it traces, and takes what comes of it for constants. Marked
-# so by hand: torch.compiler.assume_constant_result would import torch._dynamo.
+# torch.compile runs these functions while it traces and takes their results for constants. Marked
+# by hand: torch.compiler.assume_constant_result would import torch._dynamo.
 def any_about(device: torch.device) -> bool:
     """Whether a device has findings."""
     stored = choices(device)
@@ -343,7 +342,7 @@ def why_fastest(
 def why_two_passes(
     device: torch.device, backend: str, dtype: torch.dtype, width: int
 ) -> str | None:
-    """Reason that two backward passes are taken where one is permitted, or None."""
+    """Reason for two backward passes although one is permitted, or None."""
     row = choices(device).passes.get((backend, _name(dtype), width))
     if row is None or row.get("passes") != "two":
         return None

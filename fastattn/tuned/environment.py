@@ -18,7 +18,7 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/versio
 
 
 class Environment(NamedTuple):
-    """An environment; findings hold for every equal one.
+    """An environment; findings hold for equal ones.
 
     gpu: its name, or "interpreter", which has no multiprocessors and no driver. kernels: hash of
     their sources.
@@ -65,24 +65,24 @@ def _driver() -> str:
             continue
         if version is not None:
             return version[0]
-    # A container may hide the files; torch knows at least what the driver supports.
+    # A container may hide the files; torch knows the CUDA version that the driver supports.
     supported = getattr(torch._C, "_cuda_getDriverVersion", None)
     return str(supported() if supported is not None else torch.version.hip)
 
 
 @cache
 def _sources() -> str:
-    """Hash of the kernels: their code, and the tiles that they are launched with."""
+    """Hash of the kernels' code and tiles."""
     digest = hashlib.sha256()
     for name, file in sorted(_files(resources.files(_KERNELS), "")):
-        # What git or an archive does to the ends of lines is no other kernel.
+        # Line endings do not change a kernel.
         text = file.read_bytes().replace(b"\r\n", b"\n")
         digest.update(f"{name} {len(text)}\n".encode() + text)
     return digest.hexdigest()[:16]
 
 
 def _files(folder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Code and tables of a package by their paths in it, however it is installed."""
+    """Code and tables of an installed package, by path."""
     for entry in folder.iterdir():
         name = f"{prefix}{entry.name}"
         if entry.is_dir():

@@ -1,6 +1,6 @@
-"""A file of findings, as JSON: the environment that they hold for, and rows by kind.
+"""A JSON file of findings: their environment, and rows by kind.
 
-People read it, and send it: each row is a line, with its date.
+For readers, each row is a line with its date.
 """
 
 import json
@@ -13,7 +13,7 @@ from ..files.replace import replacing
 from .environment import Environment
 
 FORMAT = 1
-# The fields of each kind that say what a row is about: there is one row of each.
+# The key fields of each kind; a key has one row.
 KEYS = {
     "verification": ("backend", "family", "dtype", "head_dim"),
     "tiles": ("kernel", "calls", "element_size", "BLOCK_D"),
@@ -21,7 +21,7 @@ KEYS = {
     "passes": ("backend", "dtype", "head_dim"),
     "splits": ("element_size", "BLOCK_D"),
 }
-# What else calls read of a row.
+# Further fields that calls read.
 _READ = {
     "verification": ("verdict", "date"),
     "tiles": ("date",),
@@ -29,7 +29,7 @@ _READ = {
     "passes": ("passes", "date"),
     "splits": ("programs", "date"),
 }
-# Levels of a row: itself, and lists or objects in it.
+# Levels of nesting in a row, itself included.
 _DEEPEST = 4
 Record = dict[str, Any]
 
@@ -42,7 +42,7 @@ class Findings(NamedTuple):
 
 
 class Unreadable(ValueError):
-    """A file that holds no findings, is damaged or has another format, as its message says."""
+    """A file without findings, damaged or of another format; the message says which."""
 
 
 def check_kind(kind: str) -> str:
@@ -98,7 +98,7 @@ def read(path: Path) -> Findings:
                 _check_row(kind, row)
     except Unreadable:
         raise
-    # Brackets within brackets, as deep as a file may be made to have them.
+    # RecursionError: brackets nested too deeply.
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreadable(f"it is damaged, or no file of findings: {error!r}") from error
     return Findings(environment, rows)

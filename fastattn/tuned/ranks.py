@@ -13,17 +13,16 @@ if TYPE_CHECKING:
 
 
 def share(group: "ProcessGroup | None" = None, device: torch.device | str | None = None) -> None:
-    """Make every rank use the findings of the group's first rank, until the process ends.
+    """Make all ranks use the findings of the group's first rank, until the process ends.
 
-    All ranks call it, before their first attention. Nothing is written.
+    All ranks call it before their first attention. Nothing is stored.
 
     Args:
-        group: default the whole world.
-        device: of this rank; default the current GPU, without any the CPU.
+        group: default: all ranks.
+        device: of this rank; default: the current GPU, or else the CPU.
 
     Raises:
-        RuntimeError: on some rank another GPU, driver, torch, triton or fastattn is in use than on
-            the first; on every rank alike.
+        RuntimeError: ranks differ in GPU, driver, torch, triton or fastattn; raised on all ranks.
     """
     distributed = torch.distributed
     if device is None:

@@ -21,7 +21,7 @@ def describe(device: torch.device) -> list[str]:
         return []
     if choices.applies(device):
         rows = choices.read(device)
-        choices.choices(device)  # which installs its tiles
+        choices.choices(device)  # installs its tiles
         with torch.cuda.device(-1 if device.index is None else device.index):
             lines = [*_tiles(), *_splits(rows), *_fastest(rows)]
             return [*lines, *_verified(rows, "on this device")]
@@ -61,7 +61,7 @@ def _splits(rows: choices.Records) -> Iterator[str]:
 
 
 def _fastest(rows: choices.Records) -> Iterator[str]:
-    """How often each backend is the fastest, in the buckets that were timed."""
+    """How often each backend is the fastest, over the timed buckets."""
     count = Counter(row["backend"] for row in rows.get("backends", ()))
     if count:
         counts = ", ".join(f"{name} {n}" for name, n in count.most_common())
@@ -69,7 +69,7 @@ def _fastest(rows: choices.Records) -> Iterator[str]:
 
 
 def _verified(rows: choices.Records, where: str) -> list[str]:
-    """How many families are right, and which are not."""
+    """The number of correct families, and the names of the others."""
     verifications = rows.get("verification", ())
     if not verifications:
         return [f"not verified {where}: run fastattn verify"]

@@ -1,7 +1,7 @@
 """Findings on disk: one folder for each environment, one file for each kind.
 
-A process that is killed leaves the old file or the new one, and two that write lose nothing. What
-cannot be read or written is ignored with one warning: no call depends on a finding.
+A killed process leaves the old or the new file; concurrent writers lose nothing. Files that cannot
+be read or written are ignored with one warning: no call depends on a finding.
 """
 
 import os
@@ -24,8 +24,8 @@ class Store:
     """The findings of one environment.
 
     Args:
-        environment: what they are true for.
-        folder: where those of all environments are; default `cache_folder()`.
+        environment: for which they hold.
+        folder: for all environments; default `cache_folder()`.
     """
 
     def __init__(self, environment: Environment, folder: str | Path | None = None) -> None:
@@ -38,7 +38,7 @@ class Store:
         return self.folder / f"{findings.check_kind(kind)}.json"
 
     def read(self, kind: str) -> list[Record]:
-        """The rows of a kind; none where nothing is stored, or nothing that can be read."""
+        """The rows of a kind; none if there is no readable file."""
         path = self.path(kind)
         try:
             return self._rows(kind)
@@ -50,7 +50,7 @@ class Store:
         """Store rows; each replaces the row with the same key.
 
         Returns:
-            Whether they are on disk. Where they could not be written, a warning says so.
+            Whether they are on disk; if not, warns.
 
         Raises:
             ValueError: there is no such kind, or a row lacks a field of its key.
@@ -88,7 +88,7 @@ class Store:
         """Store the findings of a file that `export` wrote.
 
         Returns:
-            How many there are; 0 too where they could not be written: see `put`.
+            The number of findings; 0 if they could not be written, see `put`.
 
         Raises:
             OSError: it cannot be read.
@@ -130,7 +130,7 @@ def cache_folder() -> Path:
 
 
 def warn_once(message: str) -> None:
-    """A warning about stored findings, the first time."""
+    """Warn once about stored findings."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=3)
