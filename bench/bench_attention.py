@@ -1,6 +1,6 @@
-"""Single calls: forward, backward, padded, masks and decode, each implementation on each case.
+"""Single calls of each implementation: forward, backward, padded, masks and decode.
 
-`-k decode` takes a family. Of ours the peak memory is held to the least: inputs, outputs and lse.
+`-k decode` selects a family. Checks that our peak memory is close to inputs, outputs and lse.
 """
 
 

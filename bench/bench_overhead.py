@@ -1,6 +1,6 @@
 """Host cost: a call up to its launch, dispatch, import, the first call.
 
-Without a GPU, launches go to a stand-in for Triton's driver; everything before it is real.
+Without a GPU, a stand-in replaces Triton's driver; all code before it is real.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ def device():
 
 @pytest.fixture
 def fewest(request):
-    """The least rounds of a benchmark: 5, or what --benchmark-min-rounds says."""
+    """The least rounds of a benchmark: --benchmark-min-rounds, or 5."""
     return request.config.getoption("benchmark_min_rounds")
 
 
 @pytest.mark.parametrize("row", overhead.ROWS)
 def test_host_cost_of_a_call(benchmark, device, fewest, row):
-    """pytest-benchmark has the call without gradients; the extra info all of them."""
+    """pytest-benchmark times the call without gradients; the extra info has all calls."""
     calls = overhead.calls(device, row)
     costs = overhead.host_costs(calls, rounds=4 * fewest)
     bare = costs["bare launch"]
@@ -51,7 +51,7 @@ def test_host_cost_of_a_call(benchmark, device, fewest, row):
 
 
 class _Calling(nn.Module):
-    """Its attention is torch's function, looked up at each call unless it is given."""
+    """Attention by torch's function, looked up at each call unless given."""
 
     def __init__(self, function=None):
         super().__init__()
@@ -63,14 +63,14 @@ class _Calling(nn.Module):
 
 
 class _Eager(nn.Module):
-    """Its attention is product, softmax, product."""
+    """Attention by product, softmax, product."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
 def test_host_cost_of_doors(benchmark, device, fewest):
-    """Each way by which a call of torch's, or of a module, is served, in one run.
+    """Each way to serve a call of torch or of a module, in one run.
 
     Without a GPU, torch's own function and the plain modules compute on the CPU.
     """
@@ -101,7 +101,7 @@ def test_host_cost_of_doors(benchmark, device, fewest):
         counts = [done.calls[""] for done in swaps]
         for done in swaps:
             done.undo()
-    # Every call went by its way.
+    # Every call was served as intended.
     assert all(calls.served > 0 == calls.passed for calls in counts), counts
     benchmark.extra_info["us"] = {name: round(us, 2) for name, us in costs.items()}
     ours = costs["attention"]

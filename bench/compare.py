@@ -1,13 +1,13 @@
-"""Run small GPTs that differ in one thing, and record what comes out as JSON and as a picture.
+"""Run small GPTs that differ in one setting; record the results as JSON and as a picture.
 
 python bench/compare.py layers                      # docs/recorded/layers.json and layers.png
 python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
 
-layers: the order of norm and sublayers (post-LN, pre-LN, parallel), all without warm-up, and which
-keys are seen (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
-ranks; every run is the `fastattn train` of a user, under torchrun where there are several, on the
-CPU with gloo. serving: an `Engine` by how many requests it serves at a time. The text is the
-standard library's source, a token a character.
+layers: the order of norm and sublayers (post-LN, pre-LN, parallel), without warm-up, and the
+visible keys (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
+ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. serving: an
+`Engine` by its number of concurrent requests. The text is the standard library's source, one token
+per character.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SPLITS: Mapping[str, tuple[int, str]] = {
     "2 ranks: fsdp 2": (2, "--fsdp 2"),
     "4 ranks: fsdp 2 x tp 2": (4, "--fsdp 2 --tensor-parallel 2"),
 }
-# Okabe and Ito's colours, which the colour-blind can tell apart, on lines that cover each other.
+# Okabe and Ito's colours, for colour-blind readers; lines cover each other.
 STYLES = (
     {"color": "#000000", "linewidth": 3.5, "alpha": 0.35},
     {"color": "#0072B2", "linestyle": "-"},
@@ -69,7 +69,7 @@ Record = dict[str, Any]
 
 
 def layers(steps: int, text: Path, folder: Path) -> Record:
-    """Trains every variant from the same seed on the same batches; losses in nats a token."""
+    """Trains every variant from the same seed on the same batches; losses in nats per token."""
     training = {
         "steps": steps,
         "batch_size": 4,
@@ -101,7 +101,7 @@ def layers(steps: int, text: Path, folder: Path) -> Record:
 
 
 def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
-    """A panel a group: training loss over steps, with each run's validation loss in the legend."""
+    """One panel per group: training loss over steps, validation losses in the legend."""
     groups = list(dict.fromkeys(name.split(": ")[0] for name in record["runs"]))
     panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
     for group, axes in zip(groups, panels, strict=True):
@@ -117,23 +117,23 @@ def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
 
 
 def command(ranks: int, split: str, steps: int) -> str:
-    """Command of a user, without the text and the run's folder."""
+    """A user's command, without the text and the run's folder."""
     launch = f"torchrun --nproc-per-node {ranks} -m fastattn" if ranks > 1 else "fastattn"
     often = f"--steps {steps} --eval-every {steps} --save-every {steps} --log-every 1"
     return " ".join(f"{launch} train {SHAPE} {often} --seed 0 --device cpu {split}".split())
 
 
 def trained_by(line: str, text: Path, out: Path) -> Record:
-    """Run a command and read its metrics, in nats a token: "loss" step by step.
+    """Run a command and read its metrics, in nats per token: "loss" for each step.
 
     Raises:
-        CalledProcessError: it failed; what it said is on the terminal.
+        CalledProcessError: it failed; its messages are on the terminal.
     """
     run, *words = shlex.split(line)
     module = "torch.distributed.run" if run == "torchrun" else "fastattn"
     port = ["--standalone"] if run == "torchrun" else []
     whole = [sys.executable, "-m", module, *port, *words, "--text", str(text), "--out", str(out)]
-    # Models too small to share among threads.
+    # The models are too small for threads.
     subprocess.run(whole, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
     records = read_metrics(out)
     return {
@@ -144,7 +144,7 @@ def trained_by(line: str, text: Path, out: Path) -> Record:
 
 
 def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Distance of each run's losses from those of the first, step by step, in nats a token."""
+    """Distance of each run's losses from the first run's, for each step, in nats per token."""
     alone, *others = runs
     return {
         name: [abs(a - b) for a, b in zip(runs[name]["loss"], runs[alone]["loss"], strict=True)]
@@ -163,14 +163,14 @@ def splits(steps: int, text: Path, folder: Path) -> Record:
 
 
 def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
-    """Training loss over steps, and its distance from that of one rank, of every 10 steps."""
+    """Training loss over steps, and its distance from one rank's, by 10 steps."""
     losses, apart = figure.subplots(1, 2)
     for (name, run), style in zip(record["runs"].items(), STYLES, strict=True):
         tens = by_tens(run["loss"], statistics.fmean)
         losses.plot(list(tens), list(tens.values()), label=name, **style)
     for values, style in zip(differences(record["runs"]).values(), STYLES[1:], strict=True):
         tens = by_tens(values, max)
-        # Where there is no difference a logarithm has no place for it.
+        # A logarithmic axis cannot show a difference of 0.
         apart.plot(list(tens), [x or float("nan") for x in tens.values()], **style)
     losses.set(title="training loss, mean of 10 steps", ylabel="cross-entropy (nats per token)")
     apart.set(title="distance from 1 rank, largest of 10 steps", ylabel="nats per token")
@@ -182,13 +182,13 @@ def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
 
 
 def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[int, float]:
-    """Reduce every 10 values in turn by `kind`, keyed by the last step of them."""
+    """Reduce each 10 values by `kind`; keys are their last steps."""
     stretches = [values[i : i + 10] for i in range(0, len(values), 10)]
     return {10 * i + len(stretch): kind(stretch) for i, stretch in enumerate(stretches)}
 
 
 def serving(steps: int, text: Path, folder: Path) -> Record:
-    """Serve as many requests as fit at a time, of `steps` tokens each, for several such numbers."""
+    """Serve requests of `steps` tokens each, for several batch sizes."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=256, **SERVED)).eval()
     tokens = list(text.read_bytes())
@@ -214,7 +214,7 @@ def serving(steps: int, text: Path, folder: Path) -> Record:
 
 
 def draw_serving(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
-    """Tokens a second, and milliseconds a step, over the requests that run at a time."""
+    """Tokens per second and milliseconds per step, over the number of concurrent requests."""
     panels = figure.subplots(1, 2)
     sizes = [int(size) for size in record["runs"]]
     for axes, name in zip(panels, ("tokens_per_second", "milliseconds_a_step"), strict=True):
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="of every run (300)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder (docs/recorded)")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # models too small to share
+    torch.set_num_threads(1)  # the models are too small for threads
     run, draw, height = COMPARED[options.what]
     text = standard_library_text(TEXT_CHARACTERS)
     with tempfile.TemporaryDirectory() as folder:

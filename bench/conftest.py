@@ -1,7 +1,7 @@
-"""Fixtures of the benchmarks: the cases for this machine, and how each is run.
+"""Fixtures of the benchmarks: the cases for this machine, and their runs.
 
-What is timed is timed by the loop of the harness, and pytest-benchmark shows its samples. The
-kernels run as they do for users: compiled on a GPU, not at all without one.
+The harness times all calls, and pytest-benchmark shows its samples. Kernels are compiled, and run
+on a GPU only.
 """
 
 import sys
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 # With the checkout on sys.path our kernel folder could be imported as a top-level package
-# `kernels`, which is the name of somebody else's distribution.
+# `kernels`, the name of another distribution.
 _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of (case, implementation) runs for every pair."""
+    """Parametrise tests of (case, implementation) with every pair."""
     if {"case", "implementation"} <= set(metafunc.fixturenames):
         pairs = [
             pytest.param(
@@ -56,14 +56,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Replay what the harness times."""
+    """Replay the samples of the harness."""
     for item in items:
         if "run" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.benchmark(timer=_Samples.clock))
 
 
 class _Samples:
-    """Samples that were timed before, for a benchmark whose clock is `clock`: a call takes one."""
+    """Earlier samples, for a benchmark with the timer `clock`: each call takes one."""
 
     now = 0.0
 
@@ -111,7 +111,7 @@ def workbench() -> _Workbench:
 
 @pytest.fixture
 def quiet_peers() -> Iterator[None]:
-    """Warnings are errors in this suite, but not those of other people's code."""
+    """Warnings are errors in this suite, except in other packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -144,10 +144,9 @@ def run(
 def run_attention(
     benchmark: Any, run: Callable[[Any, str], float], workbench: _Workbench
 ) -> Callable[[Any, Any], None]:
-    """Checks one implementation on one case, benchmarks it, and notes its figures.
+    """Checks one implementation on one case, benchmarks it, and records its figures.
 
-    Skips an implementation that cannot serve the case, with the reason, and a peer that fails or
-    gives wrong results.
+    Skips an implementation that cannot serve the case, and a peer that fails or is wrong.
     """
 
     def measure(case: Any, implementation: Any) -> None:

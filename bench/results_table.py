@@ -1,4 +1,4 @@
-"""Draw bench/results/README.md from the JSON files beside it, or check that it agrees with them.
+"""Generate bench/results/README.md from the folder's JSON files, or check that it agrees.
 
 python bench/results_table.py            # write
 python bench/results_table.py --check    # exit 1 if the page is not what the files say
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Do what was asked for; what is wrong, or ""."""
+    """Run the command; return an error message or ""."""
     if arguments.charts:
         path, folder = arguments.charts
         written = charts.write(charts.measured(Report.load(path).data), folder)

@@ -1,13 +1,11 @@
-"""Everything that is to be measured on a machine with a GPU, in one command.
+"""Run all measurements on a machine with a GPU.
 
     python bench/run_all.py --out DIR --quick --budget-minutes 9
 
-Leaves results.json, results.md, charts (SVG), log.txt, tests.jsonl and, without --quick, tuned.json
-in DIR, the findings of `fastattn tune`; JSON files are whole after every case, so an end in the
-middle loses nothing. The same command goes on from there: with the tests, cases and tiles that have
-no outcome yet. Cases of which bench/results has no figure, or one of kernels that have changed
-since, come first. `python bench/results_table.py --add DIR/results.json DIR/tuned.json`
-takes them in.
+Writes results.json, results.md, charts (SVG), log.txt, tests.jsonl and, without --quick, tuned.json
+(the findings of `fastattn tune`) to DIR. JSON files are complete after each case. The same command
+continues an interrupted run. Cases without a figure of the current kernels in bench/results come
+first. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` adds the results.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""Benchmark cases: the shapes that are measured, the most important first.
+"""Benchmark cases, the most important first.
 
-Sources: the sweep at 16384 tokens and hidden size 2048 is that of FlashAttention-3 (Shah et al.
-2024, section 4.1); 64 query heads on 8 key/value heads of width 128 are Llama 3 70B's, 32 on 8 are
-Llama 3 8B's.
+The sweep at 16384 tokens and hidden size 2048 follows FlashAttention-3 (Shah et al. 2024, section
+4.1). Llama 3 70B has 64 query heads on 8 key/value heads of width 128, Llama 3 8B 32 on 8.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _BOTH: tuple[Direction, ...] = ("forward", "backward")
 SETS = ("quick", "full")
 FAMILIES = ("forward", "backward", "padded", "masks", "decode")
 
-# Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the sizes of the modules of
-# CPython 3.11's standard library, in tokens of four bytes.
+# Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the module sizes in CPython
+# 3.11's standard library, in tokens of four bytes.
 DOCUMENT_LENGTHS = (
     21, 64, 142, 220, 256, 278, 334, 443, 557, 654, 782, 886, 1044, 1268, 1399, 1579, 1841, 2105,
     2414, 2849, 3063, 3278, 3379, 3718, 4249, 5175, 5881, 7303, 8528, 10271, 15092, 25526,
@@ -32,7 +31,7 @@ class Case:
 
     Args:
         family: one of FAMILIES.
-        direction: what the timer covers.
+        direction: the timed part.
         B, H_q, H_k, T_q, T_k, D: sizes; D is the head dim of q, k and v.
         causal, window: as in `fastattn.attention`, the window as a pair.
         lengths: keys of each batch row without padding.
@@ -44,8 +43,8 @@ class Case:
         label: distinguishes cases of equal sizes.
         graph: replay the call as a CUDA graph, which excludes host time.
         slow_peers: also measure peers that compile for seconds.
-        option: of `attention`, in which the call is not plain: one of `inputs.OPTIONS`. The peers
-            do not know it.
+        option: of `attention`, one of `inputs.OPTIONS`, for calls that are not plain. Peers cannot
+            serve these.
     """
 
     family: str
@@ -70,7 +69,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A name for people and for test ids, unique within a set."""
+        """A name for readers and test ids, unique within a set."""
         heads = f"H{self.H_q}" if self.H_q == self.H_k else f"H{self.H_q}:{self.H_k}"
         length = f"T{self.T_q}" if self.T_q == self.T_k else f"T{self.T_q}:{self.T_k}"
         parts = [self.family]
@@ -136,12 +135,12 @@ def masks(direction: Direction, T: int) -> Iterator[Case]:
         yield replace(plain, causal=True, option=option)
 
 
-# So many of the most important cases come before training, layers and host costs.
+# Number of cases before training, layers and host costs.
 AIMS = 26
 
 
 def _important() -> Iterator[Case]:
-    """The cases of the project's goals, the most important first: plain, decoding, options."""
+    """The cases of the project's goals: plain, decoding, options."""
     for D, lengths in ((128, (4096, 16384)), (64, (4096, 16384)), (256, (4096,))):
         for T in lengths:
             for direction in _BOTH:
@@ -152,7 +151,7 @@ def _important() -> Iterator[Case]:
     for B in (32, 1):
         for graph in (True, False):
             yield decode(B, 4096, graph=graph)
-    # The first two are causal, and a window.
+    # The first two are causal and a window.
     yield from masks("forward", 8192)
     for kind in ("dense", "half", "documents"):
         yield padded("forward", kind, 4096, causal=False)
@@ -192,10 +191,10 @@ def _remaining() -> Iterator[Case]:
 
 
 def gpu_cases(which: str = "quick") -> list[Case]:
-    """The cases of a set, the most important first, each once.
+    """The distinct cases of a set, the most important first.
 
     Args:
-        which: "quick", a few minutes, with slow peers at a few lengths only; or "full".
+        which: "quick" (a few minutes, slow peers at a few lengths only) or "full".
 
     Raises:
         ValueError: there is no such set.

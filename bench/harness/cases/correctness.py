@@ -1,10 +1,10 @@
-"""The error budget, checked for every implementation before it is timed.
+"""The error budget, checked for each implementation before timing.
 
-The float64 oracle of a whole case takes its time, so two heads are sampled unless a caller asks for
-all: the first key/value head of the first batch row and the last of the last, each with all of its
-query heads. Every element of their o and, with a backward, of their dq, dk and dv is held to the
-budget. All other results must be finite. The oracle takes query rows in chunks, and sums dk and dv
-over the chunks in float32 or wider.
+The float64 oracle of a whole case is slow, so by default two heads are checked: the first key/value
+head of the first batch row and the last of the last, with all their query heads. Every element of
+their o and, with a backward, of their dq, dk and dv must keep the budget. All other results must be
+finite. The oracle computes query rows in chunks, and sums dk and dv over the chunks in float32 or
+wider.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ...testing import assert_within_budget
 from .case import Case
 from .inputs import Inputs
 
-# Most bytes of one score matrix of the oracle, which holds about ten at a time.
+# Most bytes of a score matrix of the oracle, which holds about ten.
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
-# On a GPU such a matrix takes at most this fraction of the free memory: 1 / _PARTS.
+# On a GPU a score matrix takes at most 1 / _PARTS of the free memory.
 _PARTS = 20
 
 
@@ -60,7 +60,7 @@ def all_heads(case: Case) -> list[tuple[int, int]]:
 
 
 def expect(case: Case, inputs: Inputs, heads: list[tuple[int, int]] | None = None) -> Expected:
-    """The oracle's results for these heads; default the sampled ones."""
+    """The oracle's results for these heads; default: the sampled ones."""
     heads = sampled_heads(case) if heads is None else heads
     dtype = getattr(torch, case.dtype)
     return Expected(
@@ -70,7 +70,7 @@ def expect(case: Case, inputs: Inputs, heads: list[tuple[int, int]] | None = Non
 
 
 def check(case: Case, o: Tensor, gradients: tuple[Tensor, ...] | None, expected: Expected) -> None:
-    """Hold results to the error budget.
+    """Check results against the error budget.
 
     Args:
         o: [B, H_q, T_q, D].
@@ -78,7 +78,7 @@ def check(case: Case, o: Tensor, gradients: tuple[Tensor, ...] | None, expected:
         expected: from `expect`, for the same inputs.
 
     Raises:
-        AssertionError: naming the result and how far off it is.
+        AssertionError: names the result and its error.
     """
     names = ("o", "dq", "dk", "dv")
     results = (o, *(gradients or ()))
@@ -135,7 +135,7 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
 
 
 def _rows(option: Tensor, heads: slice, first: int, rows: int) -> Tensor:
-    """An option's tensor, as `Inputs` has it, for some heads and rows of queries."""
+    """Slice an option's tensor of `Inputs` by heads and query rows."""
     if option.dim() <= 2:
         return option[heads]
     part = option[:, :, first : first + rows]

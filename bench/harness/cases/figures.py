@@ -1,9 +1,9 @@
 """FLOPs and bytes of a case, and TFLOP/s and GB/s from its time.
 
-Conventions are those of FlashAttention's benchmarks: a forward pass takes 4 * D operations for a
-pair of query and key in each head; a causal mask over T_q = T_k counts half of the pairs; a
-backward pass counts 2.5 forward passes (five products for two), without recomputation. It
-counts padding as work, to compare with a dense batch, and the pairs of a window exactly.
+Conventions of FlashAttention's benchmarks: a forward pass takes 4 * D operations per pair of query
+and key in each head; a causal mask over T_q = T_k counts half of the pairs; a backward pass counts
+2.5 forward passes (five products instead of two), without recomputation. Padding counts as work, to
+compare with a dense batch; a window counts its exact pairs.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def figures(case: Case, ms: float) -> dict[str, float]:
 
 
 def exponential_limit(D: int, sm_count: int, clock_mhz: float) -> float:
-    """TFLOP/s of a forward pass limited by its exponentials alone, one a visible pair.
+    """TFLOP/s of a forward pass limited only by its exponentials, one per visible pair.
 
-    A multiprocessor starts 16 of them a clock (CUDA C++ Programming Guide, "Arithmetic
-    Instructions", throughput of base-2 exponentials for compute capabilities 8.0 to 9.0).
+    A multiprocessor starts 16 exponentials per clock (CUDA C++ Programming Guide, "Arithmetic
+    Instructions", compute capabilities 8.0 to 9.0).
     """
     return 4.0 * D * 16 * sm_count * clock_mhz / 1e6

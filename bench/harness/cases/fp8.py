@@ -1,4 +1,4 @@
-"""FP8 attention: quantised outside the timer, and checked against a bound of its own."""
+"""FP8 attention: quantised outside the timer, checked against its own bound."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _implementation(name: str, packed: bool) -> Implementation:
 
 
 def _with_ends(inputs: Inputs) -> tuple[tuple[Tensor, Tensor | None], ...]:
-    """q, k and v, each with its lengths: padding is left out of the scales."""
+    """q, k and v with their lengths: scales ignore padding."""
     ends = inputs.key_lengths
     return (inputs.q, None), (inputs.k, ends), (inputs.v, ends)
 
@@ -92,7 +92,7 @@ def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
             )
 
 
-# The first packs values in every call, the second before the timer.
+# The first packs values in each call, the second before timing.
 EIGHT_BITS = (
     _implementation("fastattn-hopper-fp8", packed=False),
     _implementation("fastattn-hopper-fp8-packed", packed=True),

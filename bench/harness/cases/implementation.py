@@ -1,4 +1,4 @@
-"""`Implementation`: the interface of an implementation of attention to the benchmarks."""
+"""`Implementation`: an implementation of attention in the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Unserved(Exception):
-    """Raised while preparing: the implementation cannot serve the case; the message says why."""
+    """Raised by `prepare`: the implementation cannot serve the case; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,11 @@ class Implementation:
 
     Args:
         name: unique, for tables.
-        serves: why it cannot serve a case, judged by sizes alone, or None.
+        serves: reason that it cannot serve a case, by sizes alone, or None.
         prepare: makes a function from q, k, v to o, differentiable if the case has a backward;
             raises `Unserved` for reasons that depend on the tensors.
-        slow_to_prepare: compiles for seconds at every new shape.
-        check: replaces the error budget of the case's dtype by another bound on o; raises
-            AssertionError.
+        slow_to_prepare: compiles for seconds at each new shape.
+        check: checks o against another bound than the error budget; raises AssertionError.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Implementation:
     check: Callable[[Case, Inputs, Tensor], None] | None = None
 
     def why_not(self, case: Case) -> str | None:
-        """`serves`, and whether the case excludes slow peers."""
+        """Reason by `serves`, or that the case excludes slow peers; None if it serves."""
         if self.slow_to_prepare and not case.slow_peers:
             return "compiles for long: measured at some of the sizes of this set only"
         return self.serves(case)

@@ -1,4 +1,4 @@
-"""The tensors of a case, drawn on the device where they are used."""
+"""Random tensors of a case."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from ... import reference
 from .case import Case
 
-# Options of `attention` that a case may have, by name or by two names joined by "+": each entry is
-# for a class of calls with tiles of their own.
+# Options of `attention`, one name or two joined by "+", for each class of calls with its own tiles.
 OPTIONS = ("", "alibi_slopes", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
 _REACH = 128  # distances in a table of relative biases
 

@@ -1,6 +1,6 @@
 """Peers: FlexAttention, flash-attn 2, 3 and 4.
 
-A peer that is not installed gives that as its reason for every case, so that reports name it.
+A missing peer gives that as its reason for each case, so that reports name it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Each shape starts anew against the limit of recompilations. A backward that runs many times
-    # cannot donate its saved tensors.
+    # Each shape resets the count of recompilations. A repeated backward cannot donate its saved
+    # tensors.
     torch.compiler.reset()
     functorch_config.donated_buffer = False
     mask_mod = _flex_mask(case, inputs)
@@ -82,9 +82,9 @@ def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:
 
 
 def _flash(name: str, module: str, unbounded: int | None, least: int) -> Implementation:
-    """flash_attn_func of a module: takes [B, T, H, D], and may return (o, lse).
+    """flash_attn_func of a module, for [B, T, H, D]; it may return (o, lse).
 
-    unbounded: a side of a window without end. least: compute capability that it needs.
+    unbounded: its value for an unbounded side of a window. least: least compute capability.
     """
 
     def serves(case: Case) -> str | None:

@@ -1,7 +1,7 @@
 """The list of implementations: fastattn and torch by backend, peers, and the naive formula.
 
-For each case an implementation either gives a reason why it cannot serve it, or prepares a function
-from q, k, v to o. Masks, packing and compilation happen while preparing, outside the timer.
+For each case an implementation gives a reason that it cannot serve it, or prepares a function from
+q, k, v to o. Masks, packing and compilation are outside the timer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .implementation import Attention, Implementation, Unserved
 from .inputs import Inputs, option_shapes, visible_mask
 from .peers import PEERS
 
-# What users get: the backend that `auto` takes.
+# The backend that `auto` selects.
 OURS = "fastattn"
 PORTABLE = "fastattn-triton"
 # The same with deterministic=False.
 ONE_PASS = "fastattn-one-pass"
-# The peers that ratios compare with: the fused kernels that come with torch.
+# Peers of the ratios: torch's fused kernels.
 TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
-# Most scores for which implementations that materialise them are measured.
+# Most scores of a case for implementations that materialise them.
 _MOST_SCORES = 2**30
 
 
 def named(backend: str) -> str:
-    """The name of our implementation by a backend."""
+    """Name of our implementation with a backend."""
     return OURS if backend == "auto" else f"{OURS}-{backend}"
 
 
@@ -94,7 +94,7 @@ def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
 
 
 def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
-    """decode_attention with the keys and values of the case as its cache."""
+    """decode_attention with the case's keys and values as its cache."""
     lengths = inputs.key_lengths
     if lengths is None:
         lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=inputs.q.device)
@@ -178,7 +178,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("sdpa", lambda case: None, _sdpa),
     _pinned_sdpa("math", SDPBackend.MATH),
     Implementation("naive", _holds_all_scores, _naive),
-    # Last: a fault in kernels with barriers can hang the device.
+    # Last: faulty kernels with barriers can hang the device.
     _fastattn("auto"),
     _fastattn("hopper"),
     _fastattn("hopper", deterministic=False),
@@ -189,7 +189,7 @@ _ON_A_CPU = ("fastattn-torch", "sdpa", "naive")
 
 def side_by_side(device: str) -> list[Implementation]:
     """The implementations that are compared on a device type, "cuda" or "cpu"."""
-    # On a GPU torch's backends are measured one by one.
+    # On a GPU torch's backends are measured separately.
     return [
         i
         for i in IMPLEMENTATIONS

@@ -1,7 +1,7 @@
 """Charts of reports as SVG: a bar for each implementation, in groups.
 
-Neutral colours for light and dark pages; bars in those of Okabe and Ito, which colour-blind readers
-tell apart, each with its name.
+Neutral colours for light and dark pages; labelled bars in Okabe and Ito's colours, for colour-blind
+readers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..cases.case import Case
 from ..cases.figures import exponential_limit, input_bytes, least_memory
 from .report import timed, write_whole
 
-# Name in a report to colour, and what a reader sees.
+# Name in a report to colour and label.
 SHOWN = {
     "fastattn": ("#0072b2", "fastattn"),
     "fastattn-hopper": ("#0072b2", "fastattn, Hopper kernels"),
@@ -27,7 +27,7 @@ SHOWN = {
     "flash-attn-2": ("#cc79a7", "flash-attn 2"),
 }
 INK, LINE = "#7a808c", "#9aa0aa"  # 3:1 and more on white and on the dark page
-# Of memory alone: its speed is not what anyone compares with.
+# In charts of memory only: its speed is no useful comparison.
 UNFUSED = {"sdpa-math": (INK, "torch, all scores in memory")}
 WIDTH, LEFT, ROOM, STEP = 760, 210, 470, 19
 Bar = tuple[str, float, str]  # label, value, colour
@@ -35,7 +35,7 @@ Group = tuple[str, list[Bar], dict[str, float]]  # heading, bars, limits as dott
 
 
 def write(charts: Mapping[str, str], folder: Path) -> list[Path]:
-    """Each chart as a file of the folder, which is made; the files."""
+    """Write each chart to a file of the folder, which is created; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / f"{name}.svg": chart for name, chart in charts.items()}
     for path, chart in files.items():
@@ -74,7 +74,7 @@ def _groups(
     key: Callable[[Mapping[str, Any]], tuple[Any, ...]],
     names: Mapping[str, tuple[str, str]],
 ) -> dict[tuple[Any, ...], list[Bar]]:
-    """Bars of a figure of all timed records that are chosen by their case, by a key of it."""
+    """Bars of a figure from the timed records of selected cases, grouped by a key of the case."""
     groups: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in timed(data["results"]):
         if figure in record and record["implementation"] in names and chosen(record["case"]):
@@ -86,7 +86,7 @@ def _groups(
 
 
 def _sweep(data: Mapping[str, Any], direction: str, figure: str) -> list[Group]:
-    """A group for each head dim, mask and length of FlashAttention-3's sweep."""
+    """Groups for head dim, mask and length of FlashAttention-3's sweep."""
 
     def chosen(case: Mapping[str, Any]) -> bool:
         plain = case["family"] == direction == case.get("direction") and not case["label"]
@@ -109,7 +109,7 @@ def _sweep(data: Mapping[str, Any], direction: str, figure: str) -> list[Group]:
 
 
 def _limits(data: Mapping[str, Any], D: int, direction: str) -> dict[str, float]:
-    """Upper limits in TFLOP/s: the matrix product of the same run, and the exponentials."""
+    """Upper limits in TFLOP/s: the run's matrix product, and the exponentials."""
     limits = {}
     if data["ceilings"]:
         limits["matrix product"] = data["ceilings"]["matmul_tflops"]
@@ -121,7 +121,7 @@ def _limits(data: Mapping[str, Any], D: int, direction: str) -> dict[str, float]
 
 
 def _decoding(data: Mapping[str, Any]) -> list[Group]:
-    """A group for each cache, batch, and way to call."""
+    """Groups for cache, batch, and call or graph."""
     limits = {"a copy": data["ceilings"]["copy_gbps"]} if data["ceilings"] else {}
 
     def chosen(case: Mapping[str, Any]) -> bool:
@@ -137,7 +137,7 @@ def _decoding(data: Mapping[str, Any]) -> list[Group]:
 
 
 def _chart(title: str, source: str, groups: list[Group]) -> str:
-    """Groups of bars to the right with their values; limits are dotted, if not far beyond."""
+    """A chart of horizontal bars with values; near limits are dotted."""
     high = max(value for _, bars, _ in groups for _, value, _ in bars)
     shown = [{n: x for n, x in limits.items() if x < 1.5 * high} for _, _, limits in groups]
     scale = ROOM / max([high, *(x for limits in shown for x in limits.values())])

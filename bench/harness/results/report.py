@@ -1,4 +1,4 @@
-"""The report of a run: one JSON file, replaced atomically; records of several reports together."""
+"""The report of a run as a JSON file, and merged records of several reports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Report:
     """The results of a run, in memory and in a JSON file.
 
     `data` holds format, command, started, environment (see `environment.collect`), ceilings, tests,
-    jobs (name to status, seconds, reason), results (records of what was measured, with a commit of
-    their own where it is not the environment's), and broken (kind of job to implementation to how
-    it ended the process, see `jobs.Job`).
+    jobs (name to status, seconds, reason), results (records of measurements, with their commit if
+    it differs from the environment's), and broken (kind of job to implementation to how it ended
+    the process, see `jobs.Job`).
     """
 
     def __init__(self, path: Path, data: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ class Report:
 
     @classmethod
     def at(cls, path: Path, command: str) -> Report:
-        """The report of an earlier run, to go on with, or an empty one, saved."""
+        """The report of an earlier run to continue, or a new one, saved."""
         if path.exists():
             return cls.load(path)
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -43,7 +43,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """A report that was saved before.
+        """Read a saved report.
 
         Raises:
             ValueError: the file is not a report of this format.
@@ -57,7 +57,7 @@ class Report:
         return cls(path, data)
 
     def save(self) -> None:
-        """Replace the file atomically; each record has a line."""
+        """Replace the file atomically, with one line per record."""
 
         def dump(value: Any) -> str:
             return json.dumps(value, allow_nan=False)
@@ -76,12 +76,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The records that have a time."""
+    """The records with a time."""
     return (record for record in results if record["status"] == TIMED)
 
 
 def group_of(record: Mapping[str, Any]) -> str | None:
-    """The group of kernels that a record timed; None: none of ours."""
+    """The group of our kernels that a record timed, or None."""
     name, family = record["implementation"], record["case"]["family"]
     if not name.startswith("fastattn") or name == "fastattn-torch":
         return None
@@ -91,10 +91,9 @@ def group_of(record: Mapping[str, Any]) -> str | None:
 
 
 def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """The records of several reports; of a case and implementation, the last that was timed.
+    """Merged records of several reports: the last timed one of each case and implementation.
 
-    Each gets a commit, seven digits or "", and stale: whether the kernels that it timed have
-    changed since, or may have.
+    Each gets its commit, seven digits or "", and stale: whether its kernels may have changed since.
     """
     kept: dict[tuple[str, str], Record] = {}
     for data in sorted(reports, key=lambda data: str(data["started"])):
@@ -113,11 +112,11 @@ def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
 
 
 def together(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last of several reports of one GPU, with the newest records of all."""
+    """The last of several reports of one GPU, with the merged records of all."""
     return {**reports[-1], "results": newest(reports)}
 
 
 def untimed(job: str, records: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a job has no figure of ours, or one of kernels that have changed since."""
+    """Whether a job lacks a figure of our current kernels."""
     ours = [x for x in timed(records) if group_of(x) and x["case"]["name"].startswith(job)]
     return not ours or any(record["stale"] for record in ours)

@@ -1,4 +1,4 @@
-"""Markdown tables of reports and findings, and bench/results/README.md, drawn from the files."""
+"""Markdown tables of reports and findings, and bench/results/README.md."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LEGEND = (
     "Behind each figure of ours is the commit that it was measured at, and in *slanted* figures "
     "the kernels have changed since. Of figures measured more than once the newest is shown."
 )
-# Words in the name of a GPU that do not tell it from others.
+# Words in GPU names that do not distinguish GPUs.
 _OF_MANY = re.compile(r"nvidia|amd|geforce|instinct|radeon|\d+gb|hbm\w+|sxm\d*|pcie", re.I)
 
 
 def markdown(*reports: Mapping[str, Any]) -> str:
-    """Reports of one GPU: runs, a table for each family, ratios, what was not measured."""
+    """Reports of one GPU: runs, a table for each family, ratios, missing measurements."""
     records = newest(reports)
     gpu = (reports[-1]["environment"].get("gpu") or {}).get("name", "no GPU")
     blocks = [f"### {gpu}", *map(_heading, reports), _LEGEND, *_families(records), _ratios(records)]
@@ -57,14 +57,14 @@ def _heading(data: Mapping[str, Any]) -> str:
 
 
 def shown(figure: str, record: Mapping[str, Any]) -> str:
-    """A figure with the commit of its kernels, slanted if they have changed since."""
+    """A figure with its commit, slanted if its kernels have changed since."""
     if not record["implementation"].startswith("fastattn") or not record["commit"]:
         return figure
     return f"*{figure}* {record['commit']}" if record["stale"] else f"{figure} {record['commit']}"
 
 
 def _families(records: list[Record]) -> Iterator[str]:
-    """A table for each family, a row a case: conventional TFLOP/s, for decoding GB/s."""
+    """A table for each family, one row per case: conventional TFLOP/s, GB/s for decoding."""
     families: dict[str, list[tuple[tuple[str], str, str]]] = {}
     for record in timed(records):
         if "tflops" in record or "kv_gbps" in record:
@@ -84,7 +84,7 @@ def _families(records: list[Record]) -> Iterator[str]:
 def _ratios(records: list[Record]) -> str:
     """Speed of the default backend as a multiple of torch's fused kernels'.
 
-    Reports that have not timed it by that name have it as the first backend that serves.
+    Reports that lack this name have it under the first backend that serves.
     """
     ms: dict[tuple[str, str], Mapping[str, Any]] = {
         (record["case"]["name"], record["implementation"]): record
@@ -107,7 +107,7 @@ def _ratios(records: list[Record]) -> str:
 
 
 def _others(records: list[Record]) -> str:
-    """Training, layers, host costs and others, with all of their figures."""
+    """Training, layers, host costs and others, with all their figures."""
     rows = []
     skipped = ("case", "implementation", "status", "ms", "commit", "stale")
     for record in timed(records):
@@ -144,10 +144,10 @@ def pivot(
     cells: Iterable[tuple[tuple[object, ...], str, str]],
     names: Mapping[str, str] | None = None,
 ) -> str:
-    """A Markdown table of (row, column, text); of several cells of one place, the last stays.
+    """A Markdown table of (row, column, text); the last of several equal cells stays.
 
-    columns: heads of what names a row. names: the other columns and their heads; default those
-    that occur, in their order.
+    columns: heads of the columns that name a row. names: the other columns and their heads;
+    default: those that occur, in their order.
     """
     rows: dict[tuple[object, ...], dict[str, str]] = {}
     for row, column, text in cells:
@@ -167,7 +167,7 @@ def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
 def page(folder: Path) -> str:
     """The text of README.md for the JSON files of a folder.
 
-    notes.md there, if it is, says what stands before the line "<!-- tables -->" and behind it.
+    The folder's notes.md, if any, has the text around its line "<!-- tables -->".
 
     Raises:
         ValueError: a file is not a report.
@@ -186,13 +186,13 @@ def page(folder: Path) -> str:
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports of a folder, in the order in which they were started."""
+    """The reports of a folder, by start time."""
     loaded = (Report.load(path).data for path in folder.glob("*.json"))
     return sorted(loaded, key=lambda data: str(data["started"]))
 
 
 def _verified(reports: list[dict[str, Any]]) -> str:
-    """A table of what ran on each architecture with tuned tiles."""
+    """A table of the runs on each architecture with tuned tiles."""
     ran: dict[str, tuple[list[str], list[str]]] = {
         arch: ([], []) for arch in tiles.TABLES if arch != "interpreter"
     }
@@ -254,7 +254,7 @@ def draw(folder: Path) -> None:
 
 
 def check(folder: Path) -> str:
-    """A diff of README.md and the page of the files, "" if they agree."""
+    """A diff of README.md and its generated text, "" if they agree."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = difflib.unified_diff(
@@ -264,20 +264,20 @@ def check(folder: Path) -> str:
 
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
-    """Take in a file of findings, or the report of a run: a copy in `results`, under GPU and date.
+    """Add a file of findings or a report to `results`, named by GPU and date.
 
-    Tiles that were found take the places of those in the tables to ship.
+    Tiles of the findings replace those in the shipped tables.
 
     Args:
-        path: what `fastattn tune --export` or `bench/run_all.py` wrote.
+        path: file of `fastattn tune --export` or `bench/run_all.py`.
         results: the folder of the reports.
-        shipped: that of the tables.
+        shipped: the folder of the tables.
 
     Returns:
-        The files that were written.
+        The written files.
 
     Raises:
-        ValueError: it is neither, or of no GPU.
+        ValueError: the file is of another kind, or not of a GPU.
     """
     try:
         stored = findings.read(path)
@@ -302,6 +302,6 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
 
 
 def slug(gpu: str) -> str:
-    """A GPU's name for that of a file: "h100" for "NVIDIA H100 80GB HBM3"."""
+    """A GPU's name in file names: "h100" for "NVIDIA H100 80GB HBM3"."""
     words: Iterable[str] = re.findall(r"[a-z0-9]+", _OF_MANY.sub(" ", gpu).lower())
     return "-".join(words)

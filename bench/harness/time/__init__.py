@@ -1,1 +1,1 @@
-"""Timing: one loop for all, and the run that measures everything in processes of its own."""
+"""Timing: the loop of all benchmarks, and the full run in processes of its own."""

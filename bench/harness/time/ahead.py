@@ -1,7 +1,7 @@
-"""Kernels compiled in worker processes before they are launched.
+"""Compile kernels in worker processes before they are launched.
 
-The workers fill Triton's disk cache under the keys that the launches look up: their tensors have
-the sizes, strides and dtypes of the case, and uninitialised contents.
+The workers fill Triton's disk cache under the keys of the launches: their tensors have the sizes,
+strides and dtypes of the case, without contents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SMALL = 256  # tokens
 
 
 def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
-    """Launch the kernels of a case, to be compiled only: runs in a process of `CompilePool`."""
+    """Launch the kernels of a case, only to compile them, in a process of `CompilePool`."""
     ours = next(i for i in IMPLEMENTATIONS if i.name == implementation)
     here = replace(case, device="cpu")
     inputs = make_inputs(here, empty=True)
@@ -45,7 +45,7 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
 
 
 def small(case: Case) -> Case:
-    """A case of fewer tokens that launches the same kernels: no length is compiled in."""
+    """A smaller case that launches the same kernels: lengths are not compile-time constants."""
     if case.family == "decode":
         return case  # the number of splits depends on its length
     lengths = None if case.lengths is None else (_SMALL,)
@@ -53,11 +53,11 @@ def small(case: Case) -> Case:
 
 
 class Ahead:
-    """Compiles calls in the order of the requests, each once.
+    """Compiles each call once, in the order of the requests.
 
     Args:
-        arch: name of the GPU's architecture; `cross_compile.TARGETS` has those that are compiled.
-        pool: compiles; default a `CompilePool` of 1 to 10 processes, leaving four CPUs.
+        arch: name of the GPU's architecture; see `cross_compile.TARGETS`.
+        pool: default: a `CompilePool` of 1 to 10 processes that leaves four CPUs free.
     """
 
     def __init__(self, arch: str, pool: Any = None) -> None:
@@ -73,20 +73,21 @@ class Ahead:
         implementations: Iterable[str] | None = None,
         forced: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start to compile cases for `why_not` of the same key.
+        """Start to compile cases; `why_not` has the results, by key.
 
-        implementations: default those of ours that serve a case. forced: tiles and shapes.
+        implementations: default: ours that serve a case. forced: tiles and shapes.
         """
         wanted = self._wanted.setdefault(key, [])
         forced = dict(forced or {})
-        # A GPU would only lose memory to processes that start here.
+        # Processes that start here must not use the GPU's memory.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
             for case in cases if self._arch in TARGETS else ():
                 serving = (i.name for i in IMPLEMENTATIONS if i.why_not(case) is None)
                 for name in implementations or [name for name in serving if name in COMPILED]:
                     call = (small(case), name, repr(forced))
                     if call not in self._started:
-                        # Quantising to 8 bits computes on the inputs, so it gets the smaller case.
+                        # Quantisation to 8 bits computes on the inputs, so it gets the smaller
+                        # case.
                         of = call[0] if name in EIGHT_BIT_NAMES or forced else case
                         job = {"case": of, "implementation": name, "forced": forced}
                         self._started[call] = self._pool.submit(
@@ -95,7 +96,7 @@ class Ahead:
                     wanted.append(self._started[call])
 
     def why_not(self, key: Hashable, seconds: float) -> str | None:
-        """Why calls are not worth a launch, or None; waits at most `seconds` for them."""
+        """Reason not to launch the calls, or None; waits at most `seconds`."""
         end = time.monotonic() + seconds
         for future in self._wanted.pop(key, []):
             try:
@@ -103,7 +104,7 @@ class Ahead:
             except FutureTimeoutError:  # in Python 3.10 it is not the built-in one
                 return "was not compiled in time"
             except BrokenProcessPool:
-                continue  # one crashed the compiler: the rest compile at their launch
+                continue  # the compiler crashed: other kernels compile at their launch
             except Exception as error:
                 return f"does not compile: {' '.join(str(error).split())[:200]}"
         return None

@@ -1,4 +1,4 @@
-"""One case through every implementation: check, measure memory, time. Each outcome is a record."""
+"""Check, measure memory and time each implementation on a case; each outcome is a record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMED, UNSERVED, WRONG = "timed", "cannot serve", "wrong"
 FAILED, NO_MEMORY = "failed", "out of memory"
 Record = dict[str, Any]
 Results = tuple[Tensor, tuple[Tensor, ...] | None]
-# Named as the implementation at work while the oracle computes the expected results.
+# Announced while the oracle computes the expected results.
 REFERENCE = "the reference"
 
 
@@ -38,20 +38,19 @@ def run_case(
     broken: Mapping[str, str] | None = None,
     announce: Announce = silent,
 ) -> list[Record]:
-    """Measure a case through implementations, in this order; a record for each.
+    """Measure implementations on a case, in this order; a record for each.
 
-    A record has implementation, status (one of the names above), reason unless it was timed, and
-    else ms and the figures of `figures.figures`; peak_mib and memory_ratio on a GPU; alone where it
-    took no turns with others.
+    A record has implementation, status (one of the names above) and reason; if timed, ms and the
+    figures of `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU; alone if it
+    took no turns.
 
     Args:
         bench: the instruments.
-        broken: implementations that broke an earlier process, and how.
+        broken: implementations that broke an earlier process, with reasons.
         announce: progress callback, as in `Bench.samples`; called with REFERENCE first.
 
     Raises:
-        DeviceLost: an implementation broke the CUDA context; named TIMING if it was one of
-            several that took turns.
+        DeviceLost: an implementation broke the CUDA context; named TIMING if several took turns.
     """
     outcomes: dict[str, Record] = {}
     works: dict[str, Function] = {}
@@ -106,15 +105,15 @@ def prepare(
     expected: Expected,
     issued: Function = lambda: None,
 ) -> tuple[Function, Record]:
-    """Check an implementation's results against the oracle's; the function to time, its memory.
+    """Check an implementation against the oracle; return the function to time and its memory.
 
-    issued: called once everything is compiled, before the first results are waited for. The memory
-    is peak_mib and memory_ratio of a call (see `run_case`).
+    issued: called after compilation, before the wait for the first results. The memory is peak_mib
+    and memory_ratio of a call (see `run_case`).
 
     Raises:
-        Unserved, AssertionError, torch.OutOfMemoryError or whatever the implementation raises.
+        Unserved, AssertionError, torch.OutOfMemoryError or errors of the implementation.
     """
-    # Warnings of peers would clutter the log.
+    # Peers' warnings would clutter the log.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         attention = implementation.prepare(case, inputs)
@@ -150,14 +149,14 @@ def _captured(case: Case, work: Function) -> tuple[Function, Tensor]:
 
     replay = record_cuda_graph(remember)
     o: Tensor = outputs[-1]
-    # NaN where the capture wrote, so that a replay that writes nothing is found.
+    # NaN in the outputs detects a replay that writes nothing.
     o.fill_(math.nan)
     replay()
     return replay, o
 
 
 def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:
-    """The call inside the timer. For a backward case the forward has run already."""
+    """The timed call. For a backward case the forward has run already."""
     if case.direction != "backward":
         return work_from_nothing(case, attention, inputs)
     leaves = (inputs.q, inputs.k, inputs.v)
@@ -176,7 +175,7 @@ def work_from_nothing(case: Case, attention: Attention, inputs: Inputs) -> Funct
 
 
 def _results(case: Case, attention: Attention, inputs: Inputs) -> Results:
-    """o, and the gradients of a case that has them."""
+    """o, and the gradients if the case has them."""
     leaves = (inputs.q, inputs.k, inputs.v)
     if case.direction == "forward":
         with torch.no_grad():
@@ -186,9 +185,9 @@ def _results(case: Case, attention: Attention, inputs: Inputs) -> Results:
 
 
 def _memory(case: Case, work: Function) -> Record:
-    """Peak memory of a call beyond its inputs, by torch's allocator.
+    """Peak memory of a call in addition to its inputs, by torch's allocator.
 
-    memory_ratio is peak and inputs over `figures.least_memory`: inputs, outputs and lse.
+    memory_ratio is (peak + inputs) / `figures.least_memory` (inputs, outputs and lse).
     """
     if case.device != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""The environment of a measurement: GPU, clocks, power, driver, versions. Read only, never set."""
+"""The environment of a measurement: GPU, clocks, power, driver, versions; never changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIELDS = {
     "power.limit": "power_limit_w",
     "temperature.gpu": "temperature_c",
 }
-# Groups of kernels, and the files of kernels/ that their speed depends on beside _COMMON.
+# Groups of kernels, and their files of kernels/ in addition to _COMMON.
 SOURCES = {
     "hopper": ("hopper/*.py",),
     "forward": ("forward.py",),
@@ -46,10 +46,10 @@ def _run(command: list[str]) -> str:
 
 
 def collect(run: Run = _run) -> dict[str, Any]:
-    """Versions, and the GPU if there is one, as JSON values.
+    """Versions and the GPU, if any, as JSON values.
 
     Args:
-        run: returns what a read-only command prints; raises if it fails.
+        run: returns the output of a read-only command; raises if it fails.
     """
     versions = {}
     for package in _PACKAGES:
@@ -72,7 +72,7 @@ def collect(run: Run = _run) -> dict[str, Any]:
 
 @cache
 def fingerprints() -> dict[str, str]:
-    """A hash of the sources of each group of kernels, as they are now."""
+    """A hash of the current sources of each group of kernels."""
     root = Path(str(kernels.__file__)).parent
     return {
         group: hashlib.sha256(
@@ -101,7 +101,7 @@ def _gpu(run: Run) -> dict[str, Any]:
 
 
 def smi(run: Run = _run) -> dict[str, Any]:
-    """nvidia-smi's _FIELDS; {} without it, and without a field that has no value."""
+    """nvidia-smi's _FIELDS that have values; {} without nvidia-smi."""
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
         values = dict(zip(_FIELDS.values(), _query(run, *_FIELDS), strict=True))
         driver = values.pop("driver")
@@ -120,8 +120,8 @@ def _query(run: Run, *fields: str) -> list[str]:
 class ClockReader:
     """Reads SM clock (MHz) and power (W) while the device works.
 
-    torch reads them by NVML where its bindings are installed, in microseconds; else nvidia-smi is
-    asked once, since the device falls idle meanwhile.
+    torch reads them by NVML, if its bindings are installed, in microseconds; else nvidia-smi runs
+    only once, since the device is idle meanwhile.
     """
 
     def __init__(self, run: Run = _run, nvml: bool | None = None) -> None:
@@ -129,7 +129,7 @@ class ClockReader:
         self._readings: list[tuple[float, float]] = []
 
     def __call__(self) -> None:
-        """Take a reading; one that fails is left out."""
+        """Take a reading; failures are ignored."""
         if self._readings and not self._nvml:
             return
         with contextlib.suppress(Exception):
@@ -140,7 +140,7 @@ class ClockReader:
             self._readings.append((clock, power))
 
     def take(self) -> dict[str, float]:
-        """Least and most sm_clock_mhz and most power_w since the last call; {} without readings."""
+        """Least and largest sm_clock_mhz and largest power_w since the last call, or {}."""
         readings, self._readings = self._readings, []
         if not readings:
             return {}

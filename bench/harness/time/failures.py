@@ -1,4 +1,4 @@
-"""Errors of implementations: a traceback for the log, a line for the report, and lost devices."""
+"""Errors of implementations: log, line of the report, lost devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST, _BEGINNING = 400, 120  # characters of a reason, and of its start if it i
 
 
 class DeviceLost(RuntimeError):
-    """The CUDA context is broken by an implementation; nothing more runs in this process."""
+    """An implementation broke the CUDA context; this process cannot continue."""
 
     def __init__(self, implementation: str, reason: str) -> None:
         super().__init__(f"{implementation}: {reason}")
@@ -32,9 +32,9 @@ def raise_if_lost(error: Exception, who: str, synchronize: Callable[[], object])
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line: its type and message, a long one without its middle.
+    """An error's type and message in a line; a long one without its middle.
 
-    A compiler's message begins with the location and ends with the cause.
+    Compilers' messages begin with the location and end with the cause.
     """
     text = " ".join(str(error).split())
     if len(text) > _MOST:
@@ -43,7 +43,7 @@ def reason(error: BaseException) -> str:
 
 
 def log(where: str, error: BaseException) -> None:
-    """Write an error with its traceback to stderr, which in a full run is the log."""
+    """Write an error with its traceback to stderr, the log of a full run."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"\n{where}:\n{''.join(lines)}")
     sys.stderr.flush()

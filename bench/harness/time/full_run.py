@@ -1,4 +1,4 @@
-"""A full run on a GPU: numeric tests, measurements and tuning within a time, and a report of it."""
+"""A full run on a GPU: numeric tests, measurements and tuning within a time, with a report."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .measure import measure
 from .supervise import ChildProcess, python, variables
 
 PARTS = ("tests", "suite", "tuning")
-# Seconds kept for the tables and pictures at the end.
+# Seconds reserved for the tables and pictures.
 _RESERVE = 20.0
 
 
 def shares(seconds: float) -> dict[str, float]:
-    """The split of a time budget: seconds for the tests at most, and seconds kept for tuning."""
+    """Split a time budget: most seconds for the tests, and seconds reserved for tuning."""
     return {"tests": min(150.0, 0.25 * seconds), "tuning": 0.2 * seconds}
 
 
@@ -46,21 +46,21 @@ def run_all(
     """Test, measure and tune on this machine's GPU, within a time.
 
     Args:
-        out: folder, made if missing, for results.json, results.md, SVG files, log.txt, tests.jsonl
-            and tuned.json, the findings of `fastattn tune`; an earlier run there is continued.
-        checkout: the repository, whose tests are run.
-        which: case set; with "quick" there is no time for tuning.
-        seconds: for everything.
+        out: folder, created if missing, for results.json, results.md, SVG files, log.txt,
+            tests.jsonl and tuned.json, the findings of `fastattn tune`; continues an earlier run.
+        checkout: the repository with the tests.
+        which: case set; "quick" excludes tuning.
+        seconds: for the whole run.
         command: for the report.
         skip: of PARTS.
-        earlier: reports of this GPU; what they have no figure of, or one of kernels that have
-            changed since, is measured first.
-        say: prints a line as each part begins.
+        earlier: reports of this GPU; measurements that they lack, or of changed kernels, come
+            first.
+        say: prints a line at the start of each part.
         start: starts a process, as `ChildProcess` does.
         sleep, clock: of the host.
 
     Returns:
-        The report as it is on disk.
+        The report, as on disk.
     """
     end = clock() + seconds
     out = out.resolve()
@@ -75,7 +75,7 @@ def run_all(
         return end - clock() - reserve
 
     def code_of(command: list[str], settings: dict[str, str], until: float) -> int | None:
-        """The exit code of a command; None: it was ended, with `until` seconds left."""
+        """The exit code of a command; None: it was stopped with `until` seconds left."""
         process = begin(command, environment | settings, listen=False)
         while (code := process.poll()) is None and left(until) > 0:
             sleep(0.2)
@@ -109,19 +109,19 @@ def run_all(
     if "tuning" in wanted and left() >= 10:
         say(f"tiles, at most {left():.0f} s")
         tune = [sys.executable, "-m", "fastattn", "tune", "--export", str(out / "tuned.json")]
-        # It keeps its own deadline; ours ends one that hangs.
+        # It has its own deadline; ours stops a hang.
         tune += ["--seconds", f"{left() - 5:.0f}"]
         code_of(tune, {CACHE_DIR: str(out / "findings")}, _RESERVE)
     write_whole(out / "results.md", markdown(report.data))
     try:
         charts.write(charts.measured(report.data), out)
-    except Exception as error:  # the figures are safe; a picture can be drawn again from them
+    except Exception as error:  # the figures are safe; pictures can be drawn again
         say(f"no pictures: {error}")
     return report
 
 
 def summary(data: dict[str, Any]) -> str:
-    """A few lines for the end of a log: how tests and measurements ended."""
+    """Last lines of a log: outcomes of tests and measurements."""
     jobs = data["jobs"].values()
     done = sum(job["status"] == DONE for job in jobs)
     tests = data["tests"]

@@ -1,4 +1,4 @@
-"""The jobs of a run, the most important first: attention cases, host costs, layers, training."""
+"""Jobs of a run, the most important first: attention cases, host costs, layers, training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .supervise import PREPARES, RUNS
 GPT2_SMALL = GPTConfig(
     vocab_size=50304, context_length=1024, num_layers=12, num_heads=12, embed_dim=768
 )
-# The attention of the layer that `_module` measures.
+# Attention of the layer in `_module`.
 _MODULE = Case("backward", "forward_backward", 8, 16, 4, 2048, 2048, 128, causal=True)
 _NAMES = {named(backend): backend for backend in BACKENDS}
 Run = Callable[[Bench, Mapping[str, str], Announce], list[Record]]
@@ -36,12 +36,12 @@ class Job:
 
     Args:
         name: unique in a run.
-        run: measures; given a `Bench`, the broken implementations with their reasons, and a
-            progress callback (see `Bench.samples`).
-        kinds: what it runs of an implementation, e.g. ("forward", "backward"). The last is what
-            it measures: an implementation that breaks the process here is left out of all jobs
-            with that kind. Default: the name alone.
-        compiles: calls of attention whose kernels it launches.
+        run: takes a `Bench`, the broken implementations with reasons, and a progress callback (see
+            `Bench.samples`).
+        kinds: parts of an implementation that it runs, e.g. ("forward", "backward"); it measures
+            the last one. Jobs of that kind exclude implementations that break the process here.
+            Default: the name alone.
+        compiles: attention calls whose kernels it launches.
     """
 
     name: str
@@ -70,12 +70,12 @@ def gpu_jobs(which: str) -> list[Job]:
     module = Job("module-B8-T2048", _module, compiles=(_MODULE,))
     others = [Job("host cost of a call", _host_cost), *training, module]
     others += [Job("first call", _first_call), Job("import", _import)]
-    # The most important cases, then the other measurements, then the rest of the sweeps.
+    # Important cases, other measurements, then the rest of the sweeps.
     return [Job("environment", _environment), *cases[:AIMS], *others, *cases[AIMS:]]
 
 
 def kinds(case: Case) -> tuple[str, ...]:
-    """Kinds of work in a case: a backward runs the forward before it."""
+    """Kinds of work in a case: a backward also runs the forward."""
     if case.family == "decode":
         return ("decode",)
     return ("forward",) if case.direction == "forward" else ("forward", "backward")
@@ -87,10 +87,10 @@ def _environment(bench: Bench, broken: Mapping[str, str], announce: Announce) ->
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
-    """Measured limits of this GPU: rates of a bf16 matrix product and a copy, and an empty sample.
+    """Measured limits of this GPU: a bf16 matrix product, a copy, an empty sample.
 
-    matmul_tflops of 8192 x 8192 x 8192 on normal data; copy_gbps in bytes read and written;
-    empty_ms between two events with nothing between them, an overhead in every time.
+    matmul_tflops of 8192 x 8192 x 8192 on normal data; copy_gbps of bytes read and written;
+    empty_ms between two successive events, an overhead of every time.
     """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(2**31, dtype=torch.int8, device="cuda")
@@ -126,7 +126,7 @@ def record(family: str, name: str, implementation: str, **figures: Any) -> Recor
 
 
 def unserved(family: str, name: str, implementation: str, reason: str) -> Record:
-    """A record of a measurement that was not possible, with the reason."""
+    """A record of an impossible measurement, with the reason."""
     return record(family, name, implementation, reason=reason) | {"status": UNSERVED}
 
 
@@ -155,7 +155,7 @@ def _training_case(T: int) -> Case:
 
 
 def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-    """16384 tokens a step at context T."""
+    """Training with 16384 tokens per step at context T."""
     name = f"training-T{T}, GPT-2 small"
     config = replace(GPT2_SMALL, context_length=T)
     records = [unserved("training", name, n, broken[n]) for n in _NAMES if n in broken]
@@ -178,7 +178,7 @@ def _training(T: int, bench: Bench, broken: Mapping[str, str], announce: Announc
 
 
 def _module(bench: Bench, broken: Mapping[str, str], announce: Announce) -> list[Record]:
-    """A layer of width 2048 with 16 query heads on 4, forward and backward, in bf16."""
+    """Forward and backward of a layer of width 2048 with 16 query heads on 4, in bf16."""
     x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
     name = "module-B8-T2048-C2048-H16:4 fwdbwd"
     works = {n: _layer(backend, x) for n, backend in _NAMES.items() if n not in broken}

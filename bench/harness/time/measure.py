@@ -1,4 +1,4 @@
-"""Jobs done in a process of their own: who breaks it is left out, and the rest goes on.
+"""Jobs in a child process: an implementation that breaks it is excluded, and the rest continues.
 
 `run_all` and `tune` measure with `measure` in the parent and `serve` in the child.
 """
@@ -19,7 +19,7 @@ from .samples import TIMING, Bench
 from .supervise import PREPARES, Child, Message, Tell, supervise
 
 FINISHED, TIME_IS_UP = "finished", "the time was up"
-# At work before a job's implementations: if they fail, there is none to leave out.
+# Phases before a job's implementations: their failure excludes none.
 COMPILER = "the compiler"
 NOBODY = (COMPILER, REFERENCE)
 
@@ -36,20 +36,20 @@ def measure(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Do the jobs that a report lacks, and save it after each.
+    """Do the jobs missing in a report, and save it after each.
 
     Args:
         jobs: in their order.
-        data: of a `Report`: its jobs, results and broken, which are filled in.
+        data: of a `Report`; jobs, results and broken are filled in.
         save: called after each job.
-        start: starts a process that calls `serve`, given the names of the jobs that are left.
-        left: seconds left, after which no job begins.
-        grace: seconds that a job at work has after that.
-        heard: called with the name of a job and each message about it.
+        start: starts a process that calls `serve` with the names of the remaining jobs.
+        left: returns the seconds left; at 0 no job begins.
+        grace: further seconds for a running job.
+        heard: called with a job's name and each message about it.
         sleep, clock: of the host.
 
     Returns:
-        How it ended: FINISHED, TIME_IS_UP, or what went wrong.
+        FINISHED, TIME_IS_UP, or the fault.
     """
     statuses, broken = data["jobs"], data["broken"]
 
@@ -90,11 +90,10 @@ def measure(
 
 
 def blame(data: dict[str, Any], job: Job, who: str, why: str) -> None:
-    """Record why a running job's process ended, and how the job continues.
+    """Record why a job's process ended, and how the job continues.
 
-    The implementation at work is left out of this job and of all jobs of its kind. If the
-    implementations took turns, the job runs again with one after the other. If there is none to
-    leave out, the job is given up.
+    All jobs of this kind exclude the running implementation. If implementations took turns, the job
+    runs again with one after the other. If there is none to exclude, the job is abandoned.
     """
     alone = data["jobs"].get(job.name, {}).get("alone", False)
     broken = data["broken"].setdefault(job.kinds[-1], {})
@@ -113,13 +112,13 @@ def serve(
     requests: Iterable[Mapping[str, Any]],
     ready: Callable[[str], object] = lambda name: None,
 ) -> int:
-    """Do the jobs that are asked for, in a child; the exit code.
+    """Do the requested jobs in a child; return the exit code.
 
     Args:
         requests: of each job its name; broken: implementation to how it broke an earlier process;
             alone: whether its implementations take no turns.
         tell: sends a message to the parent.
-        ready: waits until the kernels of the job of this name are compiled.
+        ready: waits for the compilation of a job's kernels.
     """
     by_name = {job.name: job for job in jobs}
     for request in requests:

@@ -1,8 +1,8 @@
-"""The numeric tests of a full run: kernels against the error budget on a GPU, within a time.
+"""Numeric tests of a full run: kernels against the error budget on a GPU, within a time.
 
-As a plugin of pytest, for runs that may be killed, it appends each outcome to a file as it comes, a
-line of JSON, and leaves out tests that had one. A worker whose CUDA context is lost exits, so that
-its later tests do not fail too; pytest-xdist then starts another.
+As a pytest plugin, it appends each outcome to a file as a line of JSON, for runs that may be
+killed, and skips tests with an outcome. A worker with a lost CUDA context exits, so that its later
+tests do not fail; pytest-xdist starts another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .failures import LOST
 if TYPE_CHECKING:
     import pytest
 
-# The most important first. None of them compiles for other GPUs.
+# The most important first, without compilation for other GPUs.
 FILES = (
     "kernels/test_descriptors.py",
     "functional/test_attention.py",
@@ -34,13 +34,13 @@ FILES = (
     "kernels/test_mask.py",
     "kernels/test_key_extents.py",
 )
-# Variables: the file of outcomes, and how many of its lines are of earlier runs.
+# Variables: the file of outcomes, and the number of its lines from earlier runs.
 OUTCOMES, SETTLED = "FASTATTN_TEST_OUTCOMES", "FASTATTN_TESTS_SETTLED"
 _LONGEST = 4000  # characters of a failure
 
 
 def command(checkout: Path) -> list[str]:
-    """pytest over FILES, in order, in parallel where pytest-xdist is installed."""
+    """pytest over FILES in order, in parallel if pytest-xdist is installed."""
     files = [str(checkout / "tests" / file) for file in FILES]
     options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default", "-p", __name__]
     if find_spec("xdist") is not None:
@@ -51,14 +51,14 @@ def command(checkout: Path) -> list[str]:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """Settings of the plugin, for a run that continues the outcomes in a file."""
+    """Settings of the plugin for a run that continues a file of outcomes."""
     path.touch()
     lines = path.read_text(encoding="utf-8").count("\n")
     return {OUTCOMES: str(path), SETTLED: str(lines)}
 
 
 def summary(path: Path, code: int | None) -> dict[str, Any]:
-    """Counts of all outcomes of a file, names of failures, and how the last run ended.
+    """Counts of a file's outcomes, names of failures, and how the last run ended.
 
     code: pytest's exit code; None: its time was up.
     """
@@ -90,13 +90,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item.nodeid not in settled]
 
 
-_failed = False  # in the test at hand
+_failed = False  # in the current test
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     global _failed
     _failed |= report.failed
-    # Workers of xdist report to their controller, which writes.
+    # xdist's workers report to their controller, which writes.
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
         return
     entry = {"test": report.nodeid, "outcome": report.outcome}

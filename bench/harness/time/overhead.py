@@ -1,7 +1,7 @@
 """Host cost of a call (checks, dispatch, launch), of the first call, and of the import.
 
-Without a GPU, a stand-in for Triton's driver takes the launches: kernels are compiled for its
-target, and everything up to the driver is real.
+Without a GPU, a stand-in replaces Triton's driver: kernels are compiled for its target, and all
+code up to the driver is real.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ...kernels.launch import launches, tiles
 from ...testing.compiling.cross_compile import compiling_for
 from .samples import Function
 
-# Small, so that the GPU keeps up with the host and no launch waits for a full queue.
+# Small, so that the GPU keeps up with the host and its queue is never full.
 _SHAPE = (1, 2, 64, 64)
-_CALLS = 40  # of a run, whose mean counts
-# Few instructions of a thread, which compile fast: nothing is computed.
+_CALLS = 40  # averaged in a run
+# Few instructions per thread, for fast compilation: nothing is computed.
 _STAND_IN_TILE = tiles.TileConfig(16, 16, num_warps=4, num_stages=1)
 
 
@@ -49,10 +49,9 @@ def host_costs(
     of: Callable[[list[float]], float] = min,
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Microseconds of host time of a call of each function, from runs in alternation.
+    """Host microseconds of a call of each function, from alternating runs.
 
-    of: makes one figure of the means of the runs; the least by default, since other load on the
-    machine only adds time.
+    of: reduces the means of the runs; default: the least, since other load only adds time.
     """
     means: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -69,17 +68,17 @@ def host_costs(
 
 
 def calls(device: str, row: str = "plain") -> dict[str, Function]:
-    """Calls on tensors so small that they cost host time only.
+    """Calls on tensors so small that only host time counts.
 
     Args:
         device: "cuda", or "cpu" inside `stand_in_gpu`.
         row: one of ROWS.
 
     Returns:
-        "bare launch": Triton's launch of the kernels of the call with prepared arguments.
-        "fastattn": the call without gradients. "fastattn with grad": with a graph recorded, where
-        it has gradients. On a GPU "plain" also has "sdpa" and "sdpa with grad", torch's own
-        function, to be called with flash pinned.
+        "bare launch": Triton's launch of the call's kernels with prepared arguments. "fastattn":
+        the call without gradients. "fastattn with grad": with a recorded graph, if it has
+        gradients. On a GPU "plain" also has "sdpa" and "sdpa with grad", torch's own function, to
+        be called with flash pinned.
     """
     call, tensors = ROWS[row](device)
     leaves = [x.clone().requires_grad_() for x in tensors]
@@ -113,7 +112,7 @@ def _packed(device: str) -> Call:
 
 
 def _decode(device: str, paged: bool) -> Call:
-    """One new token to a cache of 64, its keys not split."""
+    """One new token with a cache of 64, without split keys."""
     k, v = (torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(2))
     lengths = torch.tensor([60], dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device) if paged else None
@@ -123,7 +122,7 @@ def _decode(device: str, paged: bool) -> Call:
 
 
 def _autocast(device: str) -> Call:
-    """A region of its own for each call, as a training step has one; nothing is to be cast."""
+    """An autocast region per call, as in a training step, without casts."""
     call, tensors = _dense(device)
 
     def cast(*tensors: Tensor) -> Tensor:
@@ -134,7 +133,7 @@ def _autocast(device: str) -> Call:
     return cast, tensors
 
 
-# By what is given beside q, k and v.
+# By their arguments other than q, k and v.
 ROWS: dict[str, Callable[[str], Call]] = {
     "plain": _dense,
     "key_lengths": lambda device: _dense(device, key_lengths=torch.tensor([60])),
@@ -160,7 +159,7 @@ def call_costs() -> dict[str, float]:
 
 
 def bare_launch(call: Function) -> Function:
-    """The kernel launches that `call` makes, alone: the same kernels with the same arguments.
+    """The kernel launches of `call` alone, with the same arguments.
 
     Returns the compiled kernel of the last one.
     """
@@ -183,7 +182,7 @@ def bare_launch(call: Function) -> Function:
 
 @contextmanager
 def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
-    """Kernels launch on CPU tensors, compiled for a target GPU; nothing is computed.
+    """Launch kernels on CPU tensors, compiled for a target GPU, without computation.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process.
@@ -223,17 +222,17 @@ def import_ms(repeats: int = 3) -> float:
     return statistics.median(float(_python(_IMPORT)) for _ in range(repeats))
 
 
-# Triton resolves neither names of this module nor annotations, so the kernel uses none.
+# Triton resolves neither this module's names nor annotations, so the kernel has none.
 @triton.jit
 def _nothing_kernel(x_ptr):  # type: ignore[no-untyped-def]
     tl.store(x_ptr, 0.0)
 
 
 def first_call(device: str) -> float:
-    """Milliseconds of this process's first attention call, kernels being compiled or loaded.
+    """Milliseconds of this process's first attention call, which compiles or loads kernels.
 
-    An empty kernel is launched first: Triton's once-a-process work, a hash over its whole
-    installation, is not counted. Nor is the import of our kernels.
+    An empty kernel is launched first, to exclude Triton's hash over its installation, made once per
+    process. The import of our kernels is excluded too.
     """
     q = torch.randn(_SHAPE, device=device, dtype=torch.bfloat16)
     gpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -251,7 +250,7 @@ def first_call(device: str) -> float:
 
 
 def first_call_ms(device: str) -> dict[str, float]:
-    """Milliseconds of the first call: with an empty Triton cache, and with the one it left."""
+    """Milliseconds of the first call: with an empty Triton cache, and with a filled one."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {"TRITON_CACHE_DIR": folder}
         return {

@@ -1,9 +1,9 @@
-"""The loop that times: functions against each other, samples in alternation, cold cache.
+"""The timing loop: functions in alternation, with a cold cache.
 
-On a GPU a sample is the time between two events around the call. The L2 cache is overwritten before
-each sample, so that every call finds it cold; the writes also keep the GPU busy while the host
-issues the call, so that host time is not measured. The functions take turns, in order and in
-reverse, so that clock drift and heat affect all alike. Clocks and power limits are read, never set.
+On a GPU a sample is the time between two events around the call. Before each sample the L2 cache is
+overwritten, so that it is cold; the writes also keep the GPU busy while the host issues the call,
+so that host time is not measured. The functions take turns, in order and in reverse, so that clock
+drift and heat affect all alike. Clocks and power limits are never changed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .failures import raise_if_lost
 from .supervise import PREPARES, RUNS
 
 Function = Callable[[], object]
-# Progress callback: the implementation at work, and its phase.
+# Progress callback: the running implementation, and its phase.
 Announce = Callable[[str, str], None]
 _MOST_FLUSHES = 50
-# Named as the implementation at work while functions take turns.
+# Announced while functions take turns.
 TIMING = "the timing"
 
 
@@ -39,7 +39,7 @@ def silent(who: str, doing: str) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: median, 20th and 80th percentile, least, and how many samples."""
+    """Milliseconds of a call: median, 20th and 80th percentile, least, number of samples."""
 
     median: float
     p20: float
@@ -59,18 +59,18 @@ class Timing:
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
-# Issues one call; returns a function that gives its milliseconds once the timer has synchronized.
+# Issues one call; returns a function for its milliseconds, valid after synchronization.
 Start = Callable[[], Callable[[], float]]
 
 
 class HostTimer:
-    """Wall time of a call that ends when it returns, for the CPU; the interface of a timer."""
+    """Wall time of a synchronous call, for the CPU; the interface of a timer."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
     def prepare(self, function: Function) -> Start:
-        """Calibrate on a function that is warmed up; return what issues its samples."""
+        """Calibrate on a warm function; return the issuer of its samples."""
 
         def start() -> Callable[[], float]:
             begin = self._clock()
@@ -81,7 +81,7 @@ class HostTimer:
         return start
 
     def synchronize(self) -> None:
-        """Wait until every issued call has finished."""
+        """Wait for all issued calls."""
 
 
 _timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
@@ -90,7 +90,7 @@ _timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 class DeviceTimer(HostTimer):
     """Time between CUDA events around a call, with a cold L2 cache.
 
-    flush: overwrites the cache, asynchronously. event: makes an event with record(), and
+    flush: overwrites the cache asynchronously. event: makes an event with record() and
     elapsed_time(end) in milliseconds. synchronize: waits for the device. clock: in seconds.
     """
 
@@ -124,7 +124,7 @@ class DeviceTimer(HostTimer):
         self._synchronize()
 
     def _flushes_to_hide(self, function: Function) -> int:
-        """Flushes that take twice as long as the host's work for one call."""
+        """Number of flushes that take twice as long as the host's work for a call."""
         self.synchronize()
         begin = self._clock()
         function()
@@ -146,7 +146,7 @@ class DeviceTimer(HostTimer):
 
 
 def device_timer() -> DeviceTimer:
-    """A timer for the current CUDA device, with a buffer of four times its L2 cache."""
+    """A timer for the current CUDA device; its buffer is four times the L2 cache."""
     cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     buffer = torch.empty(max(2**28, 4 * cache_bytes), dtype=torch.int8, device="cuda")
     return DeviceTimer(flush=buffer.zero_)
@@ -167,22 +167,22 @@ class Effort:
     pause: float = 0.2
 
     def samples(self, ms: float) -> int:
-        """How many samples to take of a call that takes `ms` milliseconds."""
+        """Number of samples for a call of `ms` milliseconds."""
         return max(self.least, min(self.most, math.ceil(self.target_ms / max(ms, 1e-6))))
 
 
 @dataclass
 class Bench:
-    """The instruments of a measurement; `pytest bench`, a full run and `tune` time with its loop.
+    """The instruments of `pytest bench`, full runs and `tune`.
 
     Args:
         timer: times single calls.
-        effort: how long to measure each.
+        effort: duration of each measurement.
         while_busy: reads clocks while the device works.
         readings: clock readings since the last call, for the records.
-        sleep: waits that many seconds.
+        sleep: waits for some seconds.
         expected: computes the oracle's results.
-        alone: time one function after the other, to find the one that breaks the device.
+        alone: time functions one after the other, to find one that breaks the device.
     """
 
     timer: HostTimer
@@ -203,14 +203,14 @@ class Bench:
     def samples(
         self, functions: Mapping[str, Function], announce: Announce = silent
     ) -> dict[str, list[float] | Exception]:
-        """Time functions that take turns.
+        """Time functions in turns.
 
         Args:
-            functions: by name; each is called many times.
-            announce: progress callback: a name, TIMING for all at once, and PREPARES or RUNS.
+            functions: by name.
+            announce: progress callback with a name, or TIMING for all, and PREPARES or RUNS.
 
         Returns:
-            The milliseconds of every call of each, or its error; the rest are still timed.
+            The milliseconds of each function's calls, or its error.
 
         Raises:
             DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
@@ -237,7 +237,7 @@ class Bench:
         return {n: errors[n] if n in errors else samples[n] for n in functions}
 
     def _warm_up(self, name: str, function: Function, announce: Announce) -> tuple[Start, int]:
-        """Issuer of samples of a function, and how many are due."""
+        """Issuer of a function's samples, and their number."""
         announce(name, PREPARES)
         for _ in range(self.effort.warm_up):
             function()
@@ -258,7 +258,7 @@ class Bench:
                 pending.append((name, starts[name]()))
             except Exception as error:
                 errors[name] = error
-                # The fault may be an earlier function's: calls of a turn run after they are issued.
+                # An earlier function may be at fault: calls of a turn run asynchronously.
                 raise_if_lost(error, who, self.timer.synchronize)
         if turn % 4 == 3:
             self.while_busy()

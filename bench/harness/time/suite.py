@@ -21,13 +21,13 @@ from .supervise import Tell, talk
 
 
 def main() -> None:
-    """Do jobs of a case set on the current CUDA device; those that are named are compiled ahead."""
+    """Do jobs of a case set on the current CUDA device; named jobs are compiled ahead."""
     which, names = sys.argv[1], json.loads(sys.argv[2])
     talk(lambda tell, requests: run(which, names, tell, requests))
 
 
 def run(which: str, names: list[str], tell: Tell, requests: Iterator[Any]) -> int:
-    """The work of the process; its exit code."""
+    """Do the work of the process; return its exit code."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     tell(ready=True)
     jobs = {job.name: job for job in gpu_jobs(which)}
@@ -37,7 +37,7 @@ def run(which: str, names: list[str], tell: Tell, requests: Iterator[Any]) -> in
 
     def ready(job: str) -> None:
         if (why_not := ahead.why_not(job, seconds=60.0)) is not None:
-            # Its launch compiles again, and raises there.
+            # The launch compiles again, and raises.
             sys.stderr.write(f"ahead of {job}: {why_not}\n")
 
     try:

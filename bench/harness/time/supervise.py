@@ -1,7 +1,7 @@
-"""Supervise processes that do jobs: a crash or a hang ends what is at work, not the run.
+"""Supervise child processes: a crash or a hang ends one job, not the run.
 
-A child is sent jobs as lines of JSON and tells what happens in such lines. It tells `ready` once it
-has started, `at` and `doing` when something else is at work, and `done` behind each job.
+A child receives jobs and sends messages as lines of JSON: `ready` after its start, `at` and `doing`
+for each new phase, and `done` after each job.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .failures import LOST
 
 Message = dict[str, Any]
 Tell = Callable[..., None]
-# Phases: host work such as compilation and drawing inputs; work on the device; what ends by itself.
+# Phases: host work such as compilation and inputs; work on the device; work with its own end.
 STARTS, PREPARES, RUNS, WAITS = "starts", "prepares", "runs", "waits"
-# Seconds without a message after which a process is killed. Compilation takes long; kernels do not.
+# Seconds without a message until a process is killed. Compilation is slow; kernels are not.
 STALL = {STARTS: 180.0, PREPARES: 90.0, RUNS: 25.0, WAITS: math.inf}
 _INTERVAL = 0.05
 
@@ -38,7 +38,7 @@ class Child(Protocol):
     def send(self, job: Any) -> None: ...
 
     def messages(self) -> list[Message]:
-        """Messages that have come since the last call."""
+        """New messages since the last call."""
         ...
 
     def poll(self) -> int | None: ...
@@ -46,14 +46,14 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
     def last_words(self) -> str:
-        """The last line that it wrote to stderr."""
+        """Its last line on stderr."""
         ...
 
 
 class Ended(NamedTuple):
-    """A job that has ended: what its child told, and who was at work last.
+    """A finished job: its messages, and the last running implementation.
 
-    why: how its process ended, if it did not survive the job. hung: it was killed for that.
+    why: how its process ended, if it did. hung: it was killed after a stall.
     """
 
     job: Any
@@ -77,22 +77,21 @@ def supervise(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Ended]:
-    """Yield each job when it has ended, until there is none, or no time, left.
+    """Yield each job at its end, until no job or no time is left.
 
     Args:
-        waiting: jobs in the order in which they begin; those not done are left there, and what is
-            added to it meanwhile is done too.
+        waiting: jobs in order; keeps the jobs that were not done. Jobs may be added meanwhile.
         start: starts a child.
-        request: what to send for a job.
+        request: returns the message for a job.
         heard: called with a job and each message about it.
-        children: how many run at once.
-        left: seconds left, after which no job begins.
-        grace: seconds that jobs at work have after that.
-        stall: seconds without a message, by phase, after which a child is killed.
+        children: number of concurrent processes.
+        left: returns the seconds left; at 0 no job begins.
+        grace: further seconds for running jobs.
+        stall: seconds without a message until a child is killed, by phase.
         sleep, clock: of the host.
 
     Raises:
-        ChildProcessError: a child cannot do anything; the message says what it wrote last.
+        ChildProcessError: a child cannot start; the message has its last line.
     """
     workers = [
         _Worker(start, request, heard, stall, clock) for _ in range(min(children, len(waiting)))
@@ -119,7 +118,7 @@ def supervise(
 
 
 class _Worker:
-    """A child, and the job that it has."""
+    """A child and its job."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class _Worker:
             self._child.send(self._request(job))
 
     def look(self) -> Ended | None:
-        """Take in what the child has told; the job, if that has ended."""
+        """Read the child's messages; return the job if it has ended."""
         assert self._child is not None
         code = self._child.poll()  # before its last messages are read
         for message in self._child.messages():
@@ -194,21 +193,21 @@ class _Worker:
         return f"{how}: {self._child.last_words()}"
 
 
-# Modules are found where this process finds them, whatever the folder that it runs in.
+# Children use this process's sys.path, in any working directory.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
 )
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """A command that runs main() of a module, with arguments."""
+    """A command that runs main() of a module."""
     return [sys.executable, "-c", _PROGRAM.format(module=module), *arguments, json.dumps(sys.path)]
 
 
 def talk(work: Callable[[Tell, Iterator[Any]], int]) -> None:
-    """In a child: do `work`, given how to tell and the jobs that come; exit with its code.
+    """In a child: call `work` with a sender and the incoming jobs; exit with its code.
 
-    The child ends with its parent. What is printed goes to stderr.
+    The child ends with its parent. Prints go to stderr.
     """
     parent = os.getppid()
 
@@ -227,15 +226,15 @@ def talk(work: Callable[[Tell, Iterator[Any]], int]) -> None:
 
     code = work(tell, (json.loads(line) for line in sys.stdin))
     sys.stderr.flush()
-    # With a lost context, destructors abort the process and change its exit code.
+    # After a lost context, destructors abort the process and change its exit code.
     os._exit(code)
 
 
 def variables() -> dict[str, str]:
-    """This process's environment, without variables that keep kernels from running compiled.
+    """This process's environment, without variables that prevent compiled kernels.
 
-    The checkout must not be on sys.path: see the note in tests/conftest.py. torch.compile compiles
-    in one process, since kernels come one at a time.
+    The checkout must not be on sys.path: see tests/conftest.py. torch.compile uses one process,
+    since kernels come one at a time.
     """
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -243,13 +242,13 @@ def variables() -> dict[str, str]:
 
 
 class ChildProcess:
-    """A child, killed together with processes that it starts.
+    """A child, killed together with its own children.
 
     Args:
         command: and its arguments.
-        environment: its variables.
-        log: file that what it writes to stderr is appended to; default one of its own.
-        listen: its stdout has messages; else the log has that too.
+        environment: variables.
+        log: file to append its stderr to; default: a temporary file.
+        listen: read messages from its stdout, which otherwise goes to the log.
     """
 
     def __init__(
@@ -260,7 +259,7 @@ class ChildProcess:
         *,
         listen: bool = True,
     ) -> None:
-        # Open for as long as the process.
+        # Open as long as the process runs.
         self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
@@ -274,7 +273,7 @@ class ChildProcess:
 
     def send(self, job: Any) -> None:
         assert self._process.stdin is not None
-        # One that has died is seen by its exit code.
+        # A dead child shows by its exit code.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
@@ -295,7 +294,7 @@ class ChildProcess:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # One that waits in a driver ends when that lets it.
+        # A child that waits in a driver ends later.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         for file in filter(None, (self._process.stdin, self._process.stdout, self._log)):

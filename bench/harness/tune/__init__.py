@@ -1,1 +1,1 @@
-"""The search for tiles, shapes and backends: candidates, compiled, checked and timed."""
+"""The search for tiles, shapes and backends: compile, check and time candidates."""

@@ -1,4 +1,4 @@
-"""Candidates: tiles of the portable kernels and shapes of those for Hopper, worth a compilation."""
+"""Candidates: tiles of the portable kernels and shapes of the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...kernels.launch import tiles
 from ...kernels.launch.tiles import HOPPER_FORWARD, TileConfig
 from ..cases.case import Case
 
-# What makes a call one of a class with tiles of its own: arguments of `Case`, causal and not.
+# Classes of calls with their own tiles: arguments of `Case`, causal and not.
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "masked": ({"window": (1023, 0)}, {"window": (511, 512)}),
@@ -27,30 +27,30 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heavy": ({"option": "attn_bias+relative_bias"}, {"option": "attn_bias+relative_bias"}),
 }
 NEW_TOKENS = {"decode": 1, "decode_chunk": 64}
-# Kernels whose programs each hold a block of keys and loop over the queries.
+# Kernels whose programs hold a block of keys and loop over the queries.
 BY_KEYS = ("backward_dkv", "backward_one_pass")
 DTYPES = {2: "bfloat16", 4: "float32"}
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TMA = ("sm_90", "sm_100")
-_MOST = 24  # candidates of an entry, each with both kinds of loads
-# BLOCK_M, the rows of a query tile. A new token fills them with its query heads on one key head.
+_MOST = 24  # candidates per entry, each with both kinds of loads
+# BLOCK_M, rows of a query tile. For a new token, rows are the query heads on one key head.
 _ROWS = {
     "forward": (64, 128),
     "backward_one_pass": (16, 32, 64),
     "decode": (16,),
     "decode_chunk": (16, 32, 64),
 }
-# Shared memory of a program on Hopper, less what barriers take.
+# Shared memory of a program on Hopper, without barriers.
 _HOPPER_BYTES = 226 * 1024
 _CONSUMER_ROWS = 64
-# Scores of a thread whose products are FFMA: the operands of more would not fit its registers.
+# Most scores per thread with FFMA products: more operands would not fit its registers.
 _FFMA_SCORES = 8
-# From so many rows on, Triton 3.7 gives tensor memory, as TF32, products that were said to be IEEE.
+# With so many rows, Triton 3.7 computes IEEE products as TF32 in tensor memory.
 _TENSOR_ROWS = 64
 
 
 class Shape(NamedTuple):
-    """The attention of a model: head dim, query heads, key/value heads, dtype and tokens."""
+    """A model's attention: head dim, query heads, key/value heads, dtype and tokens."""
 
     D: int
     H_q: int
@@ -60,18 +60,18 @@ class Shape(NamedTuple):
 
     @property
     def BLOCK_D(self) -> int:
-        """Columns of the entry that serves this head dim."""
+        """Columns of the table entry for this head dim."""
         return next((D for D in (64, 128) if self.D <= D), 256)
 
 
 def usual_shape(D: int, dtype: str = "bfloat16") -> Shape:
-    """16384 tokens in sequences of 4096, hidden size 2048, as many key/value heads as heads."""
+    """16384 tokens in sequences of 4096, hidden size 2048, all heads with own keys and values."""
     return Shape(D, 2048 // D, 2048 // D, dtype)
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """Key of an entry of a tuning table: kernel, bytes of an element, padded head dim, calls.
+    """Key of a tuning table's entry: kernel, element size, padded head dim, calls.
 
     calls: one of CALLS.
     """
@@ -82,15 +82,15 @@ class TableEntry:
     calls: str = "plain"
 
     def shipped(self, arch: str) -> TileConfig:
-        """The tile of the table that serves an architecture."""
+        """The shipped tile for an architecture."""
         kind = self.kernel if self.calls == "plain" else f"{self.kernel}_{self.calls}"
         return tiles.tile_of(arch, kind, self.element_size, self.BLOCK_D)
 
     def case(self, causal: bool, shape: Shape | None = None) -> Case:
-        """The case that tiles are timed on, of a shape; default `usual_shape`.
+        """The case for timing tiles, of a shape; default `usual_shape`.
 
-        Decoding: caches of as many tokens, four query heads to a key/value head unless the shape
-        says otherwise, always causal.
+        Decoding: caches with as many tokens, causal, by default four query heads per key/value
+        head.
         """
         grouped = 4 if shape is None else 1
         D, H_q, H_k, dtype, T = shape or usual_shape(self.BLOCK_D, DTYPES[self.element_size])
@@ -105,20 +105,19 @@ class TableEntry:
         return replace(plain, **CALLS[self.calls][not causal])
 
     def cases(self, shape: Shape | None = None) -> tuple[Case, ...]:
-        """Causal, and with all pairs of query and key; decoding is causal only."""
+        """A causal case and one without a mask; decoding is causal only."""
         both = (True,) if self.kernel in NEW_TOKENS else (True, False)
         return tuple(self.case(causal, shape) for causal in both)
 
 
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:
-    """Tiles worth compiling for an entry, the largest first.
+    """Tiles to compile for an entry, the largest first.
 
-    Left out without a compilation: tiles whose accumulators alone would fill the registers, those
-    whose operands cannot fit `shared_bytes`, those with warps that have no rows of their own, and
-    those of fp32 that would lose its precision. Every tile sums in as many parts as the tile in
-    use. Forward tiles come with pointer loads and, on GPUs with TMA, with descriptors too, by which
-    alone a bias comes; tiles for dK and dV of many columns with both in one launch and with one
-    each; AMD's with matrix instructions of 32 rows and of 16.
+    Excludes tiles whose accumulators fill the registers, whose operands exceed `shared_bytes`,
+    whose warps have no rows, or that lose fp32 precision. All tiles sum in as many parts as the
+    tile in use. Variants: forward with pointer loads and, on GPUs with TMA, with descriptors
+    (always with a bias); dK and dV of many columns in one launch or two; on AMD matrix instructions
+    of 32 or 16 rows.
     """
     usual = entry.shipped(arch)
     by_ffma = _by_ffma(entry, arch)
@@ -142,14 +141,14 @@ def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConf
 
 
 def _of_amd(entry: TableEntry, tile: TileConfig) -> list[TileConfig]:
-    """Two waves share a SIMD, or its products and vector instructions would wait for each other."""
+    """Two waves share a SIMD, so that products and vector instructions overlap."""
     held = tile.BLOCK_N if entry.kernel in BY_KEYS else tile.BLOCK_M
     rows = (0, 16) if held >= 32 * tile.num_warps else (16,)
     return [replace(tile, waves_per_eu=2, matrix_instr_nonkdim=n) for n in rows]
 
 
 def _by_ffma(entry: TableEntry, arch: str) -> bool:
-    """Whether products have no matrix unit: of IEEE fp32, on NVIDIA GPUs."""
+    """Whether products have no matrix unit: IEEE fp32 on NVIDIA GPUs."""
     return entry.element_size == 4 and arch.startswith("sm_")
 
 
@@ -168,8 +167,8 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str
     most = 224
     if entry.kernel == "backward_one_pass":
         accumulators += streamed * D
-        most = 192  # this kernel also holds the most pointers
-    # wgmma takes 64 rows for four warps, v_mfma 16 or 32 for each: others would compute the same.
+        most = 192  # this kernel has the most pointers
+    # wgmma has 64 rows for four warps, v_mfma 16 or 32 per warp: other warps would be redundant.
     least = {"sm_90": 64, "gfx942": 32}.get(arch, held + 1)
     if least <= held < 16 * tile.num_warps:
         return False
@@ -178,20 +177,20 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str
 
 
 def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
-    """The shape of one of `tiles.HOPPER` in plain calls; None: it does not serve this head dim."""
+    """The shape of one of `tiles.HOPPER` in plain calls, or None without this head dim."""
     if kernel in HOPPER_FORWARD and D in HEAD_DIMS:
         return fp8_config(D, False) if kernel == "hopper_fp8" else forward_config(D, False)
-    if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # shared memory leaves one shape there
+    if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # shared memory allows one shape only
         return None
     return backward_config(kernel.removeprefix("hopper_"), D, False, False)
 
 
 def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
-    """Other shapes: blocks, stages, and for forward consumers that take turns or are three.
+    """Other shapes: blocks, stages, and for forward consumers in turns or three consumers.
 
-    The backward kernels take two. In one pass dQ is added by TMA or by the threads. Forward of
-    16 bits, in the shape in use, also rescales in every block: what is faster depends on scores;
-    and its weights wait for their product the other way.
+    The backward kernels have two consumers. One pass adds dQ by TMA or by the threads. 16-bit
+    forward in the shape in use also has variants that rescale in every block, since the faster
+    choice depends on the scores, and that store weights the other way.
     """
     usual = hopper_shipped(kernel, D)
     if usual is None:
@@ -203,7 +202,7 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
         usual._replace(BLOCK=block, STAGES=stages, PING_PONG=turn, DQ_BY_TMA=tma)
         for block, stages, turn, tma in itertools.product((32, 64, 128), (2, 4), turns, by_tma)
     ]
-    # Three share the registers that two have, which larger blocks would fill.
+    # Three consumers share the registers of two, which larger blocks would fill.
     made += [
         config._replace(CONSUMERS=3, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=24)
         for config in made
@@ -216,15 +215,15 @@ def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:
 
 
 def _fits(kernel: str, config: HopperConfig) -> bool:
-    """Whether what the tiles hold fits shared memory, and products of one pass have 64 queries.
+    """Whether the tiles fit shared memory, and products of one pass have 64 queries.
 
-    In 8 bits, where the output has 16, blocks have 64 keys at least.
+    In 8 bits with 16-bit output, blocks have at least 64 keys.
     """
     held = (4 if config.CONSUMERS == 3 else config.CONSUMERS) * _CONSUMER_ROWS * config.D
     rings = 2 * config.STAGES * config.BLOCK * config.D
     if kernel == "hopper_one_pass":
-        # K and V; two tiles of dS of each consumer; in fp32 lse and delta of each stage, and dQ
-        # where TMA adds it.
+        # K and V; two tiles of dS per consumer; in fp32 lse and delta per stage, and dQ if TMA adds
+        # it.
         exchange = 2 * config.CONSUMERS * _CONSUMER_ROWS * config.BLOCK
         fp32 = 2 * config.STAGES * config.BLOCK + config.DQ_BY_TMA * config.BLOCK * config.D
         all_bytes = 2 * (2 * held + exchange + rings) + 4 * fp32
@@ -236,7 +235,7 @@ def _fits(kernel: str, config: HopperConfig) -> bool:
 
 
 def names_of(tile: TileConfig | HopperConfig) -> str:
-    """A tile or shape in a few words: its sizes, and what else is unlike the default."""
+    """A tile or shape in a few words: its sizes and values other than the defaults."""
     if isinstance(tile, TileConfig):
         parts = [tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, tile.num_stages]
         words = [name for name in ("descriptors", "apart") if getattr(tile, name)]

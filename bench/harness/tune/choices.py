@@ -1,4 +1,4 @@
-"""A choice that timing makes: the shipped candidate and others, the calls, the row to be stored."""
+"""Choices by timing: the shipped and other candidates, the calls, the row to store."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .candidates import (
     names_of,
 )
 
-# Tiles of 128 queries for each multiprocessor: at least, and less than. As `dispatch` has them.
+# Tiles of 128 queries per multiprocessor: at least, and less than. As in `dispatch`.
 WAVES = {"few": (0, 1), "some": (1, 4), "many": (4, math.inf)}
 _QUERIES = 128
-# Other numbers of programs on a multiprocessor than the shipped one.
+# Numbers of programs per multiprocessor other than the shipped one.
 _PROGRAMS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a call.
+    """A candidate for computing a call.
 
     Args:
-        name: short, for people.
+        name: short, for readers.
         implementation: of `cases.registry.IMPLEMENTATIONS`.
-        forced: what `tiles.forced` is called with: a tile or Hopper shape by kernel, or a number.
-        row: its fields in a stored row.
-        verified: backends and families that have to be right before it is timed.
+        forced: arguments of `tiles.forced`: a tile or Hopper shape by kernel, or a number.
+        row: its fields of a stored row.
+        verified: backends and families that must be right before it is timed.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Candidates to choose from, and the calls that decide.
+    """Candidates and the calls that decide between them.
 
     Args:
-        kind: of findings, as in `tuned.findings.KEYS`.
+        kind: of findings, in `tuned.findings.KEYS`.
         key: the row's key.
         cases: calls to time; the first has twice the weight of the second, since a causal mask
-            leaves half of the pairs.
-        candidates: the first is shipped, in use without findings.
+            halves the pairs.
+        candidates: the shipped one comes first.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """For people, and unique in a plan."""
+        """For readers; unique in a plan."""
         return f"{self.kind}: " + " ".join(_words(self.key))
 
     @property
@@ -91,7 +91,7 @@ def _words(key: dict[str, Any]) -> Iterable[str]:
 
 
 def tile_candidate(kernel: str, calls: str, tile: TileConfig) -> Candidate:
-    """Our kernels with this tile for one of them, in calls of a class."""
+    """Our kernels with this tile for one kernel, in calls of a class."""
     implementation = ONE_PASS if kernel == "backward_one_pass" else PORTABLE
     verified = (("triton", _family(kernel) if calls == "plain" else calls),)
     return Candidate(names_of(tile), implementation, {kernel: tile}, asdict(tile), verified)
@@ -100,7 +100,7 @@ def tile_candidate(kernel: str, calls: str, tile: TileConfig) -> Candidate:
 def tile_choice(
     entry: TableEntry, arch: str, shared_bytes: int, shape: Shape | None = None
 ) -> Choice:
-    """The tile of an entry of a table, on calls of a shape."""
+    """The tile of a table entry, on calls of a shape."""
     tried = dict.fromkeys([entry.shipped(arch), *candidates(entry, shared_bytes, arch)])
     made = (tile_candidate(entry.kernel, entry.calls, tile) for tile in tried)
     return Choice("tiles", _key(entry), entry.cases(shape), tuple(made))
@@ -112,7 +112,7 @@ def _key(entry: TableEntry) -> dict[str, Any]:
 
 
 def _family(kernel: str) -> str:
-    """Family of `fastattn verify` that a kernel belongs to."""
+    """A kernel's family in `fastattn verify`."""
     if kernel.startswith("decode"):
         return "decode"
     if "one_pass" in kernel:
@@ -123,7 +123,7 @@ def _family(kernel: str) -> str:
 
 
 def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
-    """The shape of one of `tiles.HOPPER`; None: it does not serve the head dim."""
+    """The shape of one of `tiles.HOPPER`, or None without this head dim."""
     shipped = hopper_shipped(kernel, shape.D)
     if shipped is None or shape.dtype == "float32":
         return None
@@ -142,11 +142,11 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
 def backend_choice(
     direction: str, shape: Shape, causal: bool, waves: str, multiprocessors: int, hopper: bool
 ) -> Choice | None:
-    """Which backend serves plain calls of a direction, "forward" or "training", and of a size.
+    """The backend for plain calls of a direction, "forward" or "training", and of a size.
 
     None: no call of the shape has that size.
 
-    waves: one of WAVES. hopper: whether the Hopper kernels serve them, and are shipped for them.
+    waves: one of WAVES. hopper: whether the Hopper kernels serve the calls and are their default.
     """
     B, T = call_size(shape, waves, multiprocessors)
     least, limit = WAVES[waves]
@@ -167,7 +167,7 @@ def backend_choice(
 
 
 def call_size(shape: Shape, waves: str, multiprocessors: int) -> tuple[int, int]:
-    """Batch and tokens of a call whose query tiles are few, some or many, as near as can be."""
+    """Batch and tokens of a call with about so many query tiles: few, some or many."""
     if waves == "many":
         T = shape.T
         enough = -(-8 * multiprocessors * _QUERIES // (T * shape.H_q))
@@ -177,7 +177,7 @@ def call_size(shape: Shape, waves: str, multiprocessors: int) -> tuple[int, int]
 
 
 def pass_choice(backend: str, shape: Shape) -> Choice:
-    """Gradients in two passes, or in one where atomics are permitted."""
+    """Gradients in two passes, or in one if atomics are permitted."""
     one = ONE_PASS if backend == "triton" else f"{named(backend)}-one-pass"
     made = (
         Candidate("one", one, {}, {"passes": "one"}, ((backend, "one-pass"),)),
@@ -189,7 +189,7 @@ def pass_choice(backend: str, shape: Shape) -> Choice:
 
 
 def split_choice(shape: Shape) -> Choice:
-    """How many programs of decoding share a multiprocessor, for many rows and for one."""
+    """Decoding programs per multiprocessor, for many rows and for one."""
     entry = TableEntry("decode", SIZES[shape.dtype], shape.BLOCK_D)
     (many,) = entry.cases(shape)
     decode = (("triton", "decode"),)

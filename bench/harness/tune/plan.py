@@ -20,14 +20,14 @@ from .choices import (
     tile_choice,
 )
 
-# What is tuned unless a model says otherwise.
+# Shapes to tune by default.
 USUAL_SHAPES = tuple(
     usual_shape(D, dtype)
     for dtype, dims in (("bfloat16", (128, 64, 256)), ("float32", (64, 128, 256)))
     for D in dims
 )
 _ATTENTION = ("forward", "backward_dkv", "backward_dq", "backward_one_pass")
-# Names in the configurations of models, ours and those of transformers.
+# Names in model configurations, ours and transformers'.
 _FIELDS = {
     "heads": ("num_attention_heads", "num_heads", "n_head"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
@@ -41,8 +41,8 @@ _MOST_TOKENS = 8192
 class Gpu(NamedTuple):
     """Properties of a GPU that a plan depends on.
 
-    arch: name of the architecture. shared_bytes: of shared memory that a program may take. hopper:
-    whether the kernels for Hopper serve calls here.
+    arch: name of the architecture. shared_bytes: most shared memory of a program. hopper: whether
+    the Hopper kernels serve calls.
     """
 
     arch: str
@@ -52,7 +52,7 @@ class Gpu(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """A step: the backends and families that have to be right before choices of a size are timed.
+    """A step that verifies backends and families before choices of a size are timed.
 
     families: pairs of backend and family.
     """
@@ -71,7 +71,7 @@ Step = Verification | Choice
 
 
 def steps(shapes: Iterable[Shape], gpu: Gpu) -> list[Step]:
-    """The steps for some shapes: first all plain calls and decoding, then the other classes."""
+    """The steps for some shapes: plain calls and decoding first, then the other classes."""
     shapes = list(shapes)
     made: list[Step] = []
     for choices_of in (_plain_choices, _other_calls):
@@ -87,9 +87,9 @@ def _verification(shape: Shape, choices: Iterable[Choice]) -> Verification:
 
 
 def _plain_choices(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
-    """Tiles before backends, which are compared with the tiles that were found.
+    """Tiles, then backends, which are compared with the best tiles.
 
-    Shapes of the Hopper kernels come late: other ones gained nothing where they were measured.
+    Shapes of the Hopper kernels come late: no measured GPU gained from others.
     """
     hopper = gpu.hopper and hopper_choice("hopper_forward", shape) is not None
     for kernel in _ATTENTION:
@@ -113,7 +113,7 @@ def _plain_choices(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
 
 def _other_calls(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
     for calls in CALLS:
-        # A bias comes by TMA, or has no tiles of its own.
+        # A bias is loaded by TMA, or has no tiles of its own.
         by_tma = gpu.arch in TMA and SIZES[shape.dtype] == 2
         if calls == "plain" or (calls == "bias" and not by_tma):
             continue
@@ -133,16 +133,16 @@ def shapes_of(
     head_dims: Iterable[int] | None = None,
     dtypes: Iterable[str] | None = None,
 ) -> list[Shape]:
-    """The shapes to tune, the most important first; nothing given: USUAL_SHAPES.
+    """The shapes to tune, the most important first; default: USUAL_SHAPES.
 
     Args:
-        model: the JSON file of a model's configuration, or the folder of its config.json or, for
-            a checkpoint of ours, checkpoint.json; what else is given replaces what it says.
-        heads, kv_heads: query heads, and key/value heads (as many).
-        head_dims, dtypes: each of them with each.
+        model: a model's configuration as a JSON file, or the folder of its config.json or, for our
+            checkpoints, checkpoint.json. Other arguments override it.
+        heads, kv_heads: query heads, and key/value heads (default: heads).
+        head_dims, dtypes: all combinations.
 
     Raises:
-        ValueError: a configuration lacks its heads, or a number or dtype cannot be served.
+        ValueError: a configuration lacks heads, or a number or dtype cannot be served.
     """
     if model is None and heads is None and kv_heads is None and not head_dims and not dtypes:
         return list(USUAL_SHAPES)

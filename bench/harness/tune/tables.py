@@ -1,4 +1,4 @@
-"""Tuning tables as files: rows put in place, and the text that kernels/launch/tuning keeps."""
+"""Files of the tuning tables in kernels/launch/tuning."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TILE = tuple(field.name for field in fields(TileConfig))
 
 
 def ship(stored: Findings, folder: Path = FOLDER) -> Iterator[Path]:
-    """Put the tiles that `fastattn tune` stored into the tables of a folder; the files written.
+    """Put stored tiles of `fastattn tune` into the tables of a folder; return the written files.
 
-    Those of a GPU whose table is another's are left out, and shapes of the Hopper kernels, which
-    stand in `kernels.hopper.tile_table`.
+    Excludes tiles of a GPU that uses another GPU's table, and shapes of the Hopper kernels, which
+    are in `kernels.hopper.tile_table`.
     """
     made: dict[str, list[dict[str, Any]]] = {}
     for row in stored.rows.get("tiles", ()):
@@ -54,7 +54,7 @@ def _shipped(row: Mapping[str, Any], stored: Findings) -> dict[str, Any]:
 
 
 def _merged(table: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:
-    """The text of a table, a row a line, with rows in place of those of the same key."""
+    """The text of a table, one line per row; new rows replace rows of the same key."""
 
     def entry(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return row["kernel"], row["element_size"], row["BLOCK_D"]

@@ -1,7 +1,7 @@
-"""A trial: candidates on the calls of a choice, each held to the error budget before it is timed.
+"""A trial of a choice: candidates are checked against the error budget, then timed.
 
-Every head is checked. A short measurement of each candidate picks a few finalists, which then take
-turns with the shipped one.
+Checks all heads. A short measurement of each candidate selects a few finalists, which take turns
+with the shipped one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .choices import Candidate, Choice
 
 _FINALISTS = 4
 _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
-# Halves of the samples have to agree.
+# Both halves of the samples must agree.
 _FEWEST = 10
 MARGIN = 0.03
-# Milliseconds of every call, in the order of time, for each case.
+# Milliseconds of each call, in temporal order, by case.
 Samples = Sequence[Sequence[float]]
 
 
@@ -43,7 +43,7 @@ class Trial:
 
     Args:
         case: the call.
-        bench: the instruments; its oracle says what results have to be.
+        bench: the instruments, with the oracle.
         announce: progress callback, as in `run_case`.
     """
 
@@ -56,7 +56,7 @@ class Trial:
     def samples(
         self, candidates: Iterable[Candidate], effort: Effort
     ) -> dict[str, list[float] | str]:
-        """Milliseconds of calls that take turns, by the candidate's name, or why it has none.
+        """Milliseconds of calls in turns, by candidate, or the reason that there are none.
 
         Raises:
             DeviceLost: a candidate broke the CUDA context.
@@ -76,18 +76,18 @@ class Trial:
         return taken
 
     def glance(self, candidate: Candidate) -> float | str:
-        """The median of a few samples, or why there are none."""
+        """The median of a few samples, or the reason that there are none."""
         samples = self.samples([candidate], _GLANCE)[candidate.name]
         return samples if isinstance(samples, str) else round(statistics.median(samples), 4)
 
     def _work(self, candidate: Candidate) -> Function:
-        """A call of the candidate; its results have passed the error budget."""
+        """A call of the candidate, after the check of its results."""
         ours = next(i for i in IMPLEMENTATIONS if i.name == candidate.implementation)
         issued = partial(self._announce, candidate.name, RUNS)
         with tiles.forced(**candidate.forced):
             work, _ = prepare(ours, *self._checked, issued=issued)
         if attend.uncompiled:
-            # The portable kernels served in place of a shape, and would for ever.
+            # The portable kernels served the call in place of the shape.
             raise RuntimeError(attend.uncompiled.pop())
 
         def call() -> object:
@@ -98,17 +98,16 @@ class Trial:
 
 
 def score(samples: Samples) -> float:
-    """Weighted medians of all cases: twice that of a causal one, which has half of the pairs."""
+    """Weighted medians of all cases: a causal one, with half of the pairs, counts twice."""
     weights = (2, 1) if len(samples) > 1 else (1,)
     return sum(w * statistics.median(times) for w, times in zip(weights, samples, strict=True))
 
 
 def winner(shipped: Samples, others: Mapping[str, Samples]) -> tuple[str, float] | None:
-    """The fastest of those that beat the shipped one, and the share of its time that it saves.
+    """The fastest candidate that beats the shipped one, and the saved share of time.
 
-    Times are noisy, and of many candidates the fastest by chance is often one that is not. So it
-    has to save more than MARGIN in all samples, in those of the first half of the time, and in
-    those of the second. None: the shipped one stays.
+    Times are noisy, so the fastest of many candidates may be so by chance. It must save more than
+    MARGIN in all samples and in both halves of them. None: the shipped one stays.
     """
     for name in sorted(others, key=lambda name: score(others[name])):
         pairs = zip(_with_halves(shipped), _with_halves(others[name]), strict=True)
@@ -119,7 +118,7 @@ def winner(shipped: Samples, others: Mapping[str, Samples]) -> tuple[str, float]
 
 
 def _with_halves(samples: Samples) -> tuple[Samples, Samples, Samples]:
-    """All samples, those of the first half of the time, and those of the second."""
+    """All samples, their first half and their second half."""
     first = [times[: (len(times) + 1) // 2] for times in samples]
     return samples, first, [times[len(times) // 2 :] for times in samples]
 
@@ -128,8 +127,8 @@ def _with_halves(samples: Samples) -> tuple[Samples, Samples, Samples]:
 class Outcome:
     """Outcome of a choice.
 
-    times: milliseconds of all candidates on the first case, or why there are none, in the order in
-    which they were tried. finals: samples of the finalists on all cases.
+    times: milliseconds of all candidates on the first case, or the reason that there are none, in
+    the order of trial. finals: samples of the finalists on all cases.
     """
 
     choice: Choice
@@ -143,19 +142,19 @@ class Outcome:
         if shipped in self.finals:
             self.winner = winner(self.finals[shipped], others)
         elif others:
-            # The shipped one is none that could be timed: it is wrong here, or does not compile.
+            # The shipped one could not be timed: it is wrong on this GPU, or does not compile.
             self.winner = min(others, key=lambda name: score(others[name])), 1.0
 
     @property
     def best(self) -> Candidate | None:
-        """The candidate to use; None: none could be timed."""
+        """The candidate to use, or None if none could be timed."""
         if not self.finals:
             return None
         name = self.winner[0] if self.winner else self.choice.shipped.name
         return next(c for c in self.choice.candidates if c.name == name)
 
     def row(self) -> dict[str, Any] | None:
-        """The row to store, of the winner or of the shipped one that stays."""
+        """The row to store, of the winner or the shipped one."""
         best = self.best
         if best is None:
             return None
@@ -184,9 +183,9 @@ def decide(
     """Time the candidates of a choice.
 
     Args:
-        left: seconds left; where there are none, no other candidate is tried.
-        why_not: why a candidate is not worth a launch, or None.
-        seen: called with each candidate, and its milliseconds or the reason why it has none.
+        left: returns the seconds left; at 0 no further candidate is tried.
+        why_not: returns the reason not to launch a candidate, or None.
+        seen: called with each candidate and its milliseconds or the reason that there are none.
         announce: as for `Trial`.
     """
     times: dict[str, float | str] = {}
@@ -215,7 +214,7 @@ def decide(
 
 
 def _finalists(choice: Choice, times: Mapping[str, float | str]) -> list[Candidate]:
-    """The fastest few at a glance, and the shipped one."""
+    """The fastest few by short measurements, and the shipped one."""
     timed = {name: ms for name, ms in times.items() if isinstance(ms, float)}
     best = sorted(timed, key=timed.__getitem__)[:_FINALISTS]
     names = {*best, *({choice.shipped.name} & timed.keys())}

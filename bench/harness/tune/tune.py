@@ -22,16 +22,16 @@ from ..time.supervise import ChildProcess, Message, python, variables
 from .choices import Choice
 from .plan import Gpu, Step, shapes_of, steps
 
-# A run of fewer seconds verifies what matters most alone.
+# A run of fewer seconds verifies only the most important families.
 QUICK_SECONDS = 600.0
-# Seconds in which a step ends what it began.
+# Further seconds for a running step.
 _GRACE = 30.0
 
 
 class Progress(NamedTuple):
-    """Where a run is.
+    """Progress of a run.
 
-    number: of the step, from 1. text: what was seen last, or what the step came to once it is done.
+    number: of the step, from 1. text: the latest event, or the result of a finished step.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Progress(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A step of the plan, its status ("done", "broken off" or "not reached"), what it came to."""
+    """A step of the plan, its status ("done", "broken off" or "not reached") and its result."""
 
     step: str
     status: str
@@ -53,8 +53,8 @@ class Record(NamedTuple):
 class Tuning(NamedTuple):
     """Results of a run.
 
-    steps: what became of each step of the plan. rows: what was stored, kinds and rows. tried: every
-    candidate with its time or its reason. folder: where the findings are.
+    steps: records of all steps. rows: stored kinds and rows. tried: all candidates with their times
+    or reasons. folder: of the findings.
     """
 
     steps: list[Record]
@@ -77,29 +77,29 @@ def tune(
 ) -> Tuning:
     """Measure on this machine's GPU which tiles, shapes and backends are fastest, and store it.
 
-    Candidates are right before they are timed: the kernels are verified first, and each candidate's
-    results are held to the error budget, every head. One takes the place of the shipped choice if
-    it saves more than 3 % of the time in both halves of the samples. Each winner is stored at once,
-    so that nothing is lost where a run is stopped; later calls, and later processes, use it. A
-    process of its own times: a candidate that hangs or breaks the device ends no more than that.
+    First verifies the kernels, and checks all heads of each candidate's results against the error
+    budget. A candidate replaces the shipped choice if it saves more than 3 % of the time in both
+    halves of the samples. Winners are stored at once, so that an interrupted run loses nothing;
+    later calls and processes use them. A child process does the timing, so that a candidate that
+    hangs or breaks the device ends only that process.
 
     Args:
-        model: the JSON file of a model's configuration, or its folder, whose heads and head dim are
-            tuned; default the usual ones.
+        model: a model's configuration as a JSON file, or its folder, for heads and head dim;
+            default: usual ones.
         heads, kv_heads: query heads, and key/value heads.
-        head_dims: default 128, 64 and 256.
-        dtypes: names; default bfloat16, then float32.
-        seconds: for everything; the most important comes first.
-        device: a GPU; default the current one.
-        folder: of findings; default `$FASTATTN_CACHE_DIR`, or the user's cache folder.
+        head_dims: default: 128, 64 and 256.
+        dtypes: names; default: bfloat16, then float32.
+        seconds: for the whole run; the most important steps come first.
+        device: a GPU; default: the current one.
+        folder: of findings; default: `$FASTATTN_CACHE_DIR`, or the user's cache folder.
         show: called with the progress.
 
     Returns:
-        What was found, step by step.
+        The results of all steps.
 
     Raises:
         ValueError: there is no GPU, or the model or a size cannot be served.
-        ChildProcessError: the process that times cannot do anything.
+        ChildProcessError: the timing process cannot start.
     """
     end = time.monotonic() + seconds
     shapes = shapes_of(model, heads, kv_heads, head_dims, dtypes)
@@ -150,7 +150,7 @@ def tune(
 
 
 def unknown_first(plan: list[Step], store: Store) -> list[Step]:
-    """The plan, with choices that have a finding already behind those that have none."""
+    """The plan, with choices that lack a finding first."""
 
     def verified(step: Step) -> bool:
         return isinstance(step, Choice) and any(
@@ -162,7 +162,7 @@ def unknown_first(plan: list[Step], store: Store) -> list[Step]:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Properties of the current CUDA device that a plan depends on."""
+    """Properties of the current CUDA device for a plan."""
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     hopper = dispatch.on_hopper(device) and not attend.uncompiled

@@ -1,4 +1,4 @@
-"""The steps of a plan as jobs of a process; winners are kept at once.
+"""The steps of a plan as jobs of a process; winners are stored at once.
 
 Worker processes compile the candidates first.
 """
@@ -37,17 +37,17 @@ Verdicts = dict[tuple[str, str, str, int], str]
 
 @dataclass
 class Tuner:
-    """The jobs of a plan. A record has the step, the text of what it came to, and of a choice kind,
-    row (of the winner, or None) and tried: every candidate with its time or its reason.
+    """The jobs of a plan. A record has step and text, and for a choice kind, row (of the winner, or
+    None) and tried: all candidates with their times or reasons.
 
     Args:
-        device: whose tiles are tuned.
+        device: to tune.
         left: seconds left.
         ahead: compiles the candidates.
-        store: findings: each winner is put there, and verdicts are read.
+        store: of winners and verdicts.
         arch: of the GPU, for the rows.
-        verify: verifies families of backends for a dtype and head dim, into the store, and says how
-            far it is.
+        verify: verifies families of backends for a dtype and head dim, stores the verdicts, and
+            reports progress.
         tell: sends a message to the parent: `said` is how far a step is.
     """
 
@@ -66,7 +66,7 @@ class Tuner:
         return Job(step.name, partial(self._verify, step))
 
     def compile(self, choice: Choice) -> None:
-        """Start to compile the candidates; in decoding for few rows, which split keys alike."""
+        """Start to compile the candidates; decoding with one row, which has the same kernels."""
         few = [replace(c, B=1) if c.family == "decode" else c for c in choice.cases]
         for candidate in choice.candidates:
             if candidate.implementation != "fastattn-torch":
@@ -82,7 +82,7 @@ class Tuner:
     def _verify(
         self, step: Verification, bench: Bench, broken: Mapping[str, str], announce: Announce
     ) -> list[Record]:
-        announce("the verification", WAITS)  # which ends what hangs
+        announce("the verification", WAITS)  # it ends hangs itself
         keys = {pair: (*pair, step.dtype, step.head_dim) for pair in step.families}
         stored = self._verdicts()
         unknown = tuple(pair for pair, key in keys.items() if key not in stored)
@@ -99,7 +99,7 @@ class Tuner:
         wrong = partial(_why_wrong, choice, self._verdicts())
         if (why_not := wrong(choice.shipped)) and choice.kind != "backends":
             return [{"step": choice.name, "text": why_not}]
-        # Tiles that were found for other kernels are in use; a candidate's own are forced.
+        # Other kernels use their stored tiles; the candidate's tiles are forced.
         rows = {kind: self.store.read(kind) for kind in ("tiles", "splits")}
         choices.adopt(self.device, rows)
         times: dict[str, float] = {}
@@ -163,7 +163,7 @@ def _told(outcome: Outcome) -> str:
 
 
 def main() -> None:
-    """Do steps of a plan on a GPU; the argument has the settings of `run` as JSON."""
+    """Do steps of a plan on a GPU; the argument is the settings of `run` as JSON."""
     settings = json.loads(sys.argv[1])
     talk(lambda tell, requests: run(tell=tell, requests=requests, **settings))
 
@@ -181,14 +181,14 @@ def run(
 ) -> int:
     """The work of the process; its exit code.
 
-    gpu, shapes: fields of those that the plan is made of. names: steps that are left, which are
-    compiled ahead. seconds, folder, quick: for all of them, of findings, and for verification.
+    gpu, shapes: fields for the plan. names: remaining steps, which are compiled ahead. seconds: for
+    all of them. folder: of findings. quick: for verification.
     """
     end = time.monotonic() + seconds
     torch.cuda.set_device(device)
     here = torch.device("cuda", device)
     tell(ready=True)
-    # What is shipped is measured, not what an earlier run found.
+    # Measures the shipped choices, not the findings of an earlier run.
     choices.adopt(here, {})
     effort = replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
     bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
@@ -214,7 +214,7 @@ def _verify(
     step: Verification,
     show: Callable[[str], None],
 ) -> None:
-    """`fastattn.verify` for what a step names, which stores the verdicts."""
+    """`fastattn.verify` for the families of a step; stores the verdicts."""
     backends, families = zip(*step.families, strict=True)
     scope = verification.scope_of(
         device,
