@@ -254,11 +254,11 @@ def choose(
     elif forced not in why or why[forced] is not None:
         reason = why.get(forced) or reason or "it has no such kernel"
         raise ValueError(f'backend "{forced}" cannot serve this call: {reason}')
-    for place, one in enumerate(among):
+    for index, one in enumerate(among):
         if one.name == forced or (forced == "auto" and why[one.name] is None):
-            asked = f'backend "{one.name}" was asked for'
+            requested = f'backend "{one.name}" was asked for'
             # On other devices a faster backend is not expected.
-            faster = {x.name: why[x.name] or asked for x in among[:place] if x.on(q.device)}
+            faster = {x.name: why[x.name] or requested for x in among[:index] if x.on(q.device)}
             return Explanation(
                 one.name, faster, forced=one.name == forced, measured=fastest == one.name
             )
@@ -303,11 +303,11 @@ def with_findings(
     families: from `choices.families`. calls: see `options.Tags.registers`.
     """
     width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
-    known = choices.choices(q.device)
-    said = known.verdicts(choice.backend, families, q.dtype, width)
+    stored = choices.choices(q.device)
+    findings = stored.verdicts(choice.backend, families, q.dtype, width)
     if choice.backend != "torch":
-        said += known.tuned_tiles(choice.backend, q.element_size(), width, calls or "plain")
-    return choice._replace(findings=said)
+        findings += stored.tuned_tiles(choice.backend, q.element_size(), width, calls or "plain")
+    return choice._replace(findings=findings)
 
 
 def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], family: str) -> bool:
@@ -359,8 +359,8 @@ def log_once(
     shapes = " ".join(f"{x}{list(y.shape)}" for x, y in (("q", q), ("k", k), ("v", v)))
     defaults = options._field_defaults
     changed = (name for name, x in defaults.items() if _differs(getattr(options, name), x))
-    given = [name for name in changed if name != "scale"]
-    how = f"{shapes} {str(q.dtype).removeprefix('torch.')} {' '.join(given)}".rstrip()
+    used = [name for name in changed if name != "scale"]
+    how = f"{shapes} {str(q.dtype).removeprefix('torch.')} {' '.join(used)}".rstrip()
     why = [f"not {one}: {reason}" for one, reason in choice.reasons.items()]
     if choice.backend == "triton" and name.startswith("attention"):
         why.append(_forward_tile(q, v, options))
@@ -385,8 +385,8 @@ def _differs(x: object, default: object) -> bool:
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     """Warn once per reason if torch serves a GPU tensor although it was not requested."""
-    asked = explanation.forced or explanation.measured
-    if explanation.backend == "torch" and not asked:
+    requested = explanation.forced or explanation.measured
+    if explanation.backend == "torch" and not requested:
         warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
 
 

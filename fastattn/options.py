@@ -300,16 +300,16 @@ class Options(NamedTuple):
 
         Launchers convert a stride to a table.
         """
-        for place in _NOT_PLAIN:  # noqa: SIM110  a generator would be slower
-            if self[place] is not None:
+        for index in _NOT_PLAIN:  # noqa: SIM110  a generator would be slower
+            if self[index] is not None:
                 return False
         return True
 
     @property
     def launched_anew(self) -> bool:
         """Whether a launch cannot be replayed: Triton checks the globals of users' functions."""
-        for place in _LAUNCHED_ANEW:  # noqa: SIM110  a generator would be slower
-            if self[place] is not None:
+        for index in _LAUNCHED_ANEW:  # noqa: SIM110  a generator would be slower
+            if self[index] is not None:
                 return True
         return False
 
@@ -317,7 +317,7 @@ class Options(NamedTuple):
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The option tensors with gradients, in the order of LEARNED."""
         fields: tuple[Any, ...] = self
-        return tuple([fields[place] for place in _LEARNED])
+        return tuple([fields[index] for index in _LEARNED])
 
     @property
     def registers(self) -> Registers:
@@ -335,8 +335,8 @@ class Options(NamedTuple):
 
     def _has(self, fields: "_Fields") -> bool:
         """Whether one of the fields differs from its default."""
-        for place, default in fields:
-            x = self[place]
+        for index, default in fields:
+            x = self[index]
             if x is not None if default is None else x != default:
                 return True
         return False

@@ -392,10 +392,10 @@ def selected_mask(
     B, H_s, R, n = indices.shape
     named = torch.zeros(B, H_s, R, T_k, dtype=torch.bool, device=indices.device)
     block_of_key = torch.arange(T_k, device=indices.device) // block[1]
-    for place in range(n):
-        number = indices[..., place : place + 1]
+    for column in range(n):
+        number = indices[..., column : column + 1]
         if counts is not None:
-            number = number.where(counts[..., None] > place, -1)
+            number = number.where(counts[..., None] > column, -1)
         named |= number == block_of_key
     return repeat(named, "b h r t -> b (h g) (r q) t", g=H_q // H_s, q=block[0])[:, :, :T_q]
 

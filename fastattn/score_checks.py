@@ -33,7 +33,7 @@ class Checking(NamedTuple):
     """A call during the checks of its options, which follow the order of the table.
 
     B: batch rows, or packed sequences.
-    given: all options.
+    arguments: all options.
     fields: of the record, so far.
     reach: over a cache, the number of positions that a mask must cover.
     """
@@ -42,7 +42,7 @@ class Checking(NamedTuple):
     k: Tensor
     v: Tensor
     B: int
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     fields: dict[str, Any]
     reach: int | None = None
 
@@ -54,7 +54,7 @@ class Checking(NamedTuple):
     @property
     def windowed(self) -> bool:
         """Whether a window or stride hides keys."""
-        sides = self.fields.get("left"), self.fields.get("right"), self.given.get("stride")
+        sides = self.fields.get("left"), self.fields.get("right"), self.arguments.get("stride")
         return any(side is not None for side in sides)
 
 
@@ -64,7 +64,7 @@ COUNTING = ("mask_mod", "score_mod", "dropout")
 
 def _wanted(name: str, call: Checking) -> bool:
     """Whether an option that is checked later is given and not 0."""
-    x = as_python(call.given.get(name))
+    x = as_python(call.arguments.get(name))
     return x is not None and not (isinstance(x, (int, float)) and x == 0)
 
 
@@ -101,7 +101,7 @@ def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
 
     Positions rise by 1 within each block of 128; values are read on a CPU only.
     """
-    if call.given.get("query_offset") is not None:
+    if call.arguments.get("query_offset") is not None:
         raise ValueError("positions say where queries stand, and query_offset is given too")
     if not isinstance(positions, tuple) or len(positions) != 2:
         raise TypeError(
@@ -191,7 +191,7 @@ def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | 
     """Check attn_mask or attn_bias; returns mask and bias. A float attn_mask is a bias."""
     if call.reach is not None:
         return _cache_mask(x, call.q, call.reach), None
-    return _attn_mask(x, call.given.get("attn_bias"), call.q, call.k)
+    return _attn_mask(x, call.arguments.get("attn_bias"), call.q, call.k)
 
 
 def check_attn_bias(x: Any, call: Checking) -> Tensor:
@@ -260,11 +260,11 @@ def check_relative_query(query: Tensor, call: Checking) -> Tensor:
 def check_query2(query: Tensor, call: Checking) -> Tensor:
     """q's dtype and device, and q's shape except the width, which the scale depends on."""
     q = call.q
-    if call.given.get("key2") is None:
+    if call.arguments.get("key2") is None:
         raise ValueError("query2 is multiplied by key2, which is not given")
     _check_second("query2", query, q, q.shape[1])
-    if call.given.get("scale") is None:
-        if any(_one_memory(x, call.v) for x in (call.k, call.given["key2"])):
+    if call.arguments.get("scale") is None:
+        if any(_one_memory(x, call.v) for x in (call.k, call.arguments["key2"])):
             raise ValueError(
                 "scale must be given where values are keys too, as of latents: it is that of the "
                 "head dim before a projection was absorbed, not of the widths here"
@@ -330,7 +330,7 @@ def check_mask_mod(mod: Any, call: Checking) -> Any:
 
 def check_score_mod_grad(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *tensors)."""
-    if call.given.get("score_mod") is None:
+    if call.arguments.get("score_mod") is None:
         raise ValueError("score_mod_grad is the gradient of score_mod, which is not given")
     check_function("score_mod_grad", mod, "dx, x, b, h, q_pos, k_pos", call.mods)
     return mod
@@ -342,7 +342,7 @@ def check_score_mod(mod: Any, call: Checking) -> Any:
     If an input checked so far requires grad, its score_mod_grad is derived.
     """
     check_function("score_mod", mod, "x, b, h, q_pos, k_pos", call.mods)
-    if call.given.get("score_mod_grad") is not None or not torch.is_grad_enabled():
+    if call.arguments.get("score_mod_grad") is not None or not torch.is_grad_enabled():
         return mod
     inputs = (call.q, call.k, call.v, *call.fields.values())
     if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
@@ -400,7 +400,7 @@ def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
                 f"{name} has no gradient, but requires one: detach it, or call under "
                 "torch.no_grad(); relative_bias and attn_bias are biases that learn"
             )
-    used = call.given.get("mask_mod") is not None or call.given.get("score_mod") is not None
+    used = call.arguments.get("mask_mod") is not None or call.arguments.get("score_mod") is not None
     if tensors and not used:
         raise ValueError("mod_tensors are read by mask_mod or score_mod; neither is given")
     return tensors

@@ -77,8 +77,8 @@ def autocasting(device: torch.device) -> bool:
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of torch.autocast, if it is on."""
     kind = device.type
-    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
+    available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
 
 def decided(condition: bool | torch.SymBool) -> bool:

@@ -97,10 +97,10 @@ def _load_rotated(
         other = tl.load(rows[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
         # Positions past the tables are not rotated.
         reached = (position >= 0) & (position < value(rotary.positions))
-        known = turned & reached[:, None]
+        in_table = turned & reached[:, None]
         angle = position.to(tl.int64)[:, None] * PAIRS + pair[None, :]
-        cos = tl.load(rotary.cos_ptr + angle, mask=known, other=1.0)
-        sin = tl.load(rotary.sin_ptr + angle, mask=known, other=0.0)
+        cos = tl.load(rotary.cos_ptr + angle, mask=in_table, other=1.0)
+        sin = tl.load(rotary.sin_ptr + angle, mask=in_table, other=0.0)
         other = tl.where(second[None, :], other, -other)
         x = tl.where(turns[None, :], x * cos + other * sin, x)
     return x
@@ -172,11 +172,11 @@ def _place(row, exists, first, count, token, T, pages):
 def _given_place(token, T, slots, pages):
     """`_place` for tokens with given slots."""
     within = token < T
-    place = tl.load(slots.ptr + token, mask=within, other=-1)
+    position = tl.load(slots.ptr + token, mask=within, other=-1)
     size = value(pages.page_size)
-    keep = (place >= 0) & (place < value(pages.page_count).to(tl.int64) * size)
-    page = (place // size).to(tl.int32)
-    slot = (place % size).to(tl.int32)
+    keep = (position >= 0) & (position < value(pages.page_count).to(tl.int64) * size)
+    page = (position // size).to(tl.int32)
+    slot = (position % size).to(tl.int32)
     return page, slot, keep, _given_position(token, within, slots)
 
 

@@ -252,10 +252,10 @@ class _Launches(NamedTuple):
     def reusable(self) -> bool:
         return all(launch is None or launch.reusable for launch in self[:3])
 
-    def bind(self, given: Sequence[object]) -> None:
+    def bind(self, arguments: Sequence[object]) -> None:
         for launch in self[:3]:
             if launch is not None:
-                launch.bind(given)
+                launch.bind(arguments)
 
 
 @cached_plan(4)

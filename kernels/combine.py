@@ -88,9 +88,9 @@ def clear_places(parts, part, count, free, h_k, places, ROWS: tl.constexpr):
     """
     rows = tl.arange(0, ROWS)
     for n in tl.static_range(2):
-        place = part + n * count
-        empty = (rows >= 0) & (place >= free) & (place < places)
-        tl.store(part_facts(parts, place, h_k, rows) + 2, tl.zeros([ROWS], tl.float32), mask=empty)
+        index = part + n * count
+        empty = (rows >= 0) & (index >= free) & (index < places)
+        tl.store(part_facts(parts, index, h_k, rows) + 2, tl.zeros([ROWS], tl.float32), mask=empty)
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -138,7 +138,7 @@ def combine_kernel(
     b = (n // (H * T)).to(tl.int64)
     h = (n // T % H).to(tl.int64)
     t = (n % T).to(tl.int64)
-    place = n
+    index = n
     if packed is not None:
         b *= 0
         group = value(packed[0])
@@ -146,10 +146,10 @@ def combine_kernel(
         query = tl.minimum(tl.maximum(query, 0), value(packed[1]) * group - 1).to(tl.int64)
         h = h * group + query % group
         t = query // group
-        place = h * value(packed[1]) + t
+        index = h * value(packed[1]) + t
     o_ptr += b * value(o_strides[0]) + h * value(o_strides[1]) + t * value(o_strides[2])
     tl.store(o_ptr + cols[None, :], o.to(o_ptr.dtype.element_ty), mask=(cols < D_V)[None, :])
-    tl.store(lse_ptr + place + tl.arange(0, 1), lse)
+    tl.store(lse_ptr + index + tl.arange(0, 1), lse)
 
 
 def may_begin_early() -> bool:

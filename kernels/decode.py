@@ -368,33 +368,33 @@ def prepare_decode(
         of_parts = torch.empty(parts, dtype=torch.float32, device=q.device)
         out = (None, None, of_parts)
         combine = combine_launch(of_parts, o, D_v)
-    given = (q, *out, starts, new_lengths, *cache, *options)
-    launch = kernel_launch(given, options, tile, split)
+    arguments = (q, *out, starts, new_lengths, *cache, *options)
+    launch = kernel_launch(arguments, options, tile, split)
     return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
 
 
 def kernel_launch(
-    given: Sequence[Any], options: Options, tile: TileConfig, split: Split,
+    arguments: Sequence[Any], options: Options, tile: TileConfig, split: Split,
     packed: PackedSplit | None = None,
 ) -> Launch:  # fmt: skip
-    """The cached launch of `decode_kernel` on given = (q, o, lse, parts, starts, counts, *cache,
-    *options).
+    """The cached launch of `decode_kernel`.
 
+    arguments: (q, o, lse, parts, starts, counts, *cache, *options).
     parts: for the results of parts of the keys, None: keys are not split. counts: new_lengths, or
     the offsets of packed queries, of which `packed` says what rows are served.
     """
     key = None
     if not options.launched_anew:
-        key = (_plan, signature(given), split, None if packed is None else packed[2:])
+        key = (_plan, signature(arguments), split, None if packed is None else packed[2:])
     plan = partial(_plan, type(options), tile, split, packed)
-    return cached(key, given, plan, given[0].dtype)
+    return cached(key, arguments, plan, arguments[0].dtype)
 
 
 def _plan(
     kind: type[Options], tile: TileConfig, split: Split, packed: PackedSplit | None,
-    given: list[Any],
+    arguments: list[Any],
 ) -> Launch:  # fmt: skip
-    q, o, lse, parts, starts, counts, *rest = given
+    q, o, lse, parts, starts, counts, *rest = arguments
     fields = len(CacheTensors._fields)
     cache, options = CacheTensors._make(rest[:fields]), kind._make(rest[fields:])
     B, H_q, T_q, D = q.shape

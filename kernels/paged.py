@@ -97,8 +97,8 @@ def prepare_packed(
         if packed.places:
             parts = torch.empty(shape, dtype=torch.float32, device=q.device)
             combine = combine_launch(parts, out, D_v, packed=True)
-        given = (q, out, lse, parts, starts, cu_seqlens, *cache, *options)
-        launch = kernel_launch(given, options, tile, packed.split, packed)
+        arguments = (q, out, lse, parts, starts, cu_seqlens, *cache, *options)
+        launch = kernel_launch(arguments, options, tile, packed.split, packed)
         steps.append(_Step(launch, combine, shape))
     return PreparedPacked(tuple(steps))
 

@@ -71,14 +71,14 @@ def append_paged(
     _check_values(slot_mapping, positions, rotary, view)
     slot_mapping = slot_mapping.contiguous()
     buffers = (view.k, view.v, view.k_scale, view.v_scale)
-    given = (buffers, q, k, v, slot_mapping, positions, rotary)
+    arguments = (buffers, q, k, v, slot_mapping, positions, rotary)
     with torch.no_grad():
         if serves(k, backend):
             interleaved = rotary_style == "interleaved"
-            turned = append_kernel.append_to_slots(*given, interleaved=interleaved)
+            turned = append_kernel.append_to_slots(*arguments, interleaved=interleaved)
         else:
             scaled = view.given_scales
-            turned = torch_append.append_to_slots(*given, rotary_style, given_scales=scaled)
+            turned = torch_append.append_to_slots(*arguments, rotary_style, given_scales=scaled)
     return None if turned is None else turned[0].transpose(0, 1)
 
 

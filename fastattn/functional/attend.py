@@ -178,14 +178,14 @@ def attention(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
-    given: dict[str, Any] = options
+    arguments: dict[str, Any] = options
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
-    key = None if largest else call_memo.key_of((q, k, v), given, backend)
-    known = call_memo.find(key)
-    if known is not None:
-        if known.cast:
-            q, k, v, given = inputs.autocast(q, k, v, given)
-        o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
+    key = None if largest else call_memo.key_of((q, k, v), arguments, backend)
+    memoised = call_memo.find(key)
+    if memoised is not None:
+        if memoised.cast:
+            q, k, v, arguments = inputs.autocast(q, k, v, arguments)
+        o, lse = ops.launch(memoised.run, q, k, v, memoised.options_of(arguments))
         return (o, lse) if return_lse else o
     if key is None and any(map(sharded.is_dtensor, (q, k, v))):
         call = partial(attention, return_lse=return_lse, return_max=return_max, backend=backend)
@@ -194,7 +194,7 @@ def attention(
     q, k, v, checked, options = _checked(q, k, v, options)
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
-    cast = options is not given
+    cast = options is not arguments
     return compute(q, k, v, checked, return_lse, backend, key, options, cast=cast)
 
 
@@ -256,24 +256,24 @@ def attention_varlen(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
+    arguments = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
-    key = None if largest else call_memo.key_of((q, k, v), given, backend)
-    known = call_memo.find(key)
-    if known is not None:
+    key = None if largest else call_memo.key_of((q, k, v), arguments, backend)
+    memoised = call_memo.find(key)
+    if memoised is not None:
         if q.is_cpu:  # their values are not part of the key
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        if known.cast:
-            q, k, v, given = inputs.autocast(q, k, v, given)
-        o, lse = ops.launch(known.run, q, k, v, known.options_of(given))
+        if memoised.cast:
+            q, k, v, arguments = inputs.autocast(q, k, v, arguments)
+        o, lse = ops.launch(memoised.run, q, k, v, memoised.options_of(arguments))
         return (o, lse) if return_lse else o
     q, k, v, checked, changed = _checked(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = changed is not options
-    return compute(q, k, v, checked, return_lse, backend, key, given | changed, cast=cast)
+    return compute(q, k, v, checked, return_lse, backend, key, arguments | changed, cast=cast)
 
 
 @call_options.DENSE.sign
@@ -298,9 +298,9 @@ def explain(
         An `Explanation`: `.backend`, `.one_pass`, `.split_keys`, and `.reasons` by name of the
         backend passed over; `str()` formats it.
     """
-    given: dict[str, Any] = dict(options)
-    call_options.DENSE.refuse_others(given)
-    q, k, v, checked, _ = _checked(q, k, v, given)
+    arguments: dict[str, Any] = dict(options)
+    call_options.DENSE.refuse_others(arguments)
+    q, k, v, checked, _ = _checked(q, k, v, arguments)
     among = dispatch.BACKENDS if not return_max else (dispatch.TRITON,)
     choice = dispatch.choose(q, k, v, checked, backend, among=among)
     if return_max and dispatch.HOPPER.on(q.device):
@@ -339,11 +339,11 @@ def _checked(
 
 def compute(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None,
-    key: list[Hashable] | None, given: dict[str, Any], *, cast: bool = False,
+    key: list[Hashable] | None, arguments: dict[str, Any], *, cast: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """o, or (o, lse), from the backend that serves the checked call.
 
-    key, given: memo key and unchecked options of the call. cast: autocast changed a tensor.
+    key, arguments: memo key and unchecked options of the call. cast: autocast changed a tensor.
     """
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
@@ -360,7 +360,7 @@ def compute(
     o, lse = ops.attend(*rows, options, kernels)
     if rows[0] is q and rows[1] is k and rows[2] is v:
         prepare = partial(ops.prepare, q, k, v, options, kernels)
-        call_memo.keep(key, q, given, options, prepare, cast)
+        call_memo.keep(key, q, arguments, options, prepare, cast)
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

@@ -126,9 +126,9 @@ def attention_block_backward(
         else:
             kernels, checked = dispatch.launched(choice, q, v, checked)
             gradients, delta = _by_kernels(kernels, *results, checked, learned)
-        given = (x for _, x in learned.values())
+        tensors = (x for _, x in learned.values())
         shaped = []
-        for grad, x in zip(gradients, (q, k, v, *given), strict=True):
+        for grad, x in zip(gradients, (q, k, v, *tensors), strict=True):
             grad = grad[..., : x.shape[-1]].reshape(x.shape)
             shaped.append(grad.to(x.dtype if out_dtype is None else out_dtype))
         dq, dk, dv, *rest = shaped

@@ -49,7 +49,7 @@ class KnownCall(NamedTuple):
     cast: bool
     device_key: Hashable
 
-    def options_of(self, given: Mapping[str, Any]) -> Options:
+    def options_of(self, arguments: Mapping[str, Any]) -> Options:
         """Checked options of a call with these options."""
         if not self.sources:
             return self.options
@@ -58,7 +58,7 @@ class KnownCall(NamedTuple):
             if option is None:
                 fields[field] = dropout.draw_seed(self.device)
             else:
-                x = given[option]
+                x = arguments[option]
                 fields[field] = x[(None,) * leading] if leading else x
         # `_make`, in half the time.
         return tuple.__new__(Options, fields)
@@ -71,7 +71,7 @@ def _slot(key: Hashable) -> list[KnownCall]:
 
 
 def key_of(
-    inputs: tuple[Any, ...], given: Mapping[str, Any], backend: str | None
+    inputs: tuple[Any, ...], arguments: Mapping[str, Any], backend: str | None
 ) -> list[Any] | None:
     """Memo key of a call; None for traced and other unsuitable calls.
 
@@ -79,7 +79,7 @@ def key_of(
 
     Args:
         inputs: tensors of every such call, q first. The launch depends on their alignment.
-        given: other arguments, named as for `keep`.
+        arguments: other arguments, named as for `keep`.
         backend: the caller's argument.
     """
     for x in inputs:
@@ -94,7 +94,7 @@ def key_of(
             if x.is_neg():
                 return None
             key += (x.shape, x.stride(), x.dtype, x.device)
-        for name, x in given.items():
+        for name, x in arguments.items():
             kind: Any = type(x)
             key += (name, kind)
             if kind in _TYPES:
@@ -140,20 +140,20 @@ def find(key: list[Any] | None) -> KnownCall | None:
 
 
 def keep(
-    key: list[Any] | None, q: Tensor, given: Mapping[str, Any], options: Options,
+    key: list[Any] | None, q: Tensor, arguments: Mapping[str, Any], options: Options,
     prepare: Callable[[], Any], cast: bool = False,
 ) -> None:  # fmt: skip
     """Store a call that kernels served with the caller's own tensors, or their casts.
 
     Args:
-        given: as in `key_of`, after autocast.
+        arguments: as in `key_of`, after autocast.
         options: the checked options.
         prepare: returns a launcher for such calls, or None if they cannot be cached.
         cast: as in `KnownCall`.
     """
     if key is None:
         return
-    sources = _sources(given, options)
+    sources = _sources(arguments, options)
     run = None if sources is None else prepare()
     if sources is None or run is None:
         return
@@ -167,17 +167,17 @@ def keep(
     ]
 
 
-def _sources(given: Mapping[str, Any], options: Options) -> tuple[_Source, ...] | None:
+def _sources(arguments: Mapping[str, Any], options: Options) -> tuple[_Source, ...] | None:
     """Sources of the tensors in options.
 
     None if one was made for a single call, or a number was read from a tensor.
     """
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     sources = []
     for field, (name, x) in enumerate(zip(options._fields, options, strict=True)):
         if not isinstance(x, Tensor):
             continue
-        if name == "dropout_seed" and given.get(name) is None:
+        if name == "dropout_seed" and arguments.get(name) is None:
             sources.append(_Source(field, None))
             continue
         options_like_it = [option for option, y in tensors.items() if _is_it(x, y)]

@@ -37,11 +37,11 @@ class Callee(NamedTuple):
     why_not: Callable[[OptionSpec], str]
     defaults: dict[str, Any]
 
-    def refuse_others(self, given: dict[str, Any]) -> None:
+    def refuse_others(self, options: dict[str, Any]) -> None:
         """Raise TypeError for the first option that the function does not take."""
-        if given.keys() <= self.taken.keys():
+        if options.keys() <= self.taken.keys():
             return
-        name = next(name for name in given if name not in self.taken)
+        name = next(name for name in options if name not in self.taken)
         reason = "there is no such argument"
         if name in OPTIONS:
             reason = self.why_not(OPTIONS[name])
@@ -87,10 +87,10 @@ _OPTIONS = tuple((name, row.default, row.check, row.fields) for name, row in OPT
 
 def _checked(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
-    given, fields = call.given, call.fields
+    arguments, fields = call.arguments, call.fields
     for name, default, check, names in _OPTIONS:
-        if name in given:
-            x = given[name]
+        if name in arguments:
+            x = arguments[name]
             if x is default:
                 continue
             value = check(x, call)
@@ -101,16 +101,16 @@ def _checked(call: Checking) -> Options:
     return Options(**fields)
 
 
-def dense_options(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Options:
+def dense_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention`, after `checks.check_tensors`."""
     checks.check_qkv(q, k, v)
-    return _checked(Checking(q, k, v, q.shape[0], given, _defaults(q, k)))
+    return _checked(Checking(q, k, v, q.shape[0], options, _defaults(q, k)))
 
 
-def fp8_options(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Options:
+def fp8_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention_fp8`, with checked dtypes and devices."""
     checks.check_shapes(q, k, v)
-    return _checked(Checking(q, k, v, q.shape[0], given, _defaults(q, k)))
+    return _checked(Checking(q, k, v, q.shape[0], options, _defaults(q, k)))
 
 
 def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -123,17 +123,19 @@ def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def packed_options(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, **given: Any
-) -> Options:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    **options: Any,
+) -> Options:  # fmt: skip
     """Options of a call of `attention_varlen`, after `checks.check_packed`."""
-    PACKED.refuse_others(given)
+    PACKED.refuse_others(options)
     checks.check_dtypes_and_devices(q, k, v)
-    return packed_fp8_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
+    return packed_fp8_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
 def packed_fp8_options(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, **given: Any
-) -> Options:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    **options: Any,
+) -> Options:  # fmt: skip
     """Options of a call of `attention_varlen_fp8`, with checked dtypes and devices."""
     checks.check_packed_shapes(q, k, v)
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
@@ -153,27 +155,27 @@ def packed_fp8_options(
         "cu_seqlens_k": cu_seqlens_k,
         "scale": q.shape[2] ** -0.5,
     }
-    return _checked(Checking(q, k, v, cu_seqlens_q.shape[0] - 1, given, fields))
+    return _checked(Checking(q, k, v, cu_seqlens_q.shape[0] - 1, options, fields))
 
 
 def paged_options(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, given: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, options: dict[str, Any]
 ) -> Options:
     """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
-    PAGED.refuse_others(given)
+    PAGED.refuse_others(options)
     B, fields = cu_seqlens.shape[0] - 1, {"query_offset": 0, "scale": q.shape[2] ** -0.5}
-    return _checked(Checking(q, k, v, B, {"causal": True, **given}, fields))
+    return _checked(Checking(q, k, v, B, {"causal": True, **options}, fields))
 
 
-def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, given: dict[str, Any]) -> Options:
+def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, options: dict[str, Any]) -> Options:
     """Options of a call of `decode_attention`.
 
     Args:
         q: [B, H_q, T_q, D].
         k, v: [P, H_k, S, D or D_v], of the cache.
         bound: positions that a mask or bias must cover.
-        given: options; causal by default.
+        options: causal by default.
     """
-    CACHE.refuse_others(given)
+    CACHE.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}
-    return _checked(Checking(q, k, v, q.shape[0], {"causal": True, **given}, fields, bound))
+    return _checked(Checking(q, k, v, q.shape[0], {"causal": True, **options}, fields, bound))

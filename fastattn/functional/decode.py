@@ -110,16 +110,16 @@ def decode_attention(
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
     view, uniform = view_of_cache(cache)
-    given = {
+    arguments = {
         "new_lengths": new_lengths,
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
         **options,
     }
-    key = with_cache(call_memo.key_of((q,), given, backend), q, view, given)
-    known = call_memo.find(key)
-    if known is not None:
-        o, lse = known.run(q, view, new_lengths, known.options_of(given))
+    key = with_cache(call_memo.key_of((q,), arguments, backend), q, view, arguments)
+    memoised = call_memo.find(key)
+    if memoised is not None:
+        o, lse = memoised.run(q, view, new_lengths, memoised.options_of(arguments))
         return (o, lse) if return_lse else o
     if key is None and sharded.is_dtensor(q):
         part = partial(
@@ -142,8 +142,8 @@ def decode_attention(
                 dispatch.warn_if_slow(choice, q.device)
             return decode_torch.attend(q, view, new_lengths, checked, return_lse, uniform)
         call = (q, view, new_lengths, checked, num_splits, batch_invariant)
-        given = {name: x for name, x in given.items() if name != "new_lengths"}
-        call_memo.keep(key, q, given, checked, partial(decode_ops.prepare, *call))
+        arguments = {name: x for name, x in arguments.items() if name != "new_lengths"}
+        call_memo.keep(key, q, arguments, checked, partial(decode_ops.prepare, *call))
         o, lse = decode_ops.attend(*call)
     return (o, lse) if return_lse else o
 
@@ -197,14 +197,14 @@ def explain_decode(
 
 
 def with_cache(
-    key: list[Any] | None, q: Tensor, view: CacheView, given: dict[str, Any]
+    key: list[Any] | None, q: Tensor, view: CacheView, arguments: dict[str, Any]
 ) -> list[Any] | None:
     """Extend a memo key by the properties of a cache, without its lengths on the device."""
     if key is None:
         return None
     key += (view.page_size, view.keep_first, view.window, view.dtype)
     key.append(decode_ops.one_memory(view.k, view.v, view.k_scale))
-    if "attn_mask" in given or "attn_bias" in given:  # which must cover the positions
+    if "attn_mask" in arguments or "attn_bias" in arguments:  # which must cover the positions
         key.append(view.length_bound)
     tensors = (view.k, view.v, view.lengths, view.k_scale, view.v_scale, view.block_table)
     for x in (*tensors, view.starts, view.batch_index):
@@ -307,12 +307,12 @@ def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, An
         )
     left = view.window - 1
     if options.get("window") is not None:
-        asked, _ = checks.check_window(options["window"])
-        if asked is None or asked > left:
+        window_left, _ = checks.check_window(options["window"])
+        if window_left is None or window_left > left:
             raise ValueError(
                 f"window must be within the ring's of {view.window} keys, got {options['window']}"
             )
-        left = asked
+        left = window_left
     if options.get("keep_first", 0) not in (0, view.keep_first):
         raise ValueError(
             f"keep_first must be the ring's {view.keep_first}, got {options['keep_first']}"

@@ -22,8 +22,8 @@ def kernel_options(options: Options) -> Options:
     """Options with `kernel_rows` applied to the tensors that are multiplied like q."""
     if options.relative_keys is None and options.key2 is None:
         return options
-    given = {name: getattr(options, name) for name in LIKE_Q}
-    rows: dict[str, Any] = {name: kernel_rows(x) for name, x in given.items() if x is not None}
+    values = {name: getattr(options, name) for name in LIKE_Q}
+    rows: dict[str, Any] = {name: kernel_rows(x) for name, x in values.items() if x is not None}
     return options._replace(**rows)
 
 
@@ -38,14 +38,14 @@ def autocast(
     if dtype is None:
         return q, k, v, options
     narrow = (torch.float16, torch.bfloat16, torch.float32)
-    given = {"q": q, "k": k, "v": v, **{name: options[name] for name in LIKE_Q if name in options}}
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dtype in narrow}
+    values = {"q": q, "k": k, "v": v, **{name: options[name] for name in LIKE_Q if name in options}}
+    tensors = {name: x for name, x in values.items() if isinstance(x, Tensor) and x.dtype in narrow}
     of_q = dtype if q.dtype in narrow else q.dtype
     goals = {name: of_q if name in LIKE_Q else dtype for name in tensors}
     changed = {name: x.to(goals[name]) for name, x in tensors.items() if x.dtype != goals[name]}
     if not changed:
         return q, k, v, options
-    q, k, v = (changed.pop(name, given[name]) for name in ("q", "k", "v"))
+    q, k, v = (changed.pop(name, values[name]) for name in ("q", "k", "v"))
     return q, k, v, options | changed
 
 
@@ -54,10 +54,10 @@ def duals(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str,
     if not tracing.in_forward_mode():
         return {}
     learned = {name: options.get(name) for name in ("attn_mask", *LEARNED)}
-    given = {"q": q, "k": k, "v": v, **learned}
+    values = {"q": q, "k": k, "v": v, **learned}
     return {
         name: x
-        for name, x in given.items()
+        for name, x in values.items()
         if isinstance(x, Tensor) and x.is_floating_point() and _is_dense(x)
         if tracing.has_tangent(x)
     }

@@ -253,8 +253,8 @@ _ANYWHERE = ("causal", "scale", "softcap", "sinks")
 
 def by_position(options: dict[str, Any]) -> list[str]:
     """Names of options that depend on positions."""
-    given = ((x, options[x]) for x in options if x not in _ANYWHERE)
-    return [name for name, x in given if isinstance(x, Tensor) or x not in (None, 0, ())]
+    values = ((x, options[x]) for x in options if x not in _ANYWHERE)
+    return [name for name, x in values if isinstance(x, Tensor) or x not in (None, 0, ())]
 
 
 def check_shared(

@@ -130,7 +130,7 @@ def attention_paged(
         check_shared(shared, view, options, batch_invariant)
         result = _over_shared(q, view, cu_seqlens_q, shared, options, how)
         return result if return_lse else result[0]
-    given = {
+    arguments = {
         "cu_seqlens_q": cu_seqlens_q,
         "max_seqlen_q": max_seqlen_q,
         "tree_mask": tree_mask,
@@ -138,11 +138,11 @@ def attention_paged(
         "batch_invariant": batch_invariant,
         **options,
     }
-    key = with_cache(call_memo.key_of((q,), given, backend), q, view, given)
-    known = call_memo.find(key)
-    if known is not None:
+    key = with_cache(call_memo.key_of((q,), arguments, backend), q, view, arguments)
+    memoised = call_memo.find(key)
+    if memoised is not None:
         _check_values(q, view, cu_seqlens_q, max_seqlen_q, tree_mask)
-        o, lse = known.run(q, view, cu_seqlens_q, out, known.options_of(given))
+        o, lse = memoised.run(q, view, cu_seqlens_q, out, memoised.options_of(arguments))
         return (o, lse) if return_lse else o
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     batch_invariant = checks.check_flag("batch_invariant", batch_invariant)
@@ -156,7 +156,7 @@ def attention_paged(
         else:
             longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
             call = (q, view, cu_seqlens_q, out, checked, longest, batch_invariant)
-            others = {name: x for name, x in given.items() if name not in ("cu_seqlens_q", "out")}
+            others = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
             call_memo.keep(key, q, others, checked, partial(decode_ops.prepare_packed, *call))
             o, lse = decode_ops.attend_packed(*call)
     return (o, lse) if return_lse else o

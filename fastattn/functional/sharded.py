@@ -42,27 +42,27 @@ def is_dtensor(x: Any) -> bool:
 
 
 def attend(
-    call: Callable[..., Any], inputs: Mapping[str, Tensor], given: Mapping[str, Any]
+    call: Callable[..., Any], inputs: Mapping[str, Tensor], arguments: Mapping[str, Any]
 ) -> Tensor | tuple[Tensor, ...]:
     """Run `call` on this rank's part of each input; return DTensors.
 
     Args:
         call: takes inputs and options by name, and returns o, or o and tensors with its rows.
         inputs: DTensors [B, H, T, D], q first.
-        given: options, maybe DTensors.
+        arguments: options, maybe DTensors.
 
     Raises:
         TypeError: an input is no DTensor.
         ValueError: inputs have several meshes, or placements other than rows and heads; heads are
             not divisible; or an option counts sharded batch rows.
     """
-    _check(inputs, given)
+    _check(inputs, arguments)
     q: Any = inputs["q"]
     mesh, placements = q.device_mesh, q.placements
     first, count = _heads(q)
-    options = {name: _part(name, x, q) for name, x in given.items()}
-    if count != q.shape[1] and any(given.get(name) for name in COUNTING):
-        before, total = given.get("heads") or (0, q.shape[1])
+    options = {name: _part(name, x, q) for name, x in arguments.items()}
+    if count != q.shape[1] and any(arguments.get(name) for name in COUNTING):
+        before, total = arguments.get("heads") or (0, q.shape[1])
         options["heads"] = (before + first, total)
     parts = {name: _input(x, first, count, q) for name, x in inputs.items()}
     result = call(**parts, **options)
@@ -83,7 +83,7 @@ def attend(
     return tuple(map(joined, result)) if isinstance(result, tuple) else joined(result)
 
 
-def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+def _check(inputs: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
     for name, x in inputs.items():
         if not is_dtensor(x):
             raise TypeError(
@@ -102,7 +102,7 @@ def _check(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
             _check_placement(name, x, one, of_q, mesh.size(i))
     if any(one.is_shard(0) for one in q.placements):
         for name in COUNTING:
-            if given.get(name):
+            if arguments.get(name):
                 raise ValueError(
                     f"{name} counts the rows of the batch, and cannot go with q sharded by them"
                 )

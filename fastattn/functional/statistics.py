@@ -137,16 +137,16 @@ def attention_weights(
 
 
 def _prepared(
-    name: str, q: Tensor, k: Tensor, lse: Tensor | None, backend: str | None, given: Any
+    name: str, q: Tensor, k: Tensor, lse: Tensor | None, backend: str | None, arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Options, str]:
     """q, k and lse for the backend, the checked options, and the backend."""
-    if given.get("dropout"):
+    if arguments.get("dropout"):
         raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
-    call_options.DENSE._replace(name=name).refuse_others(given)
+    call_options.DENSE._replace(name=name).refuse_others(arguments)
     checks.check_tensors(q, k, k)
-    q, k, _, given = inputs.autocast(q, k, k, given)
+    q, k, _, arguments = inputs.autocast(q, k, k, arguments)
     # Without values, as k could be taken for latents.
-    options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **given)
+    options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **arguments)
     if lse is not None:
         checks.check_floats("lse", lse)
         checks.check_placement("lse", lse, tuple(q.shape[:3]), q)

@@ -101,25 +101,25 @@ def warmup(
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtypes must be torch dtypes, got {dtype!r}")
     names = [_flags(call) for call in ([calls] if isinstance(calls, str) else calls)]
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that is here, got {place}: torch finds no GPU")
+    on = torch.device(device)
+    if on.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that is here, got {on}: torch finds no GPU")
     for flags in names:
         for D in dims:
             for dtype in kinds:
                 if "decode" in flags:
-                    _generate(flags, D, dtype, place)
+                    _generate(flags, D, dtype, on)
                 else:
-                    _call(flags, D, dtype, place, backward, "triton")
-                    _call_on_hopper(flags, D, dtype, place, backward)
+                    _call(flags, D, dtype, on, backward, "triton")
+                    _call_on_hopper(flags, D, dtype, on, backward)
 
 
 def _flags(call: str) -> list[str]:
     flags = call.split("+")
     for flag in flags:
         if flag not in _FLAGS and flag not in _CACHES:
-            known = ", ".join((*_FLAGS, *_CACHES))
-            raise ValueError(f"calls must name some of {known}, got {flag!r}")
+            names = ", ".join((*_FLAGS, *_CACHES))
+            raise ValueError(f"calls must name some of {names}, got {flag!r}")
         if flag in _CACHES and "decode" not in flags:
             raise ValueError(f'calls must have "decode" beside {flag!r}, got {call!r}')
         if (other := _BESIDE.get(flag, flag)) not in flags:

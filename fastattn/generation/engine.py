@@ -244,10 +244,10 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[int]:
         """Yield the tokens of one request as generated; the steps serve other requests too."""
-        given = 0
+        sent = 0
         while True:
-            yield from request.tokens[given:]
-            given = len(request.tokens)
+            yield from request.tokens[sent:]
+            sent = len(request.tokens)
             if request.done:
                 return
             self.step()

@@ -34,8 +34,8 @@ class Prefixes:
         """Take over a row of these tokens; free it if its text is already kept."""
         size = self._cache.page_size
         text = list(tokens[: len(tokens) - len(tokens) % size])
-        _, known = self.find(text)
-        if not self._most or known == len(text):
+        _, length = self.find(text)
+        if not self._most or length == len(text):
             self._cache.free(row)
             return
         for other in self._alike(text):

@@ -83,8 +83,8 @@ class Reading:
 def check_past_context(past_context: str) -> None:
     """Raise ValueError unless past_context is valid."""
     if past_context not in get_args(PastContext):
-        known = " or ".join(map(repr, get_args(PastContext)))
-        raise ValueError(f"past_context must be {known}, got {past_context!r}")
+        choices = " or ".join(map(repr, get_args(PastContext)))
+        raise ValueError(f"past_context must be {choices}, got {past_context!r}")
 
 
 class Window:

@@ -86,8 +86,8 @@ def _by_hopper(
     except Exception as error:
         if not call.from_compiler(error):
             raise
-        said = " ".join(str(error).split())[:200]
-        uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {said}")
+        cause = " ".join(str(error).split())[:200]
+        uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {cause}")
     warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)
     return otherwise(*arguments, **_)
 
@@ -306,11 +306,11 @@ def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tu
     """o and lse by these kernels, recorded by autograd if needed, for untraced calls."""
     if torch.is_grad_enabled():
         learned = options.differentiable
-        given = [x for x in (*learned, *options.mod_tensors) if x is not None]
+        tensors = [x for x in (*learned, *options.mod_tensors) if x is not None]
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
-        if wanted or any(x.requires_grad for x in given):
+        if wanted or any(x.requires_grad for x in tensors):
             mods = options.mod_tensors if any(x.requires_grad for x in options.mod_tensors) else ()
-            return _apply(by, options, q, k, v, *(learned if given else ()), *mods)
+            return _apply(by, options, q, k, v, *(learned if tensors else ()), *mods)
     return by.forward(q, k, v, options)
 
 

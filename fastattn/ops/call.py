@@ -80,8 +80,8 @@ class Operator(Generic[_P, _R]):
         self._first = [parameter.annotation for parameter in parameters].index(Tensor)
         self._takes_options = parameters[-1].annotation is Options
         self._tensors = {
-            place: parameter.name
-            for place, parameter in enumerate(parameters)
+            index: parameter.name
+            for index, parameter in enumerate(parameters)
             if parameter.annotation in (Tensor, Tensor | None)
         }
         self._written = mutates_args
@@ -98,9 +98,9 @@ class Operator(Generic[_P, _R]):
             )
             register(name, tuple(signature.parameters), flops)
 
-    def __call__(self, *given: _P.args, **_: _P.kwargs) -> _R:
+    def __call__(self, *values: _P.args, **_: _P.kwargs) -> _R:
         """Call the operator if something traces, else the launcher. Options: any strides."""
-        arguments: Any = given
+        arguments: Any = values
         if self._takes_options:
             arguments = (*arguments[:-1], contiguous(arguments[-1]))
         x = arguments[self._first]
@@ -114,16 +114,16 @@ class Operator(Generic[_P, _R]):
             except Exception as error:
                 return self._in_smaller_tiles(error, arguments)
 
-    def by_op(self, *given: _P.args, **_: _P.kwargs) -> _R:
+    def by_op(self, *values: _P.args, **_: _P.kwargs) -> _R:
         """Call the torch.library operator."""
-        arguments: Any = given
+        arguments: Any = values
         if self._takes_options:
             return self.op(*arguments[:-1], *schema.flat(arguments[-1]))
         return self.op(*arguments)
 
-    def direct(self, *given: _P.args, **_: _P.kwargs) -> _R:
+    def direct(self, *values: _P.args, **_: _P.kwargs) -> _R:
         """Call the launcher directly, for untraced calls."""
-        arguments = self._of_memory(given)
+        arguments = self._of_memory(values)
         # Triton launches on the current device, not the tensors'.
         with torch.cuda.device_of(arguments[self._first]):  # type: ignore[no-untyped-call]
             try:
@@ -134,19 +134,19 @@ class Operator(Generic[_P, _R]):
     def _of_memory(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with resolved tensors."""
         if tracing.in_forward_mode():
-            tensors = {name: arguments[place] for place, name in self._tensors.items()}
+            tensors = {name: arguments[index] for index, name in self._tensors.items()}
             refuse_tangents(tensors, arguments[-1] if self._takes_options else None)
         negated = None
-        for place in self._tensors:
-            x = arguments[place]
+        for index in self._tensors:
+            x = arguments[index]
             if x is not None and x.is_neg():
                 negated = negated or list(arguments)
-                if self._tensors[place] in self._written:
+                if self._tensors[index] in self._written:
                     raise ValueError(
-                        f"{self._tensors[place]} is written in place, and must not have torch's "
+                        f"{self._tensors[index]} is written in place, and must not have torch's "
                         "negative bit: pass its resolve_neg()"
                     )
-                negated[place] = x.resolve_neg()
+                negated[index] = x.resolve_neg()
         if self._takes_options:
             options = _resolved(arguments[-1])
             if options is not arguments[-1]:
@@ -164,10 +164,10 @@ class Operator(Generic[_P, _R]):
             refused = getattr(error, "tile", None)
             if not isinstance(refused, tiles.TileConfig) or not tiles.make_smaller(refused):
                 break
-            said = " ".join(str(error).split())[:200]
+            message = " ".join(str(error).split())[:200]
             warnings.warn(
                 f"fastattn takes smaller tiles than {refused}, and is slower for it: "
-                f"{type(error).__name__}: {said}",
+                f"{type(error).__name__}: {message}",
                 UserWarning,
                 stacklevel=3,
             )
@@ -189,17 +189,17 @@ def refuse_tangents(tensors: Mapping[str, object], options: Options | None) -> N
     """Raise NotImplementedError if an argument of a running operator has a tangent."""
     if not tracing.in_forward_mode():
         return
-    given: list[tuple[str, object]] = list(tensors.items())
+    values: list[tuple[str, object]] = list(tensors.items())
     if options is not None:
-        given += zip(options._fields, options, strict=True)
-        given += [("mod_tensors", x) for x in options.mod_tensors]
+        values += zip(options._fields, options, strict=True)
+        values += [("mod_tensors", x) for x in options.mod_tensors]
     # torch runs an operator below autograd, which alone sees tangents.
     keys = torch._C.DispatchKey
     with (
         torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
         torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
     ):
-        for name, x in given:
+        for name, x in values:
             if isinstance(x, Tensor):
                 checks.refuse_tangent(name, x)
 

@@ -37,20 +37,20 @@ def nothing(_: Mapping[str, Any]) -> int:
 def attended(wide: int, of_values: int) -> Formula:
     """Per pair of query and key, `wide` products of D terms and `of_values` of D_v."""
 
-    def count(given: Mapping[str, Any]) -> int:
-        q, k = given["q"], given["k"]
+    def count(inputs: Mapping[str, Any]) -> int:
+        q, k = inputs["q"], inputs["k"]
         # Packed codes are transposed; D_v is D.
-        D_v = given["v"].shape[-1] if "v" in given else q.shape[-1]
+        D_v = inputs["v"].shape[-1] if "v" in inputs else q.shape[-1]
         terms = wide * q.shape[-1] + of_values * D_v
-        return 2 * q.shape[1] * terms * _pairs(q, k, given)
+        return 2 * q.shape[1] * terms * _pairs(q, k, inputs)
 
     return count
 
 
-def decoded(given: Mapping[str, Any]) -> int:
+def decoded(inputs: Mapping[str, Any]) -> int:
     """The two products of every query with its cache row's keys."""
     q, k, v, table, lengths, rows = (
-        given[name] for name in ("q", "k", "v", "block_table", "lengths", "batch_index")
+        inputs[name] for name in ("q", "k", "v", "block_table", "lengths", "batch_index")
     )
     room = k.shape[2] * (1 if table is None else table.shape[1])
     if _known(lengths):
@@ -61,10 +61,10 @@ def decoded(given: Mapping[str, Any]) -> int:
     return int(2 * q.shape[1] * q.shape[2] * keys * (q.shape[3] + v.shape[3]))
 
 
-def packed_over_cache(given: Mapping[str, Any]) -> int:
+def packed_over_cache(inputs: Mapping[str, Any]) -> int:
     """The two products of every packed query with its cache row's keys."""
     q, k, v, table, lengths, rows, starts = (
-        given[name]
+        inputs[name]
         for name in ("q", "k", "v", "block_table", "lengths", "batch_index", "cu_seqlens")
     )
     room = k.shape[2] * (1 if table is None else table.shape[1])
@@ -75,12 +75,12 @@ def packed_over_cache(given: Mapping[str, Any]) -> int:
     return int(2 * q.shape[1] * pairs * (q.shape[2] + v.shape[3]))
 
 
-def _pairs(q: Tensor, k: Tensor, given: Mapping[str, Any]) -> int:
+def _pairs(q: Tensor, k: Tensor, inputs: Mapping[str, Any]) -> int:
     """Pairs of a query and a key in all rows, or in all packed sequences.
 
     Packed sequences with unknown offsets are assumed equally long.
     """
-    starts = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    starts = [inputs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     pairs = q.shape[0] * q.shape[2] * k.shape[2]
     if starts[0] is None:
         return pairs

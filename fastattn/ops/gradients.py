@@ -67,15 +67,15 @@ def save(
     ctx.set_materialize_grads(False)
     # On the critical path of each training step.
     fields: list[Any] = list(options)
-    ctx.places = places = [place for place in _TENSORS if fields[place] is not None]
+    ctx.places = places = [name for name in _TENSORS if fields[name] is not None]
     if not places and not options.mod_tensors:
         ctx.save_for_backward(q, k, v, *output)
         ctx.options = options
         return
-    tensors = [fields[place] for place in places]
+    tensors = [fields[name] for name in places]
     ctx.save_for_backward(q, k, v, *output, *tensors, *options.mod_tensors)
-    for place in places:
-        fields[place] = None
+    for name in places:
+        fields[name] = None
     fields[_MOD_TENSORS] = None
     # `_make`, in half the time.
     ctx.options = tuple.__new__(Options, fields)
@@ -85,8 +85,8 @@ def saved(ctx: Any) -> Saved:
     """Inverse of `save`."""
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     fields = list(ctx.options)
-    for place in ctx.places:
-        fields[place] = tensors.pop(0)
+    for name in ctx.places:
+        fields[name] = tensors.pop(0)
     fields[_MOD_TENSORS] = tuple(tensors)
     return q, k, v, o, lse, Options._make(fields)
 
@@ -146,8 +146,8 @@ def gradients_and_delta(
     others = [of_learned[name] if name in wanted else None for name in LEARNED]
     if not options.fp32_results:
         others = [
-            x if x is None or given is None else x.to(given.dtype)
-            for x, given in zip(others, learned, strict=True)
+            x if x is None or like is None else x.to(like.dtype)
+            for x, like in zip(others, learned, strict=True)
         ]
     return [dq, dk, dv, *others], delta
 
@@ -206,13 +206,13 @@ def formula_of(part: Part) -> Callable[..., tuple[Tensor, Tensor]]:
     options = part.options
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = replaced(options, fields)
+        call_options = replaced(options, fields)
         if options.cu_seqlens_q is None:
             first = {"first_row": part.first_row, "first_query": part.first_query}
-            o, lse = formula.attention(q, k, v, given, return_lse=True, **first)
+            o, lse = formula.attention(q, k, v, call_options, return_lse=True, **first)
             return o, lse
         rows = (as_packed(q), as_packed(k), as_packed(v))
-        o, lse = formula.attention(*rows, laid(given, as_packed), return_lse=True)
+        o, lse = formula.attention(*rows, laid(call_options, as_packed), return_lse=True)
         return as_batch(o), lse[None]
 
     return function
@@ -220,20 +220,20 @@ def formula_of(part: Part) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def replaced(options: Options, fields: Sequence[Tensor | None]) -> Options:
     """Options with other tensors in LEARNED."""
-    given: dict[str, Any] = dict(zip(LEARNED, fields, strict=True))
-    return options._replace(**given)
+    values: dict[str, Any] = dict(zip(LEARNED, fields, strict=True))
+    return options._replace(**values)
 
 
 def needed_of(needs: Sequence[bool]) -> list[bool]:
     """Whether q, k, v and the fields in LEARNED need a gradient, from an op's arguments."""
-    return [needs[place] for place in _PLACES]
+    return [needs[index] for index in _PLACES]
 
 
 def placed(gradients: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
     """Gradients of an op's arguments from those of q, k, v and the fields in LEARNED."""
     grads: list[Tensor | None] = [None] * count
-    for place, grad in zip(_PLACES, gradients, strict=True):
-        grads[place] = grad
+    for index, grad in zip(_PLACES, gradients, strict=True):
+        grads[index] = grad
     return tuple(grads)
 
 
@@ -249,6 +249,6 @@ def as_packed(x: Tensor) -> Tensor:
 
 def laid(options: Options, how: Callable[[Tensor], Tensor]) -> Options:
     """Options with `how` applied to the tensors with the layout of q or k."""
-    given = {name: getattr(options, name) for name in LAID_AS}
-    changed: dict[str, Any] = {name: how(x) for name, x in given.items() if x is not None}
+    values = {name: getattr(options, name) for name in LAID_AS}
+    changed: dict[str, Any] = {name: how(x) for name, x in values.items() if x is not None}
     return options._replace(**changed) if changed else options

@@ -42,7 +42,7 @@ def _schema() -> dict[str, str]:
 
 _SCHEMA = _schema()
 # Indices of fields in the arguments.
-PLACES = {name: place for place, name in enumerate(_SCHEMA)}
+PLACES = {name: index for index, name in enumerate(_SCHEMA)}
 _MOD_PLACES = [PLACES[f"{_MODS}_{i}"] for i in range(MAX_MOD_TENSORS)]
 
 
@@ -61,7 +61,7 @@ def unflat(flat: Sequence[object]) -> Options:
     """Inverse of `flat`; functions are looked up by name."""
     fields: dict[str, Any] = {name: flat[PLACES[name]] for name in Options._fields if name != _MODS}
     fields |= {name: block_mask.named(fields[name]) for name in FUNCTIONS}
-    mods = [flat[place] for place in _MOD_PLACES]
+    mods = [flat[index] for index in _MOD_PLACES]
     return Options(**fields, mod_tensors=tuple(x for x in mods if isinstance(x, Tensor)))
 
 

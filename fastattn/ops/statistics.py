@@ -19,8 +19,8 @@ from .schema import unflat
 def _computed(times: int) -> flops.Formula:
     """Count the scores, `times` times, and once more if lse is computed."""
 
-    def count(given: Mapping[str, Any]) -> int:
-        return flops.attended(times + (given["lse"] is None), 0)(given)
+    def count(arguments: Mapping[str, Any]) -> int:
+        return flops.attended(times + (arguments["lse"] is None), 0)(arguments)
 
     return count
 

@@ -77,10 +77,10 @@ def _backward(
     # torch disables autograd in operators, but it must record here.
     autograd = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(autograd, False), torch.enable_grad():
-        q, k, v, *given = leaves = [
-            x.detach().requires_grad_() for x in (q, k, v, *_given(options))
+        q, k, v, *optional = leaves = [
+            x.detach().requires_grad_() for x in (q, k, v, *_learned(options))
         ]
-        rest = iter(given)
+        rest = iter(optional)
         fields = [None if x is None else next(rest) for x in options.differentiable]
         results = _packed(q, k, v, replaced(options, fields), dlse is not None)
         o, lse = (results, None) if dlse is None else results
@@ -90,7 +90,7 @@ def _backward(
     return [_in_layout(x) for x in grads]
 
 
-def _given(options: Options) -> list[Tensor]:
+def _learned(options: Options) -> list[Tensor]:
     return [x for x in options.differentiable if x is not None]
 
 
@@ -134,7 +134,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> tuple[Tensor, Tens
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: object
 ) -> list[Tensor]:
-    return [_in_layout(torch.empty_like(x)) for x in (q, k, v, *_given(unflat(arguments)))]
+    return [_in_layout(torch.empty_like(x)) for x in (q, k, v, *_learned(unflat(arguments)))]
 
 
 def _gradients(

@@ -104,8 +104,8 @@ class _Gradients(torch.autograd.Function):
 
         def function(do: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
             q, k, v, *fields = rest
-            given = replaced(options, fields)
-            grads = differentiable_gradients(q, k, v, given, ctx.needed, do, dlse)
+            call_options = replaced(options, fields)
+            grads = differentiable_gradients(q, k, v, call_options, ctx.needed, do, dlse)
             return tuple(x for x in grads if x is not None)
 
         needed = [x is not None and x.requires_grad for x in inputs]
@@ -132,8 +132,8 @@ def attention_tangent(
     o: Tensor, lse: Tensor, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tangents of o and lse; see `kernels.forward_mode.tangent.launch_tangent`."""
-    given = launchers.tangent.InputTangents(tq, tk, tv, tbias, trelative, tsinks)
-    return launchers.tangent.launch_tangent(q, k, v, given, o, lse, options)
+    tangents = launchers.tangent.InputTangents(tq, tk, tv, tbias, trelative, tsinks)
+    return launchers.tangent.launch_tangent(q, k, v, tangents, o, lse, options)
 
 
 @attention_tangent.op.register_fake
@@ -162,8 +162,8 @@ def dual(
     kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """o and lse with tangents, by the kernels' operators, if `why_no_tangents` is None."""
-    given = [q, k, v, *(getattr(options, name) for name in _MOVED)]
-    primals, moves = zip(*map(_taken_apart, given), strict=True)
+    tensors = [q, k, v, *(getattr(options, name) for name in _MOVED)]
+    primals, moves = zip(*map(_taken_apart, tensors), strict=True)
     q, k, v, *learned = primals
     options = options._replace(**dict(zip(_MOVED, learned, strict=True)))
     o, lse, to, tlse = _Dual.apply(kernels, q, k, v, *moves, *flat(options))  # type: ignore[no-untyped-call]
@@ -239,14 +239,14 @@ def _pushed(part: Part) -> Callable[..., tuple[Tensor, ...]]:
     function = formula_of(part)
 
     def pushed(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-        given = dict(zip(NAMES, inputs, strict=False))
+        by_name = dict(zip(NAMES, inputs, strict=False))
         moves = dict(zip(("q", "k", "v", *_MOVED), inputs[len(NAMES) :], strict=True))
         moves = {name: x for name, x in moves.items() if x is not None}
 
         def of_moved(*moved: Tensor) -> tuple[Tensor, Tensor]:
-            return function(*(given | dict(zip(moves, moved, strict=True))).values())
+            return function(*(by_name | dict(zip(moves, moved, strict=True))).values())
 
-        primals = tuple(given[name] for name in moves)
+        primals = tuple(by_name[name] for name in moves)
         # three with has_aux alone
         outputs, pushes = torch.func.jvp(of_moved, primals, tuple(moves.values()))  # type: ignore[misc]
         return *outputs, *pushes

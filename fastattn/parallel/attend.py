@@ -97,18 +97,18 @@ def context_attention(
     call, error = None, None
     try:
         checks.check_tensors(q, k, v)
-        q, k, v, given = inputs.autocast(q, k, v, dict(options))
-        call = _check(q, k, v, ranks, plan, method, given)
+        q, k, v, arguments = inputs.autocast(q, k, v, dict(options))
+        call = _check(q, k, v, ranks, plan, method, arguments)
     except Exception as problem:
         error = problem
     number = agree(ranks, () if call is None else call.signature, error)
     assert call is not None, "else agree has raised"
     with torch.autocast(q.device.type, enabled=False):
-        given = _spread(call.options, plan, ranks, q.device, sum_tables)
+        arguments = _spread(call.options, plan, ranks, q.device, sum_tables)
         if call.method in ("ulysses", "usp"):
-            o, lse = _by_heads(q, k, v, given, call, plan, ranks)
+            o, lse = _by_heads(q, k, v, arguments, call, plan, ranks)
         else:
-            o, lse = _along(q, k, v, given, call.method, plan, ranks)
+            o, lse = _along(q, k, v, arguments, call.method, plan, ranks)
     o, lse = _SameBackward.apply(o, lse, ranks, call.method, number)  # type: ignore[no-untyped-call]
     return (o, lse) if return_lse else o
 
@@ -129,8 +129,8 @@ def explain_context(
     """
     ranks = Ranks.of(mesh)
     checks.check_tensors(q, k, v)
-    given = _checked_options(q, k, v, ranks, plan, dict(options))
-    return explanation(q, k, ranks, plan, given, method)
+    arguments = _checked_options(q, k, v, ranks, plan, dict(options))
+    return explanation(q, k, ranks, plan, arguments, method)
 
 
 class _Call(NamedTuple):
@@ -144,9 +144,9 @@ class _Call(NamedTuple):
 def _check(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, plan: Any, method: str, options: dict[str, Any]
 ) -> _Call:
-    given = _checked_options(q, k, v, ranks, plan, options)
-    chosen = choose(explanation(q, k, ranks, plan, given, method), method)
-    return _Call(chosen, given, _signature(q, k, v, plan, chosen, given))
+    arguments = _checked_options(q, k, v, ranks, plan, options)
+    chosen = choose(explanation(q, k, ranks, plan, arguments, method), method)
+    return _Call(chosen, arguments, _signature(q, k, v, plan, chosen, arguments))
 
 
 def _checked_options(
@@ -170,33 +170,33 @@ def _check_options(
         if options.get(name) is not None:
             raise TypeError(f"context_attention takes no {name}: {reason}")
     _CALLEE.refuse_others(options)
-    given = {name: x for name, x in options.items() if not _is_default(name, x)}
-    mask = given.get("attn_mask")
-    if isinstance(mask, Tensor) and mask.is_floating_point() and "attn_bias" not in given:
-        given["attn_bias"] = given.pop("attn_mask")
+    arguments = {name: x for name, x in options.items() if not _is_default(name, x)}
+    mask = arguments.get("attn_mask")
+    if isinstance(mask, Tensor) and mask.is_floating_point() and "attn_bias" not in arguments:
+        arguments["attn_bias"] = arguments.pop("attn_mask")
     for name in ("attn_mask", "attn_bias"):
-        x = given.get(name)
+        x = arguments.get(name)
         if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-2] not in (1, plan.length):
             raise ValueError(
                 f"{name} must be sharded by its queries, [..., {plan.length} or 1, {plan.T} or 1], "
                 f"got {list(x.shape)}: shard(x, -2, plan, mesh) does it"
             )
     # Check against a rank's queries and all keys, as tensors without memory.
-    everything = dict(given)
+    everything = dict(arguments)
     B, T = q.shape[0], plan.T
     keys, values = (x[:, :, :1].detach().expand(-1, -1, T, -1) for x in (k, v))
-    if "documents" in given:
-        ids = given["documents"]
+    if "documents" in arguments:
+        ids = arguments["documents"]
         if isinstance(ids, tuple):
             raise TypeError("documents must be one tensor: a sequence attends to itself")
         checks.check_integers("documents", ids)
         checks.check_placement("documents", ids, (B, plan.length), q)
         everything["documents"] = (ids, ids[:, :1].expand(-1, T))
-    if "key_padding_mask" in given:
-        mask = checks.check_key_padding_mask(given["key_padding_mask"], k)
+    if "key_padding_mask" in arguments:
+        mask = checks.check_key_padding_mask(arguments["key_padding_mask"], k)
         everything["key_padding_mask"] = mask[:, :1].expand(-1, T)
     call_options.dense_options(q, keys, values, **everything)
-    return given
+    return arguments
 
 
 def _is_default(name: str, x: Any) -> bool:
@@ -204,7 +204,7 @@ def _is_default(name: str, x: Any) -> bool:
 
 
 def _signature(
-    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, method: str, given: Options
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, method: str, options: Options
 ) -> tuple[Any, ...]:
     def seen(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -215,22 +215,22 @@ def _signature(
         return getattr(function, "__qualname__", type(x).__name__)
 
     tensors = tuple(seen(x) for x in (q, k, v))
-    named = tuple((name, seen(given[name])) for name in sorted(given) if name != "mod_tensors")
+    named = tuple((name, seen(options[name])) for name in sorted(options) if name != "mod_tensors")
     # The messages of a ring depend on it.
-    known = hops.marked(given.get("documents")) is not None
-    return (method, plan.hash, known, *tensors, *named)
+    marked = hops.marked(options.get("documents")) is not None
+    return (method, plan.hash, marked, *tensors, *named)
 
 
 def _spread(
-    given: Options, plan: ContextPlan, ranks: Ranks, device: torch.device, sum_tables: bool
+    arguments: Options, plan: ContextPlan, ranks: Ranks, device: torch.device, sum_tables: bool
 ) -> Options:
     """Options for `pieces`, from this rank's parts."""
-    options = dict(given)
+    options = dict(arguments)
     for name in ("documents", "key_padding_mask"):
         if name in options:
             options[name] = gather_sequence(options[name], 1, plan, ranks)
-    if (known := hops.marked(given.get("documents"))) is not None:
-        hops.remember(options["documents"], known)
+    if (marked := hops.marked(arguments.get("documents"))) is not None:
+        hops.remember(options["documents"], marked)
     if "dropout" in options and "dropout_seed" not in options:
         options["dropout_seed"] = first_rank(dropout.draw_seed(device), ranks)
     behind = along("T_q")
@@ -244,19 +244,19 @@ def _spread(
 
 
 def _by_heads(
-    q: Tensor, k: Tensor, v: Tensor, given: Options, call: _Call, plan: ContextPlan, ranks: Ranks
+    q: Tensor, k: Tensor, v: Tensor, options: Options, call: _Call, plan: ContextPlan, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Exchange tokens for heads, attend along the outer dim, and exchange back."""
     if call.method == "ulysses":
         ranks = Ranks(None, ranks.outer)
-    part = heads.to_heads(q, k, v, given, plan, ranks)
+    part = heads.to_heads(q, k, v, options, plan, ranks)
     merged = plan.merged(ranks.degree)
     o, lse = _along(part.q, part.k, part.v, part.options, "ring", merged, Ranks(ranks.outer))
     return heads.to_tokens(o, plan, ranks), heads.to_tokens(lse, plan, ranks)
 
 
 def _along(
-    q: Tensor, k: Tensor, v: Tensor, given: Options, method: str, plan: ContextPlan, ranks: Ranks
+    q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, plan: ContextPlan, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded only along its tokens."""
     if ranks.outer is None:
@@ -267,14 +267,14 @@ def _along(
             k,
             v,
             return_lse=True,
-            **of_pair(given, Pair(rows, rows, ((0, plan.T),), ((0, plan.T),)), q.device),
+            **of_pair(options, Pair(rows, rows, ((0, plan.T),), ((0, plan.T),)), q.device),
         )
         return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
-    names = [name for name in LEARNED if given.get(name) is not None]
-    others = {name: x for name, x in given.items() if name not in names}
+    names = [name for name in LEARNED if options.get(name) is not None]
+    others = {name: x for name, x in options.items() if name not in names}
     real = plan.real(ranks.rank)
     o, lse = _Attention.apply(  # type: ignore[no-untyped-call]
-        q[:, :, :real], k, v, others, method, plan, ranks, names, *(given[name] for name in names)
+        q[:, :, :real], k, v, others, method, plan, ranks, names, *(options[name] for name in names)
     )
     return padded(o, 2, plan.length), padded(lse.float(), 2, plan.length, float("-inf"))
 
@@ -336,6 +336,6 @@ class _Attention(torch.autograd.Function):
         grads = dict(zip(keyed, totals.learned, strict=True))
         if sinks is not None:
             grads["sinks"] = sinks_gradient(sinks, whole)
-        given = [grads[name].to(x.dtype) for name, x in zip(names, learned, strict=True)]
+        learned_grads = [grads[name].to(x.dtype) for name, x in zip(names, learned, strict=True)]
         three = (totals.q.to(q.dtype), totals.k.to(k.dtype), totals.v.to(v.dtype))
-        return *three, None, None, None, None, None, *given
+        return *three, None, None, None, None, None, *learned_grads

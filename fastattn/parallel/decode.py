@@ -68,11 +68,11 @@ def decode_attention(
             raise TypeError(f"{_TAKEN.name} takes no {name}: {REFUSED[name]}")
     _TAKEN.refuse_others(options)
     page = checks.check_count("page", page, 1)
-    given = {name: x for name, x in options.items() if name not in (*_MASKS, *_BIASES, "sinks")}
-    given["causal"] = False
+    arguments = {name: x for name, x in options.items() if name not in (*_MASKS, *_BIASES, "sinks")}
+    arguments["causal"] = False
     positional = any(options.get(name) is not None for name in (*_MASKS, *_BIASES))
     if positional or (q.shape[2] > 1 and options.get("causal", True)):
-        given |= _by_position(q, cache, group, page, options)
+        arguments |= _by_position(q, cache, group, page, options)
     o, lse = decode.decode_attention(
         q,
         cache,
@@ -80,7 +80,7 @@ def decode_attention(
         batch_invariant=batch_invariant,
         return_lse=True,
         backend=backend,
-        **given,
+        **arguments,
     )
     parts = all_gather(torch.cat((wide(o), lse[..., None]), -1), group)
     o, lse = _merged([(part[..., :-1], part[..., -1]) for part in parts])
@@ -121,8 +121,8 @@ def _by_position(
     masks = {}
     if seen is not None:
         seen = seen.index_select(-1, keys)
-        given = options.get("attn_mask")
-        masks["attn_mask"] = seen if given is None else seen & given[..., : len(keys)]
+        mask = options.get("attn_mask")
+        masks["attn_mask"] = seen if mask is None else seen & mask[..., : len(keys)]
     distance = formula.distances(places, T_q, T, q.device).index_select(-1, keys)
     biases = [options["attn_bias"][..., : len(keys)]] if "attn_bias" in options else []
     if (slopes := options.get("alibi_slopes")) is not None:

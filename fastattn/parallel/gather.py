@@ -30,8 +30,8 @@ def gather_forward(
     """
     runs = plan.runs(rank_in(group))
     results = [
-        whole_forward(q[:, heads], keys, values, runs, given)
-        for heads, keys, values, given in _by_heads(q, k, v, options, plan, group)
+        whole_forward(q[:, heads], keys, values, runs, sliced)
+        for heads, keys, values, sliced in _by_heads(q, k, v, options, plan, group)
     ]
     o, lse = zip(*results, strict=True)
     return torch.cat(o, 1), torch.cat(lse, 1)
@@ -44,11 +44,11 @@ def gather_backward(
     """All gradients, with padding in k's and v's. Arguments as in `gather_forward`."""
     runs, everything = plan.runs(rank_in(group)), [(0, plan.T)]
     results = []
-    for heads, keys, values, given in _by_heads(q, k, v, options, plan, group):
+    for heads, keys, values, sliced in _by_heads(q, k, v, options, plan, group):
         dq, dk, dv, *learned = zeros_for(q[:, heads], keys, values, *leaves)
         total = Gradients(dq, dk, dv, learned)
         part_backward(
-            total, q[:, heads], keys, values, runs, everything, given, leaves, whole.heads(heads)
+            total, q[:, heads], keys, values, runs, everything, sliced, leaves, whole.heads(heads)
         )
         both = _to_owners(torch.cat((dk, dv), -1), plan, group)
         dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
@@ -79,8 +79,8 @@ def _by_heads(
         keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
         heads = slice(first * of_query, (first + step) * of_query)
         with torch.enable_grad():
-            given = of_heads(options, H_q, H_k, heads.start, step * of_query)
-        yield heads, keys, values, given
+            sliced = of_heads(options, H_q, H_k, heads.start, step * of_query)
+        yield heads, keys, values, sliced
 
 
 def _start(k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, dist.Work]:

@@ -37,14 +37,14 @@ def to_heads(
     repeats = math.lcm(H_k, U) // H_k
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    given = dict(options)
+    exchanged = dict(options)
     for name in _OF_QUERIES:
-        x = given.get(name)
+        x = exchanged.get(name)
         if x is not None and x.shape[-2] == plan.length:
-            given[name] = _exchanged(x, H_q, ranks).index_select(-2, order)
-    given = of_heads(given, H_q, H_k, rank_in(ranks.inner) * (H_q // U), H_q // U)
+            exchanged[name] = _exchanged(x, H_q, ranks).index_select(-2, order)
+    exchanged = of_heads(exchanged, H_q, H_k, rank_in(ranks.inner) * (H_q // U), H_q // U)
     q, k, v = (_exchanged(x, x.shape[1], ranks).index_select(2, order) for x in (q, k, v))
-    return Exchanged(q, k, v, given)
+    return Exchanged(q, k, v, exchanged)
 
 
 def to_tokens(x: Tensor, plan: ContextPlan, ranks: Ranks) -> Tensor:

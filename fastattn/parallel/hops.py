@@ -213,9 +213,9 @@ class Needs:
         sent = {}
         ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
         runs = sum(map(len, self.dealt.runs))
-        for way in (range(self.hops.after, 0, -1), range(-self.hops.before, 0)):
+        for steps in (range(self.hops.after, 0, -1), range(-self.hops.before, 0)):
             some = torch.zeros_like(self._starts, dtype=torch.bool)
-            for step in way:
+            for step in steps:
                 some = some | self._needed[(self._owners + step) % ranks, every]
                 number = self._run_of[some]
                 first = torch.full((runs,), self.dealt.T)
@@ -226,7 +226,7 @@ class Needs:
         return sent
 
     @cached_property
-    def way(self) -> "Way":
+    def traffic(self) -> "RingTraffic":
         """Traffic around the ring: for each hop, the most that any rank sends."""
         most = max(map(total, self.dealt.runs))
         owner = torch.tensor([rank for rank, runs in enumerate(self.dealt.runs) for _ in runs])
@@ -237,10 +237,10 @@ class Needs:
         after, before = self.hops
         # Gradients travel as far as keys, always for all keys that their rank had sent.
         behind = after * share.get(1, 0.0) + before * share.get(-1, 0.0)
-        return Way(after + before, sum(share.values()), behind)
+        return RingTraffic(after + before, sum(share.values()), behind)
 
 
-class Way(NamedTuple):
+class RingTraffic(NamedTuple):
     """Traffic around a ring: hops, and sums over hops of the shares of a rank's keys that are sent.
 
     keys: for keys. gradients: for gradients of keys, which follow and return.

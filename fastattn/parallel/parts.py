@@ -102,7 +102,7 @@ def part_backward(
     """
     for pair in pairs(q_runs, k_runs, options):
         with torch.enable_grad():
-            given = of_pair(options, pair, q.device)
+            pair_options = of_pair(options, pair, q.device)
         do, dlse, o, lse = whole.rows(pair.rows)
         part = attention_block_backward(
             do,
@@ -113,12 +113,12 @@ def part_backward(
             lse,
             dlse=dlse,
             out_dtype=total.q.dtype,
-            **given,
+            **pair_options,
         )
         total.q[:, :, pair.rows] += part.dq
         total.k[:, :, pair.keys] += part.dk
         total.v[:, :, pair.keys] += part.dv
-        of_pieces = [given[name] for name in part.of_options], [*part.of_options.values()]
+        of_pieces = [pair_options[name] for name in part.of_options], [*part.of_options.values()]
         if leaves:
             grads = torch.autograd.grad(of_pieces[0], leaves, of_pieces[1])
             for learned, grad in zip(total.learned, grads, strict=True):

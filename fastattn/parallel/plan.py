@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import checks
 from ..score_checks import POSITIONS_BLOCK
 from .cost import Rates, Shape, cost
-from .hops import Dealt, Documents, Way, mark, mask_of, needs
+from .hops import Dealt, Documents, RingTraffic, mark, mask_of, needs
 from .pieces import Options, Run, Runs, aligned
 
 BALANCES = ("contiguous", "zigzag", "longest_first")
@@ -194,23 +194,23 @@ class ContextPlan:
         pairs = tuple(sum(self.pairs[r : r + degree]) for r in starts) if self.pairs else ()
         return replace(self, stretches=stretches, pairs=pairs, imbalance=_imbalance(pairs))
 
-    def around(self, degree: int, options: Options) -> tuple[float, Way]:
+    def around(self, degree: int, options: Options) -> tuple[float, RingTraffic]:
         """Imbalance and traffic of a ring of groups of `degree` ranks.
 
         Documents count only if the plan has them.
         """
-        known = self.documents if options.get("documents") is not None else None
+        runs = self.documents if options.get("documents") is not None else None
         masks = {name: x for name, x in options.items() if name != "documents"}
-        key = degree, known is not None, *mask_of(masks)
+        key = degree, runs is not None, *mask_of(masks)
         if key not in self._arounds:
             groups = self.merged(degree)
             dealt = groups.dealt
-            around = needs(dealt, masks) if known is None else known.needs(dealt, masks)
-            self._arounds[key] = groups.imbalance, around.way
+            around = needs(dealt, masks) if runs is None else runs.needs(dealt, masks)
+            self._arounds[key] = groups.imbalance, around.traffic
         return self._arounds[key]
 
     @cached_property
-    def _arounds(self) -> dict[Any, tuple[float, Way]]:
+    def _arounds(self) -> dict[Any, tuple[float, RingTraffic]]:
         return {}
 
     @cached_property

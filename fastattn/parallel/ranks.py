@@ -118,7 +118,7 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
     groups = [group for group in ranks.groups if group.size() > 1]
     try:
         alike, failed = _compared(repr(call), error, groups)
-        said = [] if alike and not failed else _told(repr(call), error, groups)
+        replies = [] if alike and not failed else _told(repr(call), error, groups)
     except RuntimeError as lost:
         if error is not None:
             raise error from lost
@@ -128,14 +128,14 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
         ) from lost
     if error is not None:
         raise error
-    for rank, (_, reason) in enumerate(said):
+    for rank, (_, reason) in enumerate(replies):
         if reason is not None:
             raise ValueError(f"rank {rank} refused the call: {reason}")
-    for rank, (theirs, _) in enumerate(said):
-        if theirs != said[0][0]:
+    for rank, (theirs, _) in enumerate(replies):
+        if theirs != replies[0][0]:
             raise ValueError(
                 "plan, shapes and options must be the same on every rank: rank 0 has "
-                f"{said[0][0]}, rank {rank} has {theirs}"
+                f"{replies[0][0]}, rank {rank} has {theirs}"
             )
     number = 0
     for group in groups:
@@ -158,12 +158,12 @@ def _compared(
 
 def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) -> list[Any]:
     """Gather every rank's call and error message, by rank."""
-    said: list[Any] = [(call, None if error is None else str(error))]
+    replies: list[Any] = [(call, None if error is None else str(error))]
     for group in groups:
         parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, said, _on_host(group))
-        said = [x for part in parts for x in part]
-    return said
+        dist.all_gather_object(parts, replies, _on_host(group))
+        replies = [x for part in parts for x in part]
+    return replies
 
 
 def _on_host(group: ProcessGroup) -> ProcessGroup:

@@ -39,16 +39,16 @@ def append_rows(
         reached = first_slot is not None or room_for_padding
         q, k = _turned(q, k, positions, rotary, style, reached)
     if first_slot is not None:
-        place: _Place = (slice(None), slice(first_slot, first_slot + T))
+        index: _Place = (slice(None), slice(first_slot, first_slot + T))
         real = None
     else:
-        place = view.locate(positions)
+        index = view.locate(positions)
         real = None
         if not room_for_padding:
             real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
-    given = view.given_scales
-    _store(view.k, view.k_scale, k, place, real, given)
-    _store(view.v, view.v_scale, v, place, real, given)
+    scaled = view.given_scales
+    _store(view.k, view.k_scale, k, index, real, scaled)
+    _store(view.v, view.v_scale, v, index, real, scaled)
     if advance:
         if view.batch_index is None:
             view.lengths.add_(count)
@@ -79,9 +79,9 @@ def append_to_slots(
         q, k = _turned(q, k, positions[None], rotary, style, False)
     P, _, S, _ = k_pages.shape
     real = ((slots >= 0) & (slots < P * S))[None]
-    place = ((slots // S)[None], (slots % S)[None])
-    _store(k_pages, k_scale, k, place, real, given_scales)
-    _store(v_pages, v_scale, v, place, real, given_scales)
+    index = ((slots // S)[None], (slots % S)[None])
+    _store(k_pages, k_scale, k, index, real, given_scales)
+    _store(v_pages, v_scale, v, index, real, given_scales)
     return q
 
 
@@ -94,8 +94,8 @@ def _turned(
     cos, sin = rotary[0][row], rotary[1][row]
     if not reached:
         # Positions past the tables are not rotated.
-        known = (row == positions).unsqueeze(-1)
-        cos, sin = torch.where(known, cos, 1.0), torch.where(known, sin, 0.0)
+        has_table = (row == positions).unsqueeze(-1)
+        cos, sin = torch.where(has_table, cos, 1.0), torch.where(has_table, sin, 0.0)
     turned = None if q is None else apply_rotary(q, cos, sin, style=style)
     return turned, apply_rotary(k, cos, sin, style=style)
 
@@ -111,18 +111,18 @@ def _stored_tokens(view: CacheView, positions: Tensor, end: Tensor) -> Tensor:
 
 
 def _store(
-    stored: Tensor, stored_scale: Tensor | None, x: Tensor, place: _Place, real: Tensor | None,
+    stored: Tensor, stored_scale: Tensor | None, x: Tensor, index: _Place, real: Tensor | None,
     given_scale: bool,
 ) -> None:  # fmt: skip
     """Write x [B, H_k, T, width] to the slots, as codes if there are scales."""
     x = x.transpose(1, 2)
     if real is not None:
-        x, place = x[real], (place[0][real], place[1][real])
+        x, index = x[real], (index[0][real], index[1][real])
     if stored_scale is not None:
         kind: Quantize = "int8" if stored.dtype == torch.int8 else "fp8"
         of_slots = stored_scale.transpose(1, 2)
         if given_scale:
-            x = codes_within(x, of_slots[place].unsqueeze(-1), kind)
+            x = codes_within(x, of_slots[index].unsqueeze(-1), kind)
         else:
-            x, of_slots[place] = quantize_rows(x, kind)
-    as_bytes(stored).transpose(1, 2)[place] = as_bytes(x)
+            x, of_slots[index] = quantize_rows(x, kind)
+    as_bytes(stored).transpose(1, 2)[index] = as_bytes(x)

@@ -137,8 +137,8 @@ def _allow_second_derivatives(
         q, k, v, shown = inputs
         is_mask = shown is not None and shown.dtype == torch.bool
         options = Options(causal=is_causal, scale=scale, attn_mask=shown if is_mask else None)
-        names, given = ("q", "k", "v", "attn_bias"), (q, k, v, None if is_mask else shown)
-        grads = gradients_in_parts(_plain, options, names, given, needed, grad_outputs[:1])
+        names, tensors = ("q", "k", "v", "attn_bias"), (q, k, v, None if is_mask else shown)
+        grads = gradients_in_parts(_plain, options, names, tensors, needed, grad_outputs[:1])
         return (*grads[: len(grad_inputs)], *grad_inputs[len(inputs) :])
 
     node.register_hook(replaced)

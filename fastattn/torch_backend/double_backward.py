@@ -75,16 +75,16 @@ def _by_transform(
     places = [i for i, x in enumerate(inputs) if needed[i] and x is not None]
 
     def of_wanted(*wanted: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(places, wanted, strict=True))
-        outputs = function(*(given.get(i, x) for i, x in enumerate(inputs)))
+        values = dict(zip(places, wanted, strict=True))
+        outputs = function(*(values.get(i, x) for i, x in enumerate(inputs)))
         pairs = zip(outputs, gradients, strict=True)
         return tuple(y for y, dy in pairs if dy is not None)
 
     outputs, pullback = torch.func.vjp(  # type: ignore[misc]  # three with has_aux alone
         of_wanted, *(inputs[i] for i in places)
     )
-    given = [dy for dy in gradients if dy is not None]
-    grads = pullback(tuple(dy.to(y.dtype) for y, dy in zip(outputs, given, strict=True)))
+    values = [dy for dy in gradients if dy is not None]
+    grads = pullback(tuple(dy.to(y.dtype) for y, dy in zip(outputs, values, strict=True)))
     by_place = dict(zip(places, grads, strict=True))
     return [by_place.get(i) for i in range(len(inputs))]
 
@@ -181,9 +181,9 @@ def _in_parts(tensors: Sequence[Tensor | None]) -> bool:
     """Whether `_Parts` supports them: no transform, trace, tangent or legacy vmap."""
     if torch.compiler.is_compiling() or tracing.transforming():
         return False
-    given = [x for x in tensors if x is not None]
-    dual = tracing.in_forward_mode() and any(map(tracing.has_tangent, given))
-    return not dual and not any(map(is_legacy_batchedtensor, given))
+    present = [x for x in tensors if x is not None]
+    dual = tracing.in_forward_mode() and any(map(tracing.has_tangent, present))
+    return not dual and not any(map(is_legacy_batchedtensor, present))
 
 
 class _Parts(torch.autograd.Function):
@@ -198,14 +198,14 @@ class _Parts(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         q, k, *_ = tensors
         assert q is not None and k is not None
-        results: list[Any] = [tensors[place] for place in like]
+        results: list[Any] = [tensors[name] for name in like]
         sums = [torch.zeros_like(formula.wide(x, None)) for x in results]
         casts = tracing.autocasting(q.device)
         wide = torch.autocast(q.device.type, enabled=False) if casts else nullcontext()
         for part in parts(q, k, function.options, _SCORES):
-            given = [_leaf(x, lie, part) for x, lie in zip(tensors, function.inputs, strict=True)]
+            leaves = [_leaf(x, lie, part) for x, lie in zip(tensors, function.inputs, strict=True)]
             with torch.enable_grad(), wide:
-                grads = function.compute(part, *given)
+                grads = function.compute(part, *leaves)
             for total, lie, x in zip(sums, function.results, grads, strict=True):
                 _of_part(total, lie, part).add_(x.detach())
         return tuple(total.to(x.dtype) for total, x in zip(sums, results, strict=True))

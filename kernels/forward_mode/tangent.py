@@ -228,7 +228,7 @@ def _rows(x: Tensor | None) -> Tensor | None:
 
 
 def launch_tangent(
-    q: Tensor, k: Tensor, v: Tensor, given: InputTangents, o: Tensor, lse: Tensor, options: Options
+    q: Tensor, k: Tensor, v: Tensor, moved: InputTangents, o: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Tangents of o, in its dtype and memory order, and of lse, fp32 [B, H_q, T_q].
 
@@ -236,9 +236,9 @@ def launch_tangent(
     tangents of 0.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
-    tq, tk, tv = map(_rows, given[:3])
-    tbias = given.attn_bias
-    trelative, tsinks = (None if x is None else x.contiguous() for x in given[4:])
+    tq, tk, tv = map(_rows, moved[:3])
+    tbias = moved.attn_bias
+    trelative, tsinks = (None if x is None else x.contiguous() for x in moved[4:])
     to, mu = torch.empty_like(o), torch.empty_like(lse)
     tensors = (q, k, v, tq, tk, tv, tbias, trelative, tsinks)
     _plan(options, *tensors, o)(options, *tensors, o, lse, to, mu)

@@ -23,7 +23,7 @@ _MAXIMA = tl.constexpr(128)
 _TILE = 8192
 
 
-class Place(NamedTuple):
+class TileIndex(NamedTuple):
     """Rows of a program: tile number `tile` of head h of batch row `row`.
 
     first: its first row. b, first_k: start of the batch row in memory.
@@ -42,7 +42,7 @@ def _tile(
     x_ptr, x_strides, T, H, mask,
     ORDERED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """This program's rows in fp32, 0 for padding, and their `Place`.
+    """This program's rows in fp32, 0 for padding, and their `TileIndex`.
 
     ORDERED: rows are in the order of `key_at`.
     """
@@ -56,7 +56,7 @@ def _tile(
     ptr, stride = head(x_ptr, batch, h, first_k + first, x_strides, tl.int64)
     pointers = ptr + (rows * stride)[:, None] + tl.arange(0, BLOCK_D)[None, :]
     x = load_at(pointers, first + rows < row.end, BLOCK_D, D).to(tl.float32)
-    return x, Place(tile, h, row, first, batch, first_k)
+    return x, TileIndex(tile, h, row, first, batch, first_k)
 
 
 @triton.jit(do_not_specialize=["T", "H"])
@@ -77,10 +77,10 @@ def head_codes_kernel(
     PACKED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write codes, as bytes, and scale [batch rows, H] from `head_maxima_kernel`'s maxima."""
-    x, place = _tile(x_ptr, x_strides, T, H, mask, PACKED, ROWS, D, BLOCK_D)
-    first, row = place.first, place.row
+    x, at = _tile(x_ptr, x_strides, T, H, mask, PACKED, ROWS, D, BLOCK_D)
+    first, row = at.first, at.row
     # Tiles of a head are adjacent.
-    maxima_ptr += tl.program_id(0) - place.tile
+    maxima_ptr += tl.program_id(0) - at.tile
     tiles = tl.cdiv(row.T_k, ROWS)
     numbers = tl.arange(0, _MAXIMA)
     largest = tl.zeros([_MAXIMA], tl.float32)
@@ -90,15 +90,15 @@ def head_codes_kernel(
         largest = tl.where(more > largest, more, largest) + more * 0.0
     scale = row_scale(largest[None, :], 448.0)
     if first == 0:
-        tl.store(scale_ptr + row.b * H + place.h + tl.arange(0, 1), scale)
+        tl.store(scale_ptr + row.b * H + at.h + tl.arange(0, 1), scale)
     codes = to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]))
     if PACKED:
         store_packed(
-            codes, codes_ptr, place.b * H + place.h, first, row, place.first_k, sixteens, mask,
+            codes, codes_ptr, at.b * H + at.h, first, row, at.first_k, sixteens, mask,
             ROWS, D,
         )  # fmt: skip
     else:
-        ptr, stride = head(codes_ptr, place.b, place.h, place.first_k, codes_strides, tl.int64)
+        ptr, stride = head(codes_ptr, at.b, at.h, at.first_k, codes_strides, tl.int64)
         exists = first + tl.arange(0, ROWS) < row.T_k
         store_tile(ptr, stride, first, codes, exists, ROWS, BLOCK_D, D)
 

@@ -99,8 +99,8 @@ class _OfKeys(NamedTuple):
     def reusable(self) -> bool:
         return self.launch.reusable
 
-    def bind(self, given: Sequence[object]) -> None:
-        self.launch.bind(given)
+    def bind(self, arguments: Sequence[object]) -> None:
+        self.launch.bind(arguments)
 
 
 def _scored(options: Options, D: int) -> bool:

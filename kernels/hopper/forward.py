@@ -416,13 +416,13 @@ def launch_hopper_forward_fp8(
     o = empty_in_layout(q, H_q, T_q, D, dtype)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config = fp8_config(D, end_early(options))
-    given = (*options, *scales)
+    arguments = (*options, *scales)
 
-    def plan(given: list[Any]) -> Launch:
-        fields, views = given[:-3], given[-3:]
+    def plan(arguments: list[Any]) -> Launch:
+        fields, views = arguments[:-3], arguments[-3:]
         return _plan_with(config, type(options)._make(fields), tuple(views), q, k, values, o)
 
     layouts = [(x.shape, x.stride()) for x in (q, k, values)]
-    key = None if options.launched_anew else (_plan_with, signature(given), dtype, *layouts)
-    cached(key, given, plan, q.dtype)(given, q, k, values, o, lse)
+    key = None if options.launched_anew else (_plan_with, signature(arguments), dtype, *layouts)
+    cached(key, arguments, plan, q.dtype)(arguments, q, k, values, o, lse)
     return o, lse

@@ -121,8 +121,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
 def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
     """Why TMA cannot load a bias [B or 1, H or 1, T_q or 1, T_k or 1], or None."""
     if bias.element_size() != 2:
-        said = str(bias.dtype).removeprefix("torch.")
-        return f"attn_bias is {said}; they have room for tiles of 16 bits"
+        dtype = str(bias.dtype).removeprefix("torch.")
+        return f"attn_bias is {dtype}; they have room for tiles of 16 bits"
     if D == APART_HEAD_DIM:
         return f"there is no room for tiles of attn_bias beside those of {D} columns"
     if bias.shape[2] != T_q or bias.shape[3] == 1 or bias.stride(2) == 0:
@@ -149,8 +149,8 @@ def describe_bias(
 ) -> tuple[int, TensorDescriptor | None]:
     """Index of attn_bias among the options, and its descriptor in tiles [rows, cols] or None."""
     x = bias_by_tma(options, q)
-    place = ~options._fields.index("attn_bias")
-    return place, None if x is None else describe(x, rows, cols)
+    index = ~options._fields.index("attn_bias")
+    return index, None if x is None else describe(x, rows, cols)
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:

@@ -20,8 +20,8 @@ class Work(NamedTuple):
 
     T_q, T_k: rows of q and k. H: heads of a batch row, query heads or, for tiles of keys, K/V
     heads. G: query heads that share a K/V head. heads: of all batch rows, times the parts. tiles:
-    per head. pairs, pair_group, group: see `place`. order_ptr: see `launch.packed_order`; None = by
-    number. parts: of each tile of keys, see `heads_of_part`; None = one.
+    per head. pairs, pair_group, group: see `assign`. order_ptr: see `launch.packed_order`; None:
+    by number. parts: of each tile of keys, see `heads_of_part`; None = one.
     """
 
     heads: Any
@@ -77,13 +77,13 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def _pair_rounds(work):
-    """Number of pairs of tiles of unlike length for each program; see `place`."""
+    """Number of pairs of tiles of unlike length for each program; see `assign`."""
     return gl.cdiv(work.pairs * work.tiles, gl.num_programs(0))
 
 
 @gluon.jit
 def number_of_tiles(work):
-    """Number of tiles for this program of a persistent grid; see `place`."""
+    """Number of tiles for this program of a persistent grid; see `assign`."""
     programs = gl.num_programs(0)
     paired = 2 * _pair_rounds(work)
     alone = work.heads * work.tiles - paired * programs
@@ -99,7 +99,7 @@ def _turn(n):
 
 
 @gluon.jit
-def place(i, work):
+def assign(i, work):
     """(rank, head) of this program's i-th tile: rank 0 is the longest tile of its head.
 
     The first 2 * `pairs` heads are assigned two tiles at a time, rank k of one head and the k-th
@@ -156,7 +156,7 @@ def _of_head(i, work, H, cu_ptr, TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
     LAST_FIRST: the last tiles are the longest. Packed sequences have slots of TILE rows
     (`kernels.rules.tile.sequence_of`), some past the end of their sequence.
     """
-    tile, head = place(i, work)
+    tile, head = assign(i, work)
     if work.order_ptr is not None:
         tile = gl.load(work.order_ptr + tile)
     elif LAST_FIRST:

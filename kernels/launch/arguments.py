@@ -277,8 +277,8 @@ def _positions_strides(f: Options) -> tuple[int | None, ...] | None:
 
 def bias_stream(options: Options, q: Tensor, tile: TileConfig) -> Stream:
     """Stream of attn_bias in blocks of a score tile; None if TMA cannot load it."""
-    place = ~options._fields.index("attn_bias")
-    return Stream(place, bias_by_tma(options, q), tile.BLOCK_M, tile.BLOCK_N)
+    index = ~options._fields.index("attn_bias")
+    return Stream(index, bias_by_tma(options, q), tile.BLOCK_M, tile.BLOCK_N)
 
 
 def bias_by_tma(options: Options, q: Tensor) -> Tensor | None:

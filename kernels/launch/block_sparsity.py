@@ -154,10 +154,10 @@ class CallTables:
         self.empty = empty
         self._fills = fills
 
-    def bind(self, given: Sequence[object]) -> None:
-        """Bind every launch, as `Launch.bind`; given: the options, and `empty`."""
+    def bind(self, arguments: Sequence[object]) -> None:
+        """Bind every launch, as `Launch.bind`; arguments: the options, and `empty`."""
         for launch, _ in self._fills:
-            launch.bind(given)
+            launch.bind(arguments)
         self._shapes = [None if x is None else x.shape for x in self.empty]
         self._device = next(x.device for x in self.empty if x is not None)
         self.empty = ()
@@ -168,9 +168,9 @@ class CallTables:
             None if shape is None else torch.empty(shape, dtype=torch.int32, device=self._device)
             for shape in self._shapes
         ]
-        given = (*options, *made)
+        arguments = (*options, *made)
         for launch, places in self._fills:
-            launch(given, *(given[place] for place in places))
+            launch(arguments, *(arguments[index] for index in places))
         return made
 
 

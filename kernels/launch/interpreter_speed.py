@@ -27,11 +27,11 @@ _FLOATS = frozenset({"fp32", "fp16", "bf16"})
 
 def _block_type(cls: type, element_ty: Any, shape: Any) -> Any:
     """Cached block type for these elements and this shape, stored in the elements' type."""
-    known = element_ty.__dict__.get("_blocks") if cls is tl.block_type else None
-    if known and isinstance(shape, list | tl.tuple):
+    types = element_ty.__dict__.get("_blocks") if cls is tl.block_type else None
+    if types and isinstance(shape, list | tl.tuple):
         sizes = tuple([s.value if type(s) is tl.constexpr else s for s in shape])
-        if sizes in known:
-            return known[sizes]
+        if sizes in types:
+            return types[sizes]
     return object.__new__(cls)
 
 

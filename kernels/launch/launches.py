@@ -52,7 +52,7 @@ class Reusable(Protocol):
     def reusable(self) -> bool:
         """Whether the launch may be cached, as for `Launch`."""
 
-    def bind(self, given: Sequence[object]) -> None:
+    def bind(self, inputs: Sequence[object]) -> None:
         """Bind the launch, as `Launch.bind`."""
 
 
@@ -65,7 +65,7 @@ class Tables(Protocol):
 
     empty: tuple[Tensor | None, ...]
 
-    def bind(self, given: Sequence[object]) -> None:
+    def bind(self, inputs: Sequence[object]) -> None:
         """Bind every launch, as `Launch.bind`."""
 
     def __call__(self, options: Sequence[Any]) -> list[Tensor | None]:
@@ -75,10 +75,10 @@ class Tables(Protocol):
 class Stream(NamedTuple):
     """A 4-dim tensor that a kernel loads in blocks of one head.
 
-    place: n for the n-th tensor of the launch call, ~n for the n-th in `given`.
+    source: n for the n-th tensor of the launch call, ~n for the n-th in `inputs`.
     """
 
-    place: int
+    source: int
     x: Tensor | None
     rows: int
     cols: int
@@ -130,8 +130,8 @@ class Launch:
             tile = tile.compiler_options
         self._meta = tile
         self._descriptors = [
-            (place, descriptor_like(x, rows, cols) if by_descriptors and x is not None else None)
-            for place, x, rows, cols in streams
+            (index, descriptor_like(x, rows, cols) if by_descriptors and x is not None else None)
+            for index, x, rows, cols in streams
         ]
         while self._descriptors and self._descriptors[-1][1] is None:
             self._descriptors.pop()
@@ -144,18 +144,18 @@ class Launch:
         self.reusable = False
         self._run_compiled: Callable[..., None] | None = None
 
-    def bind(self, given: Sequence[object]) -> None:
-        """Replace the tensors in `given` by placeholders that every call fills.
+    def bind(self, inputs: Sequence[object]) -> None:
+        """Replace the tensors in `inputs` by placeholders that every call fills.
 
         The launch is not reusable if its arguments hold another tensor, made for a single call.
         """
         self.reusable = True
         if self._tables is not None:
-            given = (*given, *self._tables.empty)
-            self._tables.bind(given)
-        elif not any(map(_of_a_call, given)):
+            inputs = (*inputs, *self._tables.empty)
+            self._tables.bind(inputs)
+        elif not any(map(_of_a_call, inputs)):
             return  # no argument can derive from a tensor
-        places = {id(x): place for place, x in enumerate(given) if _of_a_call(x)}
+        places = {id(x): index for index, x in enumerate(inputs) if _of_a_call(x)}
         arguments = list(self._arguments)
         for at, argument in enumerate(arguments):
             record, fields = None, [argument]
@@ -171,10 +171,10 @@ class Launch:
                 self._bound.append(_Bound(at, record, fields, tensors))
         self._arguments = tuple(arguments)
 
-    def __call__(self, given: Sequence[object], *tensors: Tensor | None) -> None:
+    def __call__(self, inputs: Sequence[object], *tensors: Tensor | None) -> None:
         """Launch on these tensors; all calls agree in which are None and in all dtypes.
 
-        given: as in `bind`, with tensors of the same signature.
+        inputs: as in `bind`, with tensors of the same signature.
         """
         if not self._grid[0]:
             return
@@ -184,11 +184,11 @@ class Launch:
             if x is not None:
                 pointers |= x.data_ptr()
         if self._tables is not None:
-            given = (*given, *self._tables(given))
-        arguments = self._arguments if not self._bound else self._with(given)
+            inputs = (*inputs, *self._tables(inputs))
+        arguments = self._arguments if not self._bound else self._with(inputs)
         descriptors = [
-            _described(tensors[place] if place >= 0 else given[~place], like)
-            for place, like in self._descriptors
+            _described(tensors[index] if index >= 0 else inputs[~index], like)
+            for index, like in self._descriptors
         ]
         tensors = tensors[self._hidden :]
         if self._run_compiled is not None and not pointers & 15:
@@ -202,16 +202,16 @@ class Launch:
         if compiled is not None and not pointers & 15:  # the interpreter compiles nothing
             self._run_compiled = compiled[self._grid]
 
-    def _with(self, given: Sequence[object]) -> list[object]:
+    def _with(self, inputs: Sequence[object]) -> list[object]:
         """The arguments with the tensors of a call."""
         arguments = list(self._arguments)
         for at, record, fields, places in self._bound:
             if record is None:
-                arguments[at] = given[places[0][1]]
+                arguments[at] = inputs[places[0][1]]
                 continue
             values = fields.copy()
-            for n, place in places:
-                values[n] = given[place]
+            for n, index in places:
+                values[n] = inputs[index]
             # NamedTuple's `_make`, in half the time.
             arguments[at] = tuple.__new__(record, values)
         return arguments
@@ -220,7 +220,7 @@ class Launch:
 class _Bound(NamedTuple):
     """An argument that holds tensors: its index, its fields, and each tensor's source.
 
-    record: its type, if a tuple. places: (field, index in `given`).
+    record: its type, if a tuple. places: (field, index in `inputs`).
     """
 
     at: int
@@ -265,7 +265,7 @@ def cached_plan(
                 *[isinstance(x, Tensor) or x for x in arguments[count:]],
             )  # fmt: skip
             return cached(
-                key, options, lambda given: plan(type(options)._make(given), *arguments, **_), dtype
+                key, options, lambda x: plan(type(options)._make(x), *arguments, **_), dtype
             )
 
         return launch_for
@@ -274,12 +274,12 @@ def cached_plan(
 
 
 def cached(
-    key: Hashable | None, given: Sequence[object], plan: Callable[[list[Any]], _L],
+    key: Hashable | None, inputs: Sequence[object], plan: Callable[[list[Any]], _L],
     dtype: torch.dtype,
 ) -> _L:  # fmt: skip
-    """plan(given), cached by key and `device_key`.
+    """plan(inputs), cached by key and `device_key`.
 
-    key: determines all that plan reads of `given`; None: not cached.
+    key: determines all that plan reads of `inputs`; None: not cached.
     """
     if key is not None:
         key = (key, tiles.device_key(dtype))
@@ -287,7 +287,7 @@ def cached(
         if slot:
             return slot[0]
     # Distinct objects, even if a call passes one tensor twice.
-    views = [_viewed(x) for x in given] if any(map(_of_a_call, given)) else list(given)
+    views = [_viewed(x) for x in inputs] if any(map(_of_a_call, inputs)) else list(inputs)
     launch = plan(views)
     launch.bind(views)
     if key is not None and launch.reusable:
@@ -301,11 +301,11 @@ def _viewed(x: object) -> object:
     return tuple(map(_viewed, x)) if isinstance(x, tuple) and _of_a_call(x) else x
 
 
-def signature(given: Sequence[object]) -> tuple[Hashable, ...]:
+def signature(inputs: Sequence[object]) -> tuple[Hashable, ...]:
     """Properties of tensors and numbers that launchers may depend on, without the tensors."""
     return tuple(
         (x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else x
-        for x in given
+        for x in inputs
     )
 
 

@@ -2,7 +2,7 @@
 
 A head has `slots` slots for tiles (`kernels.rules.tile.sequence_of`). The table holds them by
 descending number of blocks, followed by the number of heads to interleave: as many as fit their
-longest sequence in L2. `hopper.schedule.place` assigns them.
+longest sequence in L2. `hopper.schedule.assign` assigns them.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class TileConfig:
     def compiler_options(self) -> dict[str, int]:
         """Options for Triton: NVIDIA's compiler refuses the options of AMD's, even as 0."""
         amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
-        said = {name: number for name, number in amd.items() if number}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **said}
+        chosen = {name: number for name, number in amd.items() if number}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **chosen}
 
 
 _FIELDS = tuple(field.name for field in fields(TileConfig))
@@ -74,7 +74,7 @@ _INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, Any] = {}
 # Tiles that lookups gave, by kind, element size and head dim, and what stands in for those that a
 # compiler refused.
-_given: dict[tuple[str, int, int], TileConfig] = {}
+_looked_up: dict[tuple[str, int, int], TileConfig] = {}
 _smaller: dict[tuple[str, int, int], TileConfig] = {}
 _SMALLEST = 16
 TileRow = Mapping[str, Any]
@@ -127,7 +127,7 @@ def lookup(
     row = (kind, element_size, BLOCK_D)
     device = current_device() if _installed else None
     tile = _smaller.get(row) or tile_of(current_arch(), *row, device)
-    _given[row] = tile
+    _looked_up[row] = tile
     return tile
 
 
@@ -194,7 +194,7 @@ def make_smaller(tile: TileConfig) -> bool:
         return False
     if _take_back(lambda row: row["kernel"] not in HOPPER and _config(row) == tile):
         return True
-    rows = [row for row, given in _given.items() if given == tile]
+    rows = [row for row, tile_of_row in _looked_up.items() if tile_of_row == tile]
     longer = "BLOCK_M" if tile.BLOCK_M > tile.BLOCK_N else "BLOCK_N"
     if tile.num_stages > 1:
         smaller = replace(tile, num_stages=1, descriptors=False)

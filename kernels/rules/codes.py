@@ -114,14 +114,14 @@ def from_e4m3(code):
 
 
 @triton.jit
-def key_at(place):
+def key_at(index):
     """Key at a position of the summed dim of an FP8 product on sm_90.
 
     After Q K^T a thread holds the scores of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16, but as
     operand of the next product it needs four adjacent ones. Any common order of weights and values
     is valid; in this one these four are adjacent, so that no weight moves between threads.
     """
-    return (place & -16) | ((place & 12) >> 1) | ((place & 2) << 2) | (place & 1)
+    return (index & -16) | ((index & 12) >> 1) | ((index & 2) << 2) | (index & 1)
 
 
 class Queries(NamedTuple):

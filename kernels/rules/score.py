@@ -251,7 +251,7 @@ class ScoreTangents(NamedTuple):
 
 
 @triton.jit
-def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, given):
+def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, tangents):
     """From the tangent of q.k to the score's (natural units), 0 where masked.
 
     x, before, capped: from `modified`. keep: visible pairs, or None = all. given: `ScoreTangents`.
@@ -262,12 +262,12 @@ def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, given):
     if score.softcap is not None:
         ratio = capped * (1.0 / score.softcap)
         t = t * (1 - ratio * ratio)
-    if given.relative_ptr is not None:
-        r_ptr = given.relative_ptr + tl.cast(h, tl.int64) * value(given.relative_stride)
+    if tangents.relative_ptr is not None:
+        r_ptr = tangents.relative_ptr + tl.cast(h, tl.int64) * value(tangents.relative_stride)
         shift = shift_of(rows + (row.offset - row.shift) - k_pos, score.reach)
         t += load_in_place(r_ptr + shift, None).to(tl.float32)
-    if given.bias_ptr is not None:
-        pointers = elements(given.bias_ptr, row.b, h, rows, k_pos, given.bias_strides)
+    if tangents.bias_ptr is not None:
+        pointers = elements(tangents.bias_ptr, row.b, h, rows, k_pos, tangents.bias_strides)
         inside = (rows < row.T_q) & (k_pos < row.T_k)
         t += load_in_place(pointers, inside).to(tl.float32)
     if score.mod is not None:

@@ -101,8 +101,8 @@ def selected_backward_dkv_kernel(
     h_k = (pid // (TILES * key_blocks)) % H_k
     b = pid // (TILES * key_blocks * H_k)
     row = batch_row(b, T_q, T_k, mask)
-    place = (pid % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_pos = tl.where(place < BLOCK_K, block * BLOCK_K + place, T_k)
+    column = (pid % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_pos = tl.where(column < BLOCK_K, block * BLOCK_K + column, T_k)
     valid = valid_keys(k_pos, row, mask)
     k = load_rows_at(k_ptr, b, h_k, k_pos, k_strides, valid, BLOCK_D, const.D)
     v = load_rows_at(v_ptr, b, h_k, k_pos, v_strides, valid, BLOCK_DV, const.D_V)

@@ -64,8 +64,8 @@ def block_scores_kernel(
             if CAUSAL:
                 keep = keep & ((key * STRIDE + POOL - 1)[None, :] <= position[:, None])
             if lse_ptr is not None:
-                place = (b * H_q + h).to(tl.int64) * T_q + query
-                lse = load_vector(lse_ptr + place, in_rows, float("inf"))
+                index = (b * H_q + h).to(tl.int64) * T_q + query
+                lse = load_vector(lse_ptr + index, in_rows, float("inf"))
                 p = weights(s, lse[:, None], scale * LOG2E, keep)
                 best = tl.where(keep, tl.maximum(best, 0.0) + p, best)
             else:

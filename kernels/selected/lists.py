@@ -92,8 +92,8 @@ def list_tile(
     slot = (pid % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     h, rows = list_queries(slot, number, group, shape)
     in_rows = (slot < SLOTS) & (rows < T_q)
-    place = list_head(b, group, groups, lists) * count + number
-    listed = tl.load(lists.ends_ptr + place)
+    index = list_head(b, group, groups, lists) * count + number
+    listed = tl.load(lists.ends_ptr + index)
     return ListTile(
         batch_row(b, T_q, T_k, mask),
         h,
@@ -101,7 +101,7 @@ def list_tile(
         rows,
         in_rows,
         (b * H_q + h).to(tl.int64) * T_q + rows,
-        lists.numbers_ptr + place * value(lists.width),
+        lists.numbers_ptr + index * value(lists.width),
         listed,
         tl.cdiv(listed * shape.BLOCK_K, BLOCK_N),
     )
@@ -125,10 +125,10 @@ def list_keys(i, tile, mask, shape: tl.constexpr, BLOCK_N: tl.constexpr):
         block = tl.load(tile.blocks_ptr + first // BLOCK_K)
         k_pos = block * BLOCK_K + first % BLOCK_K + tl.arange(0, BLOCK_N)
     else:
-        place = first + tl.arange(0, BLOCK_N)
-        listed = place // BLOCK_K < tile.count
-        block = tl.load(tile.blocks_ptr + place // BLOCK_K, mask=listed, other=0)
-        k_pos = tl.where(listed, block * BLOCK_K + place % BLOCK_K, tile.row.T_k)
+        columns = first + tl.arange(0, BLOCK_N)
+        listed = columns // BLOCK_K < tile.count
+        block = tl.load(tile.blocks_ptr + columns // BLOCK_K, mask=listed, other=0)
+        k_pos = tl.where(listed, block * BLOCK_K + columns % BLOCK_K, tile.row.T_k)
     return k_pos, valid_keys(k_pos, tile.row, mask)
 
 

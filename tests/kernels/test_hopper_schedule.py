@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastattn.kernels.hopper import host, schedule
-from fastattn.kernels.hopper.schedule import Work, number_of_tiles, place
+from fastattn.kernels.hopper.schedule import Work, assign, number_of_tiles
 from fastattn.kernels.hopper.tile_table import backward_config, forward_config
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.launch.arguments import kernel_mask
@@ -28,7 +28,7 @@ def order_kernel(out_ptr, heads, tiles, group, pairs, pair_group):
     work = Work(heads, tiles, group, pairs, None, None, None, None, pair_group, None, None)
     program = gl.program_id(0)
     for i in range(number_of_tiles(work)):
-        rank, head = place(i, work)
+        rank, head = assign(i, work)
         cell = out_ptr + 3 * (head * tiles + rank)
         gl.store(cell, program)
         gl.store(cell + 1, i)
@@ -104,7 +104,7 @@ class Grid:
 def dealt(programs: int, work: Work) -> dict[tuple[int, int], tuple[int, int]]:
     """(program, turn) of each (head, rank); each is met once."""
     results = {}
-    for program, i, (rank, head) in Grid(programs).each(work, place):
+    for program, i, (rank, head) in Grid(programs).each(work, assign):
         assert (head, rank) not in results, "a tile is worked on twice"
         results[head, rank] = (program, i)
     assert len(results) == work.heads * work.tiles

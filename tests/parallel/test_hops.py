@@ -97,7 +97,7 @@ def test_a_window_sends_what_it_spans_of_long_stretches() -> None:
     plan = ContextPlan.make(4 * 16384, 4, causal=True, window=4096, balance="contiguous")
     actual = needs(plan.dealt, {"causal": True, "window": 4096})
     assert actual.runs(1, 1) == ((2 * 16384 - 4096, 2 * 16384),)
-    assert actual.way == (1, 0.25, 0.25)
+    assert actual.traffic == (1, 0.25, 0.25)
 
 
 def test_a_document_is_found_wherever_it_goes_on() -> None:

@@ -223,13 +223,13 @@ def _tuned(path: Path) -> str:
     ]
     for kind, key in findings.KEYS.items():
         columns = (*key, "fastest", "ms", "shipped ms", "saved")
-        lines = [[*(row[x] for x in key), *_found(kind, row)] for row in rows.get(kind, ())]
+        lines = [[*(row[x] for x in key), *_outcomes(kind, row)] for row in rows.get(kind, ())]
         if lines and kind != "verification":
             parts.append(f"{kind}:\n\n" + table(columns, lines))
     return "\n\n".join(parts)
 
 
-def _found(kind: str, row: Mapping[str, Any]) -> Iterator[object]:
+def _outcomes(kind: str, row: Mapping[str, Any]) -> Iterator[object]:
     if kind == "tiles":
         config = HopperConfig if row["kernel"] in tiles.HOPPER else TileConfig
         names = HopperConfig._fields if config is HopperConfig else tuning.TILE

@@ -160,7 +160,7 @@ def swap(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     adapters = _checked(adapters)
     done = Swap()
-    for name, module in list(_found(model, "", done, set(), adapters)):
+    for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
             _swap_multihead(name, module, done)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def _checked(adapters: Any) -> Mapping[type[nn.Module], Adapter]:
     return adapters
 
 
-def _found(
+def _matches(
     module: nn.Module,
     name: str,
     done: Swap,
@@ -225,7 +225,7 @@ def _found(
         return
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        yield from _found(child, full, done, seen, adapters, registered)
+        yield from _matches(child, full, done, seen, adapters, registered)
 
 
 def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap) -> None:

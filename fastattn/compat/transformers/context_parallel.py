@@ -115,7 +115,7 @@ class SpreadModels:
             placed = bound.arguments.get("position_ids") is not None
             self._calls.append((type(model).__name__, placed))
             try:
-                return inner(model, **_given(bound))
+                return inner(model, **_passed(bound))
             finally:
                 self._calls.pop()
 
@@ -243,7 +243,7 @@ def _others(bound: inspect.BoundArguments) -> dict[str, Any]:
     return {}
 
 
-def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
+def _passed(bound: inspect.BoundArguments) -> dict[str, Any]:
     """All arguments of a call by name."""
     others = _others(bound)
     named = {name: x for name, x in bound.arguments.items() if x is not others}
@@ -251,7 +251,7 @@ def _given(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _signature(model: Any, bound: inspect.BoundArguments) -> tuple[Any, ...]:
-    arguments = _given(bound).items()
+    arguments = _passed(bound).items()
     shapes = ((name, tuple(x.shape)) for name, x in arguments if isinstance(x, Tensor))
     return (type(model).__name__, *sorted(shapes))
 

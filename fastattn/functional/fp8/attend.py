@@ -50,7 +50,7 @@ class _Call(NamedTuple):
     v: Tensor
     values: Tensor | PackedValues
     rows: int
-    given: dict[str, Tensor | None]
+    scale_tensors: dict[str, Tensor | None]
     options: Options
 
     @property
@@ -62,7 +62,7 @@ class _Call(NamedTuple):
         """Scales of q, k and v, default 1."""
         q, k, v = (
             x.new_ones(self.rows, x.shape[1], dtype=torch.float32) if scale is None else scale
-            for x, scale in zip((self.q, self.k, self.v), self.given.values(), strict=True)
+            for x, scale in zip((self.q, self.k, self.v), self.scale_tensors.values(), strict=True)
         )
         return q, k, v
 
@@ -79,9 +79,9 @@ class _Call(NamedTuple):
         v = self.values
         v = unpacked(v, of_keys) if isinstance(v, PackedValues) else v
         return (
-            dequantized(self.q, self.given["q_scale"], of_queries, dtype),
-            dequantized(self.k, self.given["k_scale"], of_keys, dtype),
-            dequantized(v, self.given["v_scale"], of_keys, dtype),
+            dequantized(self.q, self.scale_tensors["q_scale"], of_queries, dtype),
+            dequantized(self.k, self.scale_tensors["k_scale"], of_keys, dtype),
+            dequantized(v, self.scale_tensors["v_scale"], of_keys, dtype),
         )
 
 

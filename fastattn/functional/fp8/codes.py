@@ -117,8 +117,8 @@ def _quantize_sequences(
     """Quantise packed sequences: codes [total, H, D] and scales [N, H]."""
     ids = fp8.sequence_of_rows(cu_seqlens, x.shape[0])
     if lengths is not None:
-        place = torch.arange(x.shape[0], device=x.device) - cu_seqlens[ids]
-        x = torch.where((place < lengths[ids])[:, None, None], x, 0)
+        position = torch.arange(x.shape[0], device=x.device) - cu_seqlens[ids]
+        x = torch.where((position < lengths[ids])[:, None, None], x, 0)
     sizes = sizes_of(x)
     largest = sizes.new_zeros(cu_seqlens.shape[0] - 1, x.shape[1])
     largest = largest.scatter_reduce(0, ids[:, None].expand_as(sizes), sizes, "amax")

@@ -137,12 +137,13 @@ class _Call(NamedTuple):
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: Any, counts: Any, given: dict[str, Any]
-) -> _Call:
-    call_options.SELECTED.refuse_others(given)
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: Any, counts: Any,
+    arguments: dict[str, Any],
+) -> _Call:  # fmt: skip
+    call_options.SELECTED.refuse_others(arguments)
     checks.check_tensors(q, k, v)
     q, k, v, _ = inputs.autocast(q, k, v, {})
-    options = call_options.dense_options(q, k, v, **given)
+    options = call_options.dense_options(q, k, v, **arguments)
     block = check_block(block)
     return _Call(q, k, v, *checked_lists(indices, counts, q, k, block), block, options)
 

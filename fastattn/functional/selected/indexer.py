@@ -57,11 +57,11 @@ def select_tokens(
         >>> select_tokens(torch.ones(1, 1, 1, 1), k, torch.ones(1, 1, 1), 2).tolist()
         [[[[1, 2]]]]
     """
-    given: dict[str, Any] = {**options}
-    _TOKENS.refuse_others(given)
+    arguments: dict[str, Any] = {**options}
+    _TOKENS.refuse_others(arguments)
     q, k = _checked_index(q_index, k_index, w)
     n = checks.check_count("n", n, 0)
-    return formula.select(q, k, w, n, call_options.dense_options(q, k, k, **given))
+    return formula.select(q, k, w, n, call_options.dense_options(q, k, k, **arguments))
 
 
 @_LOSS.sign
@@ -104,15 +104,15 @@ def indexer_loss(
         >>> indexer_loss(q, k, w, q, k, causal=True).shape
         torch.Size([1, 8])
     """
-    given: dict[str, Any] = {**options}
-    _LOSS.refuse_others(given)
+    arguments: dict[str, Any] = {**options}
+    _LOSS.refuse_others(arguments)
     q_index, k_index = _checked_index(q_index, k_index, w)
     checks.check_tensors(q, k, k)
     for name, x, like in (("q", q, q_index), ("k", k, k_index)):
         B, _, T, _ = like.shape
         checks.check_placement(name, x, (B, x.shape[1], T, x.shape[3]), q_index)
     q, k, _, _ = inputs.autocast(q, k, k, {})
-    checked = call_options.dense_options(q, k, k, **given)
+    checked = call_options.dense_options(q, k, k, **arguments)
     lists = None
     if indices is not None:
         lists, _ = checked_lists(indices, None, q, k, (1, 1))

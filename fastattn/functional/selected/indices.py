@@ -40,9 +40,9 @@ def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
     if isinstance(blocks, Tensor):
         indices = _of_map(blocks)
     elif hasattr(blocks, "kv_num_blocks"):
-        given = (blocks.kv_num_blocks, blocks.kv_indices)
+        partial = (blocks.kv_num_blocks, blocks.kv_indices)
         full = (blocks.full_kv_num_blocks, blocks.full_kv_indices)
-        indices = _of_counts(*given, *(() if full[0] is None else full))
+        indices = _of_counts(*partial, *(() if full[0] is None else full))
     elif isinstance(blocks, tuple) and all(isinstance(x, Tensor) for x in blocks):
         by_rows = len(blocks) == 2 and blocks[0].dim() == 1
         indices = _of_rows(*blocks) if by_rows else _of_counts(*blocks)
@@ -68,11 +68,11 @@ def _of_map(seen: Tensor) -> Tensor:
     return _packed(seen, torch.arange(seen.shape[3], device=seen.device).expand(seen.shape))
 
 
-def _of_counts(*given: Tensor) -> Tensor:
-    if len(given) not in (2, 4):
-        raise TypeError(f"blocks must be two tensors or four, got {len(given)}")
+def _of_counts(*tensors: Tensor) -> Tensor:
+    if len(tensors) not in (2, 4):
+        raise TypeError(f"blocks must be two tensors or four, got {len(tensors)}")
     counted = []
-    for counts, numbers in zip(given[::2], given[1::2], strict=True):
+    for counts, numbers in zip(tensors[::2], tensors[1::2], strict=True):
         checks.check_integers("blocks", numbers)
         if tuple(counts.shape) != tuple(numbers.shape[:-1]):
             raise ValueError(

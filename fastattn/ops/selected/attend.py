@@ -22,9 +22,9 @@ from ..gradients import as_read, save, saved
 def _attended(wide: int, of_values: int) -> Formula:
     """`flops.attended` for the pairs in lists of n blocks."""
 
-    def count(given: Mapping[str, Any]) -> int:
-        q, v, lists = given["q"], given["v"], given["lists"]
-        keys = min(lists.shape[3] * given["block_k"], v.shape[2])
+    def count(arguments: Mapping[str, Any]) -> int:
+        q, v, lists = arguments["q"], arguments["v"], arguments["lists"]
+        keys = min(lists.shape[3] * arguments["block_k"], v.shape[2])
         terms = wide * q.shape[3] + of_values * v.shape[3]
         return int(2 * q.shape[0] * q.shape[1] * q.shape[2] * keys * terms)
 
@@ -86,7 +86,7 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
     places = (0, 1, 2, _SINKS)
     if torch.is_grad_enabled():
         inputs = (q, k, v, options.sinks)
-        wanted = tuple(needed[place] for place in places)
+        wanted = tuple(needed[index] for index in places)
         grads = _differentiable_gradients(inputs, lists, ctx.block, options, wanted, (do, dlse))
     else:
         do, dlse = as_read(do, dlse, o)
@@ -98,8 +98,8 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor
         if sinks is not None and needed[_SINKS]:
             dsinks = formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"]
             grads.append(dsinks.to(sinks.dtype))
-    for place, grad in zip(places, grads, strict=False):
-        results[place] = grad
+    for index, grad in zip(places, grads, strict=False):
+        results[index] = grad
     return tuple(results)
 
 
@@ -110,8 +110,8 @@ def _differentiable_gradients(
     """`_gradients` by torch's formula, for create_graph=True."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = options._replace(sinks=sinks)
-        return selected_formula.attention(q, k, v, lists, block, given)
+        with_sinks = options._replace(sinks=sinks)
+        return selected_formula.attention(q, k, v, lists, block, with_sinks)
 
     return gradients_with_graph(function, inputs, needed, dout)
 

@@ -11,11 +11,11 @@ import fastattn.kernels as kernels
 from ..call import operator
 
 
-def _scored(given: Mapping[str, Any]) -> int:
-    q, k = given["q"], given["k"]
-    rows = given["row_end"] - given["row_start"]
+def _scored(arguments: Mapping[str, Any]) -> int:
+    q, k = arguments["q"], arguments["k"]
+    rows = arguments["row_end"] - arguments["row_start"]
     pairs = q.shape[0] * q.shape[1] * rows * k.shape[2]
-    return int(2 * pairs * q.shape[3] * (given["pool"] // given["stride"]))
+    return int(2 * pairs * q.shape[3] * (arguments["pool"] // arguments["stride"]))
 
 
 @operator(_scored)

@@ -29,7 +29,7 @@ class Part(NamedTuple):
     targets: int | None
 
 
-class Place(NamedTuple):
+class BatchSlice(NamedTuple):
     """Rows and tokens of a global batch that a rank holds.
 
     Args:
@@ -66,10 +66,12 @@ class Place(NamedTuple):
         )
 
 
-def place(B: int, part: int, parts: int, plan: ContextPlan | None = None, rank: int = 0) -> Place:
+def batch_slice(
+    B: int, part: int, parts: int, plan: ContextPlan | None = None, rank: int = 0
+) -> BatchSlice:
     """Part number `part` of B rows; parts have equal sizes, the last ones padded."""
     each = -(-B // parts)
-    return Place(torch.arange(part * each, (part + 1) * each), B, plan, rank)
+    return BatchSlice(torch.arange(part * each, (part + 1) * each), B, plan, rank)
 
 
 def plan_rows(
@@ -92,9 +94,9 @@ class SplitDropout(TorchFunctionMode):
     Backward passes that recompute a forward must run in this mode too.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, rows: BatchSlice) -> None:
         super().__init__()
-        self._place = place
+        self._rows = rows
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,8 +110,8 @@ class SplitDropout(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0:
             return x
-        place = self._place
-        T = x.shape[1] if place.plan is None else place.plan.T
+        rows = self._rows
+        T = x.shape[1] if rows.plan is None else rows.plan.T
         # torch.dropout, as in code traced by torch 2.13 a mode would call itself through F.dropout.
-        scales = torch.dropout(x.new_ones(place.B, T, *x.shape[2:]), p, True)
-        return x * place.of(scales)
+        scales = torch.dropout(x.new_ones(rows.B, T, *x.shape[2:]), p, True)
+        return x * rows.of(scales)

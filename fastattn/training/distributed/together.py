@@ -27,7 +27,7 @@ from .. import sharded
 from ..checkpoint import Checkpoint
 from ..tasks.task import Batch, LanguageTask, Task
 from ..train_config import TrainConfig, resolve_device
-from .batches import Part, SplitDropout, place, plan_rows
+from .batches import Part, SplitDropout, batch_slice, plan_rows
 from .degrees import NAMES, TIMEOUT, Degrees, Split, SplitError
 from .launcher import attempt
 from .ranks import Ranks
@@ -112,7 +112,7 @@ class Together(Ranks):
     @contextmanager
     def part(self, batch: Batch, device: torch.device) -> Iterator[Part]:
         rows, T = batch.targets.shape
-        own = place(batch.whole_rows or rows, self._part, self.split.parts)
+        own = batch_slice(batch.whole_rows or rows, self._part, self.split.parts)
         if self.split.cp > 1:
             plan = self._plan(T, own.batch(batch).documents)
             own = own._replace(plan=plan, rank=self._cp)
