@@ -52,7 +52,7 @@ def name_of(mod: Any) -> str:
     name = _python_name(mod.fn)
     if "<locals>" in name:
         raise ValueError(
-            f"a mask_mod or score_mod that is traced must stand at the top level of a module, "
+            f"a mask_mod or score_mod that is traced must be at the top level of a module, "
             f"got {name}"
         )
     return name

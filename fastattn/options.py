@@ -93,7 +93,7 @@ OPTIONS: dict[str, OptionSpec] = {
         int | Tensor | None,
         _EVERY - _CACHE,
         _prefix_lengths,
-        cache="new tokens stand behind every prefix",
+        cache="new tokens follow every prefix",
     ),
     "key_lengths": OptionSpec(
         Tensor | None,
@@ -106,8 +106,8 @@ OPTIONS: dict[str, OptionSpec] = {
         _DENSE | _FP8 | _ADDITIVE | _SELECTED,
         lambda x, call: checks.check_query_offset(x, call.q),
         fields=("query_offset", "query_offsets"),
-        packed="the last query of each sequence stands at its last key",
-        cache="the last query of each row stands at its last key",
+        packed="the last query of each sequence is at its last key",
+        cache="the last query of each row is at its last key",
     ),
     "attn_mask": OptionSpec(
         Tensor | None,
@@ -136,8 +136,8 @@ OPTIONS: dict[str, OptionSpec] = {
         _DENSE,
         score_checks.check_positions,
         fields=("q_positions", "k_positions"),
-        packed="queries and keys of a sequence stand where they lie",
-        cache="the cache knows where its keys stand",
+        packed="tokens of a sequence have consecutive positions",
+        cache="the cache knows the positions of its keys",
     ),
     "query2": OptionSpec(
         Tensor | None, _TRAINED, score_checks.check_query2, cache=_IN_LATENT_CACHE

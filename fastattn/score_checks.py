@@ -102,7 +102,7 @@ def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
     Positions rise by 1 within each block of 128; values are read on a CPU only.
     """
     if call.arguments.get("query_offset") is not None:
-        raise ValueError("positions say where queries stand, and query_offset is given too")
+        raise ValueError("give positions or query_offset, not both")
     if not isinstance(positions, tuple) or len(positions) != 2:
         raise TypeError(
             f"positions must be a pair (q_positions, k_positions), got {type_name(positions)}"

@@ -297,7 +297,7 @@ def launch_append(
     if B * T == 0:
         return o
     by_slots = slots is not None
-    assert by_slots or cache.lengths is not None, "what is appended to counts its tokens"
+    assert by_slots or cache.lengths is not None, "append needs the cache's lengths"
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
     BLOCK = max(1, _TILE // max(BLOCK_D, BLOCK_DV))
     programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))

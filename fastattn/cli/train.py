@@ -66,7 +66,7 @@ def add_train(commands: Any) -> None:
         parser.add_argument_group(
             "ranks",
             "Under torchrun --nproc-per-node N -m fastattn train ...; the degrees multiply to the "
-            "number of ranks. The batch, its order and what is learned do not depend on them.",
+            "number of ranks. The batch, its order and the learned weights do not depend on them.",
         )
     )
 
@@ -159,7 +159,7 @@ def _add_layer_options(group: Any) -> None:
     text = "add vectors by relative position to the values too"
     add("--relative-values", "relative_values", text, action="store_true")
     add("--window", "window", "keys a token sees, itself included (all)", type=int)
-    add("--keep-first", "keep_first", "first keys that stay visible beside --window (0)", type=int)
+    add("--keep-first", "keep_first", "first keys that stay visible with --window (0)", type=int)
     text = "--window and --stride in layers by turns, or both in every layer (dense)"
     add("--sparse", "sparse", text)
     add("--stride", "stride", "distance between keys that are seen beyond --window", type=int)

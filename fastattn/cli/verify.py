@@ -43,7 +43,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = Store(environment(device))
     if arguments.clear:
         store.clear(verification.KIND)
-        sys.stdout.write(f"forgot what was verified on {report.name_of(device)}\n")
+        sys.stdout.write(f"forgot the verdicts on {report.name_of(device)}\n")
         return 0
     choice = {"backends": arguments.backend, "families": arguments.family}
     scope = verification.scope_of(device, **choice, quick=arguments.quick)

@@ -146,7 +146,7 @@ class _Score:
 
     def __mul__(self, x: Any) -> "_Score":
         if not isinstance(x, (int, float)) or not x > 0:
-            raise _refused("multiplies the score by what is no number above 0")
+            raise _refused("multiplies the score by other than a positive number")
         bias = None if self.bias is None else self.bias * x
         if self.outer is None:
             return replace(self, inner=self.inner * x, bias=bias)
@@ -215,7 +215,7 @@ def _either(condition: Any, x: Any, y: Any) -> _Score:
         return _either(~condition, y, x)
     if not isinstance(y, _Score):
         if isinstance(y, Tensor) or y != -math.inf:
-            raise _refused("takes the place of the score by what is not -inf")
+            raise _refused("replaces the score by other than -inf")
         return replace(x, keep=condition if x.keep is None else x.keep & condition)
     if (x.inner, x.outer) != (y.inner, y.outer):
         raise _refused("scales the score in some places alone")
@@ -238,7 +238,7 @@ def _recorded(
     def terms(*indices: Tensor) -> tuple[Tensor, Tensor]:
         score = score_mod(_Score(), *indices)
         if not isinstance(score, _Score):
-            raise _refused("returns what is not made of the score")
+            raise _refused("returns a value that does not depend on the score")
         done[:] = [score]
         keep = torch.ones((), dtype=torch.bool, device=device) if score.keep is None else score.keep
         bias = torch.as_tensor(0.0 if score.bias is None else score.bias, device=device)

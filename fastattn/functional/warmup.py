@@ -123,7 +123,7 @@ def _flags(call: str) -> list[str]:
         if flag in _CACHES and "decode" not in flags:
             raise ValueError(f'calls must have "decode" beside {flag!r}, got {call!r}')
         if (other := _BESIDE.get(flag, flag)) not in flags:
-            raise ValueError(f'calls must have "{other}" beside "{flag}", got {call!r}')
+            raise ValueError(f'calls must have "{other}" with "{flag}", got {call!r}')
     return flags
 
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 _BY_METHOD = {"gather": (gather_forward, gather_backward), "ring": (ring_forward, ring_backward)}
 _CALLEE = call_options.DENSE._replace(name="context_attention")
 _REFUSED = {
-    "query_offset": "the plan says where queries stand",
-    "positions": "the plan says where tokens stand",
-    "query2": "its columns go behind those of q, and those of key2 behind those of k",
-    "key2": "its columns go behind those of k, and those of query2 behind those of q",
+    "query_offset": "the plan has the positions of queries",
+    "positions": "the plan has the positions of tokens",
+    "query2": "append its columns to q, and key2's to k",
+    "key2": "append its columns to k, and query2's to q",
 }
 
 

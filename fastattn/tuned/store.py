@@ -115,7 +115,7 @@ class Store:
             with locked(self.folder / "lock", wait=True):
                 change()
         except OSError as error:
-            warn_once(f"fastattn cannot store what it found: {error}; set {CACHE_DIR}")
+            warn_once(f"fastattn cannot store findings: {error}; set {CACHE_DIR}")
             return False
         return True
 

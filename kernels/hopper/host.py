@@ -124,7 +124,7 @@ def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
         dtype = str(bias.dtype).removeprefix("torch.")
         return f"attn_bias is {dtype}; they have room for tiles of 16 bits"
     if D == APART_HEAD_DIM:
-        return f"there is no room for tiles of attn_bias beside those of {D} columns"
+        return f"there is no room for tiles of attn_bias with {D} columns"
     if bias.shape[2] != T_q or bias.shape[3] == 1 or bias.stride(2) == 0:
         return "attn_bias is broadcast along queries or keys, which TMA does not do"
     steps = zip(bias.shape[:3], bias.stride()[:3], strict=True)

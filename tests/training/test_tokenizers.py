@@ -120,7 +120,7 @@ def test_wrong_training_requests_are_named():
         ("tokenizer.json", b'{"model": {}}', "cannot be read by Hugging Face tokenizers"),
         ("tokenizer.json", None, "No such file"),
         ("vocab.txt", b"[UNK]\na\n\nb\n", "vocab.txt:3: the line is empty, a token is expected"),
-        ("vocab.txt", b"[UNK]\na\nb\na\n", "vocab.txt:4: token 'a' stands on line 2 already"),
+        ("vocab.txt", b"[UNK]\na\nb\na\n", "vocab.txt:4: token 'a' is on line 2 already"),
         ("vocab.txt", b"a\nb\n", r"vocab.txt has no unknown token, such as \[UNK\] or <unk>"),
         ("vocab.txt", b"\xff", "vocab.txt is not UTF-8 text"),
         ("vocab.txt", None, "cannot read vocabulary .*vocab.txt: No such file"),

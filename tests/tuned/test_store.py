@@ -118,7 +118,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file stands where the folder would be, which stops root as well."""
     (tmp_path / "home").write_text("")
     here = Store(HERE, tmp_path / "home" / "fastattn")
-    with pytest.warns(UserWarning, match="cannot store what it found: .*set FASTATTN_CACHE_DIR"):
+    with pytest.warns(UserWarning, match="cannot store findings: .*set FASTATTN_CACHE_DIR"):
         assert not here.put("tiles", ROW)
     assert not here.put("tiles", ROW)
     assert here.clear("tiles")

@@ -11,7 +11,7 @@ _INSTEAD = {
     "": "fastattn's own functions and modules, or the package itself after uninstall()",
     "losses": "torch.nn.functional.cross_entropy, or the package itself after uninstall()",
     "models": 'fastattn.models, or models of transformers with attn_implementation="fastattn"',
-    "modules": "fastattn.MultiheadAttention and CausalGQAttention, and torch.nn beside them",
+    "modules": "fastattn.MultiheadAttention, CausalGQAttention, and torch.nn",
     "ops": "functions of torch, which torch.compile fuses",
     "ops.rms_norm": "torch.nn.RMSNorm",
     "ops.layer_norm": "torch.nn.LayerNorm",

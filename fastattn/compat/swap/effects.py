@@ -29,12 +29,12 @@ def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
         elif waiting and read and node.op in ("call_function", "call_method"):
             name = name_of(node)
             if "autocast" in name or name.startswith("_set_") or "out" in node.kwargs:
-                return f"{name} stands between the products"
+                return f"{name} is between the products"
             changed = node.args[0] if node.args else None
             if _is_in_place(node) and not (
                 isinstance(changed, fx.Node) and _memory(changed).isdisjoint(read)
             ):
-                return f"{name} stands between the products"
+                return f"{name} is between the products"
     return None
 
 

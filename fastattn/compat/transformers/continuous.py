@@ -114,7 +114,7 @@ def attend_paged(
     """
     window = _window(module, mask, window)
     if cu_seq_lens_q is None or kwargs.get("cu_seq_lens_k") is None:
-        raise ValueError("cache needs cu_seq_lens_q and cu_seq_lens_k beside it")
+        raise ValueError("cache needs cu_seq_lens_q and cu_seq_lens_k")
     key, value = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
     )

@@ -83,7 +83,7 @@ def encode_texts(
             with_begin = " with its begin token" if begin else ""
             raise DataError(
                 f"{place}: the {side} has {len(ids) + extra} tokens{with_begin}, the model reads "
-                f"at most {length}; --truncate cuts what is longer"
+                f"at most {length}; --truncate cuts longer ones"
             )
         rows.append(tuple(kept))
     return rows

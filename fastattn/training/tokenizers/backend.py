@@ -75,7 +75,7 @@ def import_tokenizers() -> Any:
     Raises:
         ModuleNotFoundError: it is not installed; the message names the extra.
     """
-    purpose = "every tokenizer but that of characters"
+    purpose = "every tokenizer except the character tokenizer"
     hf = import_extra("tokenizers", purpose)
     for name in ("decoders", "models", "pre_tokenizers", "trainers"):
         import_extra(f"tokenizers.{name}", purpose)

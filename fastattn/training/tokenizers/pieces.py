@@ -135,7 +135,7 @@ def read_vocabulary(path: str | Path) -> PieceTokenizer:
             raise TokenizerError(f"{path}:{number}: the line is empty, a token is expected")
         if token in vocabulary:
             raise TokenizerError(
-                f"{path}:{number}: token {token!r} stands on line {vocabulary[token] + 1} already"
+                f"{path}:{number}: token {token!r} is on line {vocabulary[token] + 1} already"
             )
         vocabulary[token] = number - 1
     unknown = next((name for name in SPECIAL_NAMES["unknown"] if name in vocabulary), None)
