@@ -1,16 +1,16 @@
-"""Decoding: a few new queries a row against a long cache, the keys split among programs.
+"""Decoding: a few new queries per row and a long cache, whose keys are split among programs.
 
 The G query heads of a K/V head, times the new tokens, are the rows of one tile, so that keys and
-values are read once for all of them. Row r of the tiles of a K/V head is token r // G of its query
-head r % G. With G = 3 heads (a, b, c) and two new tokens, a tile of 16 rows holds
+values are read once. Row r of a K/V head's tiles is token r // G of query head r % G. With G = 3
+heads (a, b, c) and two new tokens, a tile of 16 rows holds
 
     a0 b0 c0 a1 b1 c1 . . . . . . . . . .
 
-Each part of the keys writes its own (o, lse), which `combine` merges; where keys are not split the
-kernel writes the result. How many parts there may be is known when the grid is launched, which row
-and keys each takes only when it runs: a launch recorded in a CUDA graph serves lengths that grow.
+Each part of the keys writes its own (o, lse), which `combine` merges; without a split the kernel
+writes the result. The launch fixes the number of parts, but each part finds its row and keys when
+it runs: a launch in a CUDA graph serves growing lengths.
 
-Packed queries, rows of any number of new tokens, are launches of the same kernel: see `paged`.
+Packed queries, rows with any number of new tokens, use the same kernel: see `paged`.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def _take_block(
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block.
 
-    SHARED: values are the first columns of the keys. They are loaded once, and q is in two parts.
+    SHARED: values are the first columns of the keys: they are loaded once, and q has two parts.
     """
     k_pos = n_first + tl.arange(0, BLOCK_N)
     if ONE_PAGE:
         page, slot = locate(cache_row, n_first, n_first >= 0, pages)
     else:
         page, slot = locate(cache_row, k_pos, k_pos >= 0 if valid is None else valid, pages)
-    # No load leaves the pool, whatever the table says.
+    # Invalid table entries must not leave the pool.
     page = tl.minimum(tl.maximum(page, 0), value(pages.page_count) - 1)
     if SHARED:
         v = load_columns(
@@ -116,7 +116,7 @@ def _take_block(
         k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         if keep is None:
             unit = q.unit, k_scale[None, :]
-        else:  # -inf in hidden places is not to be multiplied
+        else:  # hidden pairs may have -inf, which must not be multiplied
             s = s * (q.unit * k_scale)[None, :]
         v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
         lift = lift_of(v_scale)[None, :]
@@ -154,11 +154,11 @@ def decode_kernel(
     SHARED: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, RANGES: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one part of the keys. Programs: parts, of each its K/V heads, of
-    each its tiles. Of packed queries, T_q in all, the part says which row and tile it is of.
+    """Attention of a tile of rows to a part of the keys. Programs: parts, K/V heads, tiles. For
+    packed queries, T_q in all, the part determines row and tile.
 
-    o and lse take the results, and parts those of one part among several: see `combine.PART_FACTS`.
-    There are both where packed queries are split, as rows may then have one part or several.
+    o and lse get final results, parts the results of one of several parts: see
+    `combine.PART_FACTS`. Split packed queries use both, as rows have one part or several.
     """
     IN_PARTS: tl.constexpr = parts is not None
     PACKED: tl.constexpr = lengths.cu_ptr is not None
@@ -180,14 +180,14 @@ def decode_kernel(
 
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = r < one.count * G
-    # Rows that do not exist are copies of the last one: what users' functions load for them exists.
+    # Missing rows repeat the last one, so that users' functions load valid elements.
     r = tl.minimum(r, one.count * G - 1)
     t = r // G
     h = h_k * G + r % G
     first, last, full_first, full_last, lo, kept = share(
         split, splits, one.size, m_first, m_last, row, mask, plan, BLOCK_N, RANGES
     )
-    # Where the rows lie in q and o, and in parts.
+    # Offsets of the rows in q and o, and in parts.
     place_b, place_t = b, t
     part_h, part_t, in_part = h, t, in_rows
     if PACKED:
@@ -202,7 +202,7 @@ def decode_kernel(
             tl.store(facts + 1, tl.cast(one.begin, tl.float32), mask=first_part)
             tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
     CODES: tl.constexpr = k_store.scale_ptr is not None
-    # The scores of few rows begin with a number other than 0 in fewer instructions than codes take.
+    # For few rows, scores that start at a number other than 0 take fewer instructions than codes.
     INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
     RAISED: tl.constexpr = INT8 and BLOCK_M == 16 and q.ptr.dtype.element_ty != tl.float32
     q_rows = row_pointers(q, place_b, h, place_t, Q_ALIGN)[:, None]
@@ -219,7 +219,7 @@ def decode_kernel(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    # The sink is one key of the row: the first split has it.
+    # The first split adds the sink of the row.
     m_sink, l_sink = first_state(h, m, l, score)
     m = tl.where(split == 0, m_sink, m)
     l = tl.where(split == 0, l_sink, l)
@@ -254,7 +254,7 @@ def decode_kernel(
         )  # fmt: skip
 
     if IN_PARTS and NVIDIA >= EARLY_FROM and NVIDIA < EARLY_UNTIL:
-        # `combine` may take its place from here on; it waits for what is written below.
+        # `combine` may start now; it waits for the stores below.
         gdc_launch_dependents()
     if CODES:
         acc = interleave(acc[0], acc[1])
@@ -271,7 +271,7 @@ def decode_kernel(
         )
         tl.store(lse_ptr + (place_b * H_q + h).to(tl.int64) * T_q + place_t, lse, mask=whole)
     if IN_PARTS:
-        # Nobody reads the output of a part without a key.
+        # The output of a part without keys is not read.
         needed = in_part & (lse > float("-inf"))
         tl.store(
             row_pointers(parts, one.begin + split, part_h, part_t, PARTS_ALIGN)[:, None]
@@ -294,16 +294,16 @@ def launch_decode(
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v'] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
-    q [B, H_q, T_q, D], last dim contiguous. Token i of batch row b stands at position
-    lengths[row] - new_lengths[b] + i of its row of the cache. D_v' is D_v rounded up to whole 16
-    bytes, the columns past D_v being undefined.
+    q [B, H_q, T_q, D], last dim contiguous. Token i of batch row b has position lengths[row] -
+    new_lengths[b] + i in its row of the cache. D_v' is D_v rounded up to whole 16 bytes; columns
+    past D_v are undefined.
 
     Args:
-        starts: int [rows]: the positions before are padding; None: there is none.
-        new_lengths: int [B], taken within [0, T_q]: later queries are padding; None: all T_q count.
-        options: masks and scores; those of its fields that place queries and keys are not read.
-        splits: into how many parts the keys of every row are split; None: as the device needs.
-        invariant: split them by positions instead, see `decode_splits`.
+        starts: int [rows]: earlier positions are padding; None: no padding.
+        new_lengths: int [B], clamped to [0, T_q]: later queries are padding; None: no padding.
+        options: masks and scores; fields for positions and lengths are ignored.
+        splits: parts of the keys of every row; None: chosen for the device.
+        invariant: split by positions instead, see `decode_splits`.
     """
     launch = prepare_decode(
         q, cache, starts, new_lengths, options, splits=splits, invariant=invariant
@@ -312,9 +312,9 @@ def launch_decode(
 
 
 class PreparedDecode(NamedTuple):
-    """The launches of a decode call, and the shapes of what they write.
+    """The launches of a decode call, and the shapes of their results.
 
-    parts: the shape of the results of parts, which `combine` merges; None: keys are not split.
+    parts: shape of the parts' results, which `combine` merges; None: keys are not split.
     """
 
     launch: Launch | None
@@ -346,10 +346,10 @@ def prepare_decode(
     q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
     options: Options, *, splits: int | None = None, invariant: bool = False,
 ) -> PreparedDecode:  # fmt: skip
-    """`launch_decode` for calls with the signature of this one, ready to launch.
+    """Prepare `launch_decode` for calls with the signature of this one.
 
-    With users' functions it serves this call alone. It depends on `device_key` too, and takes the
-    current device for theirs.
+    With users' functions it serves only this call. It also depends on `device_key`, and uses the
+    current device.
     """
     cache = as_bytes(cache)
     B, H_q, T_q, _ = q.shape
@@ -380,8 +380,8 @@ def kernel_launch(
     """The cached launch of `decode_kernel`.
 
     arguments: (q, o, lse, parts, starts, counts, *cache, *options).
-    parts: for the results of parts of the keys, None: keys are not split. counts: new_lengths, or
-    the offsets of packed queries, of which `packed` says what rows are served.
+    parts: for results of parts of the keys; None: keys are not split. counts: new_lengths, or the
+    offsets of packed queries; `packed` selects their rows.
     """
     key = None
     if not options.launched_anew:
@@ -399,7 +399,7 @@ def _plan(
     cache, options = CacheTensors._make(rest[:fields]), kind._make(rest[fields:])
     B, H_q, T_q, D = q.shape
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
-    # Of a dense cache each page is a row.
+    # Each page of a dense cache is a row.
     rows_kept = (cache.k if cache.lengths is None else cache.lengths).shape[0]
     lengths = Lengths(
         cache.lengths, None if packed else counts, starts, cache.batch_index,
@@ -415,9 +415,9 @@ def _plan(
         B, tiles_of_rows = counts.shape[0] - 1, 1
         if options.tree_mask is not None and options.tree_starts is None:
             mask = mask._replace(tree_starts_ptr=counts)
-    # Keys of a call without a cache lie in either order, and one kernel serves both.
+    # Without a cache, keys may have either memory order; one kernel serves both.
     in_order = cache.lengths is not None and not cache.shared
-    # Products with codes take half of the columns each.
+    # Each product with codes takes half of the columns.
     fewest = 16 if cache.k_scale is None else 32
     columns = [max(fewest, block_dim(width)) for width in widths(cache)]
     return Launch(
@@ -434,7 +434,7 @@ def _plan(
 
 
 def as_bytes(cache: CacheTensors) -> CacheTensors:
-    """The cache with e4m3 codes as bytes: some GPUs know no fp8."""
+    """The cache with e4m3 codes as bytes: some GPUs lack fp8."""
     if cache.k.dtype != torch.float8_e4m3fn:
         return cache
     return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))

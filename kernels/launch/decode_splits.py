@@ -1,4 +1,4 @@
-"""Decoding's tiles, and among how many programs the keys of a row are split."""
+"""Decoding's tiles, and the number of programs for the keys of a row."""
 
 from __future__ import annotations
 
@@ -18,47 +18,44 @@ from .tiles import TileConfig
 if TYPE_CHECKING:
     from fastattn.options import Options
 
-# Tokens of a split that does not depend on the batch: the unit of batch-invariant decoding. A
-# multiple of every BLOCK_N.
+# Tokens per split in batch-invariant decoding. A multiple of every BLOCK_N.
 INVARIANT_SPLIT = 512
-# Partial results are written and read again: more splits than this cost more than they bring.
+# Partial results are written and read: more splits cost more than they save.
 _MOST_SPLITS = 128
-# Programs that share a multiprocessor, enough for its memory requests to overlap, unless another
-# number was tuned.
+# Default programs per multiprocessor, enough for its memory requests to overlap.
 PROGRAMS_AT_ONCE = 2
-# More waves than these are not tried to fill the last one better.
+# Most waves to try for a fuller last wave.
 _MOST_WAVES = 4
-# Where every row is a program, one of so few blocks does not keep the others waiting,
+# If every row is a program, one of so few blocks does not delay the others,
 _FEW_BLOCKS = 16
-# and one of any length not for long where there are so many waves of them.
+# and with so many waves one of any length delays them little.
 _MANY_WAVES = 8
-# Rows that start at multiples of 2 or 4 bytes are loaded in pieces of as many: of so few keys the
-# registers hold all addresses.
+# Rows aligned to 2 or 4 bytes are loaded in pieces of this size: registers hold all addresses of so
+# few keys.
 _SMALL_PIECES = 4
 _KEYS_IN_SMALL_PIECES = 16
-# A tile of these rows serves all but chunks of a prompt.
+# Rows of a tile, except for chunks of a prompt.
 _FEW_ROWS = 16
-# A program walks fewer keys than these in the time that merging their parts would take.
+# Fewer keys take less time than the merge of their parts.
 MANY_KEYS = 256
-# A program of forward takes so many rows of one head, whether there are as many or not, and one of
-# a chunk so many of all heads that share keys.
+# Rows per program: of one head in forward, of all heads that share keys in a chunk.
 _FORWARD_ROWS, _CHUNK_ROWS = 128, 64
-# A row of a chunk takes at most twice as long as one of forward: 1.25 times by machine code, and
-# on an H100 Hopper's forward was measured to be 1.4 times as fast as the portable one.
+# A chunk's row takes at most twice as long as forward's: 1.25 times by machine code, and on an H100
+# Hopper's forward was measured 1.4 times as fast as the portable one.
 _CHUNK_COST = 2
-# Merging the parts of a device full of chunks takes what a tile of forward takes for so many keys:
-# 20 MB written and read, and a launch.
+# The merge of a device full of chunks (20 MB written and read, and a launch) takes as long as a
+# tile of forward for so many keys.
 _MERGING_KEYS = 1024
-# Queries and keys of calls that split their keys on any device, with two batch rows and two heads
-# that share keys: one in the tile of few rows, one in that of a chunk.
+# Queries and keys of calls that split keys on any device, with two batch rows and two heads that
+# share keys: one with the tile of few rows, one with the tile of a chunk.
 SPLIT_CALLS = ((1, MANY_KEYS), (16, 4096))
 
 
 class Split(NamedTuple):
-    """How the keys of a call are split.
+    """The split of a call's keys.
 
-    capacity: what no position of a key reaches. parts: the most there may be. plan: see
-    `splits.Plan`; None: keys are not split, and each batch row is one part.
+    capacity: exclusive bound of key positions. parts: the most parts. plan: see `splits.Plan`;
+    None: keys are not split, and each batch row is one part.
     """
 
     capacity: int
@@ -70,7 +67,7 @@ def split_keys(
     q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, count: int | None,
     invariant: bool,
 ) -> Split:  # fmt: skip
-    """The split of each row's keys into `count`; None: by the work of all rows, or by positions."""
+    """Split each row's keys into `count`; None: by the work of all rows, or by positions."""
     capacity = _capacity(cache, options)
     B, H_q, T_q, _ = q.shape
     if invariant:
@@ -85,20 +82,20 @@ def split_keys(
     if shares is None and cache.lengths is not None:
         return Split(capacity, B, None)
     shares = shares or B
-    # Each row may have one part more than its shares, but none that is empty beside others.
+    # A row may have one part more than its shares, but no empty part among several.
     return Split(capacity, min(shares + B, B * visits), (shares, 0, 0))
 
 
 def _at_once(q: Tensor, cache: CacheTensors) -> int:
-    """Programs that the device runs side by side."""
+    """Programs that the device runs at once."""
     programs = tiles.programs_at_once(cache.k.element_size(), _widest(cache)) or PROGRAMS_AT_ONCE
     return programs * tiles.multiprocessors(q.device)
 
 
 class PackedSplit(NamedTuple):
-    """A launch for packed queries: the rows of `fewest` to `most` tokens, and how keys are split.
+    """A launch for packed queries: rows of `fewest` to `most` tokens, and the split of keys.
 
-    places: of results of parts, 0: no tile has several.
+    places: capacity for results of parts; 0: no tile is split.
     """
 
     tile: TileConfig
@@ -111,10 +108,10 @@ class PackedSplit(NamedTuple):
 def split_packed(
     q: Tensor, B: int, longest: int, cache: CacheTensors, options: Options, invariant: bool
 ) -> list[PackedSplit]:
-    """The launches for B rows of packed queries q [1, H_q, total, D], of at most `longest` tokens.
+    """The launches for B rows of packed queries q [1, H_q, total, D] with at most `longest` tokens.
 
-    How many tokens a row has the device knows. Rows whose tokens fill no tile of few rows are one
-    launch, the others another: each has programs for as many tiles as there may be.
+    Only the device knows the tokens of a row. One launch serves rows that fit a tile of few rows,
+    another the longer rows; each has programs for the most possible tiles.
 
         H_q / H_k = 4, rows of 300, 1, 1, 0 and 1 tokens
             tiles of 16   at most one a row: 4 of 16 rows hold the token of 4 heads, three times
@@ -130,12 +127,12 @@ def split_packed(
     if longest > few:
         tile = decode_tile(q, cache, few=False)
         if options.registers in ("scores", "heavy"):
-            # What tests or changes each score takes the registers of half of the keys.
+            # Tests or changes of each score take the registers of half of the keys.
             keys = max(16, tile.BLOCK_N // 2)
             tile = replace(tile, BLOCK_N=keys, sum_parts=min(tile.sum_parts, keys // 2))
         rows = min(B, total // (few + 1))
         most = total * G // tile.BLOCK_M + rows
-        # Of the tokens, so many at least are in longer rows.
+        # At least so many tokens are in longer rows.
         least = max(1, (total - few * B) * G // tile.BLOCK_M)
         groups.append(_packed(q, cache, options, tile, (few + 1, longest), most, least, invariant))
     return groups
@@ -145,9 +142,7 @@ def _packed(
     q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, tokens: tuple[int, int],
     most: int, least: int, invariant: bool,
 ) -> PackedSplit:  # fmt: skip
-    """The launch for rows with a number of tokens in a range, of which there are `least` to `most`
-    tiles.
-    """
+    """The launch for rows with numbers of tokens in a range, with `least` to `most` tiles."""
     capacity = _capacity(cache, options)
     of_tile = min(tokens[1], tile.BLOCK_M)
     if invariant and tokens[0] == 1:
@@ -157,15 +152,15 @@ def _packed(
     visits = max(1, _visits(capacity, of_tile, options, tile.BLOCK_N))
     shares = None if invariant else _shares(least, cache.k.shape[1], visits, _at_once(q, cache))
     if shares is None:
-        # One share holds every row whole.
+        # One share holds each row whole.
         return PackedSplit(tile, Split(capacity, most, (1, 0, 0)), *tokens, 0)
-    # A tile has several parts only if each takes more than half of a share.
+    # A tile is split only if each part takes more than half of a share.
     split = Split(capacity, min(shares + most, most * visits), (shares, 0, 0))
     return PackedSplit(tile, split, *tokens, min(2 * shares, most * visits))
 
 
 def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> TileConfig:
-    """The tile for a few rows or for a chunk of a prompt, in stages as deep as the cache asks."""
+    """The tile for a few rows or for a chunk of a prompt, with stages that depend on the cache."""
     if few is None:
         few = q.shape[2] * q.shape[1] // cache.k.shape[1] <= _FEW_ROWS
     kernel, widest = "decode" if few else "decode_chunk", _widest(cache)
@@ -180,14 +175,15 @@ def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> Tile
     if load_bytes(cache) <= _SMALL_PIECES:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
     tile = replace(tile, sum_parts=min(tile.sum_parts, tile.BLOCK_N // 2))
-    # Of stages NVIDIA's pipeline gives a block table half.
+    # NVIDIA's pipeline halves the stages with a block table.
     deeper = cache.block_table is not None and tiles.current_arch().startswith("sm_")
     return replace(tile, num_stages=2 * tile.num_stages - 1) if deeper else tile
 
 
 def load_bytes(cache: CacheTensors) -> int:
-    """`row_bytes`, or 1 where codes cannot be loaded by twos: of rows that are parts of longer ones
-    the last may have no neighbour, and the first may start between two.
+    """`row_bytes`, or 1 if codes cannot be loaded in pairs.
+
+    In rows that are slices of longer ones, a pair may extend past either end.
     """
     if cache.k_scale is not None:
         by_twos = (x.shape[3] % 2 == 0 and x.data_ptr() % 16 == 0 for x in (cache.k, cache.v))
@@ -201,7 +197,7 @@ def _widest(cache: CacheTensors) -> int:
 
 
 def nvidia_capability() -> int:
-    """The device's compute capability, as 89, or 0 where it is not NVIDIA's."""
+    """The device's compute capability, such as 89; 0 if it is not NVIDIA's."""
     return _capability_of(tiles.current_arch())
 
 
@@ -211,14 +207,14 @@ def _capability_of(arch: str) -> int:
 
 
 def in_one_page(cache: CacheTensors, BLOCK_N: int) -> bool:
-    """Whether the slots of a block of positions follow one another in one page."""
+    """Whether the slots of a block of positions are consecutive in one page."""
     if cache.block_table is None:
         return cache.keep_first is None
     return cache.k.shape[2] % BLOCK_N == 0
 
 
 def row_alignment(q: Tensor) -> int:
-    """Elements that the start of every row is a multiple of: 16 bytes of them if it can be."""
+    """Alignment of the rows in elements, at most 16 bytes."""
     elements = 16 // q.element_size()
     steps = zip(q.shape[:3], q.stride()[:3], strict=True)
     whole = all(size == 1 or stride % elements == 0 for size, stride in steps)
@@ -226,7 +222,7 @@ def row_alignment(q: Tensor) -> int:
 
 
 def _capacity(cache: CacheTensors, options: Options) -> int:
-    """Bound on the positions of keys: the end of the cache, or of a tensor that it indexes."""
+    """Bound of the positions of keys: the end of the cache, or of a tensor that they index."""
     S = cache.k.shape[2]
     if cache.lengths is None:
         return S
@@ -257,9 +253,9 @@ def _invariant_parts(capacity: int, T_q: int, options: Options) -> int:
 
 
 def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why a call of attention does not split its keys among programs, or None if it does.
+    """Reason that a call of attention does not split its keys among programs, or None.
 
-    One tile a head would leave most multiprocessors idle while each program walks all keys.
+    With one tile per head, most multiprocessors would be idle while each program visits all keys.
     """
     if options.cu_seqlens_q is not None:
         return "sequences are packed"
@@ -284,16 +280,16 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
 
 
 def _chunk_pays(q: Tensor, k: Tensor, options: Options) -> bool:
-    """Whether queries that are few beside their keys are done sooner as a chunk of a prompt.
+    """Whether few queries with many keys are faster as a chunk of a prompt.
 
-    Forward takes G heads one by one, and has programs for as many multiprocessors as it has tiles.
-    A chunk has the rows of all G heads in its tiles, and keys are split until the device is full:
+    Forward has a program for each tile of one head. A chunk's tiles have the rows of all G heads,
+    and keys are split until the device is full:
 
         T_q = 64, H_q = 32, H_k = 8, B = 1        forward: 32 programs, each half full, all keys
                                                   chunk: 32 tiles of 64 rows, in as many parts as
                                                   there is room for
 
-    Times are rows of a multiprocessor, each of which meets all keys.
+    Times are in rows per multiprocessor, each with all keys.
     """
     B, H_q, T_q, _ = q.shape
     H_k, T_k = k.shape[1:3]
@@ -309,10 +305,10 @@ def _chunk_pays(q: Tensor, k: Tensor, options: Options) -> bool:
 
 @cache
 def _shares(B: int, heads: int, visits: int, at_once: int) -> int | None:
-    """Into how many shares the keys of B rows are divided; None: a row need not be split.
+    """Number of shares for the keys of B rows; None: no row need be split.
 
-    heads: programs that have the same keys to split. visits: the most key blocks of a row.
-    at_once: programs that the device runs side by side.
+    heads: programs with the same keys to split. visits: the most key blocks of a row. at_once:
+    programs that the device runs at once.
     """
     count = _split_count(B * heads, visits, at_once)
     if count == 1 and (visits <= _FEW_BLOCKS or B * heads >= _MANY_WAVES * at_once):
@@ -324,7 +320,7 @@ def _split_count(programs: int, visits: int, at_once: int) -> int:
     """The smallest number of splits of equal rows that keeps the device about as busy as any."""
     most = min(visits // FEWEST_BLOCKS.value, blocks(_MOST_WAVES * at_once, programs))
     most = max(1, min(most, _MOST_SPLITS))
-    # As many as there are with blocks dealt out evenly: a split more would find none.
+    # The number with evenly divided blocks: a further split would have none.
     counts = [n for n in range(1, most + 1) if blocks(visits, blocks(visits, n)) == n]
 
     def busy(splits: int) -> float:

@@ -1,7 +1,7 @@
 """Tile choices as data: tuning/<arch>.json, looked up by kernel, element size and head dim.
 
-Nothing is tuned at run time, so a first call compiles one kernel and results are reproducible.
-`install` replaces the table's tiles by those tuned on a device before.
+Calls tune nothing, so a first call compiles one kernel and results are reproducible. `install`
+replaces the table's tiles by tiles tuned on a device before.
 """
 
 import json
@@ -17,25 +17,24 @@ import torch
 import triton
 
 KERNELS = ("forward", "backward_dq", "backward_dkv", "backward_one_pass")
-# Kinds of rows: one a kernel, decoding by one new token or several, and one for all kernels on
-# calls with relative keys and for the gradients of relative keys and biases; those hold more at
-# once than the others' tiles leave.
+# Kinds of rows: one per kernel, decoding of one new token or several, and one for all kernels on
+# calls with relative keys and for the gradients of relative keys and biases, which need more
+# registers.
 KINDS = (*KERNELS, "decode", "decode_chunk", "relative")
-# And one for each of these kernels on calls with a bias for each score and more.
+# One for each of these kernels on calls with a bias for each score and more.
 HEAVY = tuple(f"{kernel}_heavy" for kernel in KERNELS)
-# Between the two, for calls with more than causal order, lengths and sinks: where a table has no
-# such row, that of the kernel serves them too.
+# For calls with more than causal order, lengths and sinks; default: the kernel's row.
 MASKED = tuple(f"{kernel}_masked" for kernel in KERNELS)
-# For calls with a bias that comes by TMA, and with a bias by distance, dropout, a dense mask or a
-# user's function; without rows of its own the first is one of the second, and those are heavy.
+# For calls with a bias by TMA, and for calls with a bias by distance, dropout, a dense mask or a
+# user's function; the first default to the second, and these to heavy.
 BIAS = tuple(f"{kernel}_bias" for kernel in KERNELS)
 SCORES = tuple(f"{kernel}_scores" for kernel in KERNELS)
-# For decoding where one load brings keys and values, and from pages of codes.
+# For decoding with one load for keys and values, and from pages of codes.
 CACHES = ("decode_shared", "decode_chunk_shared", "decode_codes", "decode_chunk_codes")
-# Kernels whose shapes `hopper.tile_table` has; other ones may be forced like tiles.
+# Kernels with shapes in `hopper.tile_table`; others may be forced like tiles.
 HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass", "hopper_fp8")
 HOPPER_FORWARD = ("hopper_forward", "hopper_fp8")
-# A number that may be forced and installed like tiles: see `programs_at_once`.
+# A number to force and install like tiles: see `programs_at_once`.
 SPLITS = "splits"
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
@@ -44,10 +43,10 @@ TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 class TileConfig:
     """Rows of a query tile, rows of a key tile, warps of a program, stages of the load pipeline.
 
-    descriptors: blocks that are met one by one come by TMA. sum_parts: see `softmax.in_parts`.
-    apart: dK and dV come of a launch each, with half of the accumulators; dQ of one pass with dK.
-    waves_per_eu, matrix_instr_nonkdim: to AMD's compiler alone: waves that share a SIMD, whose
-    registers they split, and rows of a matrix instruction. 0: its own choice.
+    descriptors: TMA loads the blocks of the loop. sum_parts: see `softmax.in_parts`. apart: dK and
+    dV have a launch each, with half of the accumulators; one pass computes dQ with dK.
+    waves_per_eu, matrix_instr_nonkdim: for AMD's compiler: waves that share a SIMD and its
+    registers, and rows of a matrix instruction. 0: its own choice.
     """
 
     BLOCK_M: int
@@ -62,31 +61,31 @@ class TileConfig:
 
     @property
     def compiler_options(self) -> dict[str, int]:
-        """Options for Triton: NVIDIA's compiler refuses the options of AMD's, even as 0."""
+        """Options for Triton; NVIDIA's compiler refuses AMD's options, even as 0."""
         amd = {"waves_per_eu": self.waves_per_eu, "matrix_instr_nonkdim": self.matrix_instr_nonkdim}
         chosen = {name: number for name, number in amd.items() if number}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **chosen}
 
 
 _FIELDS = tuple(field.name for field in fields(TileConfig))
-# Fixed for the process once triton is imported; the knob reads the environment at every look.
+# Fixed once triton is imported; the knob reads the environment at every access.
 _INTERPRETING = bool(triton.knobs.runtime.interpret)
 _forced: dict[str, Any] = {}
-# Tiles that lookups gave, by kind, element size and head dim, and what stands in for those that a
-# compiler refused.
+# Results of lookups by kind, element size and head dim, and replacements of tiles that a compiler
+# refused.
 _looked_up: dict[tuple[str, int, int], TileConfig] = {}
 _smaller: dict[tuple[str, int, int], TileConfig] = {}
 _SMALLEST = 16
 TileRow = Mapping[str, Any]
-# By device, what takes the place of rows of its table; and how often that has changed.
+# By device, replacements of rows of its table, and the number of changes.
 _installed: dict[int, tuple[TileRow, ...]] = {}
 _installs = 0
 # By device, element size and head dim; see `programs_at_once`.
 _programs: dict[tuple[int, int, int], int] = {}
 _CLASSES = (64, 128, 256)
-# Values of the fields of an installed row that some kernel can take. A program has at most 1024
-# threads; 256 x 256 scores fill the registers of a multiprocessor. Of the required fields each row
-# has one; setmaxnreg takes multiples of 8.
+# Valid values of an installed row's fields. A program has at most 1024 threads; 256 x 256 scores
+# fill the registers of a multiprocessor. A row needs all required fields; setmaxnreg takes
+# multiples of 8.
 _SIDES, _FLAGS, _SIZES = (16, 32, 64, 128, 256), (False, True), (1, 2, 4)
 _TILE_REQUIRED = ("BLOCK_M", "BLOCK_N", "num_warps")
 _TILE_VALUES: Mapping[str, Container[Any]] = {
@@ -116,9 +115,8 @@ def lookup(
     Args:
         kernel: one of KINDS.
         element_size: bytes of an element of q.
-        BLOCK_D: the larger of the padded head dims of q and v, a power of two.
-        calls: "heavy" ones take the smaller tiles of HEAVY, others those of MASKED, BIAS, SCORES,
-            CACHES.
+        BLOCK_D: the larger padded head dim of q and v, a power of two.
+        calls: "heavy" for the smaller tiles of HEAVY, or a name for MASKED, BIAS, SCORES, CACHES.
     """
     if kernel in _forced:
         forced: TileConfig = _forced[kernel]
@@ -132,9 +130,9 @@ def lookup(
 
 
 def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()) -> None:
-    """On this device, look up these rows instead of the table's with the same key.
+    """On this device, use these rows instead of the table's rows with the same keys.
 
-    They replace those of an earlier call.
+    They replace the rows of an earlier call.
 
     Args:
         rows: "kernel", "calls" as in `lookup`, "element_size", "BLOCK_D" and the fields of the
@@ -143,7 +141,7 @@ def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()
         splits: "element_size", "BLOCK_D" and "programs", for `programs_at_once`.
 
     Raises:
-        ValueError: a row is none of a kernel here; nothing is installed.
+        ValueError: a row is invalid; nothing is installed.
     """
     installed = []
     for row in rows:
@@ -163,7 +161,7 @@ def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()
 
 
 def _check_row(kind: str, row: TileRow) -> None:
-    """Raise ValueError where no kernel of this kind takes a row's numbers."""
+    """Raise ValueError if no kernel of this kind supports a row's numbers."""
     hopper = kind in HOPPER
     required = _HOPPER_REQUIRED if hopper else _TILE_REQUIRED
     allowed = dict(_HOPPER_VALUES if hopper else _TILE_VALUES)
@@ -178,17 +176,17 @@ def _check_row(kind: str, row: TileRow) -> None:
 
 
 def _takes(allowed: Container[Any], value: Any) -> bool:
-    """Whether a value is one of these; 16.0 and True, which equal 16 and 1, are not."""
+    """Whether a value is allowed; 16.0 and True are not, though equal to 16 and 1."""
     if isinstance(value, bool) != (allowed is _FLAGS):
         return False
     return isinstance(value, int | None) and value in allowed
 
 
 def make_smaller(tile: TileConfig) -> bool:
-    """From now on look up a smaller one instead, if there is any: this one does not compile here.
+    """Replace a tile that does not compile by a smaller one; return whether there is one.
 
-    The table's own first in place of one that was installed; then one stage, then half of the
-    longer side at a time. A tile that is forced stays, and its error is the caller's.
+    An installed tile is replaced by the table's; then by one with one stage, then with half of the
+    longer side. A forced tile stays, and the caller raises.
     """
     if tile in _forced.values():
         return False
@@ -207,12 +205,12 @@ def make_smaller(tile: TileConfig) -> bool:
 
 
 def take_back_hopper() -> bool:
-    """Forget installed shapes of HOPPER, one of which does not compile; whether there was any."""
+    """Forget installed shapes of HOPPER that do not compile; return whether there were any."""
     return _take_back(lambda row: row["kernel"] in HOPPER)
 
 
 def _take_back(refused: Callable[[TileRow], bool]) -> bool:
-    """Whether there were such rows among those installed, instead of which the table's serve."""
+    """Remove refused rows from the installed ones; return whether there were any."""
     device = current_device()
     rows = _installed.get(device, ())
     kept = [row for row in rows if not refused(row)]
@@ -230,18 +228,18 @@ def _replace(device: int, rows: Iterable[TileRow]) -> None:
 
 
 def forget_smaller() -> None:
-    """Look up the tables' own tiles again."""
+    """Use the tables' own tiles again."""
     _smaller.clear()
 
 
 def other(kernel: str, D: int) -> Any:
-    """The `HopperConfig` that takes the place of the table's for one of HOPPER, or None."""
+    """The `HopperConfig` that replaces the table's for one of HOPPER, or None."""
     config = _forced.get(kernel)
     return config if config is not None and config.D == D else None
 
 
 def other_row(kernel: str, D: int) -> TileRow | None:
-    """The fields of a `HopperConfig` that was installed for one of HOPPER, or None."""
+    """The fields of the installed `HopperConfig` for one of HOPPER, or None."""
     for row in _installed.get(current_device(), ()) if _installed else ():
         if row["kernel"] == kernel and row["BLOCK_D"] == D:
             return row
@@ -249,7 +247,7 @@ def other_row(kernel: str, D: int) -> TileRow | None:
 
 
 def programs_at_once(element_size: int, BLOCK_D: int) -> int | None:
-    """How many programs of decoding are to share a multiprocessor, where that was tuned.
+    """The tuned number of decoding programs per multiprocessor, or None.
 
     element_size: bytes of an element of the cache.
     """
@@ -264,7 +262,7 @@ def programs_at_once(element_size: int, BLOCK_D: int) -> int | None:
 
 @contextmanager
 def forced(**configs: Any) -> Iterator[None]:
-    """Use these tiles, by kernel name, inside the block: for tests and for measuring.
+    """Use these tiles, by kernel name, inside the block: for tests and measurements.
 
     configs: a `TileConfig` for one of KINDS, a `HopperConfig` for one of HOPPER, a number for
         SPLITS.
@@ -280,7 +278,7 @@ def forced(**configs: Any) -> Iterator[None]:
 
 
 def device_key(dtype: torch.dtype) -> Hashable:
-    """Key of the settings that kernels of a dtype depend on, besides their arguments."""
+    """Key of the settings that kernels of a dtype depend on."""
     device = -1 if _INTERPRETING else triton.runtime.driver.active.get_current_device()
     changed: Hashable = _installs
     if _forced or _smaller:
@@ -295,14 +293,14 @@ def tf32() -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has; a few stand for any but a GPU."""
+    """The device's number of multiprocessors; a few if it is not a GPU."""
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def current_device() -> int:
-    """Index of the GPU that is the current one; -1: the interpreter."""
+    """Index of the current GPU; -1: the interpreter."""
     return -1 if _INTERPRETING else int(triton.runtime.driver.active.get_current_device())
 
 
@@ -321,9 +319,9 @@ def _arch(driver: Any, device: int) -> str:
 
 
 def table_for(arch: str) -> str:
-    """The table that serves `arch`: its own, or that of the nearest older NVIDIA generation.
+    """The table for `arch`: its own, or the nearest older NVIDIA generation's.
 
-    sm_89 and the consumer Blackwell chips (sm_120) have the 99 KB of shared memory of sm_86.
+    sm_89 and the consumer Blackwell chips (sm_120) have 99 KB of shared memory, like sm_86.
     """
     if arch in TABLES:
         return arch
@@ -347,9 +345,9 @@ def table(name: str) -> tuple[dict[str, Any], ...]:
 def tile_of(
     arch: str, kernel: str, element_size: int, BLOCK_D: int, device: int | None = None
 ) -> TileConfig:
-    """The tile of an architecture for `kernel`, of KINDS or the groups above; see `lookup`.
+    """The tile of an architecture for `kernel`, in KINDS or the groups above; see `lookup`.
 
-    device: index of one whose installed tiles count too.
+    device: index of a device, to use its installed tiles.
     """
     return _config(row_of(arch, kernel, element_size, BLOCK_D, device))
 
@@ -358,7 +356,7 @@ def tile_of(
 def row_of(
     arch: str, kernel: str, element_size: int, BLOCK_D: int, device: int | None = None
 ) -> TileRow:
-    """The row that the tile of `tile_of` is from. "source": "modelled", "measured" or "tuned"."""
+    """The row of `tile_of`. "source": "modelled", "measured" or "tuned"."""
     name = table_for(arch)
     by_key: dict[tuple[Any, ...], TileRow]
     by_key = {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in table(name)}

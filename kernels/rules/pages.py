@@ -1,7 +1,7 @@
-"""Where a cache keeps the token at a position: pages, slots and rings, stated once for kernels.
+"""Pages, slots and rings: the location of a position in a cache.
 
-A buffer holds pages [P, H_k, S, width]; `CacheTensors` is what launchers take, `Pages` what they
-hand to their kernels.
+A buffer holds pages [P, H_k, S, width]. Launchers take `CacheTensors` and pass `Pages` to their
+kernels.
 """
 
 import math
@@ -41,9 +41,9 @@ class CacheTensors(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where positions are kept; integers in the form of `runtime_int`.
+    """Layout of a cache's positions; integers in the form of `runtime_int`.
 
-    shift: page_size = 2**shift, where it is a power of two: then no position is divided.
+    shift: page_size = 2**shift if it is a power of two: then positions need no division.
     """
 
     block_table_ptr: Any
@@ -56,11 +56,11 @@ class Pages(NamedTuple):
 
 
 class Store(NamedTuple):
-    """One buffer of a cache, and the scales of its rows where it holds codes.
+    """One buffer of a cache, with scales of its rows if it holds codes.
 
-    strides: to the next page, head and slot, in the form of `runtime_int`; of slots, None says that
-    rows follow one another. scale_strides: likewise; None: scales lie as `slot_rows` counts them.
-    shared: not None if a scale is that of several tokens, and given.
+    strides: of pages, heads and slots, in the form of `runtime_int`; None for slots: rows are
+    contiguous. scale_strides: likewise; None: scales in the order of `slot_rows`. shared: not None
+    if several tokens share a given scale.
     """
 
     ptr: Any
@@ -73,12 +73,12 @@ class Store(NamedTuple):
 def stored(buffer: Tensor, scale: Tensor | None, in_order: bool = False) -> Store:
     """`Store` of a buffer [P, H_k, S, width], for a kernel; e4m3 codes as bytes.
 
-    in_order: for `load_slots`, which is compiled apart for rows that follow one another.
+    in_order: for `load_slots`, which has its own code for contiguous rows.
     """
-    # Some GPUs know no fp8.
+    # Some GPUs lack fp8.
     is_fp8 = buffer.dtype == torch.float8_e4m3fn
     strides = tuple(map(runtime_int, buffer.stride()[:3]))
-    # Products of fp32 leave no registers for what the compiler makes of that.
+    # With fp32 products the compiler's code for it has too few registers.
     if in_order and buffer.stride(2) == buffer.shape[3] and buffer.element_size() < 4:
         strides = (*strides[:2], None)
     of_scales = None
@@ -90,21 +90,19 @@ def stored(buffer: Tensor, scale: Tensor | None, in_order: bool = False) -> Stor
 
 
 def shares_scales(scale: Tensor) -> bool:
-    """Whether tokens share a scale, as an expanded tensor says: it is given, and none is stored."""
+    """Whether tokens share a given scale: an expanded tensor."""
     steps = zip(scale.shape, scale.stride(), strict=True)
     return any(size > 1 and step == 0 for size, step in steps)
 
 
 def widths(cache: CacheTensors) -> tuple[int, int]:
-    """Columns that are loaded of a key, beside those that are a value's, and of a value."""
+    """Loaded columns of a key that are not a value's, and columns of a value."""
     D, D_v = cache.k.shape[3], cache.v.shape[3]
     return max(1, D - D_v) if cache.shared else D, D_v
 
 
 def row_bytes(cache: CacheTensors) -> int:
-    """The power of two, 16 at most, that divides the bytes from every row to every other: how wide
-    loads may be.
-    """
+    """Width of loads: the largest power of two up to 16 that divides the strides in bytes."""
     steps = [
         step * x.element_size()
         for x in (cache.k, cache.v)
@@ -133,7 +131,7 @@ def pages_of(cache: CacheTensors) -> Pages:
 
 @triton.jit
 def _page_number(positions, pages):
-    """Which of its row's pages holds a position."""
+    """Index of a position's page among its row's pages."""
     if pages.shift is not None:
         number = positions >> value(pages.shift)
     else:
@@ -143,9 +141,9 @@ def _page_number(positions, pages):
 
 @triton.jit
 def has_slot(positions, pages):
-    """Whether a row has a slot for the token at a position: one before 0 or past the end has none.
+    """Whether a row has a slot for a position; negative positions and those past the end have none.
 
-    A row ends where its columns of the block table end, or its page; a ring has no end.
+    A row ends with its columns of the block table, or its page; a ring has no end.
     """
     valid = positions >= 0
     if pages.block_table_ptr is not None:
@@ -158,15 +156,15 @@ def has_slot(positions, pages):
 
 @triton.jit
 def in_pool(page, pages):
-    """Whether a block table's entry is the number of a page."""
+    """Whether a block table's entry is a valid page number."""
     return (page >= 0) & (page < value(pages.page_count))
 
 
 @triton.jit
 def locate(row, positions, keep, pages):
-    """Page and slot of positions that a row has a slot for; where keep is False, of none.
+    """Page and slot of positions with a slot; not for keep = False.
 
-    The page is what the block table says, be there such a page (`in_pool`) or not.
+    The page is the block table's entry, which may be invalid (see `in_pool`).
     """
     size = value(pages.page_size)
     if pages.block_table_ptr is not None:
@@ -186,7 +184,7 @@ def locate(row, positions, keep, pages):
 
 @triton.jit
 def lasting(positions, end, pages):
-    """Whether a token at a position is still kept when its row has `end` tokens."""
+    """Whether a row of `end` tokens still holds a position."""
     keep = positions < end
     if pages.keep_first is not None:
         first = value(pages.keep_first)
@@ -196,7 +194,7 @@ def lasting(positions, end, pages):
 
 @triton.jit
 def slot_rows(page, head, slot, pages):
-    """Number of the row, int64, that a slot of a head is among all rows of a dense buffer."""
+    """Index, int64, of a head's slot among all rows of a dense buffer."""
     return (page.to(tl.int64) * value(pages.heads) + head) * value(pages.page_size) + slot
 
 
@@ -205,9 +203,9 @@ def _load_rows(
     ptr, strides, page, slot, head, keep, N: tl.constexpr, COLS: tl.constexpr,
     WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """`load_slots` of what ptr points at. FORM: how far to shift strides in their form."""
+    """`load_slots` from ptr. FORM: shift of the strides."""
     ALIGN: tl.constexpr = 8 * ROW_BYTES // ptr.dtype.element_ty.primitive_bitwidth
-    # `value` written out: a hint on the result of a call is lost when the call is inlined.
+    # `value` inlined by hand: inlining a call loses hints on its result.
     stride_p = tl.multiple_of((strides[0] >> FORM).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((strides[1] >> FORM).to(tl.int64), ALIGN)
     stride = WIDTH
@@ -227,9 +225,9 @@ def load_columns(
     store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
     WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns from FIRST on of the rows that `load_slots` loads, [N, COLS], of numbers."""
+    """WIDTH columns from FIRST of the rows of `load_slots`, [N, COLS], of numbers."""
     ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
-    # `value` written out: see `_load_rows`.
+    # `value` inlined by hand: see `_load_rows`.
     stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((store.strides[1] >> 2).to(tl.int64), ALIGN)
     stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
@@ -247,7 +245,7 @@ def _columns(
     store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
     WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Every second byte of the rows that `load_slots` loads, from FIRST on, int16 [N, COLS]."""
+    """Every second byte from FIRST of the rows of `load_slots`, int16 [N, COLS]."""
     cols = FIRST + 2 * tl.arange(0, COLS)
     if ONE_PAGE:
         slot = slot + tl.arange(0, N)
@@ -275,11 +273,11 @@ def load_slots(
     ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
 ):
-    """N rows of a buffer as they are stored, [N, COLS]; of codes two as one, int16 [N, COLS / 2].
+    """N stored rows of a buffer, [N, COLS]; codes in pairs, int16 [N, COLS / 2].
 
-    slot: that of the first row if all lie in one page, else that of each row [N]. Rows where keep
-    [N] is False are 0; keep = None promises that every row exists. ROW_BYTES: see `row_bytes`; 1
-    where codes cannot be loaded by twos.
+    slot: of the first row if all are in one page, else of each row [N]. Rows with keep [N] = False
+    are 0; keep = None: all rows exist. ROW_BYTES: see `row_bytes`; 1 if codes cannot be loaded in
+    pairs.
     """
     strides = store.strides
     if store.scale_ptr is None:
@@ -287,7 +285,7 @@ def load_slots(
             store.ptr, strides, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES, 2
         )
     elif ROW_BYTES > 1:
-        # Strides in numbers of 16 bits are half of those in codes.
+        # Strides in 16-bit numbers are half of strides in codes.
         ptr = store.ptr.to(tl.pointer_type(tl.int16))
         x = _load_rows(
             ptr, strides, page, slot, head, keep, N, COLS // 2, WIDTH // 2, ONE_PAGE, ROW_BYTES, 3
@@ -301,7 +299,7 @@ def load_slots(
 
 @triton.jit
 def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """The scales [N] of the rows that `load_slots` loads, 0 where keep is False."""
+    """The scales [N] of the rows of `load_slots`, 0 if keep is False."""
     if ONE_PAGE:
         slot = slot + tl.arange(0, N)
     return load_vector(store.scale_ptr + scale_places(store, page, slot, head, pages), keep, 0.0)
@@ -309,7 +307,7 @@ def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE:
 
 @triton.jit
 def scale_places(store, page, slot, head, pages):
-    """Where the scales of slots lie, int64."""
+    """Offsets of the scales of slots, int64."""
     if store.scale_strides is None:
         places = slot_rows(page, head, slot, pages)
     else:
@@ -319,6 +317,6 @@ def scale_places(store, page, slot, head, pages):
 
 @triton.jit
 def row_places(page, slot, head, strides):
-    """Elements from the start of a tensor [P, H_k, S, ...] to the rows of slots, int64."""
+    """Offsets of the rows of slots in a tensor [P, H_k, S, ...], int64."""
     places = page.to(tl.int64) * value(strides[0]) + head * value(strides[1]).to(tl.int64)
     return places + slot.to(tl.int64) * value(strides[2])

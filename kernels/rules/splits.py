@@ -1,8 +1,8 @@
-"""Which row of a cache a program of decoding reads, which tile of its queries, which key blocks.
+"""Cache row, tile of queries and key blocks of a decoding program.
 
-Packed queries come in rows of any number of new tokens. A row with many has many tiles, and all of
-them split the row's keys into as many parts as its last tile, which sees the most of them. A launch
-serves the rows whose numbers of tokens lie in a range, so that few tokens get a tile of few rows.
+Rows of packed queries have any number of new tokens. A row with many has many tiles; all of them
+split the row's keys into as many parts as its last tile, which sees the most keys. A launch serves
+rows with numbers of tokens in a range, so that few tokens get a tile of few rows.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ from .tile import FARTHEST, BatchRow, batch_row, int32_within
 
 
 class Lengths(NamedTuple):
-    """Lengths of the cache's rows, and by batch row the number of queries that are tokens.
+    """Lengths of the cache's rows, and the number of queries of each batch row.
 
-    ptr: None where the mask places queries and keys. cu_ptr: offsets [B + 1] of packed queries, of
-    which the launch serves rows of `fewest` to `most` tokens.
+    ptr: None if the mask has the lengths. cu_ptr: offsets [B + 1] of packed queries; the launch
+    serves rows of `fewest` to `most` tokens.
     """
 
     ptr: Any
     new_ptr: Any
     starts_ptr: Any
     batch_index_ptr: Any
-    rows: int | None  # this and what follows in the form of `runtime_int`
+    rows: int | None  # this and the next fields in the form of `runtime_int`
     capacity: int | None
     cu_ptr: Any = None
     fewest: int | None = None
@@ -34,12 +34,11 @@ class Lengths(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How keys are split into parts; integers in the form of `runtime_int`.
+    """Plan to split keys into parts; integers in the form of `runtime_int`.
 
     Either the key blocks of all batch rows are divided into `shares`, or `shares` is 0 and each row
-    has as many `splits`: of so many `blocks` of its positions, wherever they are, those that it
-    needs, or, if that is 0, of equal parts of the blocks that it needs. places: of packed queries,
-    how many parts there is room for.
+    has `splits` parts: aligned groups of `blocks` key blocks by position, or, if `blocks` is 0,
+    equal parts of the blocks that it needs. places: for packed queries, the capacity in parts.
     """
 
     shares: int | None
@@ -51,10 +50,10 @@ class Plan(NamedTuple):
 class Part(NamedTuple):
     """The work of one program: a tile of the queries of batch row b, and a part of its keys.
 
-    row: of the batch row, which reads cache_row; count: its queries, packed ones from `first` on.
-    split: which of the tile's `splits`. size: blocks of a part. begin: number of the first split
-    among the parts; of packed queries among those of tiles with several, of which there are none
-    from `free` on.
+    row: facts of the batch row, which reads cache_row. count: its number of queries; packed ones
+    start at `first`. split: index among the tile's `splits`. size: blocks per part. begin: index of
+    the first split among the parts; for packed queries among the parts of split tiles, which end at
+    `free`.
     """
 
     exists: Any
@@ -71,15 +70,15 @@ class Part(NamedTuple):
     free: Any
 
 
-# Batch rows that a program looks at together to find its own.
+# Batch rows that a program examines at once to find its row.
 _ROWS = tl.constexpr(128)
-# Parts of fewer blocks take longer to merge than they save.
+# Parts of fewer blocks cost more to merge than they save.
 FEWEST_BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
 def cache_row_of(b, T_q, lengths, mask):
-    """The row of the cache that batch row b reads, and its facts as `BatchRow`."""
+    """The cache row of batch row b, and its facts as `BatchRow`."""
     if lengths.ptr is None:
         cache_row = b
         row = batch_row(b, T_q, value(lengths.capacity), mask)
@@ -90,7 +89,7 @@ def cache_row_of(b, T_q, lengths, mask):
 
 @triton.jit
 def _row_of_lengths(b, T_q, lengths):
-    """`cache_row_of` of a cache that knows its lengths: the last query stands at the last key."""
+    """`cache_row_of` of a cache with lengths: the last query is at the last key."""
     cache_row = b
     if lengths.batch_index_ptr is not None:
         index = tl.load(lengths.batch_index_ptr + b)
@@ -106,14 +105,14 @@ def _row_of_lengths(b, T_q, lengths):
     start = 0
     if lengths.starts_ptr is not None:
         start = int32_within(tl.load(lengths.starts_ptr + cache_row), 0, FARTHEST)
-    # A replayed graph may count past the end, where nothing is stored.
+    # In a replayed graph, lengths may exceed the capacity.
     end = int32_within(length, 0, value(lengths.capacity))
     return cache_row, BatchRow(b, T_q, end, length - count, start, end, True, 0, 0)
 
 
 @triton.jit
 def first_token(b, total, lengths):
-    """Where the queries of packed row b begin among all `total` of them."""
+    """Offset of packed row b among all `total` queries."""
     return int32_within(tl.load(lengths.cu_ptr + b), 0, total)
 
 
@@ -125,7 +124,7 @@ def tile_rows(tile, G, T_q, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _tiles(row, G, lengths, BLOCK_M: tl.constexpr):
-    """Tiles of a packed row, 0 if it is another launch's, and the tokens of its last one."""
+    """Number of tiles of a packed row, 0 in another launch, and tokens of the last tile."""
     served = (row.T_q >= value(lengths.fewest)) & (row.T_q <= value(lengths.most))
     tiles = tl.where(served, tl.cdiv(row.T_q * G, BLOCK_M), 0)
     m_first, m_last = tile_rows(tl.maximum(tiles - 1, 0), G, row.T_q, BLOCK_M)
@@ -134,7 +133,7 @@ def _tiles(row, G, lengths, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _visits(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
-    """How many key blocks queries m_first..m_last need."""
+    """Number of key blocks that queries m_first..m_last need."""
     lo, _, _, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
     return kept + hi - lo
 
@@ -143,7 +142,7 @@ def _visits(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
 def _work(
     rows, m_first, m_last, B, T_q, G, lengths, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Tiles [N] of batch rows [N], 0 past B, and the key blocks that each of them needs."""
+    """Numbers of tiles [N] of batch rows [N], 0 past B, and of key blocks of each tile."""
     _, row = cache_row_of(tl.minimum(rows, B - 1), T_q, lengths, mask)
     tiles = (rows < B).to(tl.int32)
     if lengths.cu_ptr is not None:
@@ -157,10 +156,9 @@ def _part_by_work(
     part, m_first, m_last, B, T_q, G, lengths, mask, shares, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`part_of` where all key blocks are divided into shares: a long row has many of them.
+    """`part_of` if all key blocks are divided into shares: a long row has many.
 
-    And, for packed queries, how many parts of tiles with several there are before the row's, and
-    how many in all.
+    For packed queries, also the number of parts of split tiles before the row, and in all.
     """
     total = 0
     for first in range(0, B, _ROWS):
@@ -193,14 +191,14 @@ def part_of(
     part, tile, B, T_q, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """`Part` number `part` of a tile that every batch row has. Without SPLIT it is a batch row."""
+    """`Part` number `part` of a tile of all batch rows. Without SPLIT: batch row `part`."""
     m_first, m_last = tile_rows(tile, G, T_q, BLOCK_M)
     b = part
     begin = part
     size = 0
     if SPLIT:
         if (value(plan.shares) > 0) & (B == 1):
-            # The keys of one row are known without a search among all.
+            # A single row needs no search.
             _, alone = cache_row_of(0, T_q, lengths, mask)
             visits = _visits(m_first, m_last, alone, mask, BLOCK_N)
             size = tl.maximum(tl.cdiv(visits, value(plan.shares)), FEWEST_BLOCKS)
@@ -227,9 +225,9 @@ def part_of(
 def packed_part(
     part, B, total, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """`Part` number `part` of packed queries, `total` in all; the last tile of a row comes first.
+    """`Part` number `part` of packed queries, `total` in all; a row's last tile comes first.
 
-    Whatever offsets and lengths say, its queries are among them and its place among the plan's.
+    Its queries and places are within bounds, even with invalid offsets and lengths.
     """
     places = value(plan.places)
     if value(plan.shares) > 0:
@@ -252,7 +250,7 @@ def packed_part(
     begin += tile * splits
     exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
     if value(plan.shares) == 0:
-        # Each row has its own places, and nobody writes those of a row that is not served.
+        # Each row has its own places; those of rows in other launches are not written.
         free = tl.where(exists, places, 0)
     return Part(
         exists, b, cache_row, row, first_token(b, total, lengths), row.T_q, tiles - 1 - tile,
@@ -262,7 +260,7 @@ def packed_part(
 
 @triton.jit
 def splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr):
-    """How many splits the keys of queries m_first..m_last of a row have; size as of `part_of`."""
+    """Number of splits of the keys of queries m_first..m_last of a row; size as in `part_of`."""
     splits = value(plan.splits)
     if value(plan.shares) > 0:
         visits = _visits(m_first, m_last, row, mask, BLOCK_N)
@@ -275,11 +273,11 @@ def share(
     split, splits, size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr,
     RANGES: tl.constexpr,
 ):  # fmt: skip
-    """The key blocks of one of a row's splits, as visits:
-    (first, last, full first, full last, lo, kept).
+    """The key blocks of a split of a row, as visits: (first, last, full first, full last, lo,
+    kept).
 
     Visits count the blocks that the rows need, those of `keep_first` and then lo..hi-1; lo and kept
-    turn visits into blocks. size: as `part_of` has it.
+    convert visits to blocks. size: as in `part_of`.
     """
     lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
     visits = kept + hi - lo
@@ -303,8 +301,9 @@ def share(
 
 @triton.jit
 def _start(split, size, lo, kept):
-    """The first block of a part by positions. Parts between `kept` and lo are not counted: a ring
-    holds the end of a row of any length.
+    """The first block of a part by positions, without the parts between `kept` and lo.
+
+    A ring holds the end of a row of any length.
     """
     of_kept = tl.cdiv(kept, size)
     passed_over = tl.where(split < of_kept, 0, tl.maximum(lo // size - of_kept, 0))
@@ -313,6 +312,6 @@ def _start(split, size, lo, kept):
 
 @triton.jit
 def _visit(block, lo, hi, kept):
-    """The first visit that is not before a block."""
+    """The first visit at or after a block."""
     behind = tl.minimum(tl.maximum(block, lo), hi) - lo + kept
     return tl.where(block < kept, block, behind)
