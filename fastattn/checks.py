@@ -383,15 +383,15 @@ def check_floats(name: str, x: object) -> None:
     check_tensor(name, x)
 
 
-def check_device(name: str, x: Tensor, beside: Tensor) -> Tensor:
-    """Return x if it is on the device of `beside`."""
-    if check_tensor(name, x).device != beside.device:
-        raise ValueError(f"{name} must be on {beside.device}, got {x.device}")
+def check_device(name: str, x: Tensor, like: Tensor) -> Tensor:
+    """Return x if it is on the device of `like`."""
+    if check_tensor(name, x).device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {x.device}")
     return x
 
 
-def check_placement(name: str, x: Tensor, shape: tuple[int, ...], beside: Tensor) -> Tensor:
-    """Return x if it has `shape` and is on the device of `beside`."""
+def check_placement(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return x if it has `shape` and is on the device of `like`."""
     if tuple(check_tensor(name, x).shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    return check_device(name, x, beside)
+    return check_device(name, x, like)

@@ -55,7 +55,7 @@ class KVCache:
     Attributes:
         k: [B, H_k, max_length, D].
         v: [B, H_k, max_length, D_v].
-        k_scale, v_scale: fp32 [B, H_k, max_length] beside codes, else None.
+        k_scale, v_scale: fp32 [B, H_k, max_length] with codes, else None.
         lengths: int32 [B] on the device, modified in place: clone it to keep a value.
         rotates: `append` takes q and rotary.
         starts: int32 [B] if rows are left-padded (see `set_starts`), else None.
@@ -121,7 +121,7 @@ class KVCache:
         self.starts: Tensor | None = None
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
-        self._longest_ever = 0  # since the last reset; determines what a ring has overwritten
+        self._longest_ever = 0  # since the last reset, for a ring
 
     @property
     def stored_tensors(self) -> list[Tensor]:

@@ -213,7 +213,7 @@ class PageAllocator:
             room = len(self._rows[row].pages) * self.page_size - self._rows[row].length
             if not 0 <= count <= room:
                 raise ValueError(
-                    f"counts must be from 0 to what was reserved, {room} for row {row}, got {count}"
+                    f"counts must be from 0 to the reserved {room} for row {row}, got {count}"
                 )
         for row, count in zip(rows, counts, strict=True):
             self._rows[row].length += count

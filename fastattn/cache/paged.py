@@ -47,7 +47,7 @@ class PagedKVCache:
     Attributes:
         k: [num_layers, num_pages, H_k, page_size, D].
         v: [num_layers, num_pages, H_k, page_size, D_v].
-        k_scale, v_scale: fp32 [num_layers, num_pages, H_k, page_size] beside codes, else None.
+        k_scale, v_scale: fp32 [num_layers, num_pages, H_k, page_size] with codes, else None.
         block_table: int32 [max_rows, max_pages_per_row] on the device, modified in place. Entries
             past a row's pages are stale, or 0.
         lengths: int32 [max_rows] on the device, modified in place; 0 for unused rows.

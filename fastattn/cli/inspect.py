@@ -18,8 +18,8 @@ def add_inspect(commands: Any) -> None:
     parser.set_defaults(command=_inspect)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
-    add("--text", required=True, help="what the model reads; the source of an encoder-decoder")
-    text = "what the decoder has written (its own greedy translation); encoder-decoders only"
+    add("--text", required=True, help="input of the model; the source of an encoder-decoder")
+    text = "output of the decoder (default: its greedy translation); encoder-decoders only"
     add("--target", metavar="TEXT", help=text)
     add("--out", required=True, metavar="FILE", help="the picture, a PNG file")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")

@@ -31,7 +31,7 @@ def add_prepare(commands: Any) -> None:
     add("--tokenizer", default="bpe", metavar="NAME", help=text)
     text = "of a tokenizer that is trained, but char (1024)"
     add("--vocab-size", type=int, default=1024, metavar="N", help=text)
-    text = "what a document is, which attends to itself alone: a file (default), a line, or a "
+    text = "unit of a document, which attends only to itself: a file (default), a line, or a "
     text += "paragraph, which an empty line ends"
     add("--documents", choices=("file", "line", "paragraph"), default="file", help=text)
     text = "of a file that is not UTF-8: strict = stop, and leave nothing (default), "

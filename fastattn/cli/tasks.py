@@ -18,7 +18,7 @@ def add_tag(commands: Any) -> None:
         help="tag words with a trained encoder",
         description="Write the words of a text, one a line, each with its tag; an empty line ends "
         "a sentence. Words are Python's tokens for a model that was trained on the standard "
-        "library, and what stands between spaces for others.",
+        "library, and words between spaces for others.",
     )
     parser.set_defaults(command=_tag)
     _add_input(parser)

@@ -14,7 +14,7 @@ def add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="time tiles and backends on this machine's GPU, and remember the fastest",
-        description="Verify what is to be timed, time candidates against what is shipped, and "
+        description="Verify the kernels, time candidates against the shipped choices, and "
         "store each winner at once: Ctrl-C keeps all that is found. What has no finding yet comes "
         "first. Calls use the findings by themselves; FASTATTN_TUNED=0 leaves them aside.",
     )

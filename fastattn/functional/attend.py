@@ -290,7 +290,7 @@ def explain(
     """Backend of `attention` for these arguments, and why faster ones are passed over.
 
     With deterministic=False also whether gradients would come in one pass, or why not. With few
-    queries beside many keys also whether those are split among programs.
+    queries and many keys also whether keys are split among programs.
 
     Checks the arguments as `attention` does, and computes nothing.
 

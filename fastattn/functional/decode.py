@@ -237,7 +237,7 @@ def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
     if options.get("scale") is None and D_v < D and _of_latents(view):
         raise ValueError(
             f"scale must be given over latents, which are keys of {D} columns and values of {D_v}: "
-            "it is that of the head dim before a projection was absorbed"
+            "use the head dim before a projection was absorbed"
         )
 
 

@@ -121,7 +121,7 @@ def _flags(call: str) -> list[str]:
             names = ", ".join((*_FLAGS, *_CACHES))
             raise ValueError(f"calls must name some of {names}, got {flag!r}")
         if flag in _CACHES and "decode" not in flags:
-            raise ValueError(f'calls must have "decode" beside {flag!r}, got {call!r}')
+            raise ValueError(f'calls must have "decode" with {flag!r}, got {call!r}')
         if (other := _BESIDE.get(flag, flag)) not in flags:
             raise ValueError(f'calls must have "{other}" with "{flag}", got {call!r}')
     return flags

@@ -117,7 +117,7 @@ class _PagedGraph:
         self.size, self._groups = size, groups
         device = cache.lengths.device
         self._slots = torch.full((size,), -1, dtype=torch.int64, device=device)
-        # Tokens, positions, rows, offsets, groups and what they share, which one copy brings.
+        # Tokens, positions, rows, offsets, groups and their shared pages, in one copy.
         parts = [size, size, size, size + 1, groups + 1, groups]
         self._numbers = torch.zeros(sum(parts), dtype=torch.int64, device=device)
         tokens, positions, index, offsets, bounds, lengths = torch.split(self._numbers, parts)

@@ -22,7 +22,7 @@ class Request:
         count: the most tokens to add. sampling: how to choose them.
         generator: of the sampling; None = torch's own.
         end_tokens: each ends the text and is not part of it.
-        tokens: what has been added. done: whether generation has ended.
+        tokens: the generated tokens. done: whether generation has ended.
         seen: bool [V], tokens in the text, if the sampling depends on it.
         priority: in an `Engine`; higher first.
         submitted: time by `time.perf_counter`; 0 outside an engine.

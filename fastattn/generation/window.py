@@ -156,7 +156,7 @@ class Window:
         return logits[:, -1] if last_only else logits
 
     def forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
-        """Run the model on tokens [B, T], of which the first lengths[b] of row b count."""
+        """Run the model on tokens [B, T]; row b has lengths[b] tokens."""
         held = max(held - length for held, length in zip(self.held, lengths, strict=True))
         for cache in self.caches:
             # A cache's own bound includes padding, until it reads the device.

@@ -69,7 +69,7 @@ class ContextParallel(ParallelStyle):
         def forward(x: Tensor, **kwargs: Any) -> Tensor:
             if isinstance(kwargs.get("rotary_tables"), (tuple, Tensor)):
                 raise ValueError(
-                    "rotary_tables may be those of other positions: as a context manager "
+                    "rotary_tables may have other positions: as a context manager "
                     "ContextParallel sees to them"
                 )
             return inner(x, **kwargs)

@@ -21,7 +21,7 @@ class EncoderConfig(TextConfig):
         vocab_size: number of distinct tokens V.
         context_length: longest sequence the model reads, in tokens.
 
-    The other fields are those of `TransformerConfig`.
+    Other fields: see `TransformerConfig`.
 
     Presets: "bert-base" (Devlin et al. 2018, arXiv 1810.04805; without its segments and pooler).
 

@@ -33,7 +33,7 @@ class GPTConfig(TextConfig):
         context_length: longest sequence the model reads, in tokens.
         head_bias: add a trained bias [vocab_size] to the logits, initially 0; `GPT.head_bias`.
 
-    The other fields are those of `TransformerConfig`.
+    Other fields: see `TransformerConfig`.
 
     Presets: "gpt2-small" (Radford et al. 2019, 124 million parameters) and "tinyllama" (Zhang et
     al. 2024, arXiv 2401.02385: Llama's layers, 1.1 billion parameters).
@@ -146,7 +146,7 @@ class GPT(DecoderStack):
         check_tokens("tokens", tokens, "context_length", self.config.context_length)
         check_targets(targets, "tokens", tokens)
         if targets is not None and (last_only or rows is not None):
-            raise ValueError("last_only and rows choose what is scored, and targets need it all")
+            raise ValueError("last_only and rows select tokens, and targets need all")
         check_cache("tokens", tokens, cache, len(self.blocks))
         x = self.hidden_states(
             tokens,

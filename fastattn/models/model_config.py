@@ -165,7 +165,7 @@ class TransformerConfig:
         if self.positions == "rotary" and self.head_dim % 4:
             raise ValueError(
                 "embed_dim / num_heads must be a multiple of 4 for kv_latent_dim with "
-                f"positions='rotary', of which half is rotated, got {self.head_dim}"
+                f"positions='rotary', which rotates half of it, got {self.head_dim}"
             )
 
     def _check_heads(self) -> None:

@@ -39,8 +39,8 @@ class Seq2SeqConfig(TransformerConfig):
         share_embeddings: one token embedding for sources and targets, which then share a
             vocabulary.
 
-    The other fields are those of `TransformerConfig`, for both sides. window, stride and positions
-    apply to self-attention; cross-attention sees the whole source.
+    Other fields, for both sides: see `TransformerConfig`. window, stride and positions apply to
+    self-attention; cross-attention sees the whole source.
 
     Presets: "transformer-base" (Vaswani et al. 2017, arXiv 1706.03762, table 3; its vocabulary of
     37000 pairs of bytes).

@@ -216,8 +216,8 @@ def token_loss(
 ) -> Tensor:
     """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100.
 
-    logits: may be those of `token_logits`.
-    count: divisor, if these targets are a part of a batch; the result is their share of the mean.
+    logits: also from `token_logits`. count: divisor, if these targets are a part of a batch; the
+    result is their share of the mean.
     """
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if is_dtensor(logits):

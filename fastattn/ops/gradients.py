@@ -230,7 +230,7 @@ def needed_of(needs: Sequence[bool]) -> list[bool]:
 
 
 def placed(gradients: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
-    """Gradients of an op's arguments from those of q, k, v and the fields in LEARNED."""
+    """Gradients of an op's arguments from gradients of q, k, v and the fields in LEARNED."""
     grads: list[Tensor | None] = [None] * count
     for index, grad in zip(_PLACES, gradients, strict=True):
         grads[index] = grad

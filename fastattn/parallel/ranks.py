@@ -173,10 +173,10 @@ def _on_host(group: ProcessGroup) -> ProcessGroup:
     first message may be between only some ranks.
     """
     if group not in _on_hosts:
-        config, beside = dist.get_backend_config(group), None
+        config, gloo = dist.get_backend_config(group), None
         if "cpu" not in config:
             own = group._get_backend(torch.device(config.partition(":")[0])).options
-            beside = dist.new_group(
+            gloo = dist.new_group(
                 dist.get_process_group_ranks(group),
                 timeout=own._timeout,
                 backend="gloo",
@@ -184,7 +184,7 @@ def _on_host(group: ProcessGroup) -> ProcessGroup:
             )
         if "nccl" in config:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        _on_hosts[group] = beside
+        _on_hosts[group] = gloo
     return _on_hosts[group] or group
 
 

@@ -102,7 +102,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         for name, count in Counter(item.index.fqn for item in plan.items).items():
             if count > 1:
                 # A file has one entry a name: the others would be lost.
-                raise CheckpointError(f"{name} has {count} parts on a rank, of which one is kept")
+                raise CheckpointError(f"{name} has {count} parts on a rank, not one")
         written = super().write_data(plan, planner).wait()
         results = [
             # torch's own flush comes before the end of its buffer is written.

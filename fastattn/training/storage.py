@@ -56,7 +56,7 @@ class Manifest:
     Args:
         folder: the checkpoint's.
         step, config, state: as in `Checkpoint`.
-        files: size in bytes and SHA-256, in hexadecimal, of each file beside the manifest.
+        files: size in bytes and SHA-256, in hexadecimal, of each other file.
     """
 
     folder: Path

@@ -77,7 +77,7 @@ def at(tiles, NUMBER: gl.constexpr, n):
     """tiles.index(NUMBER), with its address recomputed in each block, as n < 2^30.
 
     Otherwise the compiler would keep all addresses of a loop-invariant tile, and all descriptors of
-    its products, in registers, of which there are too few.
+    its products in registers, which are too few.
     """
     return tiles.index(NUMBER + (n >> 30))
 

@@ -273,7 +273,7 @@ def heads_of_part(tile, work):
 
 @gluon.jit
 def _part(tile, work):
-    """(first, end) of a part's blocks among those of all heads."""
+    """(first, end) of a part's blocks among the blocks of all heads."""
     part = tile.h % work.parts
     blocks = tile.blocks * work.G
     number = blocks // work.parts

@@ -129,7 +129,7 @@ def constants(
 def row_constants(
     options: Options, tile: TileConfig, q: Tensor, v: Tensor, *tensors: Tensor | None
 ) -> Constants:
-    """`constants` of a call that may have a second product; tensors: beside q and v."""
+    """`constants` of a call that may have a second product; tensors: other than q and v."""
     D, D_v = q.shape[3], v.shape[3]
     return constants(tile, D, D_v, q.dtype, q, v, *tensors, options=options)
 

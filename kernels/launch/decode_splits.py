@@ -165,12 +165,12 @@ def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> Tile
         few = q.shape[2] * q.shape[1] // cache.k.shape[1] <= _FEW_ROWS
     kernel, widest = "decode" if few else "decode_chunk", _widest(cache)
     calls: Literal["shared", "codes", "plain"] = "plain"
-    if cache.shared and widest > 256:  # what is loaded once leaves room for more keys
+    if cache.shared and widest > 256:  # values that are keys leave room for more keys
         calls = "shared"
     elif cache.k_scale is not None and cache.block_table is not None:
         calls = "codes"
     tile = tiles.lookup(kernel, q.element_size(), widest, calls)
-    if cache.k_scale is not None and widest > 256:  # codes take registers beside wide accumulators
+    if cache.k_scale is not None and widest > 256:  # codes and wide accumulators fill registers
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32))
     if load_bytes(cache) <= _SMALL_PIECES:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))

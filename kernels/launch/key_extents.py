@@ -11,7 +11,7 @@ from ..rules.mask import EXTENTS
 from .launches import Launch
 
 _BLOCK = 1024
-# Rows of words hold whole blocks of keys, none of which is larger.
+# Rows of words hold whole blocks of keys up to this size.
 _LARGEST = 128
 
 

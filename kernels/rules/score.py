@@ -224,7 +224,7 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
     """From the gradient of x (natural units): gradients of (attn_bias and relative bias,
     scale*q.k).
 
-    keep: what the mask shows, or None where it shows all.
+    keep: the mask, or None if all pairs are visible.
     """
     dbias = dx
     if score.mod is not None:

@@ -110,7 +110,7 @@ def test_chunks_with_offsets_are_not_compiled():
     def call(q, k, v):
         return attend.attention_forward(module, q, k, v, mask, cu_seq_lens_q=OFFSETS)
 
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q beside the entries of a mask"):
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q with the entries of a mask"):
         call(*heads(12, 12))
 
 

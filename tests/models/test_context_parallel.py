@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 24, 90], got [24, 24]",
     ),
     "tables of a style": (
-        tables_in_a_style, "ValueError: rotary_tables may be those of other positions"
+        tables_in_a_style, "ValueError: rotary_tables may have other positions"
     ),
     "other modules": (
         other_module, "TypeError: ContextParallel is a style of GQAttention and CausalGQAttention"

@@ -246,7 +246,7 @@ def test_wrong_inputs_are_named():
         (lambda: model.new_cache(2, 11), "at most target_length=10 with learned positions, got 11"),
         (lambda: gpt(tokens[0]), r"tokens must have shape \[B, T\], got \(5,\)"),
         (lambda: gpt(tokens, tokens[:, :4]), r"tokens' shape \(2, 5\), got \(2, 4\)"),
-        (lambda: gpt(tokens, tokens, last_only=True), "last_only and rows choose what is scored"),
+        (lambda: gpt(tokens, tokens, last_only=True), "last_only and rows select tokens"),
         (lambda: gpt(tokens, cache=gpt.new_cache(2)[:1]), r"one KVCache a layer \(2\), got 1"),
     ):
         with pytest.raises(ValueError, match=match):

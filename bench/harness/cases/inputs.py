@@ -22,7 +22,7 @@ class Inputs:
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
     grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
-    bool [B, T_k]. option: those of the case, by their names, in the shapes of `option_shapes`.
+    bool [B, T_k]. option: the case's option tensors by name, see `option_shapes`.
     """
 
     q: Tensor

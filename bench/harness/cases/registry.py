@@ -52,7 +52,7 @@ def _holds_all_scores(case: Case) -> str | None:
 def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
     def serves(case: Case) -> str | None:
         if not deterministic and case.direction == "forward":
-            return f"its forward is that of {named(backend)}"
+            return f"it has the forward of {named(backend)}"
         if backend == "hopper":
             return _why_not_hopper(case, deterministic)
         if backend != "torch" and case.device != "cuda":

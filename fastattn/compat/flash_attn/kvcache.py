@@ -87,8 +87,8 @@ def _in_one(k: Tensor, v: Tensor) -> Tensor | None:
     Servers' latent caches are laid out so.
     """
     width = v.shape[-1]
-    beside = k.data_ptr() == v.data_ptr() + width * v.element_size()
-    if not beside or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1]:
+    adjacent = k.data_ptr() == v.data_ptr() + width * v.element_size()
+    if not adjacent or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1]:
         return None
     return v.as_strided((*v.shape[:-1], width + k.shape[-1]), v.stride())
 
@@ -152,10 +152,10 @@ def token_table(cache: Cache, B: int, new: int) -> tuple[Tensor, Tensor]:
     return table.contiguous(), lengths
 
 
-def _of_rows(name: str, x: Any, B: int, beside: Tensor, dims: int = 1) -> Tensor:
+def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:
     """x as int32 [B], or [B, N] with dims=2, on the cache's device."""
     checks.check_integers(name, x)
-    checks.check_placement(name, x, (B,) if dims == 1 else (B, *x.shape[-1:]), beside)
+    checks.check_placement(name, x, (B,) if dims == 1 else (B, *x.shape[-1:]), like)
     positions: Tensor = x
     return positions.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
 

@@ -57,7 +57,7 @@ def flash_attn_varlen_func(*, return_attn_probs: bool = False, **kwargs: Any) ->
 def flash_attn_with_kvcache(*, max_seqlen_q: int | None = None, **kwargs: Any) -> Result:
     """o [B, T_q, H_q, D_v], or with return_softmax_lse (o, lse, None, None).
 
-    flash-attn 3's last two results, those of its splits, are None here.
+    flash-attn 3's last two results, of its splits, are None.
     """
     result = version_2.flash_attn_with_kvcache(**kwargs)
     return (*result, None, None) if kwargs.get("return_softmax_lse") else result

@@ -129,9 +129,9 @@ def attention_forward(
         query, scaling = query * scaling, 1.0
     options["scale"] = scaling
     chosen = indices, block_indices
-    beside = any(x is not None for x in (sinks, position_bias, *chosen))
+    extras = any(x is not None for x in (sinks, position_bias, *chosen))
     if cache is not None:
-        _refuse_beside_cache(causal, beside, output_attentions, dropout)
+        _refuse_beside_cache(causal, extras, output_attentions, dropout)
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         del options["dropout"]
         arguments = (attention_mask, sliding_window, cu_seq_lens_q, cache, options, kwargs)
@@ -152,7 +152,7 @@ def attention_forward(
     if cu_seq_lens_q is not None:
         packed = (cu_seq_lens_q, cu_seq_lens_k)
         _check_packed(module, query, key, attention_mask, rule)
-        if rule is not None and _is_plain(rule) and not beside and not output_attentions:
+        if rule is not None and _is_plain(rule) and not extras and not output_attentions:
             return _packed(query, key, value, packed, options), None
         options["documents"] = _packed_ids(packed, query, key, rule)
     if mask is not None:
@@ -183,7 +183,7 @@ def _refuse_beside_cache(causal: bool, *values: Any) -> None:
     wrong += [name for name, x in zip(names, values, strict=True) if x]
     if wrong:
         raise NotImplementedError(
-            f"cache beside {', '.join(wrong)}: fastattn does not serve it over the pages of "
+            f"cache with {', '.join(wrong)}: fastattn does not serve it over the pages of "
             "continuous batching"
         )
 
@@ -227,8 +227,9 @@ def _rule_without_mask(
     T_q, T_k = query.shape[2], key.shape[2]
     if causal and padding is None and 1 < T_q != T_k:
         raise ValueError(
-            f"attention_mask is None for {T_q} queries and {T_k} keys of a causal layer: where the "
-            "queries stand is unknown. Masks of fastattn.compat.transformers.attention_mask tell"
+            f"attention_mask is None for {T_q} queries and {T_k} keys of a causal layer: "
+            "positions of the queries are unknown without a mask of "
+            "fastattn.compat.transformers.attention_mask"
         )
     side = None if sliding_window is None else sliding_window - 1
     if padding is not None:
@@ -287,7 +288,7 @@ def _check_packed(
     if rule is None and chunk is not None and key.shape[2] > chunk:
         # Chunks count from a sequence's start, the mask's entries from the row's.
         raise NotImplementedError(
-            f"cu_seq_lens_q beside the entries of a mask, as torch.compile makes them, in a model "
+            f"cu_seq_lens_q with the entries of a mask, as torch.compile makes them, in a model "
             f"with attention_chunk_size {chunk}: leave the offsets out, and position_ids that "
             "start anew separate the sequences"
         )
@@ -329,7 +330,7 @@ def _packed_ids(
     T_q, T_k = query.shape[2], key.shape[2]
     if T_q != T_k:
         raise ValueError(
-            f"cu_seq_lens_q beside a mask that is no plain rule needs as many queries as keys, got "
+            f"cu_seq_lens_q with a mask that is no plain rule needs as many queries as keys, got "
             f"{T_q} and {T_k}"
         )
     if rule is not None and rule.chunk is not None:

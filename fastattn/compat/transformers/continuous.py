@@ -143,7 +143,7 @@ def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int |
         raise NotImplementedError("cache: fastattn does not serve attention in chunks over pages")
     if mask is not None and not isinstance(mask, LazyMask) and mask.dtype != torch.bool:
         raise NotImplementedError(
-            f"cache beside an attention_mask of {mask.dtype}: fastattn goes by offsets there; "
+            f"cache with an attention_mask of {mask.dtype}: fastattn goes by offsets there; "
             'attn_implementation="sdpa" takes the mask'
         )
     if window is None and rule is not None and rule.left is not None:

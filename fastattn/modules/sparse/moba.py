@@ -12,8 +12,8 @@ from .layer import SparseLayer
 class MoBAttention(SparseLayer):
     """Causal self-attention to a token's own block and the blocks whose mean keys score highest.
 
-    Lu et al. 2025, arXiv 2502.13189; see `fastattn.functional.selected.moba_attention`. Its state
-    dict is that of `fastattn.CausalGQAttention`.
+    Lu et al. 2025, arXiv 2502.13189; see `fastattn.functional.selected.moba_attention`. State dicts
+    are compatible with `fastattn.CausalGQAttention`.
 
     Args:
         embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`.

@@ -97,7 +97,7 @@ def _rows(results: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
 
 
 def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
-    """Conclusions: how much is right, which kernels are skipped, and what was not checked."""
+    """Conclusions: numbers of correct cases, skipped kernels, and missing checks."""
     cases, wrong = sum(x.cases for x in results), [x for x in results if x.verdict != RIGHT]
     if not results:
         return ["none of the cases is about these"]
@@ -106,8 +106,7 @@ def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
     lines = [f"{cases} cases of {kinds}: {verdict}"]
     if wrong and device.type == "cuda":
         lines.append(
-            "Calls that would take what is not right take another backend; `fastattn verify "
-            "--clear` forgets this."
+            "Calls of wrong kernels use another backend; `fastattn verify --clear` forgets this."
         )
     if device.type == "cpu":
         lines.append(

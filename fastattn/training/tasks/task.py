@@ -40,7 +40,7 @@ class Batch:
 
     @property
     def keywords(self) -> dict[str, Tensor]:
-        """Keyword arguments of the model beside inputs and targets."""
+        """Keyword arguments of the model other than inputs and targets."""
         packed = {} if self.documents is None else {"documents": self.documents}
         return {**self.lengths, **packed}
 

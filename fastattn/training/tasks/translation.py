@@ -44,7 +44,7 @@ def encode_pairs(
         tokenizer: of both languages.
         source_length: most tokens of a source.
         target_length: most tokens of a target, begin token included.
-        truncate: cut what is longer, instead of refusing it.
+        truncate: cut longer texts instead of refusing them.
 
     Raises:
         DataError: a text is too long, has no token, or is cut to none; the message names its line.
