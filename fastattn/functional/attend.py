@@ -301,10 +301,7 @@ def explain(
     arguments: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(arguments)
     q, k, v, checked, _ = _checked(q, k, v, arguments)
-    among = dispatch.BACKENDS if not return_max else (dispatch.TRITON,)
-    choice = dispatch.choose(q, k, v, checked, backend, among=among)
-    if return_max and dispatch.HOPPER.on(q.device):
-        choice.reasons["hopper"] = "return_max: its rows may lag behind their largest score"
+    choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)
     families = choices.families(checked, choices.wants_gradients(q, k, v, checked))
     choice = dispatch.with_findings(choice, q, v, families, checked.registers)

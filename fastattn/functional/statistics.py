@@ -167,7 +167,7 @@ def attention_with_max(
     """`attention` or `attention_varlen` with return_max=True, for checked arguments."""
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
-    choice = dispatch.choose(q, k, v, options, backend)
+    choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         o, lse = torch_backend.attention(q, k, v, options, True)
@@ -178,6 +178,6 @@ def attention_with_max(
         _, options = dispatch.launched(choice, q, v, options)
         options = inputs.kernel_options(options)
         rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
-        o, lse, largest = kernels.attend_with_max(*rows, options)
+        o, lse, largest = kernels.attend_with_max(*rows, options, choice.backend)
         o = o[..., : v.shape[-1]]
     return (o, lse, largest) if return_lse else (o, largest)

@@ -73,7 +73,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tupl
 uncompiled: list[str] = []
 
 
-def _by_hopper(
+def by_hopper(
     launch: Callable[_P, _R], otherwise: Callable[_P, _R], *arguments: _P.args, **_: _P.kwargs
 ) -> _R:
     """Launch a Hopper kernel, or the portable operator if the compiler refuses it.
@@ -96,7 +96,7 @@ def _by_hopper(
 def hopper_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """`attention_forward` by the Hopper kernels."""
     launch = kernels.hopper_forward.launch_hopper_forward
-    return _by_hopper(launch, attention_forward.direct, q, k, v, options)
+    return by_hopper(launch, attention_forward.direct, q, k, v, options)
 
 
 @hopper_forward.op.register_fake
@@ -131,7 +131,7 @@ def hopper_backward(
     if options.atomic_dq and why_not_one_pass_on_hopper(q, k, options) is not None:
         options = options._replace(atomic_dq=False)
     launch = kernels.hopper_backward.launch_hopper_backward
-    return _by_hopper(launch, attention_backward.direct, do, dlse, q, k, v, o, lse, options)
+    return by_hopper(launch, attention_backward.direct, do, dlse, q, k, v, o, lse, options)
 
 
 @hopper_backward.op.register_fake

@@ -1,6 +1,7 @@
 """Operators of statistics of scores and weights, without gradients (except o and lse)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ import fastattn.kernels as kernels
 
 from ..options import Options
 from . import flops
-from .attend import PORTABLE, setup_context
+from .attend import HOPPER, PORTABLE, by_hopper, setup_context
 from .call import contiguous, fake_output, operator
-from .gradients import as_batch, as_packed, gradients, laid, needed_of, placed
+from .gradients import Kernels, as_batch, as_packed, gradients, laid, needed_of, placed
 from .schema import unflat
 
 
@@ -73,6 +74,16 @@ def attention_forward_with_max(
     return kernels.forward.launch_forward_with_max(q, k, v, options)
 
 
+@operator(flops.attended(1, 1))
+def hopper_forward_with_max(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_forward_with_max` by the Hopper kernels."""
+    launch = kernels.hopper_forward.launch_hopper_forward_with_max
+    return by_hopper(launch, attention_forward_with_max.direct, q, k, v, options)
+
+
+@hopper_forward_with_max.op.register_fake
 @attention_forward_with_max.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *fields: object) -> tuple[Tensor, Tensor, Tensor]:
     o, lse = fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
@@ -85,23 +96,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(
-    ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None
+    by: Kernels, ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    return placed(gradients(PORTABLE.seen(), ctx, needed_of(needs), do, dlse), len(needs))
+    return placed(gradients(by, ctx, needed_of(needs), do, dlse), len(needs))
 
 
-attention_forward_with_max.op.register_autograd(_gradients, setup_context=_save)
+WITH_MAX = {"triton": attention_forward_with_max, "hopper": hopper_forward_with_max}
+for _name, _by in (("triton", PORTABLE), ("hopper", HOPPER)):
+    WITH_MAX[_name].op.register_autograd(partial(_gradients, _by.seen()), setup_context=_save)
 
 
 def attend_with_max(
-    q: Tensor, k: Tensor, v: Tensor, options: Options
+    q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend.attend` by the portable kernels, with the largest score of each query."""
-    options = contiguous(options)
+    """`attend.attend` by the kernels of a backend, with the largest score of each query."""
+    options, forward = contiguous(options), WITH_MAX[backend].by_op
     if options.cu_seqlens_q is None:
-        return attention_forward_with_max.by_op(q, k, v, options)
-    o, lse, largest = attention_forward_with_max.by_op(
-        as_batch(q), as_batch(k), as_batch(v), laid(options, as_batch)
-    )
+        return forward(q, k, v, options)
+    o, lse, largest = forward(as_batch(q), as_batch(k), as_batch(v), laid(options, as_batch))
     return as_packed(o), lse[0], largest[0]

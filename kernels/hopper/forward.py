@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ..forward import prepare_forward
 from ..fp8.values import first_packed
 from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
-from ..launch.launches import Launch, cached, cached_plan, signature
+from ..launch.launches import Described, Launch, cached, cached_plan, signature
 from ..rules.mask import visible
-from ..rules.score import Score, first_state, modified, slope_of
-from ..rules.softmax import finish, online_step
+from ..rules.score import Score, first_state, modified, slope_of, with_sink
+from ..rules.softmax import LN2, finish, online_step
 from ..rules.tile import at_keys
 from .bias import allocate_bias, load_bias, take_bias
 from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
@@ -79,6 +79,7 @@ class Forward(NamedTuple):
 
     o: Any
     lse_ptr: Any
+    max_ptr: Any
     q: Any
     o_tiles: Any
     k: Any
@@ -249,7 +250,8 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
     first = tile.first + CONSUMER * ROWS
     m = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     l = gl.zeros([ROWS], gl.float32, S_ROWS)
-    m, l = first_state(tile.h, m, l, shared.score)
+    if shared.max_ptr is None:
+        m, l = first_state(tile.h, m, l, shared.score)
     score = shared.score
     if is_fp8(dtype):
         m = m - weight_shift(dtype)
@@ -278,12 +280,17 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(shared.v, n - 1)
 
-    o, lse = finish(acc, gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS))
+    m, l = gl.convert_layout(m, O_ROWS), gl.convert_layout(l, O_ROWS)
+    rows = first + gl.arange(0, ROWS, layout=O_ROWS)
+    statistics = (tile.b * work.H + tile.h).to(gl.int64) * work.T_q + tile.first_q
+    if shared.max_ptr is not None:
+        # The sink comes last, so that it is not the largest score.
+        gl.store(shared.max_ptr + statistics + rows, m * LN2, mask=rows < tile.length)
+        acc, m, l = with_sink(acc, m, l, tile.h, shared.score)
+    o, lse = finish(acc, m, l)
     if is_fp8(dtype):
         o = o * v_scale
-    rows = first + gl.arange(0, ROWS, layout=O_ROWS)
-    lse_row = shared.lse_ptr + (tile.b * work.H + tile.h).to(gl.int64) * work.T_q + tile.first_q
-    gl.store(lse_row + rows, lse, mask=rows < tile.length)
+    gl.store(shared.lse_ptr + statistics + rows, lse, mask=rows < tile.length)
     o_tile = q_tile
     if config.APART:
         o_tile = shared.o_tiles.index(CONSUMER)
@@ -299,14 +306,14 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
-    o_ptr, lse_ptr, q_desc, k_desc, v_desc, o_desc, bias_desc, o_strides, mask, order_ptr, score,
-    scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, config: gl.constexpr,
+    o_ptr, lse_ptr, max_ptr, q_desc, k_desc, v_desc, o_desc, bias_desc, o_strides, mask, order_ptr,
+    score, scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, config: gl.constexpr,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
-    o_desc, o_strides: see `Output`. bias_desc: None without attn_bias.
-    scales: of e4m3 q [B, H_q], k and v [B, H_k], else None; b counts packed sequences too. v_desc
-    is then of v packed by `kernels.fp8.values`.
+    max_ptr: of the rows' largest scores, if not None; SLACK is 0 then. o_desc, o_strides: see
+    `Output`. bias_desc: None without attn_bias. scales: of e4m3 q [B, H_q], k and v [B, H_k], else
+    None; b counts packed sequences too. v_desc is then of v packed by `kernels.fp8.values`.
     """
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dims of shared memory are powers of two.
@@ -323,7 +330,9 @@ def hopper_forward_kernel(
         turns = allocate_barriers(SLOTS, 1)
     o = Output(o_desc, o_ptr, o_strides)
     bias = allocate_bias(bias_desc, SLOTS)
-    shared = Forward(o, lse_ptr, q, o_tiles, k, v, landed, bias, turns, score, scales, work)
+    shared = Forward(
+        o, lse_ptr, max_ptr, q, o_tiles, k, v, landed, bias, turns, score, scales, work
+    )
     run_partitions(query_tile, _load_tile, _attend, shared, config)
 
 
@@ -335,6 +344,14 @@ def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launc
     return _plan_with(config, options, None, q, k, v, o)
 
 
+@cached_plan(3)
+def _plan_with_max(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
+    """Plan for calls with max_ptr: no row lags behind its largest score."""
+    placed = options.q_positions is not None
+    config = forward_config(q.shape[3], end_early(options), placed, v.shape[3])
+    return _plan_with(config._replace(SLACK=0), options, None, q, k, v, o, maximum=())
+
+
 def _plan_with(
     config: HopperConfig,
     options: Options,
@@ -343,7 +360,10 @@ def _plan_with(
     k: Tensor,
     v: Tensor,
     o: Tensor,
+    *,
+    maximum: tuple[Described, ...] = ((0, None),),
 ) -> Launch:
+    """maximum: value of max_ptr for calls without one."""
     grid, sizes = query_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     if not grid[0]:
@@ -364,6 +384,7 @@ def _plan_with(
         config,
         tables=tables,
         described=(
+            *maximum,
             (0, describe(q, ROWS.value, config.D)),
             (1, describe(k, config.BLOCK, config.D)),
             (2, values),
@@ -382,11 +403,28 @@ def launch_hopper_forward(
     q [B, H_q, T_q, D], k [B, H_k, T_k, D] and v [B, H_k, T_k, D_v], for which `why_not_hopper` is
     None.
     """
-    q, k, v, options = walkable(q), walkable(k), walkable(v), aligned_bias(options)
-    o = result_in_layout(options, q, q.shape[1], q.shape[2], v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    q, k, v, options, o, lse = _operands(q, k, v, options)
     _plan(options, q, k, v, o)(options, q, k, v, o, lse)
     return o, lse
+
+
+def launch_hopper_forward_with_max(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`launch_hopper_forward`, with the rows' largest scores as lse, without the sink."""
+    q, k, v, options, o, lse = _operands(q, k, v, options)
+    largest = torch.empty_like(lse)
+    _plan_with_max(options, q, k, v, o)(options, q, k, v, o, lse, largest)
+    return o, lse, largest
+
+
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Options, Tensor, Tensor]:
+    """q, k, v and options that TMA can walk, and memory for o and lse."""
+    q, k, v, options = walkable(q), walkable(k), walkable(v), aligned_bias(options)
+    o = result_in_layout(options, q, q.shape[1], q.shape[2], v.shape[3])
+    return q, k, v, options, o, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def prepare_hopper_forward(

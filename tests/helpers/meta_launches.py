@@ -416,7 +416,9 @@ def head_dims(D: int | str) -> tuple[int, int]:
 
 
 def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: int = 1000) -> None:
-    """Launch a Hopper kernel. how: "turns", of consumers; or as in `one_pass_config`."""
+    """Launch a Hopper kernel. how: "turns", of consumers; "max", with each row's largest score; or
+    as in `one_pass_config`.
+    """
     D, D_v = head_dims(D)
     given = options_of(options, 1, T)
     T = 40000 if given.cu_seqlens_q is not None else T  # so many tiles are put in order
@@ -427,7 +429,10 @@ def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: i
         config = config._replace(PING_PONG=how == "turns")
         with mock.patch.object(hopper_forward, "forward_config", lambda *_: config):
             launches.forget()
-            hopper_forward.launch_hopper_forward(q, k, v, given)
+            forward = hopper_forward.launch_hopper_forward
+            if how == "max":
+                forward = hopper_forward.launch_hopper_forward_with_max
+            forward(q, k, v, given)
         return
     forced = {"hopper_one_pass": one_pass_config(D, how)} if how else {}
     with tiles.forced(**forced):

@@ -359,3 +359,21 @@ def test_few_kv_heads_take_two_passes(H_k: int, reason: str | None) -> None:
 def test_too_long_to_count() -> None:
     q = torch.empty(1, 1, 1 << 28, 64, dtype=torch.bfloat16, device="meta")
     assert "they count to" in str(why_not_hopper(q, q, q, Options()))
+
+
+def test_the_largest_score_comes_with_the_output() -> None:
+    """No row lags behind it, the sink is not in it, and rows without a key have none."""
+
+    def with_max(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **how: Any) -> Any:
+        o, lse, largest = attention(q, k, v, return_lse=True, return_max=True, **how)
+        x = how["scale"] * q.float() @ k.detach().nan_to_num().float().mT
+        seen = torch.ones(x.shape[2:], dtype=torch.bool).tril(x.shape[3] - x.shape[2])
+        seen = seen & (torch.arange(x.shape[3]) < how["key_lengths"][:, None, None, None])
+        torch.testing.assert_close(largest, x.masked_fill(~seen, -torch.inf).amax(-1))
+        assert not largest.requires_grad
+        return (o, lse) if return_lse else o
+
+    # Scores so large that the largest of later blocks is above, but within the slack.
+    how = dict(T_q=200, T_k=300, scale=0.4, key_lengths=[300, 0], sinks=torch.tensor([9.0, -9.0]))
+    check_on_hopper(with_max, B=2, **how)
+    assert passes() == 2

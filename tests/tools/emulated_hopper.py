@@ -116,7 +116,7 @@ def grid_of(programs: int) -> Iterator[None]:
 def attention_on_hopper(*inputs: TorchTensor, **arguments: Any) -> Any:
     """Call dense or packed attention, which the Hopper kernels serve in both directions."""
     packed = inputs[0].dim() == 3
-    options = {name: x for name, x in arguments.items() if name != "return_lse"}
+    options = {n: x for n, x in arguments.items() if n not in ("return_lse", "return_max")}
     checked = (packed_options if packed else dense_options)(*inputs, **options)
     q, k, v = (x.transpose(0, 1)[None] if packed else x for x in inputs[:3])
     assert why_not_hopper(q, k, v, checked) is None, "another backward would be tested"
