@@ -61,11 +61,11 @@ WIDTHS = torch.tensor([1, 3], dtype=torch.int32)
 
 
 def ancestors(i: int) -> set[int]:
-    found, at = set(), i
+    nodes, at = set(), i
     while at is not None:
-        found.add(at)
+        nodes.add(at)
         at = PARENTS[at]
-    return found
+    return nodes
 
 
 MASKS = {

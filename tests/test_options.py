@@ -31,9 +31,9 @@ NONE = torch.full((1, 1, 4, 1), -1)
 
 
 def cache() -> fastattn.KVCache:
-    found = fastattn.KVCache(1, 1, 8, 16)
-    found.append(k, v)
-    return found
+    kv_cache = fastattn.KVCache(1, 1, 8, 16)
+    kv_cache.append(k, v)
+    return kv_cache
 
 
 def packed() -> tuple[torch.Tensor, ...]:
@@ -209,9 +209,9 @@ MOST: dict[str, tuple[int, int]] = {
 def test_an_option_stands_in_few_places(option: str) -> None:
     folders = (CHECKOUT / folder for folder in ("fastattn", "kernels", "bench"))
     sources = (x for folder in folders for x in folder.rglob("*.py") if x != ARGUMENTS)
-    found = {str(x): len(places(x.read_text(encoding="utf-8"), option)) for x in sources}
-    found = {name: count for name, count in found.items() if count}
-    assert (sum(found.values()), len(found)) == MOST[option], found
+    counts = {str(x): len(places(x.read_text(encoding="utf-8"), option)) for x in sources}
+    counts = {name: count for name, count in counts.items() if count}
+    assert (sum(counts.values()), len(counts)) == MOST[option], counts
 
 
 def test_contributors_are_told_in_how_many() -> None:

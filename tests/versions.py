@@ -139,10 +139,10 @@ def main() -> int:
     unknown = set(asked) - {row.name for row in ROWS}
     if unknown:
         sys.exit(f"no rows {sorted(unknown)}; there are {[row.name for row in ROWS]}")
-    found = {row.name: check_row(row) for row in ROWS if not asked or row.name in asked}
-    lines = (" ".join((name, *map(": ".join, of_row.items()))) for name, of_row in found.items())
+    results = {row.name: check_row(row) for row in ROWS if not asked or row.name in asked}
+    lines = (" ".join((name, *map(": ".join, of_row.items()))) for name, of_row in results.items())
     sys.stdout.write("\n" + "\n".join(lines) + "\n")
-    return int(any("FAILED" in (*x, *x.values()) for x in found.values()))
+    return int(any("FAILED" in (*x, *x.values()) for x in results.values()))
 
 
 if __name__ == "__main__":

@@ -146,18 +146,18 @@ def test_what_is_read_then_is_the_same_by_both_backends(name, device):
 def test_queries_and_keys_are_not_rotated_where_the_tables_do_not_reach(device):
     angle = torch.arange(6.0, device=device)[:, None].expand(6, D // 2)
     tables = (angle.cos().contiguous(), angle.sin().contiguous())
-    found = []
+    results = []
     for backend in ("triton", "torch"):
         torch.manual_seed(0)
         pool = make_pool(CASES["dense"], None, device)
         k, v, q = torch.randn(3, pool.view.batch_size, H, T, D, device=device)
         turned = append(pool.view, k, v, q=q, rotary=tables, backend=backend)
-        found.append((turned, *pool.memory))
-    for ours, theirs in zip(*found, strict=True):
+        results.append((turned, *pool.memory))
+    for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
     for b, length in enumerate(CASES["dense"].lengths):
         for i in range(T):
-            turned = found[0][0][b, :, i]
+            turned = results[0][0][b, :, i]
             assert torch.equal(turned, q[b, :, i]) == (not 0 < length + i < 6), (length, i)
 
 

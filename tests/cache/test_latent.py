@@ -106,13 +106,13 @@ def test_keys_are_loaded_once_where_they_are_values(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(decode, "widths", lambda cache: flags.append(cache.shared) or load(cache))
     kv, lengths = draw(2, 1, 20, 40), torch.tensor([20, 7])
     q = draw(2, 4, 1, 40, seed=1)
-    found = []
+    results = []
     for v in (kv[..., :32], kv[..., :32].clone(), kv[..., 8:], kv[..., :32]):
         view = view_of_tensors(kv, v, lengths)
-        found.append(decode_attention(q, view, scale=SCALE, backend="triton"))
+        results.append(decode_attention(q, view, scale=SCALE, backend="triton"))
     assert flags == [True, False, False]  # the last launch is that of the first
-    torch.testing.assert_close(found[0], found[1])
-    assert torch.equal(found[0], found[3]) and not torch.allclose(found[0], found[2])
+    torch.testing.assert_close(results[0], results[1])
+    assert torch.equal(results[0], results[3]) and not torch.allclose(results[0], results[2])
 
 
 def test_one_buffer_holds_both(device: str) -> None:

@@ -44,8 +44,8 @@ def test_modules_are_found(installed):
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     assert interface.flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
     for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
-        found = {getattr(interface, f"{prefix}flash_attn_{name}") for prefix in ("_", "_wrapped_")}
-        assert found == {getattr(passes, f"_flash_attn_{name}")}
+        names = {getattr(interface, f"{prefix}flash_attn_{name}") for prefix in ("_", "_wrapped_")}
+        assert names == {getattr(passes, f"_flash_attn_{name}")}
     padding = importlib.import_module("flash_attn.bert_padding")
     assert padding.pad_input is bert_padding.pad_input and package.bert_padding is padding
     for name in ("flash_attn.layers.rotary", "flash_attn.ops.triton.rotary"):

@@ -89,9 +89,9 @@ ATTRIBUTES: dict[str, Callable[[random.Random], Any]] = {
 
 def attributes(module: nn.Module, dice: random.Random) -> None:
     """Change a number or a flag of a part, or of what it holds."""
-    found = [(m, name) for m in module.modules() for name in vars(m) if _is_changed(m, name)]
-    if found:
-        holder, name = dice.choice(found)
+    changed = [(m, name) for m in module.modules() for name in vars(m) if _is_changed(m, name)]
+    if changed:
+        holder, name = dice.choice(changed)
         setattr(holder, name, ATTRIBUTES[name](dice))
 
 
@@ -176,9 +176,9 @@ def low_rank(module: nn.Module, dice: random.Random) -> None:
     """Put a layer around a linear one that is called, as PEFT does."""
     reading = (LoRA, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.ModuleList)
     owners = [m for m in module.modules() if not isinstance(m, reading)]
-    found = [(m, n) for m in owners for n, x in m.named_children() if type(x) is nn.Linear]
-    if found:
-        owner, name = dice.choice(found)
+    linears = [(m, n) for m in owners for n, x in m.named_children() if type(x) is nn.Linear]
+    if linears:
+        owner, name = dice.choice(linears)
         setattr(owner, name, LoRA(getattr(owner, name)))
 
 
@@ -247,14 +247,14 @@ def results(
     x = x.detach().to(dtype).requires_grad_(how["needs"] and how["graph"])
     with torch.set_grad_enabled(how["graph"]):
         out = module(x, **{name: mask.to(dtype) for name, mask in options.items()})
-    found = {"out": out}
+    tensors = {"out": out}
     wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
     wanted |= {"x": x} if x.requires_grad else {}
     if out.requires_grad:
         grads = torch.autograd.grad(out.square().sum(), list(wanted.values()), allow_unused=True)
         given = zip(wanted, grads, strict=True)
-        found |= {name: grad for name, grad in given if grad is not None}
-    return found
+        tensors |= {name: grad for name, grad in given if grad is not None}
+    return tensors
 
 
 # Another kind of the gate has the same way of each.

@@ -26,15 +26,15 @@ SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every call whose arguments are checked."""
-    found: list[int] = []
+    checks: list[int] = []
     check = call_options.dense_options
 
     def counting(*args, **kwargs):
-        found.append(1)
+        checks.append(1)
         return check(*args, **kwargs)
 
     monkeypatch.setattr(call_options, "dense_options", counting)
-    return found
+    return checks
 
 
 def inputs(device: str, **changes) -> tuple[torch.Tensor, ...]:
@@ -195,7 +195,7 @@ def test_a_known_call_launches_its_compiled_kernel(compile_pool: CompilePool) ->
 
 def same_kernels() -> list[bool]:
     """Whether a cached launch has the compiled kernel that Triton would take."""
-    found, bind = [], plan.Launch.bind
+    same, bind = [], plan.Launch.bind
     with overhead.stand_in_gpu():
         for T, H_k, options in (
             (64, 1, "plain"), (1, 2, "plain"), (65, 2, "plain"), (4096, 1, "plain"),
@@ -209,8 +209,8 @@ def same_kernels() -> list[bool]:
                 call()
             (launch,) = (call.args[0] for call in bound.call_args_list)
             kernel = inspect.getclosurevars(launch._run_compiled).nonlocals["self"]
-            found.append(kernel is overhead.bare_launch(call)())
-    return found
+            same.append(kernel is overhead.bare_launch(call)())
+    return same
 
 
 def test_a_known_launch_is_what_triton_would_choose(compile_pool: CompilePool) -> None:

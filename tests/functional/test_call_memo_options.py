@@ -64,15 +64,15 @@ def odd(b, h, q_pos, k_pos):
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every call whose arguments are checked."""
-    found: list[str] = []
+    names: list[str] = []
 
     def counting(name: str) -> Callable[..., Any]:
         check = getattr(call_options, name)
-        return lambda *args, **kwargs: found.append(name) or check(*args, **kwargs)
+        return lambda *args, **kwargs: names.append(name) or check(*args, **kwargs)
 
     for name in ("dense_options", "packed_options", "cache_options"):
         monkeypatch.setattr(call_options, name, counting(name))
-    return found
+    return names
 
 
 def values(call: str, device: str, seed: int) -> dict[str, Any]:

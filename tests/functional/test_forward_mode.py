@@ -64,8 +64,8 @@ def by_levels(function: Function, tensors: dict[str, Tensor], moves: dict[str, T
     """`pushed` by torch.autograd.forward_ad."""
     with forward_ad.dual_level():
         duals = {name: forward_ad.make_dual(tensors[name], x) for name, x in moves.items()}
-        found = [forward_ad.unpack_dual(x) for x in function(**tensors | duals)]
-    return [x for x, _ in found], [torch.zeros_like(x) if t is None else t for x, t in found]
+        pairs = [forward_ad.unpack_dual(x) for x in function(**tensors | duals)]
+    return [x for x, _ in pairs], [torch.zeros_like(x) if t is None else t for x, t in pairs]
 
 
 def assert_pushed(function: Function, oracle: Function, tensors: dict[str, Tensor]) -> None:
@@ -105,8 +105,8 @@ def assert_tangents_within_budget(
 
     exact = in_dtype(torch.float64)
     naive = worst_naive(exact, lambda: in_dtype(tensors["q"].dtype))
-    found = [x for results in by_levels(function, tensors, moves) for x in results]
-    assert_all_within_budget(("o", "lse", "to", "tlse"), found, exact, naive)
+    actual = [x for results in by_levels(function, tensors, moves) for x in results]
+    assert_all_within_budget(("o", "lse", "to", "tlse"), actual, exact, naive)
 
 
 # Beside holes a user's function may meet -inf, and squash(-inf) is NaN.

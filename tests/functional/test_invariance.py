@@ -71,6 +71,6 @@ def test_packed_calls_take_the_tiles_of_dense_ones(arch: str) -> None:
         for D in (64, 128, 256):
             q = torch.empty(1, 4, 100, D, dtype=torch.bfloat16, device="meta")
             sizes = (q, block_dim(D), block_dim(D))
-            found = [tile_for("forward", x, *sizes, streams_bias=True) for x in (dense, of_packed)]
-            assert found[0].BLOCK_N == found[1].BLOCK_N
-            assert found[0].sum_parts == found[1].sum_parts
+            tiled = [tile_for("forward", x, *sizes, streams_bias=True) for x in (dense, of_packed)]
+            assert tiled[0].BLOCK_N == tiled[1].BLOCK_N
+            assert tiled[0].sum_parts == tiled[1].sum_parts

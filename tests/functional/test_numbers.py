@@ -41,8 +41,8 @@ def test_a_number_of_numpy_or_torch_becomes_pythons(name: str) -> None:
     expected = checked(**beside, **{name: x})
     assert expected != checked(**beside) or name == "prefix_lengths"
     for other in forms(x):
-        actual = checked(**beside, **{name: other})
-        for field, want, got in zip(Options._fields, expected, actual, strict=True):
+        values = checked(**beside, **{name: other})
+        for field, want, got in zip(Options._fields, expected, values, strict=True):
             assert type(got) is type(want), field
             same = torch.equal(got, want) if isinstance(want, Tensor) else got == want
             assert same, field
@@ -50,9 +50,9 @@ def test_a_number_of_numpy_or_torch_becomes_pythons(name: str) -> None:
 
 def test_what_has_no_effect_becomes_pythons_too() -> None:
     nothing = {"keep_first": np.int64(0), "dropout": np.float32(0), "causal": np.bool_(False)}
-    actual = checked(**nothing)
-    assert actual == checked()
-    assert {type(x) for x in actual} <= {bool, int, float, tuple, type(None)}
+    values = checked(**nothing)
+    assert values == checked()
+    assert {type(x) for x in values} <= {bool, int, float, tuple, type(None)}
 
 
 def test_a_tensor_is_read_in_every_call(device: str) -> None:
@@ -61,8 +61,8 @@ def test_a_tensor_is_read_in_every_call(device: str) -> None:
     call_memo.forget()
     for x in (0.5, 2.0):
         scale.fill_(x)
-        actual = fastattn.attention(q, k, v, scale=scale, backend="triton")
-        assert torch.equal(actual, fastattn.attention(q, k, v, scale=x, backend="triton"))
+        values = fastattn.attention(q, k, v, scale=scale, backend="triton")
+        assert torch.equal(values, fastattn.attention(q, k, v, scale=x, backend="triton"))
 
 
 def test_layers_and_configs_keep_pythons_numbers() -> None:
@@ -70,8 +70,8 @@ def test_layers_and_configs_keep_pythons_numbers() -> None:
         "causal": True, "window": 4, "keep_first": 2, "stride": 3, "dropout": 0.5,
         "attention_dropout": 0.25, "softcap": 2.0, "scale": 0.5,
     }  # fmt: skip
-    for actual in zip(*map(forms, options.values()), strict=True):
-        named = dict(zip(options, actual, strict=True))
+    for values in zip(*map(forms, options.values()), strict=True):
+        named = dict(zip(options, values, strict=True))
         layer = fastattn.GQAttention(16, 2, **named)
         assert {name: getattr(layer, name) for name in named} == options
         assert all(type(getattr(layer, name)) is type(x) for name, x in options.items())

@@ -125,8 +125,8 @@ def pages(name: str, P: int, size: int, like: list[Tensor]) -> list[Tensor]:
         both = empty(P, 3, size, H_K, D + D_V, dtype=dtype, device=device)[:, 1].transpose(1, 2)
         return [both[..., :D], both[..., D:]]
     if name == "sglang":  # one pool of tokens each, and here pages of five of them
-        found = [empty(P * size, H_K, width, dtype=dtype, device=device) for width in (D, D_V)]
-        return [x.view(P, size, H_K, -1).transpose(1, 2) for x in found]
+        buffers = [empty(P * size, H_K, width, dtype=dtype, device=device) for width in (D, D_V)]
+        return [x.view(P, size, H_K, -1).transpose(1, 2) for x in buffers]
     return [empty(P, H_K, size, width, dtype=dtype, device=device) for width in (D, D_V)]
 
 

@@ -145,9 +145,9 @@ def test_lists_from_other_forms_of_block_masks() -> None:
             lambda b, h, i, j: dense[i, j] > 0, 1, 1, 8, 12, device="cpu", BLOCK_SIZE=(2, 4)
         ),
     }  # fmt: skip
-    found = {name: block_indices(form)[..., :3] for name, form in forms.items()}
-    assert {name: x[0, 0].tolist() for name, x in found.items()} == dict.fromkeys(forms, LISTED)
-    assert all(x.dtype == torch.int32 for x in found.values())
+    lists = {name: block_indices(form)[..., :3] for name, form in forms.items()}
+    assert {name: x[0, 0].tolist() for name, x in lists.items()} == dict.fromkeys(forms, LISTED)
+    assert all(x.dtype == torch.int32 for x in lists.values())
     assert block_indices(MAP, most=3).tolist() == [[LISTED]]
     with pytest.raises(ValueError, match="most must be at least 3, the longest list, got 2"):
         block_indices(MAP, most=2)

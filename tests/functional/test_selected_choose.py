@@ -29,14 +29,14 @@ def chosen(indices: Tensor) -> list[Any]:
 
 def best_blocks(scores: Tensor, n: int, always: Callable[[int], set[int]]) -> list[list[int]]:
     """The n best of each query's blocks, of scores [B, H_s, T_q, N], one after another."""
-    found = []
+    chosen = []
     for b, h, t in ((b, h, t) for b, h, t in torch.ones(scores.shape[:3]).nonzero().tolist()):
         row = scores[b, h, t].tolist()
         taken = always(t)
         others = [j for j in range(len(row)) if j not in taken and row[j] != -torch.inf]
         others.sort(key=lambda j: -row[j])
-        found.append(sorted([*taken, *others][:n] if len(taken) < n else sorted(taken)[:n]))
-    return found
+        chosen.append(sorted([*taken, *others][:n] if len(taken) < n else sorted(taken)[:n]))
+    return chosen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

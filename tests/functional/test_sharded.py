@@ -50,9 +50,9 @@ def examples() -> dict[str, dict[str, Any]]:
 def calls() -> list[tuple[str, str]]:
     """(example, placement)."""
     every = examples()
-    found = [(name, "heads") for name in every]
-    found += [(name, "rows") for name in every if not COUNT_ROWS & every[name].keys()]
-    return [*found, ("causal", "whole"), ("sinks", "whole-keys"), ("sinks", "whole")]
+    cases = [(name, "heads") for name in every]
+    cases += [(name, "rows") for name in every if not COUNT_ROWS & every[name].keys()]
+    return [*cases, ("causal", "whole"), ("sinks", "whole-keys"), ("sinks", "whole")]
 
 
 def inputs_of(how: str) -> tuple[Tensor, ...]:
@@ -126,12 +126,12 @@ def decoded(mesh: DeviceMesh | None) -> Tensor:
 
 def all_results() -> dict[Any, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found: dict[Any, Any] = {"refused": refused(mesh), "decoded": decoded(mesh).numpy()}
+    collected: dict[Any, Any] = {"refused": refused(mesh), "decoded": decoded(mesh).numpy()}
     for name, how in calls():
         attend = placed(mesh, *PLACEMENTS[how])
         call = results(attend, *inputs_of(how), **examples()[name])
-        found[name, how] = [x.numpy() for x in call]
-    return found
+        collected[name, how] = [x.numpy() for x in call]
+    return collected
 
 
 def of_key_heads(ranks: int) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -28,12 +28,12 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 CALLS = tuple(calls("cpu"))
 
 
-def tensors_of(actual: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
     """Every tensor in a result, in order."""
-    if isinstance(actual, Tensor):
-        return [actual]
-    actual = actual.values() if isinstance(actual, dict) else actual
-    return [x for part in actual if part is not None for x in tensors_of(part)]
+    if isinstance(result, Tensor):
+        return [result]
+    result = result.values() if isinstance(result, dict) else result
+    return [x for part in result if part is not None for x in tensors_of(part)]
 
 
 def same(one: Any, other: Any) -> bool:

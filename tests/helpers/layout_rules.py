@@ -212,14 +212,14 @@ def is_private(name: str) -> bool:
 
 def private_members(tree: ast.Module) -> set[str]:
     """The private methods and attributes of a file's classes."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in (part for x in ast.walk(tree) if isinstance(x, ast.ClassDef) for part in x.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             stored = (x for x in ast.walk(node) if isinstance(x, ast.Attribute))
-            found |= {node.name, *(x.attr for x in stored if isinstance(x.ctx, ast.Store))}
+            names |= {node.name, *(x.attr for x in stored if isinstance(x.ctx, ast.Store))}
         else:
-            found |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
-    return set(filter(is_private, found))
+            names |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+    return set(filter(is_private, names))
 
 
 def find_private_uses(modules: dict[str, Path]) -> Iterator[str]:
@@ -281,15 +281,15 @@ def find_violations(root: Path) -> list[str]:
     """Return every broken rule of the tree under root, as readable lines."""
     modules = find_modules(root)
     arrows: list[Import] = []
-    found = []
+    violations = []
     for name, path in modules.items():
         arrows += find_imports(name, path, modules)
         if floor_of(name, modules) is None:
-            found.append(f"{name} has no floor")
+            violations.append(f"{name} has no floor")
     for arrow in arrows:
         inside = within(arrow.target, "fastattn")
-        found.extend(check_inside(arrow, modules) if inside else check_outside(arrow))
-    found.extend(find_cycles(arrows, modules))
-    found.extend(find_private_uses(modules))
-    found.extend(find_full_folders(modules))
-    return found
+        violations.extend(check_inside(arrow, modules) if inside else check_outside(arrow))
+    violations.extend(find_cycles(arrows, modules))
+    violations.extend(find_private_uses(modules))
+    violations.extend(find_full_folders(modules))
+    return violations

@@ -114,13 +114,13 @@ def lists(mask: Any, tiles: int, b: int, h: int) -> list[tuple[list[int], list[i
     """For each tile its full blocks and the others, as the kernels read them."""
     to_b, to_h, width = (x >> 2 for x in mask.table_strides)
     counts, blocks = mask.counts_ptr.reshape(-1, 2).tolist(), mask.blocks_ptr.reshape(-1, width)
-    found = []
+    rows_of_blocks = []
     for tile in range(tiles):
         n = b * to_b + h * to_h + tile
         full, part = counts[n]
         row = blocks[n].tolist()
-        found.append((row[:full], row[width - part :][::-1]))
-    return found
+        rows_of_blocks.append((row[:full], row[width - part :][::-1]))
+    return rows_of_blocks
 
 
 def expected(
@@ -129,15 +129,15 @@ def expected(
     """The same lists, from pairs that are seen and pairs that must be hidden, [rows, columns]."""
     surplus = -seen.shape[1] % block
     hidden = torch.nn.functional.pad(hidden, (0, surplus), value=True)
-    actual = []
+    rows_of_blocks = []
     for start in range(0, seen.shape[0], tile):
         rows = slice(start, start + tile)
         used = [bool(x.any()) for x in seen[rows].split(block, 1)]
         whole = [not bool(x.any()) for x in hidden[rows].split(block, 1)]
         full = [n for n, (some, all_) in enumerate(zip(used, whole, strict=True)) if some and all_]
         part = [n for n, some in enumerate(used) if some and n not in full]
-        actual.append((full, part))
-    return actual
+        rows_of_blocks.append((full, part))
+    return rows_of_blocks
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -113,16 +113,16 @@ def kernels_of(case: Case) -> list[str]:
         names = case.arguments[0].split("+")
         scores = "bias" if "attn_bias" in case.arguments[2] else "relative"
         names = [scores if name == "scores" else name for name in names]
-    found = [kernel for name in names for kernel in KERNELS[name]]
-    if case.launch == "attention" and case.arguments[2] == "two" and DKV in found:
-        found.append("finish_dq_kernel")  # adds up the gradient of key2
+    kernels = [kernel for name in names for kernel in KERNELS[name]]
+    if case.launch == "attention" and case.arguments[2] == "two" and DKV in kernels:
+        kernels.append("finish_dq_kernel")  # adds up the gradient of key2
     if case.launch == "hopper" and case.arguments[0] == "backward" and _width(case) > 128:
-        return [*found, found[-1]]
+        return [*kernels, kernels[-1]]
     if case.launch == "selected" and case.arguments[0] == 256 and case.target != "gfx942":
-        return [*found, found[-1]]
+        return [*kernels, kernels[-1]]
     if case.launch == "attention" and tile_of(case, DKV).apart:
-        return [y for x in found for y in ([x, x] if x == DKV else [x])]
-    return found
+        return [y for x in kernels for y in ([x, x] if x == DKV else [x])]
+    return kernels
 
 
 def _width(case: Case) -> int:

@@ -23,14 +23,14 @@ B, T = 2, 53  # three full blocks of 16 keys and a part
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tensors that were loaded by descriptor."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(x, like):
-        found.append(x)
+        tensors.append(x)
         return descriptor_of(x, like)
 
     monkeypatch.setattr(launches, "descriptor_of", note)
-    return found
+    return tensors
 
 
 @pytest.fixture(params=[(True, 1), (False, 4), (True, 4)], ids=["tma", "parts", "both"])

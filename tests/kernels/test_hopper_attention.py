@@ -276,12 +276,12 @@ def test_turns_and_packed_sequences(in_turn: Callable[[bool], None]) -> None:
     """Skipped tiles count for neither consumer."""
     offsets = starts(140, 0, 20, 130)
     q, k, v = (x.detach() for x in packed_inputs(290, 290))
-    found = []
+    results = []
     for turns in (True, False):
         in_turn(turns)
         with grid_of(2):
-            found.append(attention(q, k, v, offsets, offsets, causal=True, return_lse=True))
-    assert all(map(torch.equal, *found))
+            results.append(attention(q, k, v, offsets, offsets, causal=True, return_lse=True))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(("deterministic", "T_q", "seeds"), [(True, 300, 3), (False, 260, 2)])

@@ -175,13 +175,13 @@ def plain_loops(run: Grid, work: Work) -> Callable[[schedule.Tile], list[tuple[i
     )
 
     def of_tile(tile: schedule.Tile) -> list[tuple[int, range]]:
-        found = []
+        visits = []
         for g in range(*heads(tile, work)):
             begin, stop = blocks(g, tile, work)
             boundary_end, full, full_end = loops(begin, stop, tile, work)
-            found.append((g, range(begin, boundary_end)))
-            found.append((g, range(tile.boundary + full, tile.boundary + full_end)))
-        return found
+            visits.append((g, range(begin, boundary_end)))
+            visits.append((g, range(tile.boundary + full, tile.boundary + full_end)))
+        return visits
 
     return of_tile
 
@@ -240,9 +240,9 @@ def test_parts_meet_each_block_once(blocks: int, G: int, parts: int) -> None:
     met, numbers = [], []
     for part in range(parts):
         tile = schedule.Tile(2 * parts + part, 0, 0, None, 0, 0, 0, blocks // 2, blocks, None)
-        found = [(g, j) for g, own in plain_loops(Grid(1), work)(tile) for j in own]
-        met += found
-        numbers.append(len(found))
+        visited = [(g, j) for g, own in plain_loops(Grid(1), work)(tile) for j in own]
+        met += visited
+        numbers.append(len(visited))
     assert met == [(g, j) for g in range(G) for j in range(blocks)]
     assert max(numbers) - min(numbers) <= 1
 

@@ -25,15 +25,15 @@ WARP = 16  # rows
 @pytest.fixture
 def rescaling(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     """Record which warps of a consumer multiply, for each block but the first."""
-    found: list[list[bool]] = []
+    flags_by_block: list[list[bool]] = []
 
     def recorded(factor: Any) -> Any:
         flags = any_factor(factor)
-        found.append(flags.data[::WARP].bool().tolist())
+        flags_by_block.append(flags.data[::WARP].bool().tolist())
         return flags
 
     monkeypatch.setitem(assembly, ANY_FACTOR.value, recorded)
-    return found
+    return flags_by_block
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:

@@ -174,9 +174,9 @@ def check_plans_of_row(
 def check_plans(mask: dict[str, Any], T_q: int, T_k: int, device: str, *, exact: bool) -> None:
     """Both directions, of both batch rows."""
     options = options_of(mask, T_q, T_k, 2, device)
-    found = [plans(options, T_q, T_k, 2, device, of_keys=of_keys) for of_keys in (True, False)]
+    both_plans = [plans(options, T_q, T_k, 2, device, of_keys=of_keys) for of_keys in (True, False)]
     for b in range(2):
-        check_plans_of_row(found[0][b], found[1][b], T_q, T_k, b, mask, exact)
+        check_plans_of_row(both_plans[0][b], both_plans[1][b], T_q, T_k, b, mask, exact)
 
 
 BANDS: dict[str, dict[str, Any]] = {
@@ -286,11 +286,11 @@ def test_plans_of_packed_sequences(mask: str, device: str) -> None:
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (PACKED_Q, PACKED_K))
     options = fastattn.functional.call_options.packed_options(q, k, k, cu_q, cu_k, **given)
     options = Options(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in options))
-    found = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
+    both_plans = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
     for b in range(3):
         T_q, T_k = (x[b + 1] - x[b] for x in (PACKED_Q, PACKED_K))
-        check_plans_of_row(found[0][b], found[1][b], T_q, T_k, b, given, exact=False)
-        assert all(plan == ([], []) for plan in found[0][b][triton.cdiv(T_q, BLOCK_M) :])
+        check_plans_of_row(both_plans[0][b], both_plans[1][b], T_q, T_k, b, given, exact=False)
+        assert all(plan == ([], []) for plan in both_plans[0][b][triton.cdiv(T_q, BLOCK_M) :])
 
 
 @pytest.mark.parametrize("mask", MASKS)

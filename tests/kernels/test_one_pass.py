@@ -37,15 +37,15 @@ def test_keys_that_do_not_exist_add_nothing(causal: bool, device: str) -> None:
         q.copy_((4 * q).round() / 4 + 6)
         k.copy_((4 * k).round() / 4 - 6)
         k[:, :, 21:] = v[:, :, 21:] = float("nan")
-    found = []
+    gradients = []
     for deterministic in (True, False):
         o, lse = fastattn.attention(
             q, k, v, causal=causal, key_lengths=torch.tensor([21], device=device),
             return_lse=True, backend="triton", deterministic=deterministic,
         )  # fmt: skip
         assert lse[:, :, -1].max() < -89
-        found.append(torch.autograd.grad(o.sin().sum(), (q, k, v)))
-    for name, two, one in zip(("dq", "dk", "dv"), *found, strict=True):
+        gradients.append(torch.autograd.grad(o.sin().sum(), (q, k, v)))
+    for name, two, one in zip(("dq", "dk", "dv"), *gradients, strict=True):
         assert_within_budget(name, one, two.double(), two)
 
 
@@ -54,7 +54,7 @@ def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, de
     """With equal tiles dv has the same bits; dq is the same fp32 sum in another order."""
     q, k, v = make_qkv(**SIZES, dtype=dtype, device=device)
     tile = tiles.TileConfig(16, 32)
-    found = []
+    results = []
     with tiles.forced(backward_dkv=tile, backward_one_pass=tile):
         for deterministic in (True, False):
             o, lse = fastattn.attention(
@@ -64,8 +64,8 @@ def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, de
                 return_lse=True, backend="triton", deterministic=deterministic,
             )  # fmt: skip
             loss = o.float().sin().sum() + lse[0].sin().sum()
-            found.append((o.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))))
-    for name, two, one in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):
+            results.append((o.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))))
+    for name, two, one in zip(("o", "lse", "dq", "dk", "dv"), *results, strict=True):
         if name == "dq" or (name == "dk" and not tiles._INTERPRETING):
             assert_within_budget(name, one, two.double(), two)
         else:
@@ -75,17 +75,17 @@ def test_keys_and_values_have_the_gradients_of_two_passes(dtype: torch.dtype, de
 @pytest.fixture
 def atomics(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every kernel that adds by an atomic."""
-    found: list[str] = []
+    calls: list[str] = []
     one_pass(*make_qkv(1, 1, 1, 1, D=16))  # a first call repairs the interpreter
     builder = triton.runtime.interpreter.interpreter_builder
     add = builder.create_atomic_rmw
 
     def counting(*arguments: Any) -> Any:
-        found.append("atomic")
+        calls.append("atomic")
         return add(*arguments)
 
     monkeypatch.setattr(builder, "create_atomic_rmw", counting)
-    return found
+    return calls
 
 
 @contextmanager
@@ -170,9 +170,9 @@ def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch
     assert (default.one_pass, str(default)) == (False, "backend: triton")
 
 
-def why_not(actual: fastattn.Explanation) -> str:
-    assert not actual.one_pass
-    return actual.reasons["one-pass"]
+def why_not(explanation: fastattn.Explanation) -> str:
+    assert not explanation.one_pass
+    return explanation.reasons["one-pass"]
 
 
 def test_explain_tells_why_there_are_two_passes(device: str) -> None:

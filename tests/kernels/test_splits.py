@@ -60,9 +60,9 @@ def parts_of(lengths: list[int], split: decode_splits.Split, device: str) -> lis
         BLOCK_N=BLOCK_N,
     )
     rows = [Part(*row) for row in out.tolist()]
-    found = [part for part in rows if part.b < B]
-    assert rows[: len(found)] == found, "parts that do not exist come last"
-    return found
+    existing = [part for part in rows if part.b < B]
+    assert rows[: len(existing)] == existing, "parts that do not exist come last"
+    return existing
 
 
 def split_of(

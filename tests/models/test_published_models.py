@@ -25,9 +25,9 @@ def put(ours: nn.Module, theirs: nn.Module) -> None:
 
 def put_parts(block: nn.Module, layer: nn.Module, **names: str) -> None:
     """Copy the parts of a layer into those of ours, named by their last name here."""
-    found = {name.rpartition(".")[2]: part for name, part in block.named_modules()}
+    parts_by_name = {name.rpartition(".")[2]: part for name, part in block.named_modules()}
     for ours, theirs in names.items():
-        put(found[ours], layer.get_submodule(theirs))
+        put(parts_by_name[ours], layer.get_submodule(theirs))
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, call, their_call, real=slice(None)) -> None:

@@ -97,10 +97,10 @@ def test_the_layer_and_its_gradients(name: str, device: str) -> None:
     ref = results(oracle, copy.deepcopy(layer).double(), x.double())
     naive = results(oracle, layer, x)
     names = ("out", "dx", *dict(layer.named_parameters()))
-    for name, actual, exact, rough in zip(
+    for name, result, exact, rough in zip(
         names, results(lambda layer, x: layer(x), layer, x), ref, naive, strict=True
     ):
-        assert_within_budget(name, actual, exact, rough)
+        assert_within_budget(name, result, exact, rough)
 
 
 @pytest.mark.parametrize("absorbed", [True, False])

@@ -23,21 +23,21 @@ from fastattn.testing import make_qkv
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> list[str]:
     """The Hopper launchers that were called: the portable ones, in their place."""
-    found = []
+    launches = []
 
     def launch_forward(*arguments):
-        found.append("forward")
+        launches.append("forward")
         return forward.launch_forward(*arguments)
 
     def launch_backward(*arguments):
-        found.append("backward")
+        launches.append("backward")
         return backward.launch_backward(*arguments)
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     monkeypatch.setattr(attend, "uncompiled", [])
-    return found
+    return launches
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
     ranks = dist.get_world_size()
     flat = init_device_mesh("cpu", (ranks,))
     square = init_device_mesh("cpu", (2, ranks // 2))
-    found = {}
+    collected = {}
     for name, method, dtype in CALLS[ranks]:
         (q, k, v), options = inputs_of(name, DTYPES[dtype])
         far = name in BY_POSITIONS
@@ -170,12 +170,12 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
         plan = ContextPlan.make(q.shape[2], ranks, causal=True, block=block, balance=balance)
         attend = spread(method, plan, square if method == "usp" else flat)
         call = results(attend, q, k, v, **options)
-        found[name, method, dtype] = [
+        collected[name, method, dtype] = [
             (x if x.dtype == torch.float64 else x.float()).numpy() for x in call
         ]
     for method in METHODS:
-        found["sent", method, ""] = sent(method, square if method == "usp" else flat)
-    return found if dist.get_rank() == 0 else None
+        collected["sent", method, ""] = sent(method, square if method == "usp" else flat)
+    return collected if dist.get_rank() == 0 else None
 
 
 # Of calls whose messages are counted.
@@ -246,9 +246,9 @@ def test_four_ranks(call, four):
 
 @pytest.mark.parametrize("method", METHODS[:3])
 def test_every_option_that_is_learned_is_among_the_calls(method):
-    found = [inputs_of(name, torch.float32)[1] for name, by, _ in named_calls(2) if by == method]
+    calls = [inputs_of(name, torch.float32)[1] for name, by, _ in named_calls(2) if by == method]
     refused = {"query2", "key2"}
-    assert {key for options in found for key in learned(options)} >= {*LEARNED} - refused
+    assert {key for options in calls for key in learned(options)} >= {*LEARNED} - refused
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -166,27 +166,27 @@ def test_nothing_is_sent_or_computed_that_is_hidden(
     plan, options, _ = case(name)
     q, k, v = make_qkv(1, 2, 2, plan.length, D=8, requires_grad=False)
     rank_of = {n: r for r in range(RANKS) for run in plan.runs(r) for n in range(*run)}
-    found: list[list[int]] = []
+    messages: list[list[int]] = []
     batch = dist.batch_isend_irecv
 
     def send(ops: list[dist.P2POp]) -> Any:
-        found[-2] += {op.group_peer for op in ops if op.op is dist.isend}
+        messages[-2] += {op.group_peer for op in ops if op.op is dist.isend}
         sizes = {op.tensor.numel() for op in ops}
         assert 0 not in sizes
         return batch(ops)
 
     def compute(k_runs: list[tuple[int, int]]) -> None:
-        found[-1].append(rank_of[k_runs[0][0]])
+        messages[-1].append(rank_of[k_runs[0][0]])
 
     monkeypatch.setattr(dist, "batch_isend_irecv", send)
     monkeypatch.setattr(ring, "part_forward", lambda *given: compute(given[6]))
     monkeypatch.setattr(ring, "part_backward", lambda *given: compute(given[5]))
     with group_without_messages(3, RANKS):
-        found += [], []
+        messages += [], []
         o, lse = ring.ring_forward(q, k, v, options, plan, dist.group.WORLD)
-        found += [], []
+        messages += [], []
         ring.ring_backward(q, k, v, options, [], Whole(o, None, o, lse), plan, dist.group.WORLD)
-    assert found == MESSAGES[name]
+    assert messages == MESSAGES[name]
 
 
 @pytest.mark.parametrize(("starts", "served"), [((0, 8, 16, 24), True), ((0, 16, 8, 24), False)])

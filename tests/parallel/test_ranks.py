@@ -275,8 +275,8 @@ def crossed(mesh: Any) -> None:
 
 def crossed_backward(mesh: Any) -> None:
     """Two calls that are alike; each rank comes to the gradients of another."""
-    found = [attend(mesh, "ring") for _ in range(2)]
-    found[dist.get_rank()].sum().backward()
+    outputs = [attend(mesh, "ring") for _ in range(2)]
+    outputs[dist.get_rank()].sum().backward()
 
 
 def known_to_one(mesh: Any) -> None:

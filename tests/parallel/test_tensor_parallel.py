@@ -126,15 +126,15 @@ def results(module: nn.Module) -> dict[str, Tensor]:
     given = [x.to(dtype).requires_grad_() for x in given]
     torch.manual_seed(7)  # of the seeds of dropout
     out = module(*given, **options)
-    found = (
+    outputs = (
         {"out": out} if isinstance(out, Tensor) else dict(zip(("out", "loss"), out, strict=True))
     )
-    weights = torch.randn(found["out"].shape, generator=torch.Generator().manual_seed(5))
-    loss = found["loss"] if "loss" in found else (found["out"] * weights.to(dtype)).sum()
+    weights = torch.randn(outputs["out"].shape, generator=torch.Generator().manual_seed(5))
+    loss = outputs["loss"] if "loss" in outputs else (outputs["out"] * weights.to(dtype)).sum()
     loss.backward()
     grads = {name: x.grad for name, x in module.named_parameters()}
     grads |= {f"dx{i}": x.grad for i, x in enumerate(given)}
-    return {name: x.detach() for name, x in (found | grads).items()}
+    return {name: x.detach() for name, x in (outputs | grads).items()}
 
 
 def whole(x: Tensor) -> Any:
@@ -187,28 +187,28 @@ def with_fsdp(mesh: DeviceMesh, folder: str) -> dict[str, Any]:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     # The same rows on both ranks, so that their mean is what one process finds.
-    found = {key: whole(x) for key, x in results(model).items()}
+    tensors = {key: whole(x) for key, x in results(model).items()}
     checkpoint.save(model.state_dict(), checkpoint_id=folder)
-    return found
+    return tensors
 
 
 def all_results(folder: str) -> dict[Any, Any]:
     """Collect the result of every module, generated tokens, and errors."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     meshes = {2: square["tp"], 4: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))}
-    found: dict[Any, Any] = {"errors": errors(meshes[4]), "fsdp": with_fsdp(square, folder)}
+    everything: dict[Any, Any] = {"errors": errors(meshes[4]), "fsdp": with_fsdp(square, folder)}
     for ranks, name in CASES:
         module, mesh = made(name), meshes[ranks]
         shapes = {key: x.shape for key, x in module.named_parameters()}
         parallelize_module(module, mesh, tp_plan(module))
         for key, x in module.named_parameters():
             assert isinstance(x, DTensor) and x.shape == shapes[key], key
-        found[ranks, name] = {key: whole(x) for key, x in results(module).items()}
+        everything[ranks, name] = {key: whole(x) for key, x in results(module).items()}
         for key, x in module.named_parameters():
             assert x.grad.placements == x.placements, key
         if WRITERS[ranks] == name:
-            found["tokens", ranks] = tokens_of(module)
-    return found
+            everything["tokens", ranks] = tokens_of(module)
+    return everything
 
 
 @cache

@@ -38,12 +38,12 @@ def linear(x: Tensor, y: Tensor) -> Tensor:
 def test_terms_are_summed_in_another_order_and_rounded_otherwise(compute) -> None:
     x, y = torch.randn(7, 300), torch.randn(300, 7)
     plain = compute(x, y)
-    found = []
+    results = []
     for seed in (1, 2, 2):
         with OtherOrder(seed):
-            found.append(compute(x, y))
-    assert not torch.equal(found[0], plain) and not torch.equal(found[0], found[1])
-    assert torch.equal(found[1], found[2])
+            results.append(compute(x, y))
+    assert not torch.equal(results[0], plain) and not torch.equal(results[0], results[1])
+    assert torch.equal(results[1], results[2])
     # Products of small integers have exact sums: only a last bit is left to differ.
     x, y = x.round(), y.round()
     with OtherOrder(1):

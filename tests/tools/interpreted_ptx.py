@@ -155,9 +155,9 @@ def _create_inline_asm(
 
     inputs = [_registers(x.data, pack) for x in values]
     shape = np.broadcast_shapes(*(x.data.shape for x in values))
-    found = [run(assembly, bits, len(types)) for bits in zip(*inputs, strict=True)]
+    outputs = [run(assembly, bits, len(types)) for bits in zip(*inputs, strict=True)]
     results = _Results()
-    for bits, block in zip(zip(*found, strict=True), types, strict=True):
+    for bits, block in zip(zip(*outputs, strict=True), types, strict=True):
         kept = np.dtype(_get_np_dtype(block.scalar))
         whole = np.array(bits, dtype=np.uint64)
         if block.scalar == tl.int1:

@@ -125,7 +125,7 @@ def _with_shapes(function: list[Instruction]) -> list[Instruction]:
     PTX ISA, "Instruction descriptor" of tcgen05: N / 8 from bit 17 on, M / 16 from bit 24 on.
     """
     constants: dict[str, int] = {}
-    found = []
+    shaped = []
     for instruction in function:
         if move := re.match(r"(UR\d+), 0x([0-9a-f]+)$", instruction.operands):
             constants[move[1]] = int(move[2], 16)
@@ -133,8 +133,8 @@ def _with_shapes(function: list[Instruction]) -> list[Instruction]:
             number = constants.get(use[1], 0)
             M, N = 16 * (number >> 24 & 31), 8 * (number >> 17 & 63)
             instruction = replace(instruction, opcode=f"{instruction.opcode}.{M}x{N}x16")
-        found.append(instruction)
-    return found
+        shaped.append(instruction)
+    return shaped
 
 
 @dataclass(frozen=True)

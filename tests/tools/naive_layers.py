@@ -117,15 +117,15 @@ def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor
 def _heads(layer: AttentionLayer, x: Tensor, memory: Tensor) -> list[Tensor]:
     """q, k, v [B, T, H_q, D], normalised, with key/value heads repeated."""
     H_q, H_k = layer.num_heads, layer.num_kv_heads
-    found = []
+    split = []
     for name, part, heads in (("q", x, H_q), ("k", memory, H_k), ("v", memory, H_k)):
         proj = getattr(layer, f"{name}_proj")
         y = rearrange(F.linear(part, proj.weight, proj.bias), "b t (h d) -> b t h d", h=heads)
         if layer.qk_norm and name != "v":
             weight = getattr(layer, f"{name}_norm").weight
             y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-        found.append(repeat(y, "b t h d -> b t (h group) d", group=H_q // heads))
-    return found
+        split.append(repeat(y, "b t h d -> b t (h group) d", group=H_q // heads))
+    return split
 
 
 def _near(layer: GQAttention, i: Tensor, j: Tensor) -> Tensor:

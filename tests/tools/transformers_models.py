@@ -128,8 +128,8 @@ def compare(
         generator = torch.Generator().manual_seed(1)
         do = torch.randn(out.shape, generator=generator).bfloat16().to(out)
         torch.autograd.backward((out * do).sum())
-        found = {n: p.grad for n, p in copied.named_parameters() if p.grad is not None}
-        return {"output": out.detach(), **found}
+        gradients = {n: p.grad for n, p in copied.named_parameters() if p.grad is not None}
+        return {"output": out.detach(), **gradients}
 
     with softmax_in_fp64():
         ref = run(copy.deepcopy(model), "eager", torch.float64)

@@ -47,7 +47,7 @@ def test_each_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v, *fields = tensors
         return q, k, v, options._replace(**dict(zip(learned, fields, strict=True)))
 
-    def found(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
         *given, do, dlse = tensors
         q, k, v, options = laid_out(*given)
         needed = [x is not None for x in (q, k, v, *options.differentiable)]
@@ -59,10 +59,10 @@ def test_each_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part = Part(0, 0, slice(None), slice(None), whole)
     results = gradients.formula_of(part)(q, k, v, *whole.differentiable)
     expected = torch.autograd.grad(results, given, (do, dlse.to(results[1])))
-    torch.testing.assert_close(found(*leaves), expected)
-    assert torch.autograd.gradcheck(found, leaves, fast_mode=True)
+    torch.testing.assert_close(gradient(*leaves), expected)
+    assert torch.autograd.gradcheck(gradient, leaves, fast_mode=True)
     if case == "bias, sinks":
-        assert torch.autograd.gradgradcheck(found, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(gradient, leaves, fast_mode=True)
 
 
 # vmap calls torch's kernel for each entry, and says so.
@@ -85,7 +85,7 @@ def test_many_second_gradients_at_once() -> None:
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the queries and keys take twice at most, between the gradients and in each."""
     monkeypatch.setattr(double_backward, "_SCORES", 2**15)
-    found = []
+    peaks = []
     for T in (512, 1024):
         x = draws()(1, 1, T, 8).requires_grad_()
         with Held() as held:
@@ -94,8 +94,8 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
             between = held.now()
             torch.autograd.grad(first.sin().sum(), x)
         assert held.largest <= 2**15
-        found.append((between, held.most))
-    assert all(twice <= 2 * once for once, twice in zip(*found, strict=True))
+        peaks.append((between, held.most))
+    assert all(twice <= 2 * once for once, twice in zip(*peaks, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")

@@ -42,10 +42,10 @@ MISSING = object()
 
 
 def nested() -> Any:
-    found: Any = []
+    value: Any = []
     for _ in range(50):
-        found = [found]
-    return found
+        value = [value]
+    return value
 
 
 VALUES: dict[str, Any] = {
@@ -141,12 +141,12 @@ def sets(**changes: str) -> dict[str, set[str]]:
 
 def test_every_field_of_a_model(run):
     """Absent fields have their defaults; the others are numbers in range, and choices."""
-    found = harmless(lambda: load_model(run.parent), run, below=("config", "model"))
-    found = {name.removeprefix("config.model."): changes for name, changes in found.items()}
+    faults = harmless(lambda: load_model(run.parent), run, below=("config", "model"))
+    faults = {name.removeprefix("config.model."): changes for name, changes in faults.items()}
     needed = {"num_layers", "embed_dim", "vocab_size", "context_length"}
     optional = {field.name for field in dataclasses.fields(GPTConfig)} - needed
-    assert {name for name, changes in found.items() if "missing" in changes} == optional
-    left = {name: changes - {"missing"} for name, changes in found.items()}
+    assert {name for name, changes in faults.items() if "missing" in changes} == optional
+    left = {name: changes - {"missing"} for name, changes in faults.items()}
     assert {name: changes for name, changes in left.items() if changes} == sets(
         num_kv_heads="null",
         kv_latent_dim="null",

@@ -133,7 +133,7 @@ def save_again(run: Path, mode: str, n: int) -> int:
 
 def faults(folder: str, count: int) -> list[tuple[str, int, int, list[str]]]:
     """Saves with a fault in a forked process: mode, exit status, the step that is left."""
-    found = []
+    outcomes = []
     for mode in ("kill", "fail"):
         for n in range(1, count + 1):
             run = Path(folder) / f"{mode}-{n}"
@@ -141,8 +141,8 @@ def faults(folder: str, count: int) -> list[tuple[str, int, int, list[str]]]:
             status = status_of(fork(lambda run=run, mode=mode, n=n: save_again(run, mode, n)))
             left = load_checkpoint(run).step
             save_checkpoint(run, make_checkpoint(3))
-            found.append((mode, status, left, os.listdir(run)))
-    return found
+            outcomes.append((mode, status, left, os.listdir(run)))
+    return outcomes
 
 
 def test_a_kill_or_an_error_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):

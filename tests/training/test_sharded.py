@@ -146,7 +146,7 @@ def message(call: Callable[[], Any]) -> str:
 def matrix(folder: Path) -> dict[str, dict[str, Any]]:
     """For each split whether others went on from what it saved, and the losses that follow."""
     names, splits, saved = list(SPLITS), {}, {}
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    results: dict[str, dict[str, Any]] = {name: {} for name in names}
     for name in names:
         member = dist.get_rank() < math.prod(SPLITS[name])
         mesh_of(name)
@@ -155,7 +155,7 @@ def matrix(folder: Path) -> dict[str, dict[str, Any]]:
             split.step(), split.step()
             saved[name] = split.whole()
             ShardedWriter(folder / name, group=split.group).save(split.checkpoint(2))
-            found[name]["next"] = True, split.loss().item()
+            results[name]["next"] = True, split.loss().item()
     dist.barrier()
     for i, other in enumerate(names):
         # Every split reads what two others have saved, each time different ones.
@@ -169,8 +169,8 @@ def matrix(folder: Path) -> dict[str, dict[str, Any]]:
             assert torch.equal(read.training["random"], torch.arange(5, dtype=torch.uint8))
             whole = resumed.whole()
             equal = name not in saved or same(whole, saved[name])
-            found[name][other] = equal, resumed.loss().item()
-    return found
+            results[name][other] = equal, resumed.loss().item()
+    return results
 
 
 def background(folder: Path) -> dict[str, Any]:

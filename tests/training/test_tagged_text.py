@@ -74,11 +74,11 @@ def test_python_s_tokens_are_tagged_line_by_line():
 
 
 def test_parts_of_f_strings_are_strings():
-    (found,) = python_sentences('y = f"a{x}b"\n')
-    tags = dict(zip(found.words, found.tags, strict=True))
+    (tagged,) = python_sentences('y = f"a{x}b"\n')
+    tags = dict(zip(tagged.words, tagged.tags, strict=True))
     if sys.version_info >= (3, 12):
-        found = [tags[part] for part in ('f"', "a", "x", "b")]
-        assert found == ["string", "string", "name", "string"]
+        tagged = [tags[part] for part in ('f"', "a", "x", "b")]
+        assert tagged == ["string", "string", "name", "string"]
     else:
         assert tags['f"a{x}b"'] == "string"
 

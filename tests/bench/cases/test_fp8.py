@@ -17,7 +17,7 @@ from fastattn.ops import fp8
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = Case("forward", "forward", 2, 4, 2, 70, 130, 64, causal=True, dtype="bfloat16", device="cpu")
-BOTH = pytest.mark.parametrize("actual", EIGHT_BITS, ids=lambda x: x.name)
+BOTH = pytest.mark.parametrize("kind", EIGHT_BITS, ids=lambda x: x.name)
 
 
 @pytest.fixture
@@ -28,29 +28,29 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @BOTH
-def test_says_what_it_does_not_serve(actual, monkeypatch):
-    assert "compute capability 9.0" in actual.serves(CASE)
+def test_says_what_it_does_not_serve(kind, monkeypatch):
+    assert "compute capability 9.0" in kind.serves(CASE)
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
-    assert actual.serves(CASE) is None
-    assert "no backward" in actual.serves(replace(CASE, direction="forward_backward"))
-    assert "decoding" in actual.serves(replace(CASE, family="decode"))
-    assert "key_padding_mask" in actual.serves(replace(CASE, lengths=(130, 7), padding_side="left"))
-    assert "out_dtype is float32" in actual.serves(replace(CASE, dtype="float32"))
-    assert "head dim 80" in actual.serves(replace(CASE, D=80))
+    assert kind.serves(CASE) is None
+    assert "no backward" in kind.serves(replace(CASE, direction="forward_backward"))
+    assert "decoding" in kind.serves(replace(CASE, family="decode"))
+    assert "key_padding_mask" in kind.serves(replace(CASE, lengths=(130, 7), padding_side="left"))
+    assert "out_dtype is float32" in kind.serves(replace(CASE, dtype="float32"))
+    assert "head dim 80" in kind.serves(replace(CASE, D=80))
 
 
 @BOTH
 @pytest.mark.parametrize("options", [{"window": (50, 9), "causal": False}, {"lengths": (130, 61)}])
-def test_passes_its_check_and_packs_outside_the_timer(actual, options, emulated, monkeypatch):
+def test_passes_its_check_and_packs_outside_the_timer(kind, options, emulated, monkeypatch):
     packed, pack = [], fp8.pack
     monkeypatch.setattr(fp8, "pack", lambda *given: packed.append(1) or pack(*given))
     case = replace(CASE, **options)
     inputs = make_inputs(case)
-    work, _ = prepare(actual, case, inputs, expect(case, inputs))
+    work, _ = prepare(kind, case, inputs, expect(case, inputs))
     packed.clear()
     o = work()
     assert o.shape == (2, 4, 70, 64) and o.dtype == torch.bfloat16
-    assert actual.name == f"fastattn-hopper-fp8{'' if packed else '-packed'}"
+    assert kind.name == f"fastattn-hopper-fp8{'' if packed else '-packed'}"
 
 
 @pytest.mark.parametrize("head", [(0, 0), (1, 3)])

@@ -100,10 +100,10 @@ def test_the_jobs_of_a_run_say_what_they_launch():
 
 def cache_hits() -> list[tuple[str, bool]]:
     """Kernels that a case launches after a smaller one, and whether the disk cache had them."""
-    found = []
+    hits = []
 
     def note(*, src, cache_hit, **details):
-        found.append((src.name, cache_hit))
+        hits.append((src.name, cache_hit))
 
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
@@ -117,7 +117,7 @@ def cache_hits() -> list[tuple[str, bool]]:
                     triton.knobs.compilation.listener = None
     # Other tests of this process would look for the kernel in the folder, which is gone.
     forget()
-    return found
+    return hits
 
 
 def forget() -> None:

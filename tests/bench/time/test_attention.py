@@ -69,8 +69,8 @@ def implementation(name, prepare, serves=lambda case: None, **options):
 
 def outcomes(case, bench=BENCH, **prepares):
     """Records by implementation."""
-    found = [implementation(name, prepare) for name, prepare in prepares.items()]
-    return {record["implementation"]: record for record in run_case(case, found, bench)}
+    implementations = [implementation(name, prepare) for name, prepare in prepares.items()]
+    return {record["implementation"]: record for record in run_case(case, implementations, bench)}
 
 
 @pytest.mark.parametrize("case", [CASE, BACKWARD], ids=["forward", "backward"])

@@ -267,13 +267,13 @@ def test_the_suite_tells_of_the_gpu_and_measures_what_is_asked_for(report, monke
 @pytest.mark.parametrize("which", ["quick", "full"])
 def test_jobs_begin_with_the_aims(which):
     """Plain calls, decoding, options, and then host costs and training."""
-    found = [job.name for job in gpu_jobs(which)]
-    assert len(found) == len(set(found))
-    assert found[:2] == ["environment", "forward-B4-H16-T4096-D128-causal"]
+    names = [job.name for job in gpu_jobs(which)]
+    assert len(names) == len(set(names))
+    assert names[:2] == ["environment", "forward-B4-H16-T4096-D128-causal"]
     others = ["host cost of a call", "training-T1024", "first call", "import"]
     kinds = ("forward-B1-H64:8", "backward-B1-H64:8", "decode-fwd-B32", "decode-fwd-B1", "masks")
-    places = [next(n for n, x in enumerate(found) if x.startswith(kind)) for kind in kinds]
-    places += [found.index(name) for name in others]
+    places = [next(n for n, x in enumerate(names) if x.startswith(kind)) for kind in kinds]
+    places += [names.index(name) for name in others]
     assert places == sorted(places) and places[-1] < 36
 
 

@@ -62,8 +62,8 @@ class Host:
         return actual
 
 
-def ends(actual: list[Ended]) -> list[tuple[str, str, str]]:
-    return [(ended.job, ended.at, ended.why) for ended in actual]
+def ends(jobs: list[Ended]) -> list[tuple[str, str, str]]:
+    return [(ended.job, ended.at, ended.why) for ended in jobs]
 
 
 def test_one_child_does_all_jobs() -> None:

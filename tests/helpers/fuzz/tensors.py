@@ -18,7 +18,7 @@ def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
 
     salt: of other numbers in the same layouts.
     """
-    found = []
+    tensors = []
     of_keys = (case.H_k, case.T_k)
     sizes = ((case.H_q, case.T_q, case.D), (*of_keys, case.D), (*of_keys, case.D_v))
     for name, layout, (H, T, width) in zip("qkv", case.layouts, sizes, strict=True):
@@ -30,8 +30,8 @@ def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
         if name == "q" and "hot" in case.traits:
             x = x * _HOT.get(case.dtype, 1e4 / math.sqrt(case.D))
         x = x.to(case.dtype).expand(case.B, H, T, width)
-        found.append(laid(x.to(case.device), layout))
-    q, k, v = found
+        tensors.append(laid(x.to(case.device), layout))
+    q, k, v = tensors
     return q, k, v
 
 

@@ -71,7 +71,7 @@ def planned(folder: Path) -> list[tuple[Any, Any, bool]]:
         given.append(options)
         return batches.plan_rows(*sizes, **options)
 
-    found = []
+    rows = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(together, "plan_rows", plan_rows)
         ranks = Together(SPLITS["fsdp2 cp2"])
@@ -81,8 +81,8 @@ def planned(folder: Path) -> list[tuple[Any, Any, bool]]:
         trained(folder, ranks)
     for batch, options in zip(drawn, given, strict=False):
         same = options["heads"] == (2, 2) and options["head_dim"] == 8
-        found.append((batch.documents.tolist(), options["documents"].tolist(), same))
-    return found
+        rows.append((batch.documents.tolist(), options["documents"].tolist(), same))
+    return rows
 
 
 @pytest.fixture(scope="module")

@@ -210,12 +210,12 @@ def compiled(out: Path, ranks: Ranks) -> tuple[list[float], int]:
 
 def stepped(out: Path, ranks: Ranks | None = None, **changes: Any) -> list[float]:
     trainer = make("trained", out, ranks, **changes)
-    found = []
+    losses = []
     for _ in range(2):
         trainer._train_step()
-        found += [float(trainer.ranks.total(trainer._loss_sum)), trainer.estimate_loss()]
+        losses += [float(trainer.ranks.total(trainer._loss_sum)), trainer.estimate_loss()]
         trainer._loss_sum.zero_()
-    return found
+    return losses
 
 
 def splits_of(name: str) -> list[str]:
@@ -235,9 +235,9 @@ def sent(split: Split, passes: int, stored: int, out: Path) -> dict[str, tuple[i
     with CountMessages() as counted:
         trainer._train_step()
     groups = {name: dist.get_process_group_ranks(ranks.mesh.get_group(name)) for name in NAMES}
-    found = {name: tuple(group) for name, group in groups.items() if len(group) > 1}
-    assert counted.calls.keys() == set(found.values())
-    return {name: (counted.calls[group], counted.sent[group]) for name, group in found.items()}
+    members = {name: tuple(group) for name, group in groups.items() if len(group) > 1}
+    assert counted.calls.keys() == set(members.values())
+    return {name: (counted.calls[group], counted.sent[group]) for name, group in members.items()}
 
 
 def in_bf16(out: Path, ranks: Ranks | None = None) -> dict[str, torch.Tensor]:
