@@ -119,6 +119,8 @@ def test_a_request_can_be_cancelled_at_any_time():
         engine.step()
     engine.cancel(running)
     engine.cancel(waiting)
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.waiting, len(engine.cache.rows)) == (1, 0, 2)  # one is kept
     list(engine.run())
     engine.cancel(other)
     assert [len(r.tokens) for r in (running, other, waiting)] == [4, 10, 0]
