@@ -342,7 +342,7 @@ def check_seed(name: str, x: Any) -> None:
 
 
 def check_backend(backend: str | None, source: str = "backend") -> str:
-    """One of BACKENDS; None means "auto"."""
+    """Check for one of BACKENDS; None means "auto"."""
     if backend is None:
         return "auto"
     if not isinstance(backend, str) or backend not in BACKENDS:

@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why."""
+"""The choice of a backend for a call, with reasons."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ def asked_for(backend: str | None) -> str:
 
 
 def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the Triton kernels cannot serve this call, or None if they can."""
+    """Reason that the Triton kernels cannot serve this call, or None."""
     if (reason := why_no_kernel({"q": q})) is not None:
         return reason
     if (reason := transforms.why_no_tangents(q, k, v, options)) is not None:
@@ -100,7 +100,7 @@ def on_hopper(device: torch.device) -> bool:
 def why_not_hopper(
     q: Tensor, k: Tensor, v: Tensor, options: Options, device: torch.device | None = None
 ) -> str | None:
-    """Why the Hopper kernels cannot serve a call that the portable kernels serve, or None.
+    """Reason that the Hopper kernels cannot serve a call of the portable kernels, or None.
 
     device: of the call, if not q's.
     """
@@ -117,7 +117,7 @@ def why_not_hopper(
 def why_not_hopper_fp8(
     q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype
 ) -> str | None:
-    """Why the Hopper kernel cannot serve an FP8 call with o in `dtype`, or None.
+    """Reason that the Hopper kernel cannot serve an FP8 call with o in `dtype`, or None.
 
     q, k, v: tensors of the call's shapes on its device, of any dtype.
     """
@@ -129,7 +129,7 @@ def why_not_hopper_fp8(
 
 
 def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
-    """Why no Triton kernel takes these tensors, by name; the first tells their device."""
+    """Reason that no Triton kernel takes these tensors, or None; the first tells the device."""
     name, x = next(iter(inputs.items()))
     if not call.TRITON_INSTALLED:
         return "triton is not installed"
@@ -353,7 +353,7 @@ _logged: set[str] = set()
 def log_once(
     name: str, choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> None:
-    """With FASTATTN_LOG=1, log each kind of call to stderr: shapes, backend, reasons, tile."""
+    """Log each kind of call to stderr if FASTATTN_LOG=1: shapes, backend, reasons, tile."""
     if os.environ.get(LOG, "0") in ("", "0") or torch.compiler.is_compiling():
         return
     shapes = " ".join(f"{x}{list(y.shape)}" for x, y in (("q", q), ("k", k), ("v", v)))

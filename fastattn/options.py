@@ -38,7 +38,7 @@ _TRAINED = _DENSE | _PACKED
 
 
 class OptionSpec(NamedTuple):
-    """One option.
+    """An option of a call.
 
     type: of the argument.
     calls: names of the functions that take it.

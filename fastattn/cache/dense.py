@@ -342,7 +342,7 @@ class KVCache:
             x.copy_(x.index_select(0, index))
 
     def _check_row_integers(self, name: str, x: Tensor) -> None:
-        """One int32 or int64 a row, on the cache's device."""
+        """Check for int32 or int64 [rows] on the cache's device."""
         checks.check_integers(name, x)
         checks.check_placement(name, x, tuple(self.lengths.shape), self.lengths)
 

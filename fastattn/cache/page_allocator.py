@@ -101,7 +101,7 @@ class PageAllocator:
         return self._row(row).latest
 
     def holders(self, page: int) -> int:
-        """How many rows hold a page."""
+        """Number of rows that hold a page."""
         return self._holders[page]
 
     def allocate(self) -> int:

@@ -178,7 +178,7 @@ def _translated(arguments: Arguments) -> _Call | str:
 
 
 def _not_plain(*tensors: Tensor | None) -> str | None:
-    """Why torch's dispatcher has to handle these arguments, or None."""
+    """Reason that torch's dispatcher must handle these arguments, or None."""
     for x in tensors:
         if type(x) in (Tensor, nn.Parameter, type(None)) or _causal_bias(x) is not None:
             if x is not None and (x.is_nested or x.layout is not torch.strided):
@@ -196,7 +196,7 @@ def _not_plain(*tensors: Tensor | None) -> str | None:
 def _odd_numbers(
     dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> str | None:
-    """Why the non-tensor arguments are not for the kernels, or None."""
+    """Reason that the kernels do not serve the non-tensor arguments, or None."""
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         return "is_causal or enable_gqa is no bool"
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):

@@ -69,7 +69,7 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """One step of the model: the tokens that it adds to the text, at least one.
+        """Run a step of the model; return the tokens that it adds, at least one.
 
         Fewer at the end of the request, none if an end token comes first.
         """

@@ -139,7 +139,7 @@ def make_norm(kind: Norm, width: int, *, eps: float = 1e-5, bias: bool = False) 
 
 
 class Block(nn.Module):
-    """One transformer layer: self-attention, optional cross-attention, feed-forward.
+    """Transformer layer: self-attention, optional cross-attention, feed-forward.
 
         "pre"       x + f(norm(x)), for one part f after the other       (Xiong et al. 2020)
         "post"      norm(x + f(x))                                       (Vaswani et al. 2017)

@@ -22,7 +22,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 class ModuleOption(NamedTuple):
-    """One option.
+    """An option of a layer.
 
     default: value if it is not passed.
     check: (name, value) -> value; not called for None.

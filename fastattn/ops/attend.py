@@ -42,9 +42,7 @@ _DETERMINISTIC = "torch.use_deterministic_algorithms(True) rules it out"
 
 
 def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
-    """Why the portable kernels take two passes for the gradients although atomics are permitted, or
-    None.
-    """
+    """Reason for two passes of the portable kernels although atomics are permitted, or None."""
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
     if options.relative_keys is not None:

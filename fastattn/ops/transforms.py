@@ -143,7 +143,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why kernels cannot compute the tangents of a call, or None."""
+    """Reason that kernels cannot compute the tangents of a call, or None."""
     name = tangents.carried(q, k, v, options)
     if name is None:
         return None

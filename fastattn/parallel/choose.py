@@ -79,7 +79,7 @@ def choose(explained: MethodExplanation, method: str) -> str:
 def why_not(
     method: str, q: Tensor, ranks: Ranks, plan: ContextPlan, options: Options
 ) -> str | None:
-    """Why a method cannot serve a call, or None."""
+    """Reason that a method cannot serve a call, or None."""
     two = ranks.inner is not None
     if (method == "usp") != two:
         wanted = "two dimensions (ring, heads)" if method == "usp" else "one dimension"

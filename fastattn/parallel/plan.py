@@ -144,7 +144,7 @@ class ContextPlan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the sequence."""
+        """Number of ranks that share the sequence."""
         return len(self.stretches)
 
     @property

@@ -18,7 +18,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. The defaults suit a model of about a million parameters.
+    """Settings of a run. The defaults suit a model of about a million parameters.
 
     Args:
         steps: optimizer steps.

@@ -38,7 +38,7 @@ class TrainingError(FloatingPointError):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call to `Trainer.run` ended.
+    """Outcome of `Trainer.run`.
 
     Args:
         step: optimizer steps done in total.

@@ -1,4 +1,4 @@
-"""One set of findings for all ranks of a distributed run."""
+"""Shared findings of all ranks of a distributed run."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -61,7 +61,7 @@ def _splits(rows: choices.Records) -> Iterator[str]:
 
 
 def _fastest(rows: choices.Records) -> Iterator[str]:
-    """How often each backend is the fastest, over the timed buckets."""
+    """Numbers of timed buckets by fastest backend."""
     count = Counter(row["backend"] for row in rows.get("backends", ()))
     if count:
         counts = ", ".join(f"{name} {n}" for name, n in count.most_common())

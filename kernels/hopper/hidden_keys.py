@@ -110,7 +110,7 @@ def shown_keys(rows, keys, first, row, mask):
 
 @gluon.jit
 def some_exist(keys, row, mask):
-    """Which keys some query may see; None if the row's end suffices."""
+    """Keys that some query may see; None if the row's end suffices."""
     exists: gl.constexpr = None
     if mask.padding_ptr is not None or mask.k_documents_ptr is not None:
         exists = valid_keys(keys, row, mask)

@@ -58,7 +58,7 @@ _SECOND = ("query2", "key2")
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the Hopper kernels cannot serve this call on any GPU; None if they can.
+    """Reason that the Hopper kernels cannot serve this call on any GPU, or None.
 
     The caller checks the GPU (sm_90).
     """
@@ -84,7 +84,7 @@ def why_not_hopper_fp8(
 
 
 def _why_not_heads(D: int, D_v: int) -> str | None:
-    """Why tiles do not fit head dims D and D_v, or None."""
+    """Reason that tiles do not fit head dims D and D_v, or None."""
     for name, columns in (("q", D), ("v", D_v)):
         if not HEAD_DIMS[0] // 2 < columns <= HEAD_DIMS[-1]:
             return (
@@ -119,7 +119,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
 
 
 def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
-    """Why TMA cannot load a bias [B or 1, H or 1, T_q or 1, T_k or 1], or None."""
+    """Reason that TMA cannot load a bias [B or 1, H or 1, T_q or 1, T_k or 1], or None."""
     if bias.element_size() != 2:
         dtype = str(bias.dtype).removeprefix("torch.")
         return f"attn_bias is {dtype}; they have room for tiles of 16 bits"
@@ -159,7 +159,7 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 
 def why_not_worth_it(q: Tensor) -> str | None:
-    """Why other kernels are faster for a call that these serve, or None."""
+    """Reason that other kernels are faster for a call that these serve, or None."""
     T_q = q.shape[0] if q.dim() == 3 else q.shape[2]
     if T_q < ROWS.value:
         return f"{T_q} queries leave more than half of a tile of {2 * ROWS.value} empty"
@@ -167,7 +167,7 @@ def why_not_worth_it(q: Tensor) -> str | None:
 
 
 def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
-    """Why a backward takes two kernels although atomics are permitted, or None."""
+    """Reason that a backward takes two kernels although atomics are permitted, or None."""
     D = q.shape[-1]
     if tile_columns(D) == APART_HEAD_DIM:
         return f"dK and dV of head dim {D} take a kernel each"

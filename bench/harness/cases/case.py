@@ -27,7 +27,7 @@ DOCUMENT_LENGTHS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention to measure.
+    """A call of attention to measure.
 
     Args:
         family: one of FAMILIES.
@@ -115,7 +115,7 @@ def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
 
 
 def decode(B: int, T_k: int, H_q: int = 32, graph: bool = False) -> Case:
-    """One token for each of B sequences, against a full cache of T_k keys."""
+    """A token for each of B sequences, with a full cache of T_k keys."""
     # Slow peers compile for every shape.
     slow_peers = H_q == 32 and T_k == 4096 and not graph
     case = Case("decode", "forward", B, H_q, 8, 1, T_k, 128, causal=True, layout="bhtd")

@@ -19,7 +19,7 @@ class Unserved(Exception):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of attention.
+    """An implementation of attention.
 
     Args:
         name: unique, for tables.

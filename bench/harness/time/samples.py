@@ -154,7 +154,7 @@ def device_timer() -> DeviceTimer:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """Duration of measurements.
 
     warm_up: calls before the first sample. target_ms: total time of the samples of a function.
     least, most: bounds on their number. pause: seconds to cool down before a comparison.

@@ -205,7 +205,7 @@ def python(module: str, *arguments: str) -> list[str]:
 
 
 def talk(work: Callable[[Tell, Iterator[Any]], int]) -> None:
-    """In a child: call `work` with a sender and the incoming jobs; exit with its code.
+    """Call `work` in a child, with a sender and the incoming jobs; exit with its code.
 
     The child ends with its parent. Prints go to stderr.
     """

@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """For readers; unique in a plan."""
+        """Name for readers; unique in a plan."""
         return f"{self.kind}: " + " ".join(_words(self.key))
 
     @property

@@ -138,7 +138,7 @@ def _why(error: Exception) -> str:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Why a module's forward cannot be captured, or None."""
+    """Reason that a module's forward cannot be captured, or None."""
     if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
         return "torch.jit or torch.fx traces the call"
     if torch._dynamo.config.disable:  # an error with fullgraph=True

@@ -16,7 +16,7 @@ _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod",
 
 
 def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
-    """Why nodes cannot all move to the position of the last one, or None.
+    """Reason that nodes cannot move to the position of the last one, or None.
 
     A node between them may change memory that one of them reads, or global state.
     """

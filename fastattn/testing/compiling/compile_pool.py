@@ -106,7 +106,7 @@ class CompilePool:
 
 
 def _follow_parent() -> None:
-    """In a worker: ignore Ctrl-C, and exit with the parent process."""
+    """Set up a worker: ignore Ctrl-C, and exit with the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

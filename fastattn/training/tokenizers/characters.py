@@ -11,7 +11,7 @@ CHARACTER_FORMAT = "fastattn-characters"
 
 
 class CharacterTokenizer(Tokenizer):
-    """One id a character, in the order of code points.
+    """Tokenizer with an id for each character, in the order of code points.
 
     Args:
         characters: the vocabulary, in any order, with or without repetitions.
