@@ -34,6 +34,7 @@ class AttentionArguments(TypedDict, total=False):
     dropout: float
     dropout_seed: Tensor | None
     deterministic: bool
+    batch_invariant: bool
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
     score_mod: Any
@@ -62,6 +63,7 @@ class AttentionVarlenArguments(TypedDict, total=False):
     dropout: float
     dropout_seed: Tensor | None
     deterministic: bool
+    batch_invariant: bool
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
     score_mod: Any
@@ -82,6 +84,7 @@ class DecodeAttentionArguments(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
     attn_bias: Tensor | None
+    batch_invariant: bool
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
     score_mod: Any
@@ -100,6 +103,7 @@ class AttentionPagedArguments(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+    batch_invariant: bool
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
     score_mod: Any

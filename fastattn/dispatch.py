@@ -262,6 +262,11 @@ def choose(
             return Explanation(
                 one.name, faster, forced=one.name == forced, measured=fastest == one.name
             )
+    if options.batch_invariant and q.is_cuda:
+        raise ValueError(
+            f'batch_invariant: "triton" cannot serve this call: {why["triton"]}; with '
+            'backend="torch" in every call, all have the bits of that'
+        )
     return Explanation("torch", {"triton": str(why["triton"])}, measured=fastest == "torch")
 
 

@@ -182,6 +182,9 @@ OPTIONS: dict[str, OptionSpec] = {
         ("atomic_dq",),
         cache=_NO_GRADIENTS,
     ),
+    "batch_invariant": OptionSpec(
+        bool, _TRAINED | _CACHE, score_checks.check_batch_invariant, False
+    ),
     "alibi_slopes": OptionSpec(Tensor | None, _TRAINED | _CACHE, score_checks.check_alibi_slopes),
     "relative_bias": OptionSpec(Tensor | None, _TRAINED | _CACHE, score_checks.check_relative_bias),
     "score_mod": OptionSpec(Any, _TRAINED | _CACHE, score_checks.check_score_mod),
@@ -275,6 +278,8 @@ class Options(NamedTuple):
     dropout: Annotated[float, Tags(registers="scores", weighs=True)] = 0
     # Whether atomics may accumulate dQ, in an order that varies between runs.
     atomic_dq: bool = False
+    # Whether o and lse of a token have the same bits in any batch, in chunks and over caches.
+    batch_invariant: bool = False
     # Whether o, dQ, dK, dV and dquery stay in fp32, as terms of a sum.
     fp32_results: bool = False
     # Number of all heads if this call has a part of them, for dropout and functions; else None.

@@ -54,6 +54,7 @@ def attention(
     dropout_seed: Tensor | None = None,
     dropout_keep: Tensor | None = None,
     deterministic: bool = True,
+    batch_invariant: bool = False,
     query_offset: int | Tensor | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
     heads: tuple[int, int] | None = None,

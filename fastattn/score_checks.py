@@ -15,6 +15,7 @@ from .checks import (
     FARTHEST,
     as_python,
     check_device,
+    check_flag,
     check_floats,
     check_fraction,
     check_int,
@@ -90,6 +91,24 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
             f"got ({first}, {total})"
         )
     return (first, total) if counted and (H_q != total or first) else (0, None)
+
+
+# Options that change a token's bits from call to call.
+_VARIANT = {
+    "dropout": "it draws by the row of the batch",
+    "key_padding_mask": "keys move to other blocks; key_lengths hide the last ones",
+    "documents": "they begin within blocks of keys; attention_varlen takes sequences",
+    "positions": "keys are not met in their order",
+}
+
+
+def check_batch_invariant(flag: Any, call: Checking) -> bool:
+    """Check a flag, and that no option breaks its promise."""
+    invariant = check_flag("batch_invariant", flag)
+    for name, reason in _VARIANT.items():
+        if invariant and _wanted(name, call):
+            raise ValueError(f"batch_invariant goes without {name}: {reason}")
+    return invariant
 
 
 # Positions are consecutive within blocks of this size: no tile of a kernel is longer.

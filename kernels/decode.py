@@ -185,7 +185,7 @@ def decode_kernel(
     t = r // G
     h = h_k * G + r % G
     first, last, full_first, full_last, lo, kept = share(
-        split, splits, one.size, m_first, m_last, row, mask, plan, BLOCK_N, RANGES
+        split, splits, m_first, m_last, row, mask, BLOCK_N, RANGES
     )
     # Offsets of the rows in q and o, and in parts.
     place_b, place_t = b, t
@@ -290,7 +290,6 @@ def launch_decode(
     options: Options,
     *,
     splits: int | None = None,
-    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v'] in q's dtype and memory order, lse fp32 [B, H_q, T_q] (natural log).
 
@@ -303,11 +302,8 @@ def launch_decode(
         new_lengths: int [B], clamped to [0, T_q]: later queries are padding; None: no padding.
         options: masks and scores; fields for positions and lengths are ignored.
         splits: parts of the keys of every row; None: chosen for the device.
-        invariant: split by positions instead, see `decode_splits`.
     """
-    launch = prepare_decode(
-        q, cache, starts, new_lengths, options, splits=splits, invariant=invariant
-    )
+    launch = prepare_decode(q, cache, starts, new_lengths, options, splits=splits)
     return launch(q, cache, starts, new_lengths, options)
 
 
@@ -344,7 +340,7 @@ class PreparedDecode(NamedTuple):
 
 def prepare_decode(
     q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
-    options: Options, *, splits: int | None = None, invariant: bool = False,
+    options: Options, *, splits: int | None = None,
 ) -> PreparedDecode:  # fmt: skip
     """Prepare `launch_decode` for calls with the signature of this one.
 
@@ -358,8 +354,8 @@ def prepare_decode(
     o = empty_in_layout(q, H_q, T_q, -(-D_v // elements) * elements)
     if B * H_q * T_q == 0:
         return PreparedDecode(None, None, o.shape, o.stride(), None)
-    tile = decode_tile(q, cache)
-    split = split_keys(q, cache, options, tile, splits, invariant)
+    tile = decode_tile(q, cache, options)
+    split = split_keys(q, cache, options, tile, splits)
     parts, combine = None, None
     if split.plan is None:
         out: tuple[Tensor | None, ...] = (o, o.new_empty(B, H_q, T_q, dtype=torch.float32), None)
@@ -405,7 +401,7 @@ def _plan(
         cache.lengths, None if packed else counts, starts, cache.batch_index,
         runtime_int(rows_kept), runtime_int(split.capacity),
     )  # fmt: skip
-    mask, plan = mask_by_blocks(options), Plan(*map(runtime_int, split.plan or (0, 1, 0)))
+    mask, plan = mask_by_blocks(options), Plan(*map(runtime_int, split.plan or (0, 1)))
     tiles_of_rows = blocks(T_q * H_q // H_k, tile.BLOCK_M)
     if packed is not None:
         lengths = lengths._replace(

@@ -55,7 +55,7 @@ class PreparedPacked(NamedTuple):
 
 def launch_packed(
     q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
-    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
+    lse: Tensor, options: Options, *, longest: int,
 ) -> None:  # fmt: skip
     """Write o [total, H_q, D_v], any strides but the last, and lse fp32 [H_q, total], contiguous.
 
@@ -68,16 +68,14 @@ def launch_packed(
         starts: int [rows]: the positions before are padding; None: there is none.
         options: as for `launch_decode`.
         longest: what no row's tokens exceed; rows with more are left as they are.
-        invariant: results of a row do not depend on the others, see `decode_splits`.
     """
-    prepare_packed(
-        q, cu_seqlens, cache, starts, out, lse, options, longest=longest, invariant=invariant
-    )(q, cu_seqlens, cache, starts, out, lse, options)
+    launch = prepare_packed(q, cu_seqlens, cache, starts, out, lse, options, longest=longest)
+    launch(q, cu_seqlens, cache, starts, out, lse, options)
 
 
 def prepare_packed(
     q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None, out: Tensor,
-    lse: Tensor, options: Options, *, longest: int, invariant: bool = False,
+    lse: Tensor, options: Options, *, longest: int,
 ) -> PreparedPacked:  # fmt: skip
     """`launch_packed` for calls with the signature of this one, ready to launch.
 
@@ -91,7 +89,7 @@ def prepare_packed(
     q, out = _as_batch_row(q), _as_batch_row(out)
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
     steps = []
-    for packed in split_packed(q, B, longest, cache, options, invariant):
+    for packed in split_packed(q, B, longest, cache, options):
         parts, combine, tile = None, None, packed.tile
         shape = (packed.places, H_k, tile.BLOCK_M, 4 * blocks(D_v, 4) + PART_FACTS.value)
         if packed.places:

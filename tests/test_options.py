@@ -162,7 +162,7 @@ AS_MASKS = {
 # Results are the same, or another field that weighs has to be there too.
 WITHOUT_EFFECT = {
     "dropout_seed", "relative_query", "scale", "atomic_dq", "fp32_results", "first_head",
-    "all_heads", "score_mod_grad",
+    "all_heads", "score_mod_grad", "batch_invariant",
 }  # fmt: skip
 
 
@@ -198,10 +198,10 @@ def places(source: str, option: str) -> list[str]:
 # file that is written from the table.
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (66, 30),
-    "prefix_lengths": (23, 13),
+    "prefix_lengths": (24, 14),
     "softcap": (49, 33),
     "alibi_slopes": (37, 25),
-    "sinks": (63, 41),
+    "sinks": (65, 43),
 }
 
 
@@ -236,14 +236,15 @@ LISTS: dict[str, tuple[Iterable[str], str, set[str]]] = {
     "verify": (
         [x for example in option_examples(4, 2, 8, 8, 16, reach=3).values() for x in example],
         "attention",
-        {"deterministic"},
+        {"deterministic", "batch_invariant"},
     ),
     # `tests/functional` has those of caches.
     "verify of caches": (
         [x for example in caches._OPTIONS.values() for x in example],
         "decode_attention",
         _FUNCTIONS - {"score_mod_grad"}
-        | {"causal", "scale", "heads", "keep_first", "stride", "attn_mask", "attn_bias"},
+        | {"causal", "scale", "heads", "keep_first", "stride", "attn_mask", "attn_bias"}
+        | {"batch_invariant"},
     ),
 }
 

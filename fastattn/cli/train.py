@@ -166,6 +166,8 @@ def _add_layer_options(group: Any) -> None:
     add("--scoring", "scoring", "of queries and keys (scaled_dot)")
     add("--softcap", "softcap", "bound of the attention scores (none)", type=float)
     add("--sinks", "sinks", "learn a share of attention that goes nowhere", action="store_true")
+    text = "attention gives a token the same bits in training and generation"
+    add("--batch-invariant", "batch_invariant", text, action="store_true")
     add("--qk-norm", "qk_norm", "normalise queries and keys", action="store_true")
     add("--output-gate", "output_gate", "sigmoids on the output: of a head or an element (none)")
     add("--block", "block", "order of norm, attention and linear layers (pre)")

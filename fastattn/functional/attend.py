@@ -152,6 +152,11 @@ def attention(
             work, more traffic, and last bits that may differ. The forward is not affected, and
             torch.use_deterministic_algorithms(True) overrides it. The "torch" backend is as
             deterministic as torch, which on a GPU depends on that flag alone.
+        batch_invariant: o and lse of a query are bitwise equal in every call of a backend with the
+            same query, keys and values: in any batch, with key_lengths, packed, in chunks of any
+            size, decoding, over pages of any size. No keys are split among programs, so one long
+            row alone has few of them. Not by "hopper", nor with dropout, key_padding_mask,
+            documents or positions. It says nothing of gradients.
         return_lse: also return the log of the softmax denominators.
         return_max: also return, last, the largest score x of each query, -inf without visible keys;
             sinks do not count. QK-clip uses its `amax((0, 2))`. No gradient. "triton" computes it
@@ -301,6 +306,8 @@ def explain(
     arguments: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(arguments)
     q, k, v, checked, _ = _checked(q, k, v, arguments)
+    if return_max:
+        statistics.check_max(checked)
     choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)
     families = choices.families(checked, choices.wants_gradients(q, k, v, checked))

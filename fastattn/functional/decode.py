@@ -25,21 +25,18 @@ if TYPE_CHECKING:
 @overload
 def decode_attention(
     q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
-    batch_invariant: bool = ...,
     return_lse: Literal[False] = ..., backend: str | None = ...,
     **options: "Unpack[DecodeAttentionArguments]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
-    batch_invariant: bool = ...,
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[DecodeAttentionArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
     q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
-    batch_invariant: bool = ...,
     return_lse: bool, backend: str | None = ...,
     **options: "Unpack[DecodeAttentionArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -50,7 +47,6 @@ def decode_attention(
     *,
     new_lengths: Tensor | None = None,
     num_splits: int | None = None,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
@@ -83,19 +79,16 @@ def decode_attention(
             new_lengths[b] + i; the other results are unspecified, but finite. None: all T_q are
             tokens.
         num_splits: number of parts that a row's keys are split into. Default: enough to fill the
-            GPU, by batch size, heads and cache size. It changes the last bits of the result.
-        batch_invariant: split the keys every 512 positions instead. A row's result is then bitwise
-            equal in any batch and in a cache of any size. The cost: parts are always written and
-            merged, also in large batches, and a few long rows are split less finely than a large
-            GPU could use.
+            GPU, by batch size, heads and cache size. It changes the last bits of the result, which
+            with a given number do not depend on other rows. Not with batch_invariant.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
             `explain_decode` reports the choice. torch copies the keys and values unless the cache
             is a plain `KVCache`.
         options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
-            scale, softcap, alibi_slopes, relative_bias, score_mod, sinks, attn_mask and attn_bias,
-            as for `fastattn.attention`; the last dim of a mask or bias are positions from 0, up to
-            the longest row.
+            scale, softcap, alibi_slopes, relative_bias, score_mod, sinks, attn_mask, attn_bias and
+            batch_invariant, as for `fastattn.attention`; the last dim of a mask or bias are
+            positions from 0, up to the longest row. No batch_invariant with padding on the left.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural
@@ -113,7 +106,6 @@ def decode_attention(
     arguments = {
         "new_lengths": new_lengths,
         "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
         **options,
     }
     key = with_cache(call_memo.key_of((q,), arguments, backend), q, view, arguments)
@@ -126,14 +118,13 @@ def decode_attention(
             decode_attention,
             cache=cache,
             num_splits=num_splits,
-            batch_invariant=batch_invariant,
             return_lse=return_lse,
             backend=backend,
         )
         result: Any = sharded.attend(part, {"q": q}, {"new_lengths": new_lengths, **options})
         return result
-    num_splits, batch_invariant = _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, options)
+    num_splits = _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
     with torch.no_grad():
@@ -141,7 +132,7 @@ def decode_attention(
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
             return decode_torch.attend(q, view, new_lengths, checked, return_lse, uniform)
-        call = (q, view, new_lengths, checked, num_splits, batch_invariant)
+        call = (q, view, new_lengths, checked, num_splits)
         arguments = {name: x for name, x in arguments.items() if name != "new_lengths"}
         call_memo.keep(key, q, arguments, checked, partial(decode_ops.prepare, *call))
         o, lse = decode_ops.attend(*call)
@@ -152,7 +143,6 @@ def attend_to_part(
     q: Tensor,
     cache: Any,
     num_splits: int | None = None,
-    batch_invariant: bool = False,
     backend: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -161,11 +151,11 @@ def attend_to_part(
     Rounded to fp32, an lse of 1e4 would change the weights of a part by 5e-4.
     """
     if q.dtype != torch.float64 or sharded.is_dtensor(q):
-        options = {"num_splits": num_splits, "batch_invariant": batch_invariant, **options}
-        return decode_attention(q, cache, return_lse=True, backend=backend, **options)
+        how: dict[str, Any] = {"num_splits": num_splits, "backend": backend, **options}
+        return decode_attention(q, cache, return_lse=True, **how)
     view, uniform = view_of_cache(cache)
-    _splits(num_splits, batch_invariant)
     checked = _checked(q, view, None, options)
+    _splits(num_splits, checked)
     choose(q, view, checked, backend)
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
@@ -180,7 +170,6 @@ def explain_decode(
     *,
     new_lengths: Tensor | None = None,
     num_splits: int | None = None,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
     **options: "Unpack[DecodeAttentionArguments]",
@@ -190,8 +179,8 @@ def explain_decode(
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
     view, _ = view_of_cache(cache)
-    _splits(num_splits, batch_invariant)
     checked = _checked(q, view, new_lengths, dict(options))
+    _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
@@ -241,20 +230,17 @@ def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
         )
 
 
-def _splits(num_splits: int | None, invariant: bool) -> tuple[int | None, bool]:
-    """Check num_splits and batch_invariant, at most one of which may be set."""
-    invariant = checks.check_flag("batch_invariant", invariant)
-    if num_splits is None:
-        return None, invariant
-    if invariant:
+def _splits(num_splits: int | None, options: Options) -> int | None:
+    """Check num_splits, which is not for calls with batch_invariant."""
+    if num_splits is not None and options.batch_invariant:
         raise ValueError("num_splits is given by batch_invariant: give one of them")
-    return checks.check_count("num_splits", num_splits, 1), False
+    return None if num_splits is None else checks.check_count("num_splits", num_splits, 1)
 
 
 def _checked(
     q: Tensor, view: CacheView, new_lengths: Tensor | None, options: dict[str, Any]
 ) -> Options:
-    _check_query(q, view)
+    check_query(q, view)
     if new_lengths is not None:
         checks.check_integers("new_lengths", new_lengths)
         checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
@@ -262,8 +248,17 @@ def _checked(
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
     checked = call_options.cache_options(q, view.k, view.v, view.length_bound, options)
+    check_order(view, checked)
     refuse_gradients("decode_attention", q, checked)
     return checked
+
+
+def check_order(view: CacheView, options: Options) -> None:
+    """ValueError where keys of a cache stand in other blocks than without padding."""
+    if options.batch_invariant and view.starts is not None:
+        raise ValueError(
+            "batch_invariant goes without padding on the left, which moves keys to other blocks"
+        )
 
 
 def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
@@ -275,7 +270,7 @@ def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
         )
 
 
-def _check_query(q: Tensor, view: CacheView) -> None:
+def check_query(q: Tensor, view: CacheView) -> None:
     checks.check_tensor("q", q)
     B, D = view.batch_size, view.k.shape[-1]
     if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:

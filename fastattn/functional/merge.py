@@ -120,7 +120,7 @@ def cascade_attention(
         scale, softcap, sinks: as in `decode_attention`. Windows, other position-dependent options
             and rings are not served, as one tile has queries of many positions.
         return_lse: also return the log of the softmax denominators.
-        how: num_splits, batch_invariant and backend, as in `decode_attention`.
+        how: num_splits and backend, as in `decode_attention`.
 
     Returns:
         As `decode_attention`.
@@ -131,7 +131,7 @@ def cascade_attention(
     """
     return_lse = checks.check_flag("return_lse", return_lse)
     forked = checks.check_flag("forked", forked)
-    unknown = how.keys() - {"num_splits", "batch_invariant", "backend"}
+    unknown = how.keys() - {"num_splits", "backend"}
     if unknown:
         raise TypeError(f"cascade_attention takes no {', '.join(sorted(unknown))}")
     shared, _ = view_of_cache(prefix, "prefix")
@@ -257,9 +257,7 @@ def by_position(options: dict[str, Any]) -> list[str]:
     return [name for name, x in values if isinstance(x, Tensor) or x not in (None, 0, ())]
 
 
-def check_shared(
-    shared: SharedPages, view: CacheView, options: dict[str, Any], batch_invariant: bool
-) -> None:
+def check_shared(shared: SharedPages, view: CacheView, options: dict[str, Any]) -> None:
     """Raise if `attention_paged` cannot serve these pages, or other options with them."""
     call_options.PAGED.refuse_others(options)
     if not isinstance(shared, SharedPages):
@@ -270,10 +268,6 @@ def check_shared(
             f"{shared.starts.shape[0]}"
         )
     checks.check_device("shared", shared.starts, view.k)
-    if batch_invariant:
-        raise ValueError(
-            "shared goes without batch_invariant: which keys are merged depends on the batch"
-        )
     if wrong := by_position(options):
         raise ValueError(
             f"shared goes without {', '.join(wrong)}: a tile over shared pages has queries of many "

@@ -14,7 +14,14 @@ from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
-from .decode import check_latent_scale, check_like_cache, choose, refuse_gradients, with_cache
+from .decode import (
+    check_latent_scale,
+    check_like_cache,
+    check_order,
+    choose,
+    refuse_gradients,
+    with_cache,
+)
 from .merge import SharedPages, check_shared, merge_into
 
 if TYPE_CHECKING:
@@ -30,7 +37,6 @@ TreeMask = Tensor | tuple[Tensor, Tensor] | None
 def attention_paged(
     q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
     tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
-    batch_invariant: bool = ...,
     return_lse: Literal[False] = ..., backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> Tensor: ...  # fmt: skip
@@ -38,7 +44,6 @@ def attention_paged(
 def attention_paged(
     q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
     tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
-    batch_invariant: bool = ...,
     return_lse: Literal[True], backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -46,7 +51,6 @@ def attention_paged(
 def attention_paged(
     q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
     tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
-    batch_invariant: bool = ...,
     return_lse: bool, backend: str | None = ...,
     **options: "Unpack[AttentionPagedArguments]",
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -60,7 +64,6 @@ def attention_paged(
     tree_mask: TreeMask = None,
     shared: SharedPages | None = None,
     out: Tensor | None = None,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
@@ -101,14 +104,12 @@ def attention_paged(
             pages has queries of many positions.
         out: [total, H_q, D_v] in q's dtype, last dim contiguous, written in place and returned,
             except for tokens of no row.
-        batch_invariant: a row's result does not depend on other rows, pages or its index: keys are
-            split every 512 positions, and in rows with more new tokens not at all.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
             `explain_paged` reports the choice. torch computes row by row, and waits for the device.
         options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
-            scale, softcap, alibi_slopes ([H_q] or [B, H_q]), relative_bias, score_mod and sinks, as
-            for `fastattn.attention`.
+            scale, softcap, alibi_slopes ([H_q] or [B, H_q]), relative_bias, score_mod, sinks and
+            batch_invariant, as for `fastattn.attention`.
 
     Returns:
         o [total, H_q, D_v] in q's dtype; with return_lse also lse, fp32 [H_q, total], in natural
@@ -127,7 +128,7 @@ def attention_paged(
     view = view_of_step(cache)
     if shared is not None:
         how = {"max_seqlen_q": max_seqlen_q, "tree_mask": tree_mask, "out": out, "backend": backend}
-        check_shared(shared, view, options, batch_invariant)
+        check_shared(shared, view, options)
         result = _over_shared(q, view, cu_seqlens_q, shared, options, how)
         return result if return_lse else result[0]
     arguments = {
@@ -135,7 +136,6 @@ def attention_paged(
         "max_seqlen_q": max_seqlen_q,
         "tree_mask": tree_mask,
         "out": out,
-        "batch_invariant": batch_invariant,
         **options,
     }
     key = with_cache(call_memo.key_of((q,), arguments, backend), q, view, arguments)
@@ -145,7 +145,6 @@ def attention_paged(
         o, lse = memoised.run(q, view, cu_seqlens_q, out, memoised.options_of(arguments))
         return (o, lse) if return_lse else o
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
-    batch_invariant = checks.check_flag("batch_invariant", batch_invariant)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     with torch.no_grad():
@@ -155,7 +154,7 @@ def attention_paged(
             o, lse = paged_torch.attend(q, view, cu_seqlens_q, out, checked, return_lse)
         else:
             longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-            call = (q, view, cu_seqlens_q, out, checked, longest, batch_invariant)
+            call = (q, view, cu_seqlens_q, out, checked, longest)
             others = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
             call_memo.keep(key, q, others, checked, partial(decode_ops.prepare_packed, *call))
             o, lse = decode_ops.attend_packed(*call)
@@ -172,7 +171,6 @@ def explain_paged(
     tree_mask: TreeMask = None,
     shared: SharedPages | None = None,
     out: Tensor | None = None,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
     **options: "Unpack[AttentionPagedArguments]",
@@ -183,7 +181,7 @@ def explain_paged(
     """
     view = view_of_step(cache)
     if shared is not None:
-        check_shared(shared, view, dict(options), batch_invariant)
+        check_shared(shared, view, dict(options))
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
     choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
@@ -243,6 +241,7 @@ def _checked(
     checked = call_options.paged_options(q, view.k, view.v, cu_seqlens, options)
     if tree is not None:
         checked = _with_tree(checked, tree, q, view.batch_size)
+    check_order(view, checked)
     refuse_gradients("attention_paged", q, checked)
     _check_values(q, view, cu_seqlens, longest, tree)
     return checked

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch
+from ..cache.views import view_of_cache
 from ..ops import statistics as kernels
 from ..options import Options
 from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
 from ..torch_backend import statistics as formula
 from ..torch_backend.attend import one_product
+from ..torch_backend.decode import in_order
 from . import call_options, inputs
+from .decode import check_query
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,7 +51,7 @@ class AttentionStatistics(NamedTuple):
 
 def attention_statistics(
     q: Tensor,
-    k: Tensor,
+    k: Any,
     *,
     lse: Tensor | None = None,
     top: int = 0,
@@ -68,14 +71,16 @@ def attention_statistics(
 
     Args:
         q: [B, H_q, T_q, D], as for `attention`.
-        k: [B, H_k, T_k, D].
+        k: [B, H_k, T_k, D]; or a cache (no ring) that ends with the T_q queries' own tokens, as for
+            `decode_attention`. It is causal by default, T_k is its length_bound, keys are in the
+            order of their positions, and pages and codes are copied.
         lse: float [B, H_q, T_q], from `attention` with return_lse=True and the same arguments, to
             save recomputing it. It may include more keys, such as other devices': every sum is then
             these keys' share. If it does not require grad, nor do the results.
         top: number of largest weights of each query to list, 0 to 64. There are kernels for 0, for
             1 and 2, and for each power of two.
         backend: as for `attention`; `fastattn.explain(q, k, k, ...)` reports the choice.
-        options: as for `attention`, except dropout.
+        options: as for `attention`, except dropout. batch_invariant has no effect.
 
     Returns:
         An `AttentionStatistics`.
@@ -99,7 +104,7 @@ def attention_statistics(
 
 def attention_weights(
     q: Tensor,
-    k: Tensor,
+    k: Any,
     *,
     lse: Tensor | None = None,
     max_elements: int = MAX_ELEMENTS,
@@ -137,16 +142,19 @@ def attention_weights(
 
 
 def _prepared(
-    name: str, q: Tensor, k: Tensor, lse: Tensor | None, backend: str | None, arguments: Any
+    name: str, q: Tensor, k: Any, lse: Tensor | None, backend: str | None, arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Options, str]:
     """q, k and lse for the backend, the checked options, and the backend."""
     if arguments.get("dropout"):
         raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
+    if k is not None and not isinstance(k, Tensor):
+        k, arguments = _of_cache(name, q, k, arguments)
     call_options.DENSE._replace(name=name).refuse_others(arguments)
     checks.check_tensors(q, k, k)
     q, k, _, arguments = inputs.autocast(q, k, k, arguments)
     # Without values, as k could be taken for latents.
     options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **arguments)
+    options = options._replace(batch_invariant=False)  # a promise of o and lse
     if lse is not None:
         checks.check_floats("lse", lse)
         checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
@@ -161,10 +169,39 @@ def _prepared(
     return q, k, lse, inputs.kernel_options(options), choice.backend
 
 
+def _of_cache(
+    name: str, q: Tensor, cache: Any, given: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Keys of a cache by their positions, and the options of a call with these."""
+    view, uniform = view_of_cache(cache, "k")
+    call_options.CACHE._replace(name=f"{name} of a cache").refuse_others(given)
+    check_query(q, view)
+    if view.window is not None:
+        raise ValueError(f"k must hold every token, got a ring of window={view.window}")
+    # Values are not read: a column of the keys stands for them.
+    keys = view._replace(v=view.k[..., :1], v_scale=None)
+    k, _, placed = in_order(keys, Options(), q.shape[2], uniform)
+    found = {"causal": True, **given, "query_offset": placed.query_offset}
+    if placed.query_offsets is not None:
+        found |= {"query_offset": placed.query_offsets, "key_lengths": placed.key_lengths}
+        found["key_padding_mask"] = placed.key_padding_mask
+    for per_key in ("attn_mask", "attn_bias"):
+        if found.get(per_key) is not None:
+            found[per_key] = found[per_key][..., : k.shape[2]]
+    return k, found
+
+
+def check_max(options: Options) -> None:
+    """ValueError where a maximum changes the order of the sum that is promised."""
+    if options.batch_invariant and options.sinks is not None:
+        raise ValueError("batch_invariant goes without return_max beside sinks, which come last")
+
+
 def attention_with_max(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, backend: str | None
 ) -> tuple[Tensor, ...]:
     """`attention` or `attention_varlen` with return_max=True, for checked arguments."""
+    check_max(options)
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)

@@ -41,6 +41,7 @@ _FLAGS: dict[str, Any] = {
     "documents": lambda device, T_q, T_k: {
         "documents": tuple(torch.zeros(_B, T, dtype=torch.int32, device=device) for T in (T_q, T_k))
     },
+    "batch_invariant": lambda device, T_q, T_k: {"batch_invariant": True},
     "softcap": lambda device, T_q, T_k: {"softcap": 30.0},
     "alibi_slopes": lambda device, T_q, T_k: {"alibi_slopes": torch.ones(_H, device=device)},
     "sinks": lambda device, T_q, T_k: {"sinks": torch.zeros(_H, device=device)},
@@ -79,12 +80,13 @@ def warmup(
         dtypes: fp16, bf16 or fp32.
         calls: names of the calls' arguments, joined by "+": causal, window (an int), key_lengths,
             query_offset (a tensor), key_padding_mask, documents, softcap, alibi_slopes, sinks,
-            dropout, deterministic=False, return_lse (with gradients of lse); "full" for none; with
-            "varlen" for `attention_varlen`. With "decode" for generation: `decode_attention` and a
-            cache's append, prompts and steps, split and unsplit. The cache is a `KVCache`, with
-            "paged" a `PagedKVCache` (any page size), with "int8" or "fp8" quantised; with "rotary"
-            keys are rotated when appended (all of head_dim, in halves). With "decode" and "paged",
-            "packed" adds `attention_paged`, and "shared" its calls over `shared_pages`.
+            batch_invariant, dropout, deterministic=False, return_lse (with gradients of lse);
+            "full" for none; with "varlen" for `attention_varlen`. With "decode" for generation:
+            `decode_attention` and a cache's append, prompts and steps, split and unsplit. The cache
+            is a `KVCache`, with "paged" a `PagedKVCache` (any page size), with "int8" or "fp8"
+            quantised; with "rotary" keys are rotated when appended (all of head_dim, in halves).
+            With "decode" and "paged", "packed" adds `attention_paged`, and "shared" its calls over
+            `shared_pages`.
         backward: also the backward kernels.
         device: of the tensors.
 
@@ -185,7 +187,7 @@ def _generate(flags: list[str], D: int, dtype: torch.dtype, device: torch.device
             q, k = (torch.zeros(_B, _H, T, D, dtype=dtype, device=device) for _ in range(2))
             for lengths in (None, [1] * _B):
                 view, lengths_of_q = _appended(flags, page_size, q, k, lengths)
-                for splits in (1, 2):
+                for splits in (None,) if "batch_invariant" in flags else (1, 2):
                     decode_attention(
                         q, view, new_lengths=lengths_of_q, num_splits=splits, **options
                     )

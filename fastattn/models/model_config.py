@@ -65,6 +65,8 @@ class TransformerConfig:
             `fastattn.GQAttention`.
         softcap: bound of the attention scores; None = none.
         sinks: give every head a learned attention sink.
+        batch_invariant: attention's results for a token are bitwise equal in training and in
+            generation; see `fastattn.attention`. torch's linear layers may not.
         qk_norm: normalise queries and keys, with learned weights.
         output_gate: multiply attention's output by a sigmoid gate of the tokens, per "head" or per
             "element"; None = none.
@@ -110,6 +112,7 @@ class TransformerConfig:
     scoring: Scoring = "scaled_dot"
     softcap: float | None = None
     sinks: bool = False
+    batch_invariant: bool = False
     qk_norm: bool = False
     output_gate: OutputGate | None = None
     block: Order = "pre"
@@ -155,7 +158,8 @@ class TransformerConfig:
         """Refuse options that do not combine with kv_latent_dim."""
         if self.kv_latent_dim is None:
             return
-        for name in ("num_kv_heads", "stride", "keep_first", "qk_norm", "output_gate"):
+        own = ("num_kv_heads", "stride", "keep_first", "qk_norm", "output_gate", "batch_invariant")
+        for name in own:
             if value := getattr(self, name):
                 raise ValueError(f"{name} cannot go with kv_latent_dim, got {value}")
         if self.scoring != "scaled_dot":

@@ -50,6 +50,7 @@ class AttentionLayer(SeparateProjections):
     output_gate: OutputGate | None
     scoring: Scoring
     softcap: float | None
+    batch_invariant: bool
     dropout: float
     attention_dropout: float
     scale: float | None

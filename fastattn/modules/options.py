@@ -58,6 +58,7 @@ class SharedOptions(TypedDict, total=False):
     scoring: Annotated[Scoring, ModuleOption("scaled_dot")]
     softcap: Annotated[float | None, ModuleOption(None, checks.check_positive, "score", _SCORES)]
     sinks: Annotated[bool, ModuleOption(False, checks.check_flag, excluded_by=_SCORES)]
+    batch_invariant: Annotated[bool, ModuleOption(False, checks.check_flag, "score", _SCORES)]
     dropout: Annotated[float, ModuleOption(0.0)]
     attention_dropout: Annotated[float, ModuleOption(0.0, excluded_by=_SCORES)]
     scale: Annotated[float | None, ModuleOption()]

@@ -82,6 +82,8 @@ class GQAttention(SelfProjection):
             u^T tanh(q + k), with q_proj and k_proj as its matrices (`fastattn.functional.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
         sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
+        batch_invariant: passed to `fastattn.attention`, which then gives a token the same bits in
+            training, in prompts of any chunks and over caches; torch's projections may not.
         dropout: probability of zeroing an output element in training mode.
         attention_dropout: probability in [0, 1) of dropping an attention weight in training mode.
         scale: factor on q @ k, default D ** -0.5.

@@ -19,14 +19,11 @@ from .call import fake_output, may_be_kept, operator
 def decode_forward(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor | None, lengths: Tensor, starts: Tensor | None, new_lengths: Tensor | None,
-    batch_index: Tensor | None, pinned: int | None, splits: int | None, invariant: bool,
-    options: Options,
+    batch_index: Tensor | None, pinned: int | None, splits: int | None, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o, with rows padded to multiples of 16 bytes, and lse; see `kernels.decode.launch_decode`."""
     tensors = _tensors(k, v, k_scale, v_scale, block_table, lengths, batch_index, pinned)
-    return kernels.decode.launch_decode(
-        q, tensors, starts, new_lengths, options, splits=splits, invariant=invariant
-    )
+    return kernels.decode.launch_decode(q, tensors, starts, new_lengths, options, splits=splits)
 
 
 @decode_forward.op.register_fake
@@ -36,13 +33,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
-    invariant: bool,
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [B, H_q, T_q, D_v] and lse."""
     o, lse = decode_forward(
         q if q.stride(-1) == 1 else q.contiguous(), *_stored(view), view.starts, new_lengths,
-        view.batch_index, view.keep_first, splits, invariant, options,
+        view.batch_index, view.keep_first, splits, options,
     )  # fmt: skip
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
 
@@ -51,8 +47,7 @@ Decode: TypeAlias = Callable[[Tensor, CacheView, Tensor | None, Options], tuple[
 
 
 def prepare(
-    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
-    invariant: bool,
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None
 ) -> Decode | None:  # fmt: skip
     """Cached `attend` for calls with this signature.
 
@@ -62,8 +57,7 @@ def prepare(
     if q.stride(-1) != 1 or not may_be_kept(q, options):
         return None
     launch = kernels.decode.prepare_decode(
-        q, _of_view(view), view.starts, new_lengths, options,
-        splits=splits, invariant=invariant,
+        q, _of_view(view), view.starts, new_lengths, options, splits=splits
     )  # fmt: skip
     width = view.v.shape[3]
 
@@ -80,14 +74,12 @@ def prepare(
 def paged_forward(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor | None, lengths: Tensor, starts: Tensor | None, batch_index: Tensor | None,
-    cu_seqlens: Tensor, out: Tensor | None, longest: int, invariant: bool, options: Options,
+    cu_seqlens: Tensor, out: Tensor | None, longest: int, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse; see `kernels.decode.launch_packed`. out: o, for untraced calls."""
     tensors = _tensors(k, v, k_scale, v_scale, block_table, lengths, batch_index, None)
     o, lse = results(q, v.shape[3], out)
-    kernels.paged.launch_packed(
-        q, cu_seqlens, tensors, starts, o, lse, options, longest=longest, invariant=invariant
-    )
+    kernels.paged.launch_packed(q, cu_seqlens, tensors, starts, o, lse, options, longest=longest)
     return o, lse
 
 
@@ -105,14 +97,14 @@ def results(q: Tensor, width: int, out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def attend_packed(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options,
-    longest: int, invariant: bool,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o [total, H_q, D_v] (in out, if given), and lse [H_q, total]."""
     # A traced operator must not mutate out, so the result is copied.
     into = None if tracing.may_be_traced(q) else out
     o, lse = paged_forward(
         q if q.stride(-1) == 1 else q.contiguous(), *_stored(view), view.starts, view.batch_index,
-        cu_seqlens, into, longest, invariant, options,
+        cu_seqlens, into, longest, options,
     )  # fmt: skip
     return o if out is into else out.copy_(o), lse  # type: ignore[union-attr]
 
@@ -124,7 +116,7 @@ Packed: TypeAlias = Callable[
 
 def prepare_packed(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options,
-    longest: int, invariant: bool,
+    longest: int,
 ) -> Packed | None:  # fmt: skip
     """Cached `attend_packed` for calls with this signature; None as in `prepare`."""
     if q.stride(-1) != 1 or not may_be_kept(q, options):
@@ -132,8 +124,7 @@ def prepare_packed(
     width = view.v.shape[3]
     o, lse = results(q, width, out)
     launch = kernels.paged.prepare_packed(
-        q, cu_seqlens, _of_view(view), view.starts, o, lse, options,
-        longest=longest, invariant=invariant,
+        q, cu_seqlens, _of_view(view), view.starts, o, lse, options, longest=longest
     )  # fmt: skip
 
     def paged(

@@ -65,6 +65,8 @@ def save(
 ) -> None:
     """Save tensors for the backward pass."""
     ctx.set_materialize_grads(False)
+    if options.batch_invariant:  # its promise is of the forward
+        options = options._replace(batch_invariant=False)
     # On the critical path of each training step.
     fields: list[Any] = list(options)
     ctx.places = places = [name for name in _TENSORS if fields[name] is not None]

@@ -39,6 +39,7 @@ _CALLEE = call_options.DENSE._replace(name="context_attention")
 _REFUSED = {
     "query_offset": "the plan has the positions of queries",
     "positions": "the plan has the positions of tokens",
+    "batch_invariant": "keys are divided among ranks",
     "query2": "append its columns to q, and key2's to k",
     "key2": "append its columns to k, and query2's to q",
 }
@@ -167,7 +168,7 @@ def _check_options(
 ) -> Options:
     """Given options, checked as by `attention` for the whole sequence."""
     for name, reason in _REFUSED.items():
-        if options.get(name) is not None:
+        if not _is_default(name, options.get(name)):
             raise TypeError(f"context_attention takes no {name}: {reason}")
     _CALLEE.refuse_others(options)
     arguments = {name: x for name, x in options.items() if not _is_default(name, x)}

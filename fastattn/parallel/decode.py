@@ -25,6 +25,7 @@ REFUSED = {
     "score_mod": _FUNCTIONS,
     "mod_tensors": _FUNCTIONS,
     "heads": "each rank has all heads",
+    "batch_invariant": "each rank has a part of the keys",
 }
 _TAKEN = call_options.CACHE._replace(name="decode_attention over ranks")
 
@@ -37,7 +38,6 @@ def decode_attention(
     page: int = 1,
     return_lse: bool = False,
     num_splits: int | None = None,
-    batch_invariant: bool = False,
     backend: str | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -52,10 +52,10 @@ def decode_attention(
         cache: this rank's, as for `fastattn.decode_attention`; no ring.
         group: the ranks.
         page: number of consecutive tokens on a rank.
-        return_lse, num_splits, batch_invariant, backend: as there. options: as for
-            `fastattn.decode_attention`, without mask_mod, score_mod, mod_tensors and heads. The
-            last dim of attn_mask and attn_bias are positions in this rank's cache. Options must be
-            equal on every rank, which is not checked.
+        return_lse, num_splits, backend: as there. options: as for `fastattn.decode_attention`,
+            without mask_mod, score_mod, mod_tensors, heads and batch_invariant. The last dim of
+            attn_mask and attn_bias are positions in this rank's cache. Options must be equal on
+            every rank, which is not checked.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q].
@@ -77,7 +77,6 @@ def decode_attention(
         q,
         cache,
         num_splits=num_splits,
-        batch_invariant=batch_invariant,
         return_lse=True,
         backend=backend,
         **arguments,

@@ -19,7 +19,7 @@ from .. import tracing
 from ..options import Options
 from . import formula, tangents
 from .double_backward import gradients_in_parts
-from .query_chunks import Part
+from .query_chunks import Part, attention_in_tiles
 
 
 def attention(
@@ -31,12 +31,17 @@ def attention(
     run the formula, in fp32 or wider, with all scores in memory.
     first_row: b of the first batch row; not 0 for a part of a batch.
     """
-    if tangents.carried(q, k, v, options) is not None:
+    ordered = options.batch_invariant and q.numel() and k.numel()
+    if not ordered and tangents.carried(q, k, v, options) is not None:
         return tangents.attention(q, k, v, options, return_lse, first_row)
     if options.key2 is not None and options.relative_keys is None:
         q, k, options = one_product(q, k, options)
     if options.cu_seqlens_q is not None:
         return formula.each_sequence(attention, q, k, v, options, return_lse)
+    if ordered:
+        o, lse = attention_in_tiles(q, k, v, options, first_row)
+        o, lse = (o, lse) if options.fp32_results else (o.to(q.dtype), lse.float())
+        return (o, lse) if return_lse else o
     if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
         results = formula.attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
         if not isinstance(results, tuple) or options.fp32_results:

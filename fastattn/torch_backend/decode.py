@@ -25,11 +25,11 @@ def attend(
     """
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
-    k, v, options = _in_order(view, options, counts, uniform)
+    k, v, options = in_order(view, options, counts, uniform)
     return torch_backend.attention(q, k, v, options, return_lse, first_row)
 
 
-def _in_order(
+def in_order(
     view: CacheView, options: Options, counts: int | Tensor, uniform: int | None
 ) -> tuple[Tensor, Tensor, Options]:
     """Keys and values by position, and options of `attention` for them.
@@ -71,7 +71,8 @@ def _ring_in_order(
     lengths = view.of_batch(view.lengths)
     by_distance = options.alibi_slopes is not None or options.relative_bias is not None
     by_position = (
-        options.mask_mod is not None
+        options.batch_invariant
+        or options.mask_mod is not None
         or options.score_mod is not None
         or options.attn_mask is not None
         or options.attn_bias is not None

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import tracing
 from ..checks import FARTHEST
 from ..options import BROADCAST, Options, along
 from . import formula
@@ -70,3 +71,115 @@ def parts(q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0
         for part, of_part in chunks(own, rows.stop - rows.start, size, limit):
             of_whole = slice(rows.start + part.start, rows.start + part.stop)
             yield Part(n, part.start, of_whole, keys, of_part)
+
+
+# Of `attention_in_tiles`: queries of a tile, and keys of a block.
+_ROWS, _KEYS = 16, 64
+_INFINITY = float("-inf")
+_BY_ROW, _BY_QUERY, _BY_KEY = along("B"), along("T_q"), along("T_k")
+
+
+def attention_in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Compute o and lse, in fp32 or wider, so that a query has the same bits in every call.
+
+    Tiles of positions and blocks of keys have fixed sizes and places: a query is in the same row of
+    the same tile in every call, and meets the same blocks in the same order. torch's operators are
+    assumed to compute a row alike in tensors of one shape, whatever the other rows hold. Not for
+    packed calls. Offsets and lengths are read on the host.
+    """
+    if tracing.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention_in_tiles(q, k, v, options, first_row)
+    rows = []
+    for b in range(q.shape[0]):
+        row = slice(b, b + 1)
+        own = _at(options, _BY_ROW, b, 1)
+        rows.append(_of_row(q[row], k[row], v[row], own, first_row + b))
+    o, lse = (torch.cat(x) for x in zip(*rows, strict=True))
+    return o, lse
+
+
+def _at(options: Options, dims: dict[str, int], first: int, count: int) -> Options:
+    """The options for `count` places of a dim, from `first` on, as `_rows` takes them."""
+    own: dict[str, Any] = {}
+    for name, behind in dims.items():
+        x = getattr(options, name)
+        if x is not None and x.dim() > behind:
+            own[name] = _rows(x, x.dim() - 1 - behind, first, count)
+    return options._replace(**own)
+
+
+def _rows(x: Tensor, dim: int, first: int, count: int) -> Tensor:
+    """Copy `count` rows from `first` on; the nearest one stands for a row that does not exist."""
+    places = torch.arange(first, first + count, device=x.device).clamp(0, x.shape[dim] - 1)
+    return x.index_select(dim, places)
+
+
+def _of_row(q: Tensor, k: Tensor, v: Tensor, options: Options, b: int) -> tuple[Tensor, Tensor]:
+    """`attention_in_tiles` for batch row b."""
+    T_q, T_k = q.shape[2], k.shape[2]
+    offset, end = options.query_offset or 0, T_k
+    if options.query_offsets is not None:
+        offset = max(-FARTHEST, min(int(options.query_offsets), FARTHEST))
+    if options.key_lengths is not None:
+        end = max(0, min(int(options.key_lengths), T_k))
+    found = []
+    for first in range(offset // _ROWS * _ROWS, offset + T_q, _ROWS):
+        own = _at(options, _BY_QUERY, first - offset, _ROWS)
+        positions = torch.arange(first, first + _ROWS, dtype=torch.int32, device=q.device)
+        own = own._replace(query_offset=0, query_offsets=None, q_positions=positions[None])
+        tile = _of_tile(_rows(q, 2, first - offset, _ROWS), k, v, own, _seen(own, first, end), b)
+        inside = slice(max(0, offset - first), offset + T_q - first)
+        found.append([x[:, :, inside] for x in tile])
+    o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+    return o, lse
+
+
+def _seen(options: Options, first: int, end: int) -> int:
+    """How many keys there are, without those that are ahead of a tile."""
+    if not options.causal or options.prefix_lengths is not None:
+        return end
+    return max(0, min(end, first + _ROWS))
+
+
+def _of_tile(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, end: int, b: int
+) -> tuple[Tensor, Tensor]:
+    """o and lse of the queries of a tile, block by block of their keys."""
+    H_q, H_k = q.shape[1], k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    m = q.new_full((1, H_q, _ROWS), _INFINITY, dtype=dtype)
+    l, acc = torch.zeros_like(m), q.new_zeros((1, H_q, _ROWS, v.shape[3]), dtype=dtype)
+    if options.sinks is not None:
+        sinks = options.sinks.to(dtype)[None, :, None].expand_as(m)
+        m = sinks.detach()
+        l = (sinks - _finite(m)).exp()
+    for first, own in _blocks(options, end, q.device):
+        k_block, v_block = _rows(k, 2, first, _KEYS), _rows(v, 2, first, _KEYS)
+        x = formula.scores(q, k_block, own, first_row=b)
+        m_next = torch.maximum(m, x.detach().amax(-1))
+        p = (x - _finite(m_next)[..., None]).exp()
+        rescale = (m - _finite(m_next)).exp()
+        l, m = l * rescale + p.sum(-1), m_next
+        wide = formula.wide(v_block, formula.existing_keys(own, _KEYS, q.device))
+        groups = p.view(1, H_k, H_q // H_k * _ROWS, _KEYS)
+        acc = acc * rescale[..., None] + (groups @ wide).view(acc.shape)
+    blind = l == 0
+    l = torch.where(blind, 1.0, l)
+    return acc / l[..., None], torch.where(blind, _INFINITY, _finite(m) + l.log())
+
+
+def _finite(m: Tensor) -> Tensor:
+    """m, 0 in rows that have seen nothing."""
+    return torch.where(m == _INFINITY, 0.0, m)
+
+
+def _blocks(options: Options, end: int, device: torch.device) -> Iterator[tuple[int, Options]]:
+    """The first key of each block before `end`, in order, and the options for it."""
+    for first in range(0, end, _KEYS):
+        own = _at(options, _BY_KEY, first, _KEYS)
+        positions = torch.arange(first, first + _KEYS, dtype=torch.int32, device=device)
+        exist = torch.tensor([min(_KEYS, end - first)], device=device)
+        yield first, own._replace(k_positions=positions[None], key_lengths=exist)

@@ -243,7 +243,9 @@ def judge(
     for name in why:
         named = (family,) if family else families(options, training)
         why[name] = why[name] or why_quarantined(name, q, v, named)
-    bucket = None if family is not None else _bucket(q, v, options, training)
+    # Each call takes what serves all of them.
+    untimed = family is not None or options.batch_invariant
+    bucket = None if untimed else _bucket(q, v, options, training)
     best = None if bucket is None else fastest(*bucket)
     # Torch's kernels add up gradients in any order.
     repeats = not training or options.atomic_dq or torch.are_deterministic_algorithms_enabled()

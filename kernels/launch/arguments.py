@@ -98,7 +98,8 @@ def tile_for(
         registers = "heavy"
     elif registers == "bias" and bias_by_tma(options, q) is None:
         registers = "scores"  # it is loaded in place, like a relative bias
-    tile = tiles.lookup(kernel, q.element_size(), max(dims), registers or calls)
+    invariant = options.batch_invariant and kernel == "forward"
+    tile = tiles.lookup(kernel, q.element_size(), max(dims), registers or calls, invariant)
     assert options.q_positions is None or max(tile.BLOCK_M, tile.BLOCK_N) <= ORDERED.value
     return tile
 
@@ -233,7 +234,13 @@ def kernel_mask(options: Options, extents: Tensor | None = None) -> Mask:
         tree_ptr=f.tree_mask,
         tree_starts_ptr=f.tree_starts,
         tree=None if f.tree_mask is None else _tree(f.tree_mask),
+        ordered=1 if f.batch_invariant and _apart(f) else None,
     )
+
+
+def _apart(f: Options) -> bool:
+    """Whether full blocks may have boundary blocks on both sides, or anywhere."""
+    return not shown_by_ranges(f) or f.left is not None or bool(f.keep_first)
 
 
 def _tree(mask: Tensor) -> tuple[int | None, ...]:
@@ -326,7 +333,7 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         dropout=int(f.dropout * 2**32) - 2**31 if f.dropout else None,
         dropout_scale=1 / (1 - f.dropout) if f.dropout else None,
         seed_ptr=f.dropout_seed if f.dropout else None,
-        exact=1 if dtype == torch.float32 else None,
+        exact=1 if dtype == torch.float32 or f.batch_invariant else None,
         placed=None if f.q_positions is None else 1,
         first_head=_first_head(f) if f.score_mod is not None or f.dropout else None,
         all_heads=runtime_int(f.all_heads) if f.dropout else None,

@@ -232,6 +232,8 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
 
 
 def _irregular(options: Options) -> bool:
+    if options.batch_invariant:  # a list has full blocks first
+        return False
     masks = (
         options.stride,
         options.q_documents,

@@ -18,8 +18,6 @@ from .tiles import TileConfig
 if TYPE_CHECKING:
     from fastattn.options import Options
 
-# Tokens per split in batch-invariant decoding. A multiple of every BLOCK_N.
-INVARIANT_SPLIT = 512
 # Partial results are written and read: more splits cost more than they save.
 _MOST_SPLITS = 128
 # Default programs per multiprocessor, enough for its memory requests to overlap.
@@ -60,21 +58,19 @@ class Split(NamedTuple):
 
     capacity: int
     parts: int
-    plan: tuple[int, int, int] | None
+    plan: tuple[int, int] | None
 
 
 def split_keys(
-    q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, count: int | None,
-    invariant: bool,
-) -> Split:  # fmt: skip
-    """Split each row's keys into `count`; None: by the work of all rows, or by positions."""
+    q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, count: int | None
+) -> Split:
+    """Split each row's keys into `count`; None: by the work of all rows."""
     capacity = _capacity(cache, options)
     B, H_q, T_q, _ = q.shape
-    if invariant:
-        count = _invariant_parts(capacity, T_q, options)
-        return Split(capacity, B * count, (0, count, INVARIANT_SPLIT // tile.BLOCK_N))
+    if options.batch_invariant:
+        count = 1
     if count is not None:
-        return Split(capacity, B * count, (0, count, 0) if count > 1 else None)
+        return Split(capacity, B * count, (0, count) if count > 1 else None)
     H_k = cache.k.shape[1]
     heads = H_k * blocks(T_q * H_q // H_k, tile.BLOCK_M)
     visits = max(1, _visits(capacity, T_q, options, tile.BLOCK_N))
@@ -83,7 +79,7 @@ def split_keys(
         return Split(capacity, B, None)
     shares = shares or B
     # A row may have one part more than its shares, but no empty part among several.
-    return Split(capacity, min(shares + B, B * visits), (shares, 0, 0))
+    return Split(capacity, min(shares + B, B * visits), (shares, 0))
 
 
 def _at_once(q: Tensor, cache: CacheTensors) -> int:
@@ -106,12 +102,13 @@ class PackedSplit(NamedTuple):
 
 
 def split_packed(
-    q: Tensor, B: int, longest: int, cache: CacheTensors, options: Options, invariant: bool
+    q: Tensor, B: int, longest: int, cache: CacheTensors, options: Options
 ) -> list[PackedSplit]:
     """The launches for B rows of packed queries q [1, H_q, total, D] with at most `longest` tokens.
 
     Only the device knows the tokens of a row. One launch serves rows that fit a tile of few rows,
-    another the longer rows; each has programs for the most possible tiles.
+    another the longer rows; each has programs for the most possible tiles. With batch_invariant,
+    one launch serves all rows.
 
         H_q / H_k = 4, rows of 300, 1, 1, 0 and 1 tokens
             tiles of 16   at most one a row: 4 of 16 rows hold the token of 4 heads, three times
@@ -119,14 +116,14 @@ def split_packed(
     """
     H_q, total = q.shape[1:3]
     G = H_q // cache.k.shape[1]
-    few = _FEW_ROWS // G
+    few = 0 if options.batch_invariant else _FEW_ROWS // G
     groups = []
     if few:
-        tile = decode_tile(q, cache, few=True)
-        groups.append(_packed(q, cache, options, tile, (1, min(few, longest)), B, B, invariant))
+        tile = decode_tile(q, cache, options, few=True)
+        groups.append(_packed(q, cache, options, tile, (1, min(few, longest)), B, B))
     if longest > few:
-        tile = decode_tile(q, cache, few=False)
-        if options.registers in ("scores", "heavy"):
+        tile = decode_tile(q, cache, options, few=False)
+        if options.registers in ("scores", "heavy") and not options.batch_invariant:
             # Tests or changes of each score take the registers of half of the keys.
             keys = max(16, tile.BLOCK_N // 2)
             tile = replace(tile, BLOCK_N=keys, sum_parts=min(tile.sum_parts, keys // 2))
@@ -134,33 +131,36 @@ def split_packed(
         most = total * G // tile.BLOCK_M + rows
         # At least so many tokens are in longer rows.
         least = max(1, (total - few * B) * G // tile.BLOCK_M)
-        groups.append(_packed(q, cache, options, tile, (few + 1, longest), most, least, invariant))
+        groups.append(_packed(q, cache, options, tile, (few + 1, longest), most, least))
     return groups
 
 
 def _packed(
     q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, tokens: tuple[int, int],
-    most: int, least: int, invariant: bool,
+    most: int, least: int,
 ) -> PackedSplit:  # fmt: skip
     """The launch for rows with numbers of tokens in a range, with `least` to `most` tiles."""
     capacity = _capacity(cache, options)
     of_tile = min(tokens[1], tile.BLOCK_M)
-    if invariant and tokens[0] == 1:
-        count = _invariant_parts(capacity, of_tile, options)
-        split = Split(capacity, most * count, (0, count, INVARIANT_SPLIT // tile.BLOCK_N))
-        return PackedSplit(tile, split, *tokens, most * count if count > 1 else 0)
     visits = max(1, _visits(capacity, of_tile, options, tile.BLOCK_N))
-    shares = None if invariant else _shares(least, cache.k.shape[1], visits, _at_once(q, cache))
-    if shares is None:
+    shares = _shares(least, cache.k.shape[1], visits, _at_once(q, cache))
+    if shares is None or options.batch_invariant:
         # One share holds each row whole.
-        return PackedSplit(tile, Split(capacity, most, (1, 0, 0)), *tokens, 0)
+        return PackedSplit(tile, Split(capacity, most, (1, 0)), *tokens, 0)
     # A tile is split only if each part takes more than half of a share.
-    split = Split(capacity, min(shares + most, most * visits), (shares, 0, 0))
+    split = Split(capacity, min(shares + most, most * visits), (shares, 0))
     return PackedSplit(tile, split, *tokens, min(2 * shares, most * visits))
 
 
-def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> TileConfig:
-    """The tile for a few rows or for a chunk of a prompt, with stages that depend on the cache."""
+def decode_tile(
+    q: Tensor, cache: CacheTensors, options: Options, few: bool | None = None
+) -> TileConfig:
+    """The tile for a few rows or for a chunk of a prompt, with stages that depend on the cache.
+
+    With batch_invariant, the forward's tile for both.
+    """
+    if options.batch_invariant:
+        few = False
     if few is None:
         few = q.shape[2] * q.shape[1] // cache.k.shape[1] <= _FEW_ROWS
     kernel, widest = "decode" if few else "decode_chunk", _widest(cache)
@@ -169,10 +169,12 @@ def decode_tile(q: Tensor, cache: CacheTensors, few: bool | None = None) -> Tile
         calls = "shared"
     elif cache.k_scale is not None and cache.block_table is not None:
         calls = "codes"
-    tile = tiles.lookup(kernel, q.element_size(), widest, calls)
+    # No forward serves latents.
+    invariant = options.batch_invariant and not cache.shared
+    tile = tiles.lookup(kernel, q.element_size(), widest, calls, invariant)
     if cache.k_scale is not None and widest > 256:  # codes and wide accumulators fill registers
         tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32))
-    if load_bytes(cache) <= _SMALL_PIECES:
+    if load_bytes(cache) <= _SMALL_PIECES and not options.batch_invariant:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
     tile = replace(tile, sum_parts=min(tile.sum_parts, tile.BLOCK_N // 2))
     # NVIDIA's pipeline halves the stages with a block table.
@@ -242,16 +244,6 @@ def _visits(capacity: int, T_q: int, options: Options, BLOCK_N: int) -> int:
     return blocks(keys, BLOCK_N) + 2 * (keys < capacity)
 
 
-def _invariant_parts(capacity: int, T_q: int, options: Options) -> int:
-    """The most parts by positions that a tile of rows may need."""
-    parts = blocks(capacity, INVARIANT_SPLIT)
-    if options.left is not None and options.stride is None:
-        # One more than they fill: a window begins anywhere in its first part.
-        of_window = blocks(options.left + T_q, INVARIANT_SPLIT) + 1
-        parts = min(parts, blocks(options.keep_first, INVARIANT_SPLIT) + of_window)
-    return max(1, parts)
-
-
 def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Reason that a call of attention does not split its keys among programs, or None.
 
@@ -259,6 +251,8 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     """
     if options.cu_seqlens_q is not None:
         return "sequences are packed"
+    if options.batch_invariant:
+        return "batch_invariant has all keys of a query in one program"
     rows, T_k = q.shape[2] * q.shape[1] // k.shape[1], k.shape[2]
     if T_k < MANY_KEYS:
         return f"there are fewer than {MANY_KEYS} keys, {T_k}"

@@ -109,6 +109,7 @@ def lookup(
     element_size: int,
     BLOCK_D: int,
     calls: Literal["plain", "masked", "bias", "scores", "heavy", "shared", "codes"] = "plain",
+    invariant: bool = False,
 ) -> TileConfig:
     """The tile for `kernel` on the current device.
 
@@ -117,16 +118,25 @@ def lookup(
         element_size: bytes of an element of q.
         BLOCK_D: the larger padded head dim of q and v, a power of two.
         calls: "heavy" for the smaller tiles of HEAVY, or a name for MASKED, BIAS, SCORES, CACHES.
+        invariant: the same tile for every kernel and call, as a row's sums depend on the keys of a
+            tile and on the layout of its warps. Tuned tiles, which differ by kernel, are ignored.
     """
+    if invariant:
+        kernel, calls = "forward", "heavy"
     if kernel in _forced:
         forced: TileConfig = _forced[kernel]
         return forced
-    kind = kernel if calls == "plain" else f"{kernel}_{calls}"
-    row = (kind, element_size, BLOCK_D)
+    if invariant:
+        return tile_of(current_arch(), _kind(kernel, calls), element_size, BLOCK_D)
+    row = (_kind(kernel, calls), element_size, BLOCK_D)
     device = current_device() if _installed else None
     tile = _smaller.get(row) or tile_of(current_arch(), *row, device)
     _looked_up[row] = tile
     return tile
+
+
+def _kind(kernel: str, calls: str) -> str:
+    return kernel if calls == "plain" else f"{kernel}_{calls}"
 
 
 def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()) -> None:
@@ -145,8 +155,7 @@ def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()
     """
     installed = []
     for row in rows:
-        plain = row.get("calls", "plain") == "plain"
-        kind = row["kernel"] if plain else f"{row['kernel']}_{row['calls']}"
+        kind = _kind(row["kernel"], row.get("calls", "plain"))
         if kind not in {*KINDS, *HEAVY, *MASKED, *BIAS, *SCORES, *CACHES, *HOPPER}:
             raise ValueError(f"there is no kernel {kind}: {dict(row)}")
         _check_row(kind, row)

@@ -37,7 +37,8 @@ class Mask(NamedTuple):
     mod: the user's function, tensors: its further arguments. positions_strides: to the next batch
     row, of queries and of keys. first_head: see `head_of_whole`. tree_starts_ptr: start of each row
     of the tree mask. tree: strides of the starts, of queries (None: the row's tokens) and of keys,
-    most keys, and the end of the memory.
+    most keys, and the end of the memory. ordered: not None if all blocks are masked, and so visited
+    in the order of the keys.
     """
 
     query_offset: Any = None
@@ -73,6 +74,7 @@ class Mask(NamedTuple):
     tree_ptr: Any = None
     tree_starts_ptr: Any = None
     tree: Any = None
+    ordered: Any = None
 
 
 # Numbers before the words in a row of extents.

@@ -43,6 +43,8 @@ def key_blocks(m_first, m_last, row, mask, BLOCK_N: tl.constexpr):
     full_last = tl.where(row.solid, end, 0)
     if mask.tree_ptr is not None:
         full_last = tl.minimum(full_last, row.offset)
+    if mask.ordered is not None:
+        full_last = 0
     if mask.stride is None and ORDERED:
         if mask.left is not None:
             first = tl.maximum(first, q_first - value(mask.left))
@@ -78,6 +80,8 @@ def query_blocks(k_first, k_last, row, mask, BLOCK_M: tl.constexpr):
     last = row.T_q
     full_first = 0
     full_last = row.T_q
+    if mask.ordered is not None:
+        full_last = 0
     if mask.stride is None and ORDERED:
         if mask.right is not None:
             first = tl.maximum(first, k_first - value(mask.right) - row.offset)

@@ -37,13 +37,12 @@ class Plan(NamedTuple):
     """Plan to split keys into parts; integers in the form of `runtime_int`.
 
     Either the key blocks of all batch rows are divided into `shares`, or `shares` is 0 and each row
-    has `splits` parts: aligned groups of `blocks` key blocks by position, or, if `blocks` is 0,
-    equal parts of the blocks that it needs. places: for packed queries, the capacity in parts.
+    has `splits` equal parts of the blocks that it needs. places: for packed queries, the capacity
+    in parts.
     """
 
     shares: int | None
     splits: int | None
-    blocks: int | None
     places: int | None = None
 
 
@@ -51,9 +50,8 @@ class Part(NamedTuple):
     """The work of one program: a tile of the queries of batch row b, and a part of its keys.
 
     row: facts of the batch row, which reads cache_row. count: its number of queries; packed ones
-    start at `first`. split: index among the tile's `splits`. size: blocks per part. begin: index of
-    the first split among the parts; for packed queries among the parts of split tiles, which end at
-    `free`.
+    start at `first`. split: index among the tile's `splits`. begin: index of the first split among
+    the parts; for packed queries among the parts of split tiles, which end at `free`.
     """
 
     exists: Any
@@ -65,7 +63,6 @@ class Part(NamedTuple):
     tile: Any
     split: Any
     splits: Any
-    size: Any
     begin: Any
     free: Any
 
@@ -212,13 +209,12 @@ def part_of(
         else:
             b = part // value(plan.splits)
             begin = b * value(plan.splits)
-            size = value(plan.blocks)
     exists = b < B
     b = tl.minimum(b, B - 1)
     cache_row, row = cache_row_of(b, T_q, lengths, mask)
     splits = splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N)
     split = part - begin
-    return Part(exists, b, cache_row, row, 0, T_q, tile, split, splits, size, begin, 0)
+    return Part(exists, b, cache_row, row, 0, T_q, tile, split, splits, begin, 0)
 
 
 @triton.jit
@@ -230,16 +226,9 @@ def packed_part(
     Its queries and places are within bounds, even with invalid offsets and lengths.
     """
     places = value(plan.places)
-    if value(plan.shares) > 0:
-        b, first, size, begin, free = _part_by_work(
-            part, 0, 0, B, total, G, lengths, mask, value(plan.shares), BLOCK_M, BLOCK_N
-        )
-    else:
-        b = part // value(plan.splits)
-        first = b * value(plan.splits)
-        size = value(plan.blocks)
-        begin = first
-        free = places
+    b, first, size, begin, free = _part_by_work(
+        part, 0, 0, B, total, G, lengths, mask, value(plan.shares), BLOCK_M, BLOCK_N
+    )
     exists = b < B
     b = tl.minimum(b, B - 1)
     cache_row, row = cache_row_of(b, total, lengths, mask)
@@ -249,18 +238,15 @@ def packed_part(
     split = (part - first) % splits
     begin += tile * splits
     exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
-    if value(plan.shares) == 0:
-        # Each row has its own places; those of rows in other launches are not written.
-        free = tl.where(exists, places, 0)
     return Part(
         exists, b, cache_row, row, first_token(b, total, lengths), row.T_q, tiles - 1 - tile,
-        split, splits, size, begin, free,
+        split, splits, begin, free,
     )  # fmt: skip
 
 
 @triton.jit
 def splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr):
-    """Number of splits of the keys of queries m_first..m_last of a row; size as in `part_of`."""
+    """Number of splits of the keys of queries m_first..m_last of a row; size: of a share."""
     splits = value(plan.splits)
     if value(plan.shares) > 0:
         visits = _visits(m_first, m_last, row, mask, BLOCK_N)
@@ -269,15 +255,12 @@ def splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def share(
-    split, splits, size, m_first, m_last, row, mask, plan, BLOCK_N: tl.constexpr,
-    RANGES: tl.constexpr,
-):  # fmt: skip
+def share(split, splits, m_first, m_last, row, mask, BLOCK_N: tl.constexpr, RANGES: tl.constexpr):
     """The key blocks of a split of a row, as visits: (first, last, full first, full last, lo,
     kept).
 
     Visits count the blocks that the rows need, those of `keep_first` and then lo..hi-1; lo and kept
-    convert visits to blocks. size: as in `part_of`.
+    convert visits to blocks.
     """
     lo, full_lo, full_hi, hi, kept = key_blocks(m_first, m_last, row, mask, BLOCK_N)
     visits = kept + hi - lo
@@ -285,10 +268,6 @@ def share(
     more = visits % splits
     first = split * each + tl.minimum(split, more)
     last = first + each + (split < more).to(tl.int32)
-    if value(plan.blocks) > 0:
-        start = _start(split, size, lo, kept)
-        first = _visit(start, lo, hi, kept)
-        last = _visit(start + size, lo, hi, kept)
     full_first = kept
     full_last = kept
     if RANGES:
@@ -297,21 +276,3 @@ def share(
     full_first = tl.minimum(tl.maximum(full_first, first), last)
     full_last = tl.minimum(tl.maximum(full_last, full_first), last)
     return first, last, full_first, full_last, lo, kept
-
-
-@triton.jit
-def _start(split, size, lo, kept):
-    """The first block of a part by positions, without the parts between `kept` and lo.
-
-    A ring holds the end of a row of any length.
-    """
-    of_kept = tl.cdiv(kept, size)
-    passed_over = tl.where(split < of_kept, 0, tl.maximum(lo // size - of_kept, 0))
-    return (split + passed_over) * size
-
-
-@triton.jit
-def _visit(block, lo, hi, kept):
-    """The first visit at or after a block."""
-    behind = tl.minimum(tl.maximum(block, lo), hi) - lo + kept
-    return tl.where(block < kept, block, behind)

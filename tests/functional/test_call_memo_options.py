@@ -113,6 +113,7 @@ def values(call: str, device: str, seed: int) -> dict[str, Any]:
         "dropout": 0.25 + seed / 4,
         "dropout_seed": torch.tensor([seed, 1], device=device),
         "deterministic": False,
+        "batch_invariant": True,
         "alibi_slopes": normal(H_Q).abs(),
         "relative_bias": normal(H_Q, 5),
         "score_mod": halved,

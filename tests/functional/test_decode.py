@@ -10,9 +10,7 @@ from fuzz.judges import check_by_kernels
 
 from fastattn import KVCache, decode_attention, reference
 from fastattn.cache.views import view_of_tensors
-from fastattn.functional import call_memo
-from fastattn.kernels import decode
-from fastattn.kernels.launch import decode_splits, launches, tiles
+from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import make_qkv
 from fastattn.testing.decoding import Filled, assert_decodes, fill
@@ -89,38 +87,10 @@ def blocks_of_16() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("blocks_of_16")
-def test_batch_invariance(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row alone, in batches, in larger caches and in pages: the same bits."""
-    monkeypatch.setattr(decode_splits, "INVARIANT_SPLIT", 32)
-    call_memo.forget()
-    q, k, v, lengths = tokens(device, (70, 40), H_q=2, H_k=1, dtype=torch.bfloat16)
-    invariant = {"backend": "triton", "batch_invariant": True, "return_lse": True}
-    in_batch = decode_attention(q, fill("contiguous", k, v, lengths).view, **invariant)
-    for row in range(2):
-        one = slice(row, row + 1)
-        n = int(lengths[row])
-        for kind in ("contiguous", "pages-of-16"):
-            view = fill(kind, k[one, :, :n], v[one, :, :n], lengths[one]).view
-            alone = decode_attention(q[one], view, **invariant)
-            assert all(torch.equal(x, y[one]) for x, y in zip(alone, in_batch, strict=True))
-    # Parts that are cut elsewhere give other bits, so the comparison above could have failed.
-    view = fill("contiguous", k, v, lengths).view
-    other = decode_attention(q, view, backend="triton", num_splits=2, return_lse=True)
-    assert not all(torch.equal(x, y) for x, y in zip(other, in_batch, strict=True))
-
-
-@pytest.mark.usefixtures("blocks_of_16")
 def test_more_parts_than_are_loaded_at_a_time(device: str) -> None:
     q, k, v, lengths = tokens(device, (330, 40))
     filled = fill("contiguous", k, v, lengths)
     assert_decodes(q, filled, how={"backend": "triton", "num_splits": 20})
-
-
-def test_every_tile_divides_the_invariant_split() -> None:
-    for name in tiles.TABLES:
-        for row in tiles.table(name):
-            if row["kernel"].startswith("decode"):
-                assert decode_splits.INVARIANT_SPLIT % row["BLOCK_N"] == 0
 
 
 def test_one_launch_serves_lengths_that_grow(device: str) -> None:
@@ -145,30 +115,8 @@ def test_lengths_past_the_end_read_nothing_there(device: str) -> None:
     assert o.isfinite().all()
 
 
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many parts there were in calls, of 16 positions each."""
-    counts: list[int] = []
-    split_keys = decode_splits.split_keys
-
-    def remember(*arguments: Any) -> decode_splits.Split:
-        split = split_keys(*arguments)
-        counts.append(split.parts)
-        assert split.parts < 100, "a ring without end"
-        return split
-
-    monkeypatch.setattr(decode_splits, "INVARIANT_SPLIT", 16)
-    monkeypatch.setattr(decode, "split_keys", remember)
-    call_memo.forget()
-    launches.forget()
-    return counts
-
-
 @pytest.mark.parametrize(("window", "keep_first"), [(20, 0), (20, 2), (3, 40), (33, 17)])
-def test_rings_give_the_bits_of_whole_caches(
-    window: int, keep_first: int, counts: list[int], device: str
-) -> None:
-    """They have parts for what they hold alone, wherever that is."""
+def test_rings_give_the_bits_of_whole_caches(window: int, keep_first: int, device: str) -> None:
     q, k, v = make_qkv(1, 2, 1, 3, 150, 32, requires_grad=False, device=device)
     slots = keep_first + window + 2
     ring = KVCache(1, 1, slots, 32, window=window, keep_first=keep_first, device=device)
@@ -186,4 +134,3 @@ def test_rings_give_the_bits_of_whole_caches(
             keys = (x[:, :, : first + 3] for x in (k, v))
             exact = reference.attention(q, *keys, causal=True, **options)
             torch.testing.assert_close(o, exact, rtol=1e-5, atol=1e-5)
-    assert max(counts) <= -(-keep_first // 16) + -(-(window + 2) // 16) + 1

@@ -17,6 +17,7 @@ from fastattn.testing import make_qkv
 NUMBERS = {
     "causal": True, "window": 3, "keep_first": 1, "stride": 2, "prefix_lengths": 2,
     "query_offset": 1, "scale": 0.5, "softcap": 2.0, "dropout": 0.25, "deterministic": False,
+    "batch_invariant": True,
 }  # fmt: skip
 BESIDE = {"keep_first": {"window": 2}, "prefix_lengths": {"causal": True}}
 

@@ -199,18 +199,6 @@ def query(step: Step, device: str, dtype: torch.dtype = torch.float32) -> Tensor
     )
 
 
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(device: str) -> None:
-    filled, q = fill("3", LONG, torch.bfloat16, device), query(LONG, device, torch.bfloat16)
-    how: Any = {"backend": "triton", "batch_invariant": True, "return_lse": True}
-    o, lse = attention_paged(q, filled.view, SMALL.offsets.to(device), **how)
-    for b, (first, last) in enumerate(pairwise(SMALL.offsets.tolist())):
-        one = filled.view._replace(batch_index=torch.tensor([b], device=device))
-        offsets = torch.tensor([0, last - first], device=device)
-        alone, lse_alone = attention_paged(q[first:last], one, offsets, **how)
-        assert torch.equal(alone, o[first:last])
-        assert torch.equal(lse_alone, lse[:, first:last])
-
-
 @pytest.mark.parametrize(
     ("layout", "backend"),
     gate_cases(

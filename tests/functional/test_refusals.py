@@ -57,6 +57,8 @@ def filled(B: int, *, T: int = 5, slots: int = 8, **options: Any) -> KVCache:
     return cache
 
 
+FROM_LEFT = filled(2)
+FROM_LEFT.set_starts(INTS)
 B, H_q, H_k, T_q, T_k, D = 2, 4, 2, 3, 5, 8
 ones, yes = torch.ones, torch.ones(1, 1, dtype=torch.bool)
 

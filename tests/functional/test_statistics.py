@@ -282,3 +282,36 @@ def test_the_largest_score_of_packed_sequences(backend: str, device: str) -> Non
     assert o.requires_grad
     with pytest.raises(TypeError, match="return_max must be"):
         fastattn.attention(*dense, return_max=1)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_cache_stands_for_its_keys(backend: str, device: str) -> None:
+    """The newest queries over rows of one length or several, in place or in pages, and of codes."""
+    q, k = make(device=device)
+    q = q[:, :, -5:]
+    for lengths in ([T_k, T_k], [T_k, 9]):
+        cache = fastattn.KVCache(B, H_k, T_k + 9, D, device=device)
+        pool = fastattn.PagedKVCache(40, 4, H_k, D, device=device)
+        if lengths[1] == T_k:
+            cache.append(k, k)
+        else:
+            cache.append(k, k, torch.tensor(lengths, device=device))
+        pool.append([pool.allocate() for _ in range(B)], k, k, lengths)
+        for given in (cache, pool):
+            actual = fastattn.attention_statistics(q, given, top=3, softcap=2.0, backend=backend)
+            for b, n in enumerate(lengths):
+                row = (q[b : b + 1], k[b : b + 1, :, :n])
+                how = {"causal": True, "softcap": 2.0, "backend": backend}
+                expected = fastattn.attention_statistics(*row, top=3, **how)
+                for name, x, y in zip(actual._fields, actual, expected, strict=True):
+                    x = x[b, :, :n] if name == "received" else x[b]
+                    torch.testing.assert_close(x, y[0])
+            assert (actual.received[1, :, lengths[1] :] == 0).all()
+    codes = fastattn.QuantizedKVCache(B, H_k, T_k, D, quantize="int8", device=device)
+    codes.append(k, k)
+    of_codes = fastattn.attention_statistics(q, codes, backend=backend).received
+    expected = fastattn.attention_statistics(q, k, causal=True, backend=backend).received
+    torch.testing.assert_close(of_codes, expected, atol=0.02, rtol=0.0)
+    ring = fastattn.KVCache(B, H_k, 9, D, window=4, device=device)
+    with pytest.raises(ValueError, match=r"k must hold every token, got a ring of window=4"):
+        fastattn.attention_statistics(q, ring)

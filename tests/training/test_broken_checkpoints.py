@@ -164,6 +164,7 @@ def test_every_field_of_a_model(run):
         attention_dropout="fraction",
         label_smoothing="fraction",
         tie_weights="true",
+        batch_invariant="true",
     )
 
 

@@ -42,9 +42,10 @@ def decode(case: Case, how: dict[str, Any]) -> None:
     if draw.chance(0.3):
         counts = draw.integers(-1, T_q + 1, case.B)
         how = {**how, "new_lengths": counts}
-    splits = draw.choice(
-        {}, {}, {"num_splits": draw.choice(1, 2, 3, 40)}, {"batch_invariant": True}
-    )
+    if "starts" in KINDS[kind]:
+        options.pop("batch_invariant", None)
+    splits = draw.choice({}, {}, {}, {"num_splits": draw.choice(1, 2, 3, 40)})
+    splits = {} if "batch_invariant" in options else splits
     o, lse = fastattn.decode_attention(q, filled.view, return_lse=True, **how, **splits, **options)
     _judge(case, (o, lse), q, filled, counts.clamp(0, T_q), options)
 
@@ -116,7 +117,6 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     if draw.chance(0.3):
         shape = (*packed.shape[:2], case.D_v)
         how = {**how, "out": laid(packed.new_zeros(1, *shape), draw.choice("bthd", "wide"))[0]}
-    how = {**how, "batch_invariant": draw.chance(0.2) and not shares}
     actual = fastattn.attention_paged(
         packed, filled.view, offsets, return_lse=True, **how, **options
     )

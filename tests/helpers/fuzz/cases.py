@@ -62,6 +62,10 @@ _SECOND, _RELATIVE = ("query2", "key2"), ("relative_keys", "relative_query")
 _APART = (
     frozenset(("positions", "query_offset")),
     *(frozenset((x, y)) for x in _SECOND for y in _RELATIVE),
+    *(
+        frozenset((x, "batch_invariant"))
+        for x in ("dropout", "key_padding_mask", "documents", "positions")
+    ),
 )
 # Of summation, see `worst_naive`: of thousands of cases some have results of a handful of numbers.
 ORDERS = 40

@@ -255,6 +255,7 @@ VALUES: dict[str, Callable[[_Sizes, Draw], Any]] = {
     "dropout": lambda s, draw: draw.choice(0.1, 0.5, 0.9),
     "dropout_seed": lambda s, draw: torch.tensor([draw.integer(0, 2**63 - 1) for _ in range(2)]),
     "deterministic": lambda s, draw: draw.chance(0.2),
+    "batch_invariant": lambda s, draw: True,
     "alibi_slopes": _alibi_slopes,
     "relative_bias": lambda s, draw: draw.normal(s.H_q, _table(s, draw)).to(_float_dtype(s, draw)),
 }
