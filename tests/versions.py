@@ -135,11 +135,11 @@ def check_row(row: Versions) -> dict[str, str]:
 
 def main() -> int:
     """Check the rows named as arguments, or all; 0 if every one passed."""
-    asked = sys.argv[1:]
-    unknown = set(asked) - {row.name for row in ROWS}
+    requested = sys.argv[1:]
+    unknown = set(requested) - {row.name for row in ROWS}
     if unknown:
         sys.exit(f"no rows {sorted(unknown)}; there are {[row.name for row in ROWS]}")
-    results = {row.name: check_row(row) for row in ROWS if not asked or row.name in asked}
+    results = {row.name: check_row(row) for row in ROWS if not requested or row.name in requested}
     lines = (" ".join((name, *map(": ".join, of_row.items()))) for name, of_row in results.items())
     sys.stdout.write("\n" + "\n".join(lines) + "\n")
     return int(any("FAILED" in (*x, *x.values()) for x in results.values()))

@@ -149,7 +149,7 @@ def test_parts_of_a_ring():
     """Two parts of the keys, put together and driven backward as diffusers' ring does."""
     q, k, v = _inputs(4)
     ctx = SimpleNamespace()
-    ctx.save_for_backward = lambda *given: setattr(ctx, "saved_tensors", given)
+    ctx.save_for_backward = lambda *arguments: setattr(ctx, "saved_tensors", arguments)
     parts = list(zip(k.split([3, 4], 1), v.split([3, 4], 1), strict=True))
     actual = [
         door.forward_op(ctx, q, *part, None, 0.0, False, None, False, True, _save_ctx=i == 0)
@@ -174,7 +174,7 @@ def test_a_single_part_is_saved_whole():
     """Without overrides, as by Ulysses: with the mask, and fewer heads of keys."""
     q, k, v = _inputs()
     ctx = SimpleNamespace()
-    ctx.save_for_backward = lambda *given: setattr(ctx, "saved_tensors", given)
+    ctx.save_for_backward = lambda *arguments: setattr(ctx, "saved_tensors", arguments)
     mask = _masks()["keys"]
     o = door.forward_op(ctx, q, k, v, mask, 0.0, False, 0.3, True)
     wanted = _torchs(q, k, v, mask, scale=0.3, enable_gqa=True)

@@ -14,12 +14,12 @@ from fastattn.testing import assert_within_budget, worst_naive
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 
-def filled(function, **given):
+def filled(function, **options):
     """Arguments by name, as projects gather them: those without a default are None at first."""
     spec = inspect.getfullargspec(function)
     defaults = spec.defaults or ()
     padded = (None,) * (len(spec.args) - len(defaults)) + defaults
-    arguments = {**dict(zip(spec.args, padded, strict=True)), "softcap": 0.0, **given}
+    arguments = {**dict(zip(spec.args, padded, strict=True)), "softcap": 0.0, **options}
     assert arguments.keys() == set(spec.args)
     return function(**arguments)
 

@@ -130,8 +130,8 @@ class Times:
     def __init__(self, factor: float, place: int) -> None:
         self.factor, self.place = factor, place
 
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        changed = given[self.place]
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        changed = arguments[self.place]
         if isinstance(changed, Tensor):
             return self.factor * changed
         first, *rest = changed

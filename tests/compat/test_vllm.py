@@ -269,10 +269,10 @@ def test_classes_have_vllms_signatures(vllm: Any) -> None:
         for name, method in server_stubs.methods(theirs).items():
             if name in own and callable(getattr(method, "__func__", method)):
                 taken = server_stubs.signature_of(inspect.getattr_static(ours, name))
-                asked = server_stubs.signature_of(method)
-                assert taken[: len(asked)] == asked, f"{ours.__name__}.{name}"
+                requested = server_stubs.signature_of(method)
+                assert taken[: len(requested)] == requested, f"{ours.__name__}.{name}"
                 assert all(
-                    x[2] or x[1] is inspect.Parameter.VAR_KEYWORD for x in taken[len(asked) :]
+                    x[2] or x[1] is inspect.Parameter.VAR_KEYWORD for x in taken[len(requested) :]
                 )
     assert actual.get_builder_cls()._cudagraph_support is vllm.AttentionCGSupport.UNIFORM_BATCH
 

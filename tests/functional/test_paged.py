@@ -181,9 +181,9 @@ def test_keys_are_split_for_as_many_multiprocessors_as_there_are(
     call_memo.forget()
     merged, combine = set(), launchers.combine_launch
 
-    def recorded(parts: Tensor, *given: Any, **how: Any) -> Any:
+    def recorded(parts: Tensor, *arguments: Any, **how: Any) -> Any:
         merged.add(parts.shape[2])
-        return combine(parts, *given, **how)
+        return combine(parts, *arguments, **how)
 
     monkeypatch.setattr(launchers, "combine_launch", recorded)
     total = sum(step.new)

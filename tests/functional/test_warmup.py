@@ -176,19 +176,19 @@ def test_every_name_is_a_call_that_is_served(name: str, device: str) -> None:
 
 
 def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def record(q, k, v, *, backend):
-        asked.append((q.shape[-1], backend))
+        requested.append((q.shape[-1], backend))
         if backend == "hopper" and q.shape[-1] == 32:
             raise ValueError('backend "hopper" cannot serve this call: head dim 32 is none of ...')
         return q
 
     monkeypatch.setattr(import_module("fastattn.functional.warmup"), "attention", record)
     fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
-    assert asked == [(32, "triton")] * 3 + [(64, "triton")] * 3
-    asked.clear()
+    assert requested == [(32, "triton")] * 3 + [(64, "triton")] * 3
+    requested.clear()
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     of_64 = [(64, "triton")] * 3 + [(64, "hopper")] * 3
-    assert asked == [(32, "triton")] * 3 + [(32, "hopper")] + of_64
+    assert requested == [(32, "triton")] * 3 + [(32, "hopper")] + of_64

@@ -46,11 +46,11 @@ def compilations(launches: list[str], sizes: list[dict[str, int]]) -> list[int]:
             kernel.device_caches.clear()
     launch_memo.forget()
 
-    def every(**given: int) -> None:
+    def every(**options: int) -> None:
         for name, *arguments in map(words, launches):
-            run(name, arguments, **given)
+            run(name, arguments, **options)
 
-    return [count_compilations(lambda given=given: every(**given)) for given in sizes]
+    return [count_compilations(lambda options=options: every(**options)) for options in sizes]
 
 
 def read(path: Path) -> tuple[list[Case], list[Case]]:

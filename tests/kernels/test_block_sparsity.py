@@ -213,9 +213,9 @@ def test_a_block_mask_keeps_its_tables(device: str) -> None:
     heads = HEADS[0].to(device, copy=True)
     mod = fastattn.BlockMask(by_head, per_batch=False)
 
-    def table(T_q: int = T_q, **given: Any) -> torch.Tensor:
+    def table(T_q: int = T_q, **arguments: Any) -> torch.Tensor:
         options = fastattn.functional.call_options.dense_options(
-            q[:, :, :T_q], k, v, mask_mod=mod, mod_tensors=(heads,), **given
+            q[:, :, :T_q], k, v, mask_mod=mod, mod_tensors=(heads,), **arguments
         )
         return mask_for_queries(options, q[:, :, :T_q], k, LARGE_TILE).blocks_ptr
 

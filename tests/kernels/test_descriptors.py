@@ -119,12 +119,12 @@ def test_biases_that_tma_cannot_walk_take_the_tiles_of_those_by_distance(
     bias: Tensor, calls: str
 ) -> None:
     q = torch.empty(3, 4, 64, 64, dtype=torch.bfloat16)
-    asked: list[str] = []
+    requested: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "lookup", lambda *a: asked.append(a[3]))
+        patch.setattr(tiles, "lookup", lambda *a: requested.append(a[3]))
         for streams in (True, False):
             tile_for("forward", Options(attn_bias=bias), q, 64, streams_bias=streams)
-    assert asked == [calls, "heavy"]
+    assert requested == [calls, "heavy"]
 
 
 def test_what_tma_cannot_walk_comes_by_pointers(described: list[Tensor], device: str) -> None:

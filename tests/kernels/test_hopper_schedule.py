@@ -133,10 +133,10 @@ def loads(
     D: int = 128,
     G: int = 1,
     T_k: int | None = None,
-    **given: Any,
+    **arguments: Any,
 ) -> list[int]:
     """Blocks of each program, where each part of a tile is met once."""
-    options = Options(**{"right": 0, "scale": 0.1} | given)
+    options = Options(**{"right": 0, "scale": 0.1} | arguments)
     q, k = (
         torch.empty(B, h, t, D, dtype=torch.bfloat16, device="meta")
         for h, t in ((H, T), (H // G, T_k or T))
@@ -186,9 +186,9 @@ def plain_loops(run: Grid, work: Work) -> Callable[[schedule.Tile], list[tuple[i
     return of_tile
 
 
-def imbalance(*call: Any, **given: Any) -> float:
+def imbalance(*call: Any, **arguments: Any) -> float:
     """Most blocks of a program by their mean."""
-    blocks = loads(*call, **given)
+    blocks = loads(*call, **arguments)
     return max(blocks) * len(blocks) / sum(blocks)
 
 

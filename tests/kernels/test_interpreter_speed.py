@@ -60,10 +60,10 @@ def described(x: Any) -> object:
     return str(x.type), str(x.handle.dtype), x.handle.data.dtype, x.handle.data.tolist()
 
 
-def result(function: Any, *given: Any) -> object:
+def result(function: Any, *arguments: Any) -> object:
     """Type and numbers of what an operator gives, or that it raises something."""
     try:
-        return described(function(*given))
+        return described(function(*arguments))
     except Exception:
         return "an error"
 

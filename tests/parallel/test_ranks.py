@@ -46,8 +46,8 @@ def world() -> dict[str, Any]:
     return results
 
 
-def plan_of(ranks: int = 2, **given: Any) -> ContextPlan:
-    return ContextPlan.make(T, ranks, causal=True, **{"block": 8, "balance": "zigzag", **given})
+def plan_of(ranks: int = 2, **arguments: Any) -> ContextPlan:
+    return ContextPlan.make(T, ranks, causal=True, **{"block": 8, "balance": "zigzag", **arguments})
 
 
 def inputs(mesh: Any, plan: ContextPlan, **sizes: int) -> list[torch.Tensor]:

@@ -154,12 +154,12 @@ def tokens_of(model: GPT) -> dict[str, Any]:
     }
     for quantize in (None, "int8"):
         engine = Engine(model, num_pages=12, page_size=4, max_batch=2, quantize=quantize)
-        asked = [
+        requested = [
             engine.submit(prompt, count, sampling=Sampling(top_k=1))
             for prompt, count in zip(prompts, counts, strict=True)
         ]
         list(engine.run())
-        results[f"engine-{quantize}"] = [request.tokens for request in asked]
+        results[f"engine-{quantize}"] = [request.tokens for request in requested]
         assert engine.cache.k.shape[2] == model.blocks[0].attention.num_kv_heads
     return results
 

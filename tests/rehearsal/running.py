@@ -64,12 +64,12 @@ def make_trainer(out: Path, **options: Any) -> Trainer:
 
 def train(out: Path) -> None:
     """Two of four steps."""
-    asked = iter((False, False, True))
+    requested = iter((False, False, True))
     trainer = make_trainer(out)
     assert trainer.device.type == "cuda"
     assert trainer.scaler.is_enabled()
     torch.cuda.set_rng_state(torch.arange(16, dtype=torch.uint8))
-    assert trainer.run(lambda: next(asked)).step == 2
+    assert trainer.run(lambda: next(requested)).step == 2
 
 
 def resume(out: Path) -> None:

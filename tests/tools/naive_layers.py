@@ -302,7 +302,7 @@ def assert_layer_equals_naive(
         wanted = [*xs, *layer.parameters()]
         return [y.detach(), *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
 
-    got = run(forward or (lambda layer, *xs, **given: layer(*xs, **given)), layer, inputs)
+    got = run(forward or (lambda layer, *xs, **arguments: layer(*xs, **arguments)), layer, inputs)
     exact = run(naive, copy.deepcopy(layer).double(), [x.double() for x in inputs])
     plain = worst_naive(exact, lambda: run(naive, layer, inputs))
     names = ["output", *(f"input {i}" for i in range(len(inputs))), *dict(layer.named_parameters())]

@@ -117,10 +117,10 @@ def stopped(tmp_path_factory, one_thread) -> Path:
         training={"steps": 3, "batch_size": 1, "device": "cpu", "eval_interval": 9},
         data={"text": (str(folder / "text.txt"),)},
     )
-    asked = iter([False, True])
+    requested = iter([False, True])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTATTN_BACKEND", "torch")
-        train(options, folder / "run", should_stop=lambda: next(asked))
+        train(options, folder / "run", should_stop=lambda: next(requested))
     return folder / "run"
 
 

@@ -189,9 +189,9 @@ def background(folder: Path) -> dict[str, Any]:
     wanted, stepped = split.whole(), threading.Event()
     write = ShardWriter.write_data
 
-    def late(*given: Any) -> Any:
+    def late(*arguments: Any) -> Any:
         assert stepped.wait(60)
-        return write(*given)
+        return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriter, "write_data", late)

@@ -165,12 +165,12 @@ def test_a_stored_tile_is_used_and_shown(plant: Plant, device: str) -> None:
     usual = tiles.lookup("forward", 2, 64)
     tile = {"kernel": "forward", "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4}
     plant("tiles", tile, {"kernel": "hopper_forward", "D": 64, "BLOCK": 64, "STAGES": 2})
-    for asked in ("triton", None):
+    for requested in ("triton", None):
         forget()
-        first, second = attention(*qkv, backend=asked), attention(*qkv, backend=asked)
+        first, second = attention(*qkv, backend=requested), attention(*qkv, backend=requested)
         assert tiles.lookup("forward", 2, 64) == tiles.TileConfig(16, 16) != usual
         assert torch.equal(first, second)
-        assert_matches_reference(partial(attention, backend=asked), *qkv)
+        assert_matches_reference(partial(attention, backend=requested), *qkv)
     said = f"fastattn tune found the tile of forward ({DAY}): 0.9 ms, shipped 1.0 ms"
     assert explain(*qkv).findings == (said,)
     assert explain(*qkv, softcap=3.0).findings == ()

@@ -43,7 +43,7 @@ def test_says_what_it_does_not_serve(kind, monkeypatch):
 @pytest.mark.parametrize("options", [{"window": (50, 9), "causal": False}, {"lengths": (130, 61)}])
 def test_passes_its_check_and_packs_outside_the_timer(kind, options, emulated, monkeypatch):
     packed, pack = [], fp8.pack
-    monkeypatch.setattr(fp8, "pack", lambda *given: packed.append(1) or pack(*given))
+    monkeypatch.setattr(fp8, "pack", lambda *arguments: packed.append(1) or pack(*arguments))
     case = replace(CASE, **options)
     inputs = make_inputs(case)
     work, _ = prepare(kind, case, inputs, expect(case, inputs))

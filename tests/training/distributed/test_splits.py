@@ -258,8 +258,8 @@ def world(folder: str) -> dict[str, Any]:
         make("trained", base / name, Together(SPLITS[name])).run()
         # The same generators everywhere: nobody has drawn for its own rows alone.
         results["states"][name] = torch.get_rng_state().numpy()
-    asked = {"save_in_background": True}
-    stopped = make("trained", base / "resumed", Together(Split(fsdp=4)), **asked)
+    settings = {"save_in_background": True}
+    stopped = make("trained", base / "resumed", Together(Split(fsdp=4)), **settings)
     stopped.run(lambda: stopped.step == STOP and dist.get_rank() == 2)
     dist.barrier()
     make("trained", base / "resumed", Together(Split(dp=2, cp=2))).run()
