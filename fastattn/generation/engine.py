@@ -39,7 +39,8 @@ class Engine:
 
     Pages of finished sequences are kept: a prompt that begins like the text of a running or
     finished sequence shares these pages, and on a GPU a step reads pages shared by many sequences
-    once if that is fewer bytes. Kept pages are evicted for new tokens, least recently used first.
+    once if that is fewer bytes, except for models with a window, biases by distance or
+    batch_invariant. Kept pages are evicted for new tokens, least recently used first.
     If that is not enough, the last sequence is preempted: it releases its pages and waits, and
     later reads its text again. A request of higher priority likewise preempts a running one of
     lower priority.

@@ -10,6 +10,7 @@ from small_gpt import make_gpt
 
 from fastattn import attention_paged
 from fastattn.generation import Engine, Sampling, generate_tokens, paged
+from fastattn.generation import engine as engine_module
 from fastattn.generation.graph import PagedGraphs
 from fastattn.models.gpt import GPT
 
@@ -288,3 +289,33 @@ def test_pages_that_requests_share_are_read_once_where_that_is_fewer_bytes(
     # 32 tokens of five requests, not 16 of six; of four, once the first one is done.
     assert {apart - together for together, apart in read} == {0, 3 * 32, 4 * 32}
     assert sum(a < b for a, b in read) >= 8 * model.config.num_layers
+
+
+def test_scores_of_a_batch_invariant_model_are_those_of_training(monkeypatch):
+    """To the bit, beside others, in chunks and from kept pages, if linear layers go row by row."""
+    linear, choose = torch.nn.functional.linear, engine_module.choose_next
+    scores: dict[Any, list[torch.Tensor]] = {}
+
+    def by_rows(x, *weights):
+        rows = [linear(row[None], *weights) for row in x.flatten(0, -2)]
+        return torch.cat(rows).unflatten(0, x.shape[:-1])
+
+    def kept(logits, requests):
+        for request, row in zip(requests, logits, strict=True):
+            scores.setdefault(request, []).append(row.clone())
+        return choose(logits, requests)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", by_rows)
+    monkeypatch.setattr(engine_module, "choose_next", kept)
+    model = make_gpt(context=64, num_kv_heads=1, positions="rotary", batch_invariant=True)
+    engine = Engine(model, num_pages=64, page_size=4, max_step_tokens=9)
+    engine._shares = True
+    prefix = [i % 20 for i in range(30)]
+    for prompt in ([*prefix, 1], [3], [*prefix, 2], [*prefix, 7, 8], [4] * 20):
+        engine.submit(prompt, 5, sampling=GREEDY)
+    list(engine.run())
+    assert len(scores) == 5 and engine.shared_tokens > 0
+    for request, rows in scores.items():
+        with torch.no_grad():
+            trained = model(torch.tensor([request.prompt + request.tokens[:-1]]))
+        assert torch.equal(torch.stack(rows), trained[0, len(request.prompt) - 1 :])
