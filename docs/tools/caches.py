@@ -1,6 +1,6 @@
 """Pictures of caches, which slot holds which token, and of the `Engine`'s steps.
 
-A key is its own position, so what a slot holds is in the cache's memory.
+Keys are their positions, so the cache's memory shows the contents of slots.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def ring() -> str:
         length = begin + 5
         cells: list[Cell] = []
         for slot in range(12):
-            # What the cache itself says of a slot: a position, or less than 0.
+            # The cache's position of a slot, or less than 0.
             at = int(cache.k[0, 0, slot, 0]) if slot < length else -1
             seen = length - 6 <= at or 0 <= at < 2
             fill = EMPTY if at < 0 else SHARED if seen else "#808080"

@@ -1,4 +1,4 @@
-"""Parts of the site beside its pages: the reference, and links from pages into the repository.
+"""Generated parts of the site: the reference, and links from pages into the repository.
 
 A page of the reference is made for each module with public names, which tests/public_names.txt
 lists, and one of the commands. Links that leave docs/ lead to the repository, at the address that
@@ -32,7 +32,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PUBLIC_NAMES = CHECKOUT / "tests" / "public_names.txt"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 log = logging.getLogger("mkdocs.fastattn")
-# Titles in the reference, and the modules below each; what is named nowhere is under the last one.
+# Titles in the reference, and their modules; other modules are under the last one.
 MODULES = {
     "Attention": ("fastattn", "fastattn.mods", "fastattn.functional", "fastattn.cache"),
     "Several GPUs": ("fastattn.parallel",),

@@ -1,5 +1,5 @@
-"""Draws docs/pictures: masks as the library applies them, what of the scores it computes, caches,
-charts, and terminals.
+"""Draws docs/pictures: masks as the library applies them, computed blocks, caches, charts, and
+terminals.
 
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does

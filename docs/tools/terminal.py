@@ -1,4 +1,4 @@
-"""Pictures of terminals: commands and what they answered, recorded once, drawn by rich.
+"""Pictures of terminals: commands and their output, recorded once, drawn by rich.
 
 python docs/tools/terminal.py training        # type the commands again: docs/recorded/training.txt
 make dist && python docs/tools/terminal.py first    # an install, from the wheel in dist/
