@@ -130,8 +130,8 @@ def test_a_token_has_its_bits_in_every_call(
     how: dict[str, Any] = {"backend": backend, "return_lse": True, "causal": True, **options}
     invariant = {**how, "batch_invariant": True}
     trained = dense(*attention(q, k, v, **invariant))
-    found = (call for calls in (without_caches, over_caches) for call in calls(q, k, v, invariant))
-    for call, part, o, lse in found:
+    parts = (call for calls in (without_caches, over_caches) for call in calls(q, k, v, invariant))
+    for call, part, o, lse in parts:
         assert torch.equal(o, trained[0][part]), call
         assert torch.equal(lse, trained[1][:, part]), call
     if name == "causal":  # bf16 would round the difference away
@@ -164,14 +164,14 @@ def test_every_kernel_has_the_same_tile(arch: str) -> None:
         for width in (64, 128, 256):
             q = torch.empty(1, 4, 100, width, dtype=torch.bfloat16, device="meta")
             cache = decode_splits.CacheTensors(q, q, None, None, None, None, None, None, None)
-            found = []
+            tiled = []
             for options in records:
                 given = options._replace(batch_invariant=True)
                 sizes = (q, block_dim(width), block_dim(width))
-                found.append(tile_for("forward", given, *sizes, streams_bias=True))
-                found += [decode_splits.decode_tile(q, cache, given, few) for few in (True, False)]
-            shapes = {(x.BLOCK_M, x.BLOCK_N, x.num_warps, x.sum_parts) for x in found}
-            assert len(shapes) == 1, found
+                tiled.append(tile_for("forward", given, *sizes, streams_bias=True))
+                tiled += [decode_splits.decode_tile(q, cache, given, few) for few in (True, False)]
+            shapes = {(x.BLOCK_M, x.BLOCK_N, x.num_warps, x.sum_parts) for x in tiled}
+            assert len(shapes) == 1, tiled
 
 
 def test_a_layer_serves_with_the_bits_of_training(device: str) -> None:
