@@ -5,15 +5,16 @@ python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
 
 layers: the order of norm and sublayers (post-LN, pre-LN, parallel), without warm-up, and the
 visible keys (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
-ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. serving: an
-`Engine` by its number of concurrent requests. The text is the standard library's source, one token
-per character.
+ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. attention: a
+program of examples/ with each of its kinds. serving: an `Engine` by its number of concurrent
+requests. The text is the standard library's source, one token per character.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -32,7 +33,8 @@ from fastattn.training.data.text import fingerprint, standard_library_text
 from fastattn.training.metrics import read_metrics
 from fastattn.training.run import Options, train
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "recorded"
+CHECKOUT = Path(__file__).resolve().parents[1]
+OUT = CHECKOUT / "docs" / "recorded"
 TEXT_CHARACTERS = 300_000
 MODEL = {"num_layers": 6, "num_heads": 2, "embed_dim": 32, "context_length": 64}
 SPARSE = {"window": 8, "stride": 8}
@@ -65,6 +67,11 @@ STYLES = (
     {"color": "#E69F00", "linestyle": "--"},
     {"color": "#009E73", "linestyle": ":", "linewidth": 2.0},
 )
+EXAMPLE = "examples/sparse_gpt.py"
+ATTENTIONS = {
+    "plain": "plain", "latent": "multi-head latent (MLA)", "nsa": "native sparse (NSA)",
+    "moba": "mixture of blocks (MoBA)",
+}  # fmt: skip
 Record = dict[str, Any]
 
 
@@ -108,8 +115,9 @@ def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
         for name, run in record["runs"].items():
             if name.startswith(f"{group}: "):
                 title = name.removeprefix(f"{group}: ")
-                label = f"{title} (validation {run['validation_loss']:.2f})"
-                axes.plot(*zip(*run["loss"], strict=True), label=label)
+                if "validation_loss" in run:
+                    title += f" (validation {run['validation_loss']:.2f})"
+                axes.plot(*zip(*run["loss"], strict=True), label=title)
         axes.set(title=group, xlabel="step")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -187,6 +195,22 @@ def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[i
     return {10 * i + len(stretch): kind(stretch) for i, stretch in enumerate(stretches)}
 
 
+def attention(steps: int, text: Path, folder: Path) -> Record:
+    """Trains the example's GPT with each attention; means of 10 steps, in nats a token."""
+    runs = {}
+    for name, title in ATTENTIONS.items():
+        line = f"python {EXAMPLE} --attention {name} --steps {steps}"
+        words = [sys.executable, str(CHECKOUT / EXAMPLE), *line.split()[2:], "--text", str(text)]
+        said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+        ((parameters,), *losses) = (re.findall(r"[\d.]+", x) for x in said.splitlines())
+        runs[f"attention: {title}"] = {
+            "command": line,
+            "parameters": int(parameters),
+            "loss": [[int(step), float(loss)] for step, loss in losses],
+        }
+    return {"runs": runs}
+
+
 def serving(steps: int, text: Path, folder: Path) -> Record:
     """Serve requests of `steps` tokens each, for several batch sizes."""
     torch.manual_seed(0)
@@ -226,6 +250,7 @@ def draw_serving(record: Mapping[str, Any], figure: matplotlib.figure.Figure) ->
 COMPARED = {
     "layers": (layers, draw_layers, 4.0),
     "splits": (splits, draw_splits, 4.4),
+    "attention": (attention, draw_layers, 4.0),
     "serving": (serving, draw_serving, 3.6),
 }
 

@@ -56,6 +56,7 @@ if not _LATER:
     from .functional.scoring import dot_product_attention as dot_product_attention
     from .functional.scoring import multiplicative_attention as multiplicative_attention
     from .functional.selected import block_indices as block_indices
+    from .functional.selected import decode_selected as decode_selected
     from .functional.selected import explain_selected as explain_selected
     from .functional.selected import indexer_loss as indexer_loss
     from .functional.selected import moba_attention as moba_attention
@@ -139,6 +140,7 @@ __all__ = [
     "block_indices",
     "cascade_attention",
     "decode_attention",
+    "decode_selected",
     "document_ids",
     "dot_product_attention",
     "dropout_keep_mask",

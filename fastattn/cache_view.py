@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .quantization import dequantize_rows
+from .quantization import Quantize, check_quantize, dequantize_rows, storage_dtype
 
 
 class CacheView(NamedTuple):
@@ -30,8 +30,9 @@ class CacheView(NamedTuple):
             whole 16 bytes.
         v: [P, H_k, S, D_v], likewise.
         k_scale, v_scale: fp32 [P, H_k, S] if k and v hold codes (int8 or e4m3); the key is k *
-            k_scale. Strides of 0: slots share a given scale, see `given_scales`. None: k and v are
-            not quantized.
+            k_scale. [P, H_k, S, groups]: one scale for each of that many equal parts of a row.
+            Strides of 0: slots share a given scale, see `given_scales`. None: k and v are not
+            quantized.
         block_table: int32 [rows, N], contiguous, or None.
         page_size: S.
         lengths: int32 [rows], indexed by row, not by b: the number of tokens each row has seen, the
@@ -44,6 +45,8 @@ class CacheView(NamedTuple):
             included.
         dtype: of keys and values as attention gets them.
         counters: int32 [rows], all 0, for kernels that count their programs; each resets them.
+        rope: [P, H_k, S, R] in dtype: further key columns, behind those of k, which then are the
+            value. None: k has all columns.
     """
 
     k: Tensor
@@ -60,6 +63,12 @@ class CacheView(NamedTuple):
     window: int | None
     dtype: torch.dtype
     counters: Tensor
+    rope: Tensor | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """D, the columns of a key."""
+        return self.k.shape[-1] + (0 if self.rope is None else self.rope.shape[-1])
 
     @property
     def batch_size(self) -> int:
@@ -142,7 +151,25 @@ class CacheView(NamedTuple):
 
     def gather_slots(self) -> tuple[Tensor, Tensor]:
         """`gather` without zeros: slots without a token are undefined (they may be NaN)."""
-        return self._gather_rows(self.k, self.k_scale), self._gather_rows(self.v, self.v_scale)
+        k = self._gather_rows(self.k, self.k_scale)
+        if self.rope is not None:
+            return torch.cat((k, self._gather_rows(self.rope, None)), -1), k
+        return k, self._gather_rows(self.v, self.v_scale)
+
+    def written(self, k: Tensor, v: Tensor) -> tuple["CacheView", Tensor, Tensor | None]:
+        """The buffers that appending k [B, H_k, T, D] and v writes, and what goes to each.
+
+        The parts of a row that have scales count as heads. What lies in one memory is written once.
+        """
+        if self.rope is not None and self.k_scale is not None:
+            parts = (self.k_scale.shape[3], -1)
+            width, scale = self.k.shape[3], self.k_scale[:, 0].transpose(1, 2)
+            codes = torch.unflatten(self.k[:, 0], 2, parts).transpose(1, 2)
+            latent = torch.unflatten(k[:, 0, :, :width], 2, parts).transpose(1, 2)
+            view = self._replace(k=codes, k_scale=scale, v=self.rope, v_scale=None, rope=None)
+            return view, latent, k[..., width:]
+        once = self.k_scale is not None and self.k_scale is self.v_scale
+        return self, k, None if once else v
 
     def _listed(self, column: Tensor) -> Tensor:
         """int64: block table entries of columns [B, T], clamped to its last column."""
@@ -165,7 +192,8 @@ class CacheView(NamedTuple):
     def _gather_rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:
         rows = self._gather_slots(as_bytes(stored)).view(-1, stored.shape[-1])
         if scale is not None:
-            per_row = self._gather_slots(scale.unsqueeze(-1)).view(-1)
+            scale = scale if scale.dim() == 4 else scale.unsqueeze(-1)
+            per_row = self._gather_slots(scale).view(-1, scale.shape[-1])
             rows = dequantize_rows(rows.view(stored.dtype), per_row, self.dtype)
         return rows.view(self.batch_size, stored.shape[1], -1, stored.shape[-1])
 
@@ -191,16 +219,31 @@ def allocate_rows(
     return torch.empty(*shape, padded, device=device, dtype=dtype)[..., :width]
 
 
+class Stored(NamedTuple):
+    """The buffers of a cache, as of `CacheView` but with its own dimensions in front."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    rope: Tensor | None = None
+
+
 def allocate_kv(
     shape: tuple[int, ...], head_dim: int, value_dim: int, dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """k and v from `allocate_rows`."""
+    quantize: Quantize | None, device: torch.device | str | None,
+) -> Stored:  # fmt: skip
+    """k and v from `allocate_rows`: numbers, or codes with scales."""
+    check_quantize(quantize)
+    stored = dtype if quantize is None else storage_dtype(quantize)
     k, v = (
-        allocate_rows(*shape, width=width, dtype=dtype, device=device)
+        allocate_rows(*shape, width=width, dtype=stored, device=device)
         for width in (head_dim, value_dim)
     )
-    return k, v
+    if quantize is None:
+        return Stored(k, v)
+    scale = torch.empty(*shape, device=k.device, dtype=torch.float32)
+    return Stored(k, v, scale, torch.empty_like(scale))
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -75,5 +75,11 @@ def codes_within(x: Tensor, scale: Tensor, quantize: Quantize) -> Tensor:
 
 
 def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale * codes, computed in fp32 and rounded once to `dtype`: [..., D] from scale [...]."""
-    return (codes.to(torch.float32) * scale.unsqueeze(-1)).to(dtype)
+    """scale * codes, computed in fp32 and rounded once to `dtype`: [..., D] from scale [...].
+
+    With a scale for each of some equal parts of a row, scale is [..., parts].
+    """
+    if scale.dim() < codes.dim():
+        scale = scale.unsqueeze(-1)
+    parts = torch.unflatten(codes.to(torch.float32), -1, (scale.shape[-1], -1))
+    return (parts * scale.unsqueeze(-1)).flatten(-2).to(dtype)

@@ -251,20 +251,22 @@ def append_kernel(
             b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE
         )
     tiles = tl.cdiv(T * value(k.heads), BLOCK)
+    before_q = tiles if v is None else 2 * tiles
     if tile < tiles:
         _append(
             k, k_store, rotary, pages, b, row, exists, first, count, slots, T, tile,
             D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
         )  # fmt: skip
-    elif tile < 2 * tiles:
-        _append(
-            v, v_store, rotary, pages, b, row, exists, first, count, slots, T, tile - tiles,
-            D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
-        )  # fmt: skip
+    elif tile < before_q:
+        if v is not None:
+            _append(
+                v, v_store, rotary, pages, b, row, exists, first, count, slots, T, tile - tiles,
+                D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
+            )  # fmt: skip
     else:
         if q is not None:
             _turn(
-                q, o, rotary, b, first, slots, T, tile - 2 * tiles,
+                q, o, rotary, b, first, slots, T, tile - before_q,
                 D, BLOCK_D, PAIRS, INTERLEAVED, ALIGN, BLOCK,
             )  # fmt: skip
     if ADVANCE:
@@ -277,19 +279,21 @@ def append_kernel(
 
 
 def launch_append(
-    q: Tensor | None, k: Tensor, v: Tensor, new_lengths: Tensor | None, cache: CacheTensors,
+    q: Tensor | None, k: Tensor, v: Tensor | None, new_lengths: Tensor | None, cache: CacheTensors,
     cos: Tensor | None, sin: Tensor | None, *, interleaved: bool, advance: bool,
     slots: Tensor | None = None, positions: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Write k [B, H_k, T, D] and v [B, H_k, T, D_v] into the cache; q rotated, in q's memory order.
+    """Write k [B, H_k, T, D] and v [B, H_v, T, D_v] into the cache; q rotated, in q's memory order.
+
+    H_v is H_k at most. v = None: keys hold the values.
 
     cos and sin are fp32 [N, R // 2], contiguous. Only the first new_lengths[b] tokens of a row are
     written. `advance`: add them to cache.lengths; otherwise the lengths already include them.
     slots, positions: int [T] of one batch row: where tokens go, in place of lengths and table.
     """
     B, H_k, T, D = k.shape
-    D_v = v.shape[3]
-    k, v = _dense_rows(k), _dense_rows(v)
+    k, v = _dense_rows(k), None if v is None else _dense_rows(v)
+    D_v = D if v is None else v.shape[3]
     o = None
     if q is not None:
         q = _dense_rows(q)
@@ -300,7 +304,8 @@ def launch_append(
     assert by_slots or cache.lengths is not None, "append needs the cache's lengths"
     BLOCK_D, BLOCK_DV = block_dim(D), block_dim(D_v)
     BLOCK = max(1, _TILE // max(BLOCK_D, BLOCK_DV))
-    programs = 2 * blocks(T * H_k, BLOCK) + (0 if q is None else blocks(T * q.shape[1], BLOCK))
+    programs = (1 if v is None else 2) * blocks(T * H_k, BLOCK)
+    programs += 0 if q is None else blocks(T * q.shape[1], BLOCK)
     tensors = [x for x in (q, o, k, v) if x is not None]
     append_kernel[programs, B](
         *map(_tokens, (q, o, k, v)),

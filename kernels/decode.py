@@ -57,18 +57,28 @@ from .launch.decode_splits import (
 )
 from .launch.launches import Launch, cached, signature
 from .launch.tiles import TileConfig
-from .rules.codes import add_weighted_codes, far_behind, lift_of, queries_for_codes, scores_of_codes
+from .rules.codes import (
+    add_weighted_groups,
+    far_behind,
+    largest_of,
+    lift_of,
+    queries_by_groups,
+    queries_for_codes,
+    scores_of_codes,
+    scores_of_groups,
+)
 from .rules.integers import runtime_int, value
 from .rules.mask import valid_keys, visible
 from .rules.pages import (
     CacheTensors,
+    groups_of,
     load_columns,
+    load_groups,
     load_scales,
     load_slots,
     locate,
     pages_of,
     stored,
-    widths,
 )
 from .rules.product import add_weighted_rows, interleave, rows_by_rows
 from .rules.score import first_state, modified
@@ -86,13 +96,13 @@ if TYPE_CHECKING:
 def _take_block(
     acc, m, l, q, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep, t, h, row, score,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, SHARED: tl.constexpr, ONE_PAGE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr, RAISED: tl.constexpr, PRECISION: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Take one key block into the state of the rows; valid = keep = None for a full block.
 
-    SHARED: values are the first columns of the keys: they are loaded once, and q has two parts.
+    SHARED: keys are the values' columns, loaded once, and then those of k_store; q has two parts.
     """
     k_pos = n_first + tl.arange(0, BLOCK_N)
     if ONE_PAGE:
@@ -101,34 +111,41 @@ def _take_block(
         page, slot = locate(cache_row, k_pos, k_pos >= 0 if valid is None else valid, pages)
     # Invalid table entries must not leave the pool.
     page = tl.minimum(tl.maximum(page, 0), value(pages.page_count) - 1)
-    if SHARED:
-        v = load_columns(
-            k_store, page, slot, h_k, valid, 0, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES
-        )
-    else:
-        k = load_slots(k_store, page, slot, h_k, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES)
-    CODES: tl.constexpr = k_store.scale_ptr is not None
-    INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
+    CODES: tl.constexpr = v_store.scale_ptr is not None
+    INT8: tl.constexpr = v_store.ptr.dtype.element_ty == tl.int8
     unit = None
     lift = None
-    if CODES:
-        s = scores_of_codes(q, k, INT8, RAISED, PRECISION, NVIDIA)
-        k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
-        if keep is None:
-            unit = q.unit, k_scale[None, :]
-        else:  # hidden pairs may have -inf, which must not be multiplied
-            s = s * (q.unit * k_scale)[None, :]
-        v_scale = load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
-        lift = lift_of(v_scale)[None, :]
-    elif SHARED:
-        s = rows_by_rows(q[0], v, PRECISION)
-        if D > D_V:
-            k = load_columns(
-                k_store, page, slot, h_k, valid, D_V, BLOCK_N, BLOCK_D, D - D_V, ONE_PAGE, ROW_BYTES
+    if SHARED:
+        if CODES:
+            v, v_scale = load_groups(
+                v_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_DV, D_V // GROUPS, GROUPS,
+                ONE_PAGE, ROW_BYTES,
+            )  # fmt: skip
+            s = scores_of_groups(q[0], v, v_scale, GROUPS, INT8, RAISED, PRECISION, NVIDIA)
+        else:
+            v = load_columns(
+                v_store, page, slot, h_k, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES
             )
-            s += rows_by_rows(q[1], k, PRECISION)
+            s = rows_by_rows(q[0], v, PRECISION)
+        if D > D_V:
+            s += _further_products(
+                q[1], k_store, page, slot, h_k, pages, valid, BLOCK_N, BLOCK_D, D - D_V, ONE_PAGE,
+                ROW_BYTES, INT8, RAISED, PRECISION, NVIDIA,
+            )  # fmt: skip
     else:
-        s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+        k = load_slots(k_store, page, slot, h_k, valid, BLOCK_N, BLOCK_D, D, ONE_PAGE, ROW_BYTES)
+        if CODES:
+            s = scores_of_codes(q, k, INT8, RAISED, PRECISION, NVIDIA)
+            k_scale = load_scales(k_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE)
+            if keep is None:
+                unit = q.unit, k_scale[None, :]
+            else:  # hidden pairs may have -inf, which must not be multiplied
+                s = s * (q.unit * k_scale)[None, :]
+            v_scale = (load_scales(v_store, page, slot, h_k, pages, valid, BLOCK_N, ONE_PAGE),)
+        else:
+            s = rows_by_rows(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+    if CODES:
+        lift = lift_of(largest_of(v_scale, GROUPS))[None, :]
     s, factor, _, _ = modified(s, t[:, None], k_pos[None, :], h[:, None], row, score, unit=unit)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
@@ -136,13 +153,64 @@ def _take_block(
     p, rescale, m, l = online_step(s, m, l, factor, MASKED, lift=lift)
     if not SHARED:
         v = load_slots(v_store, page, slot, h_k, valid, BLOCK_N, BLOCK_DV, D_V, ONE_PAGE, ROW_BYTES)
+        if CODES:
+            v = (v,)
     if CODES:
-        acc = (acc[0] * rescale[:, None], acc[1] * rescale[:, None])
-        p = p * v_scale[None, :]
-        acc = add_weighted_codes(acc, p, v, q.even.dtype, INT8, PRECISION, NVIDIA)
+        DTYPE: tl.constexpr = q[0][0].even.dtype if SHARED else q.even.dtype
+        acc = add_weighted_groups(
+            acc, rescale, p, v, v_scale, GROUPS, DTYPE, INT8, PRECISION, NVIDIA
+        )
     else:
         acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
+
+
+@triton.jit
+def _further_products(
+    q, store, page, slot, head, pages, valid, BLOCK_N: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, INT8: tl.constexpr,
+    RAISED: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Products of queries and keys in the columns that are no values, numbers or codes."""
+    if store.scale_ptr is None:
+        k = load_columns(store, page, slot, head, valid, BLOCK_N, COLS, WIDTH, ONE_PAGE, ROW_BYTES)
+        s = rows_by_rows(q, k, PRECISION)
+    else:
+        k = load_slots(store, page, slot, head, valid, BLOCK_N, COLS, WIDTH, ONE_PAGE, ROW_BYTES)
+        scale = load_scales(store, page, slot, head, pages, valid, BLOCK_N, ONE_PAGE)
+        s = scores_of_codes(q, k, INT8, RAISED, PRECISION, NVIDIA) * (q.unit * scale)[None, :]
+    return s
+
+
+@triton.jit
+def _load_queries(
+    pointers, in_rows, k_store, v_store, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr,
+    RAISED: tl.constexpr,
+):  # fmt: skip
+    """The rows of queries that begin at pointers [M, 1], in the form that `_take_block` takes."""
+    if SHARED:
+        if v_store.scale_ptr is not None:
+            of_values = queries_by_groups(
+                pointers, in_rows, BLOCK_DV, D_V // GROUPS, GROUPS, RAISED
+            )
+        else:
+            cols = tl.arange(0, BLOCK_DV)[None, :]
+            of_values = load_at(pointers + cols, in_rows, BLOCK_DV, D_V)
+        q = (of_values, of_values)
+        if D > D_V:
+            if k_store.scale_ptr is not None:
+                rest = queries_for_codes(pointers + D_V, in_rows, BLOCK_D, D - D_V, RAISED)
+            else:
+                cols = D_V + tl.arange(0, BLOCK_D)[None, :]
+                rest = load_at(pointers + cols, in_rows, BLOCK_D, D - D_V)
+            q = (of_values, rest)
+    else:
+        if v_store.scale_ptr is not None:
+            q = queries_for_codes(pointers, in_rows, BLOCK_D, D, RAISED)
+        else:
+            q = load_at(pointers + tl.arange(0, BLOCK_D)[None, :], in_rows, BLOCK_D, D)
+    return q
 
 
 @triton.jit(do_not_specialize=["B", "H_q", "G", "T_q", "tiles"])
@@ -151,8 +219,8 @@ def decode_kernel(
     B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, O_ALIGN: tl.constexpr,
-    SHARED: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, RANGES: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    SHARED: tl.constexpr, GROUPS: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
+    RANGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to a part of the keys. Programs: parts, K/V heads, tiles. For
     packed queries, T_q in all, the part determines row and tile.
@@ -201,21 +269,14 @@ def decode_kernel(
             first_part = in_rows & (split == 0)
             tl.store(facts + 1, tl.cast(one.begin, tl.float32), mask=first_part)
             tl.store(facts + 2, tl.cast(splits, tl.float32), mask=first_part)
-    CODES: tl.constexpr = k_store.scale_ptr is not None
+    CODES: tl.constexpr = v_store.scale_ptr is not None
     # For few rows, scores that start at a number other than 0 take fewer instructions than codes.
-    INT8: tl.constexpr = k_store.ptr.dtype.element_ty == tl.int8
+    INT8: tl.constexpr = v_store.ptr.dtype.element_ty == tl.int8
     RAISED: tl.constexpr = INT8 and BLOCK_M == 16 and q.ptr.dtype.element_ty != tl.float32
     q_rows = row_pointers(q, place_b, h, place_t, Q_ALIGN)[:, None]
-    if CODES:
-        q_tile = queries_for_codes(q_rows, in_rows, BLOCK_D, D, RAISED)
-    elif SHARED:
-        q_v = load_at(q_rows + tl.arange(0, BLOCK_DV)[None, :], in_rows, BLOCK_DV, D_V)
-        q_tile = (q_v, q_v)
-        if D > D_V:
-            cols = D_V + tl.arange(0, BLOCK_D)
-            q_tile = (q_v, load_at(q_rows + cols[None, :], in_rows, BLOCK_D, D - D_V))
-    else:
-        q_tile = load_at(q_rows + tl.arange(0, BLOCK_D)[None, :], in_rows, BLOCK_D, D)
+    q_tile = _load_queries(
+        q_rows, in_rows, k_store, v_store, D, D_V, BLOCK_D, BLOCK_DV, SHARED, GROUPS, RAISED
+    )
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -228,7 +289,9 @@ def decode_kernel(
     if CODES:
         m, l = far_behind(m, l)
         half = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
-        acc = (half, half)
+        acc = ()
+        for _ in tl.static_range(GROUPS):
+            acc = acc + ((half, half),)  # type: ignore[assignment]  # noqa: RUF005
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
@@ -236,7 +299,7 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k,
             (lo + i - kept) * BLOCK_N, None, None, t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, SHARED, ONE_PAGE, ROW_BYTES, RAISED,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, SHARED, GROUPS, ONE_PAGE, ROW_BYTES, RAISED,
             PRECISION, NVIDIA,
         )  # fmt: skip
     before = full_first - first
@@ -249,37 +312,41 @@ def decode_kernel(
         acc, m, l = _take_block(
             acc, m, l, q_tile, k_store, v_store, pages, cache_row, h_k, n_first, valid, keep,
             t, h, row, score,
-            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, SHARED, ONE_PAGE, ROW_BYTES, RAISED,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, SHARED, GROUPS, ONE_PAGE, ROW_BYTES, RAISED,
             PRECISION, NVIDIA,
         )  # fmt: skip
 
     if IN_PARTS and NVIDIA >= EARLY_FROM and NVIDIA < EARLY_UNTIL:
         # `combine` may start now; it waits for the stores below.
         gdc_launch_dependents()
-    if CODES:
-        acc = interleave(acc[0], acc[1])
-    result, lse = finish(acc, m, l)
-    cols = tl.arange(0, BLOCK_DV)
-    if o is not None:
-        whole = in_rows
+    for g in tl.static_range(GROUPS):
+        tile_of_o = interleave(acc[g][0], acc[g][1]) if CODES else acc
+        result, lse = finish(tile_of_o, m, l)
+        within = tl.arange(0, BLOCK_DV) < D_V // GROUPS
+        cols = g * (D_V // GROUPS) + tl.arange(0, BLOCK_DV)
+        if o is not None:
+            whole = in_rows
+            if IN_PARTS:
+                whole = in_rows & (splits == 1)
+            tl.store(
+                row_pointers(o, place_b, h, place_t, O_ALIGN)[:, None] + cols[None, :],
+                result.to(o.ptr.dtype.element_ty),
+                mask=whole[:, None] & within[None, :],
+            )
+            if g == 0:
+                places = (place_b * H_q + h).to(tl.int64) * T_q + place_t
+                tl.store(lse_ptr + places, lse, mask=whole)
         if IN_PARTS:
-            whole = in_rows & (splits == 1)
-        tl.store(
-            row_pointers(o, place_b, h, place_t, O_ALIGN)[:, None] + cols[None, :],
-            result.to(o.ptr.dtype.element_ty),
-            mask=whole[:, None] & (cols < D_V)[None, :],
-        )
-        tl.store(lse_ptr + (place_b * H_q + h).to(tl.int64) * T_q + place_t, lse, mask=whole)
-    if IN_PARTS:
-        # The output of a part without keys is not read.
-        needed = in_part & (lse > float("-inf"))
-        tl.store(
-            row_pointers(parts, one.begin + split, part_h, part_t, PARTS_ALIGN)[:, None]
-            + cols[None, :],
-            result,
-            mask=needed[:, None] & (cols < D_V)[None, :],
-        )
-        tl.store(part_facts(parts, one.begin + split, part_h, part_t), lse, mask=in_part)
+            # The output of a part without keys is not read.
+            needed = in_part & (lse > float("-inf"))
+            tl.store(
+                row_pointers(parts, one.begin + split, part_h, part_t, PARTS_ALIGN)[:, None]
+                + cols[None, :],
+                result,
+                mask=needed[:, None] & within[None, :],
+            )
+            if g == 0:
+                tl.store(part_facts(parts, one.begin + split, part_h, part_t), lse, mask=in_part)
 
 
 def launch_decode(
@@ -414,8 +481,9 @@ def _plan(
     # Without a cache, keys may have either memory order; one kernel serves both.
     in_order = cache.lengths is not None and not cache.shared
     # Each product with codes takes half of the columns.
-    fewest = 16 if cache.k_scale is None else 32
-    columns = [max(fewest, block_dim(width)) for width in widths(cache)]
+    groups = groups_of(cache)
+    of_tiles = ((cache.k.shape[3], cache.k_scale), (D_v // groups, cache.v_scale))
+    columns = [max(16 if scale is None else 32, block_dim(width)) for width, scale in of_tiles]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         strided(q), o if o is None else strided(o), lse, parts if parts is None else strided(parts),
@@ -423,14 +491,15 @@ def _plan(
         pages_of(cache), lengths, mask, kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
         D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
-        row_alignment(q if o is None else o), cache.shared, in_one_page(cache, tile.BLOCK_N),
-        load_bytes(cache), shown_by_ranges(options), tile.sum_parts, dot_precision(q.dtype),
-        nvidia_capability(),
+        row_alignment(q if o is None else o), cache.shared, groups,
+        in_one_page(cache, tile.BLOCK_N), load_bytes(cache), shown_by_ranges(options),
+        tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
     )  # fmt: skip
 
 
 def as_bytes(cache: CacheTensors) -> CacheTensors:
     """The cache with e4m3 codes as bytes: some GPUs lack fp8."""
-    if cache.k.dtype != torch.float8_e4m3fn:
+    if cache.v.dtype != torch.float8_e4m3fn:
         return cache
-    return cache._replace(k=cache.k.view(torch.uint8), v=cache.v.view(torch.uint8))
+    k = cache.k if cache.k_scale is None else cache.k.view(torch.uint8)
+    return cache._replace(k=k, v=cache.v.view(torch.uint8))

@@ -57,12 +57,13 @@ def append(
     Raises:
         ValueError: the backend is unknown, or "triton" cannot serve these tensors.
     """
+    view, k, values = view.written(k, v)
     if not serves(k, backend):
         return torch_append.append_rows(
             view,
             q,
             k,
-            v,
+            values,
             new_lengths,
             rotary,
             rotary_style,
@@ -72,7 +73,7 @@ def append(
         )
     interleaved = rotary_style == "interleaved"
     return append_kernel.append(
-        view, q, k, v, new_lengths, rotary, interleaved=interleaved, advance=advance
+        view, q, k, values, new_lengths, rotary, interleaved=interleaved, advance=advance
     )
 
 

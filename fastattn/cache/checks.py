@@ -66,18 +66,22 @@ def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[
 
 
 def check_tokens(
-    k: Tensor, v: Tensor, like_k: Tensor, like_v: Tensor, batch: int, dtype: torch.dtype
-) -> None:
+    k: Tensor, v: Tensor, like_k: Tensor, like_v: Tensor, batch: int, dtype: torch.dtype,
+    head_dim: int | None = None,
+) -> None:  # fmt: skip
     """Check that k [B, H_k, T, D] and v [B, H_k, T, D_v] fit buffers [*, H_k, *, D] and [*, H_k, *,
     D_v].
+
+    head_dim: D, where like_k has a part of the columns.
 
     Raises:
         ValueError: a shape, the dtype or the device disagrees.
         RuntimeError: one requires grad while grad mode is on.
     """
-    for name, x, like in (("k", k, like_k), ("v", v, like_v)):
+    D = like_k.shape[-1] if head_dim is None else head_dim
+    for name, x, like, width in (("k", k, like_k, D), ("v", v, like_v, like_v.shape[-1])):
         checks.check_tensor(name, x)
-        heads, width = like.shape[-3], like.shape[-1]
+        heads = like.shape[-3]
         if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, heads, width):
             raise ValueError(
                 f"{name} must have shape [{batch}, {heads}, T, {width}] to match the cache, "

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import checks, tracing
 from ..cache_view import CacheView, allocate_kv, as_bytes
-from ..quantization import Quantize, check_quantize, storage_dtype
+from ..quantization import Quantize
 from ..rotary import RotaryStyle
 from .append import append
 from .checks import (
@@ -101,21 +101,15 @@ class KVCache:
             head_dim=head_dim,
             value_dim=head_dim if value_dim is None else value_dim,
         )
-        check_quantize(quantize)
-        self.max_length = max_length
+        self.max_length, self.head_dim = max_length, head_dim
         self.window, self.keep_first = check_window(window, keep_first, max_length)
         self.quantize = quantize
         self.dtype = check_dtype(dtype)
         # Inference tensors are not writable outside inference mode.
         with torch.inference_mode(False):
-            stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (batch_size, num_kv_heads, max_length)
-            self.k, self.v = self._buffers(shape, head_dim, value_dim, stored, device)
-            self.k_scale: Tensor | None = None
-            self.v_scale: Tensor | None = None
-            if quantize is not None:
-                self.k_scale = torch.empty(*shape, device=self.k.device, dtype=torch.float32)
-                self.v_scale = torch.empty_like(self.k_scale)
+            buffers = self._buffers(shape, head_dim, value_dim, self.dtype, quantize, device)
+            self.k, self.v, self.k_scale, self.v_scale, self._rope = buffers
             self.lengths = torch.zeros(batch_size, device=self.k.device, dtype=torch.int32)
             self._counters = torch.zeros_like(self.lengths)
         self.starts: Tensor | None = None
@@ -156,7 +150,7 @@ class KVCache:
         return sum(x.nbytes for x in (*self.stored_tensors, *others))
 
     def __repr__(self) -> str:
-        B, H_k, _, D = self.k.shape
+        B, H_k = self.k.shape[:2]
         options = ""
         if self.window is not None:
             options += f"window={self.window}, keep_first={self.keep_first}, "
@@ -164,8 +158,9 @@ class KVCache:
             options += f"quantize={self.quantize!r}, "
         return (
             f"{type(self).__name__}(batch_size={B}, num_kv_heads={H_k}, "
-            f"max_length={self.max_length}, head_dim={D}, value_dim={self.v.shape[-1]}, {options}"
-            f"device={self.k.device}, dtype={self.dtype}, uniform_length={self.uniform_length}, "
+            f"max_length={self.max_length}, head_dim={self.head_dim}, "
+            f"value_dim={self.v.shape[-1]}, {options}device={self.k.device}, "
+            f"dtype={self.dtype}, uniform_length={self.uniform_length}, "
             f"length_bound={self.length_bound})"
         )
 
@@ -188,6 +183,7 @@ class KVCache:
             self.window,
             self.dtype,
             self._counters,
+            self._rope,
         )
 
     def append(
@@ -239,7 +235,7 @@ class KVCache:
         if batch_index is not None:
             self._check_batch_index(batch_index, distinct=True)
         B = (self.lengths if batch_index is None else batch_index).shape[0]
-        check_tokens(k, v, self.k, self.v, B, self.dtype)
+        check_tokens(k, v, self.k, self.v, B, self.dtype, self.head_dim)
         T = k.shape[2]
         first_slot = self._common_slot(new_lengths, batch_index)
         if new_lengths is not None:

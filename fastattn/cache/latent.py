@@ -7,16 +7,18 @@ and D_v = C, which reads the latents once. With rope_dim = 0 the keys are the va
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache_view import allocate_rows
+from ..cache_view import CacheView, Stored, allocate_rows
+from ..quantization import storage_dtype
 from .checks import check_sizes
 from .dense import KVCache
 from .paged import PagedKVCache
+from .views import view_of_tensors
 
 
 def _widths(latent_dim: Any, rope_dim: Any) -> tuple[int, int]:
@@ -25,15 +27,104 @@ def _widths(latent_dim: Any, rope_dim: Any) -> tuple[int, int]:
     return latent_dim + checks.check_count("rope_dim", rope_dim, 0), latent_dim
 
 
+LatentQuantize = Literal["int8", "fp8", "fp8_ds_mla"]
+# Columns of a latent that share a scale in a record.
+_OF_SCALE = 128
+
+
 def _one_buffer(
     shape: tuple[int, ...], head_dim: int, value_dim: int, dtype: torch.dtype,
+    quantize: LatentQuantize | None, device: torch.device | str | None,
+) -> Stored:  # fmt: skip
+    if quantize == "fp8_ds_mla":
+        return _records(shape, head_dim - value_dim, value_dim, dtype, device)
+    if quantize not in (None, "int8", "fp8"):
+        raise ValueError(f"quantize must be None, 'int8', 'fp8' or 'fp8_ds_mla', got {quantize!r}")
+    stored = dtype if quantize is None else storage_dtype(quantize)
+    k = allocate_rows(*shape, width=head_dim, dtype=stored, device=device)
+    if quantize is None:
+        return Stored(k, k[..., :value_dim])
+    scale = torch.empty(*shape, device=k.device, dtype=torch.float32)
+    return Stored(k, k[..., :value_dim], scale, scale)
+
+
+def _records(
+    shape: tuple[int, ...], rope_dim: int, latent_dim: int, dtype: torch.dtype,
     device: torch.device | str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    k = allocate_rows(*shape, width=head_dim, dtype=dtype, device=device)
-    return k, k[..., :value_dim]
+) -> Stored:  # fmt: skip
+    if dtype != torch.bfloat16 or latent_dim % _OF_SCALE or rope_dim < 1 or shape[-2] != 1:
+        raise ValueError(
+            f"quantize='fp8_ds_mla' takes one head of bfloat16, latent_dim a multiple of "
+            f"{_OF_SCALE}, and a rope_dim, got {shape[-2]} of {dtype}, {latent_dim} and {rope_dim}"
+        )
+    width = latent_dim + 4 * (latent_dim // _OF_SCALE) + 2 * rope_dim
+    return stored_in_records(
+        allocate_rows(*shape, width=width, dtype=torch.uint8, device=device), latent_dim
+    )
 
 
-class LatentCache(KVCache):
+def stored_in_records(records: Tensor, latent_dim: int) -> Stored:
+    """Parts of records uint8 [..., bytes], the 8-bit latents of FlashMLA and vLLM ("fp8_ds_mla").
+
+    In a record of 656 bytes:
+
+        0     512 codes (e4m3)     512     4 scales (fp32)     528     64 rotary columns (bf16)
+
+    Code c of 128 i, ..., 128 i + 127 stands for c * scale[i].
+    """
+    rope = latent_dim + 4 * (latent_dim // _OF_SCALE)
+    codes = records[..., :latent_dim].view(torch.float8_e4m3fn)
+    scale = records[..., latent_dim:rope].view(torch.float32)
+    return Stored(codes, codes, scale, scale, records[..., rope:].view(torch.bfloat16))
+
+
+def view_of_records(
+    records: Tensor, latent_dim: int, lengths: Tensor, block_table: Tensor | None = None
+) -> CacheView:
+    """A `CacheView` of records that somebody else keeps, [P, 1, S, bytes] of `stored_in_records`.
+
+    Args:
+        records: uint8, int8 or float8_e4m3fn, any strides but the last.
+        lengths, block_table: as of `view_of_tensors`.
+
+    Raises:
+        TypeError, ValueError: a tensor of the wrong dtype, shape, device or layout.
+    """
+    if checks.check_tensor("records", records).element_size() != 1:
+        raise TypeError(f"records must be of bytes, got {records.dtype}")
+    rope = records.shape[-1] - latent_dim - 4 * (latent_dim // _OF_SCALE)
+    if (
+        records.dim() != 4
+        or records.shape[1] != 1
+        or latent_dim % _OF_SCALE
+        or rope < 2
+        or rope % 2
+    ):
+        raise ValueError(
+            f"records must have shape [P, 1, S, bytes]: {latent_dim} codes, a multiple of "
+            f"{_OF_SCALE}, their scales and rotary columns, got {list(records.shape)}"
+        )
+    parts = stored_in_records(records.view(torch.uint8), latent_dim)
+    assert parts.rope is not None
+    view = view_of_tensors(parts.rope, parts.rope, lengths, block_table=block_table)
+    return view._replace(**parts._asdict())
+
+
+class _Latents:
+    """What the caches of latents have in common."""
+
+    k: Tensor
+    k_scale: Tensor | None
+    _rope: Tensor | None
+    _buffers = staticmethod(_one_buffer)
+
+    @property
+    def stored_tensors(self) -> list[Tensor]:
+        """Tensors of slots or pages, each memory once."""
+        return [x for x in (self.k, self.k_scale, self._rope) if x is not None]
+
+
+class LatentCache(_Latents, KVCache):
     """A `KVCache` of one K/V head whose values are the first columns of its keys.
 
     `decode_attention` takes it with q [B, H_q, T_q, latent_dim + rope_dim] and an explicit `scale`,
@@ -44,6 +135,9 @@ class LatentCache(KVCache):
         latent_dim: C, value columns of a key.
         rope_dim: R, further columns of a key; 0: the keys are the values.
         num_kv_heads: 1 for a latent shared by all heads.
+        quantize: store "int8" or "fp8" (e4m3) codes with one fp32 scale a token; or, as
+            "fp8_ds_mla", records of e4m3 codes in groups of 128 columns with a scale each, beside
+            the rotary columns in bf16: 656 bytes for 512 + 64 columns. None: store `dtype` itself.
 
     Raises:
         TypeError: a size is no int, or dtype not floating.
@@ -58,7 +152,6 @@ class LatentCache(KVCache):
     """
 
     rotates = False
-    _buffers = staticmethod(_one_buffer)
 
     def __init__(
         self,
@@ -68,18 +161,16 @@ class LatentCache(KVCache):
         rope_dim: int = 0,
         *,
         num_kv_heads: int = 1,
+        quantize: LatentQuantize | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         head_dim, value_dim = _widths(latent_dim, rope_dim)
+        stored_as: Any = quantize
         super().__init__(
             batch_size, num_kv_heads, max_length, head_dim,
-            value_dim=value_dim, device=device, dtype=dtype,
+            value_dim=value_dim, quantize=stored_as, device=device, dtype=dtype,
         )  # fmt: skip
-
-    @property
-    def stored_tensors(self) -> list[Tensor]:
-        return [self.k]
 
     def append(  # type: ignore[override]
         self,
@@ -99,20 +190,18 @@ class LatentCache(KVCache):
         Raises:
             TypeError, ValueError: as `KVCache.append`; kv has another width.
         """
-        v = _values(kv, self.k, self.v.shape[-1])
+        v = _values(kv, self.head_dim, self.v.shape[-1])
         super().append(kv, v, new_lengths, batch_index=batch_index, backend=backend)
 
 
-class PagedLatentCache(PagedKVCache):
+class PagedLatentCache(_Latents, PagedKVCache):
     """A `PagedKVCache` whose values are the first columns of its keys: see `LatentCache`.
 
     Args:
         num_pages, page_size, num_layers, max_rows, max_pages_per_row, device, dtype: as of
             `PagedKVCache`; pages hold 1 to 256 tokens.
-        latent_dim, rope_dim, num_kv_heads: as of `LatentCache`.
+        latent_dim, rope_dim, num_kv_heads, quantize: as of `LatentCache`.
     """
-
-    _buffers = staticmethod(_one_buffer)
 
     def __init__(
         self,
@@ -125,19 +214,17 @@ class PagedLatentCache(PagedKVCache):
         num_layers: int = 1,
         max_rows: int = 64,
         max_pages_per_row: int | None = None,
+        quantize: LatentQuantize | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         head_dim, value_dim = _widths(latent_dim, rope_dim)
+        stored_as: Any = quantize
         super().__init__(
             num_pages, page_size, num_kv_heads, head_dim, value_dim=value_dim,
             num_layers=num_layers, max_rows=max_rows, max_pages_per_row=max_pages_per_row,
-            device=device, dtype=dtype,
+            quantize=stored_as, device=device, dtype=dtype,
         )  # fmt: skip
-
-    @property
-    def stored_tensors(self) -> list[Tensor]:
-        return [self.k]
 
     def append(  # type: ignore[override]
         self,
@@ -153,15 +240,15 @@ class PagedLatentCache(PagedKVCache):
         Args:
             kv: as of `LatentCache.append`.
         """
-        v = _values(kv, self.k, self.v.shape[-1])
+        v = _values(kv, self.head_dim, self.v.shape[-1])
         super().append(rows, kv, v, new_lengths, layer=layer, backend=backend)
 
 
-def _values(kv: Any, like: Tensor, width: int) -> Tensor:
+def _values(kv: Any, head_dim: int, width: int) -> Tensor:
     """The value columns of kv."""
-    if checks.check_tensor("kv", kv).dim() != 4 or kv.shape[-1] != like.shape[-1]:
+    if checks.check_tensor("kv", kv).dim() != 4 or kv.shape[-1] != head_dim:
         raise ValueError(
-            f"kv must have shape [B, H_k, T, {like.shape[-1]}], the latent and then the rotary "
+            f"kv must have shape [B, H_k, T, {head_dim}], the latent and then the rotary "
             f"key, got {list(kv.shape)}"
         )
     return kv[..., :width]

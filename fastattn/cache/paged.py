@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..cache_view import CacheView, allocate_kv, as_bytes
-from ..quantization import Quantize, check_quantize, storage_dtype
+from ..quantization import Quantize
 from ..rotary import RotaryStyle
 from .append import append, serves
 from .checks import Rotary, check_dtype, check_ints, check_rotary, check_sizes, check_tokens
@@ -93,8 +93,7 @@ class PagedKVCache:
         )
         if page_size > 256:
             raise ValueError(f"page_size must be at most 256, got {page_size}")
-        check_quantize(quantize)
-        self.page_size = page_size
+        self.page_size, self.head_dim = page_size, head_dim
         self.num_layers = num_layers
         self.quantize = quantize
         self.dtype = check_dtype(dtype)
@@ -102,15 +101,10 @@ class PagedKVCache:
         self._index_of: tuple[tuple[int, ...], Tensor] | None = None
         # Inference tensors are not writable outside inference mode.
         with torch.inference_mode(False):
-            stored = self.dtype if quantize is None else storage_dtype(quantize)
             shape = (num_layers, num_pages, num_kv_heads, page_size)
-            self.k, self.v = self._buffers(shape, head_dim, value_dim, stored, device)
+            buffers = self._buffers(shape, head_dim, value_dim, self.dtype, quantize, device)
+            self.k, self.v, self.k_scale, self.v_scale, self._rope = buffers
             device = self.k.device
-            self.k_scale: Tensor | None = None
-            self.v_scale: Tensor | None = None
-            if quantize is not None:
-                self.k_scale = torch.empty(*shape, device=device, dtype=torch.float32)
-                self.v_scale = torch.empty_like(self.k_scale)
             self.block_table = torch.zeros(max_rows, max_pages, device=device, dtype=torch.int32)
             self.lengths = torch.zeros(max_rows, device=device, dtype=torch.int32)
             self._counters = torch.zeros_like(self.lengths)
@@ -153,11 +147,14 @@ class PagedKVCache:
             ValueError: a row is not in use, or there is no such layer.
         """
         rows, layer = check_ints("rows", "row", rows), self._check_layer(layer)
+        k_scale = v_scale = None if self.k_scale is None else self.k_scale[layer]
+        if self.v_scale is not self.k_scale and self.v_scale is not None:
+            v_scale = self.v_scale[layer]
         return CacheView(
             self.k[layer],
             self.v[layer],
-            None if self.k_scale is None else self.k_scale[layer],
-            None if self.v_scale is None else self.v_scale[layer],
+            k_scale,
+            v_scale,
             self.block_table,
             self.page_size,
             self.lengths,
@@ -168,6 +165,7 @@ class PagedKVCache:
             None,
             self.dtype,
             self._counters,
+            None if self._rope is None else self._rope[layer],
         )
 
     def allocate(self) -> int:
@@ -349,7 +347,7 @@ class PagedKVCache:
             In every case the cache is unchanged.
         """
         rows, layer = check_ints("rows", "row", rows), self._check_layer(layer)
-        check_tokens(k, v, self.k, self.v, len(rows), self.dtype)
+        check_tokens(k, v, self.k, self.v, len(rows), self.dtype, self.head_dim)
         serves(k, backend)
         T = k.shape[2]
         counts = [T] * len(rows) if new_lengths is None else _clamped(rows, new_lengths, T)

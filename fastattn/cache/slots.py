@@ -65,13 +65,14 @@ def append_paged(
     checks.check_placement("slot_mapping", slot_mapping, (slot_mapping.numel(),), view.k)
     n = slot_mapping.shape[0]
     k, v, q = _taken("k", k, n), _taken("v", v, n), None if q is None else _taken("q", q, n)
-    check_tokens(k, v, view.k, view.v, 1, view.dtype)
+    check_tokens(k, v, view.k, view.v, 1, view.dtype, view.head_dim)
     check_rotary(rotary, rotary_style, q, k, 0)
     positions = _positions(positions, rotary, n, view.k)
     _check_values(slot_mapping, positions, rotary, view)
     slot_mapping = slot_mapping.contiguous()
-    buffers = (view.k, view.v, view.k_scale, view.v_scale)
-    arguments = (buffers, q, k, v, slot_mapping, positions, rotary)
+    stores, k, values = view.written(k, v)
+    buffers = (stores.k, stores.v, stores.k_scale, stores.v_scale)
+    arguments = (buffers, q, k, values, slot_mapping, positions, rotary)
     with torch.no_grad():
         if serves(k, backend):
             interleaved = rotary_style == "interleaved"

@@ -192,11 +192,11 @@ def with_cache(
     if key is None:
         return None
     key += (view.page_size, view.keep_first, view.window, view.dtype)
-    key.append(decode_ops.one_memory(view.k, view.v, view.k_scale))
+    key.append(_of_latents(view))
     if "attn_mask" in arguments or "attn_bias" in arguments:  # which must cover the positions
         key.append(view.length_bound)
     tensors = (view.k, view.v, view.lengths, view.k_scale, view.v_scale, view.block_table)
-    for x in (*tensors, view.starts, view.batch_index):
+    for x in (*tensors, view.starts, view.batch_index, view.rope):
         if x is not None and x.is_neg():
             return None
         key.append(None if x is None else call_memo.layout(x))
@@ -206,7 +206,9 @@ def with_cache(
 
 def _of_latents(view: CacheView) -> bool:
     """Whether values are the first columns of the keys."""
-    return decode_ops.one_memory(view.k, view.v, view.k_scale)
+    if view.rope is not None:
+        return True
+    return decode_ops.one_memory(view.k, view.v, view.k_scale, view.v_scale)
 
 
 def choose(q: Tensor, view: CacheView, options: Options, backend: str | None) -> Explanation:
@@ -215,14 +217,14 @@ def choose(q: Tensor, view: CacheView, options: Options, backend: str | None) ->
         q = q[None]
     if _of_latents(view):
         # The width of the kernel's widest tile.
-        D, D_v = view.k.shape[-1], view.v.shape[-1]
+        D, D_v = view.head_dim, view.v.shape[-1]
         q = q[..., : max(D_v, D - D_v)]
     return dispatch.choose(q, view.k, view.v, options, backend, family="decode")
 
 
 def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
     """Raise ValueError for latents with further key columns and no scale."""
-    D, D_v = view.k.shape[-1], view.v.shape[-1]
+    D, D_v = view.head_dim, view.v.shape[-1]
     if options.get("scale") is None and D_v < D and _of_latents(view):
         raise ValueError(
             f"scale must be given over latents, which are keys of {D} columns and values of {D_v}: "
@@ -272,7 +274,7 @@ def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
 
 def check_query(q: Tensor, view: CacheView) -> None:
     checks.check_tensor("q", q)
-    B, D = view.batch_size, view.k.shape[-1]
+    B, D = view.batch_size, view.head_dim
     if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:
         raise ValueError(
             f"q must have shape [{B}, H_q, T_q, {D}] to match the cache, got {list(q.shape)}"

@@ -227,7 +227,7 @@ def _checked(
     out: Tensor | None, options: dict[str, Any],
 ) -> Options:  # fmt: skip
     checks.check_tensor("q", q)
-    D = view.k.shape[-1]
+    D = view.head_dim
     if q.dim() != 3 or q.shape[2] != D:
         raise ValueError(f"q must have shape [total, H_q, {D}], got {list(q.shape)}")
     check_like_cache(q, view)

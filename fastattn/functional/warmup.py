@@ -199,7 +199,7 @@ def _steps(view: CacheView, options: dict[str, Any], sharing: bool) -> None:
     """Make calls with packed queries in both kinds of tiles, in short and long rows, of a cache and
     of a server's tensors; sharing: also with all rows as one group.
     """
-    B, D, device = view.batch_size, view.k.shape[3], view.k.device
+    B, D, device = view.batch_size, view.head_dim, view.k.device
     q = torch.zeros(4 * _T, _H, D, dtype=view.dtype, device=device)
     offsets = torch.zeros(B + 1, dtype=torch.int32, device=device)
     rows = torch.tensor([0, B], device=device)

@@ -11,11 +11,11 @@ from itertools import accumulate
 
 import torch
 
+from ..cache.latent import LatentQuantize
 from ..checks import check_count, check_int
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
-from ..quantization import Quantize
 from .graph import PagedGraphs
 from .paged import layers_of
 from .prefixes import sharing
@@ -57,8 +57,8 @@ class Engine:
             prompt; None: prompts are read whole.
         kept_rows: number of finished texts kept for prompts with equal beginnings; default 4 *
             max_batch. 0: none.
-        quantize: store keys and values as "int8" or "fp8" codes, which changes results by more than
-            rounding; None: unquantised.
+        quantize: store keys and values as "int8" or "fp8" codes, and latents as `LatentCache` does,
+            which changes results by more than rounding; None: unquantised.
         past_context: behaviour at a full context, "restart" or "crop"; see `Reading`.
         cuda_graph: replay steps of one token a sequence as CUDA graphs; see `PagedGraphs`.
 
@@ -87,7 +87,7 @@ class Engine:
         max_batch: int = 8,
         max_step_tokens: int | None = None,
         kept_rows: int | None = None,
-        quantize: Quantize | None = None,
+        quantize: LatentQuantize | None = None,
         past_context: PastContext = "restart",
         cuda_graph: bool = False,
     ) -> None:

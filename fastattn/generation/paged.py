@@ -58,10 +58,14 @@ class PackedRows:
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def append(
-        self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None, **rotation: Any
+        self, k: Tensor, v: Tensor | None = None, new_lengths: Tensor | None = None, **rotation: Any
     ) -> Tensor | None:
-        """Write the new tokens to their slots; `KVCache.append` with T = 1."""
+        """Write the new tokens to their slots; `KVCache.append` with T = 1.
+
+        v: None for latents, whose first columns are the values.
+        """
         assert new_lengths is None, "a packed step has no padding"
+        v = k[..., : self._view.v.shape[-1]] if v is None else v
         if rotation.get("q") is not None:
             rotation |= {"q": rotation["q"][:, :, 0], "positions": self._step.positions}
         turned = append_paged(self.view(), k[:, :, 0], v[:, :, 0], self._step.slots, **rotation)

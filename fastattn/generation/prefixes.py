@@ -108,9 +108,9 @@ def sharing(
         numbers of rows, groups first and each group's rows adjacent; offsets of the groups; and the
         shared tokens of each.
     """
-    size, (H_k, _, D), D_v = cache.page_size, cache.k.shape[2:], cache.v.shape[4]
-    scales = 0 if cache.k_scale is None else 8
-    of_token = H_k * (cache.k.element_size() * (D + D_v) + scales)
+    size, D, D_v = cache.page_size, cache.head_dim, cache.v.shape[4]
+    slots = cache.num_layers * cache.k.shape[1] * size
+    of_token = sum(x.nbytes for x in cache.stored_tensors) // slots
     of_query = num_heads * cache.dtype.itemsize * (D + 4 * D_v)
     alike: dict[int, list[int]] = {}
     for i, row in enumerate(rows):

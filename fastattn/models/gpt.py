@@ -9,9 +9,9 @@ from typing import Any, ClassVar, cast, overload
 import torch
 from torch import Tensor, nn
 
+from ..cache.latent import LatentQuantize, PagedLatentCache
 from ..cache.paged import PagedKVCache
 from ..modules.self_attention import LayerCache
-from ..quantization import Quantize
 from .model_config import TextConfig
 from .sampling import Sampling, check_finite
 from .stack import (
@@ -222,7 +222,7 @@ class GPT(DecoderStack):
         page_size: int = 16,
         *,
         max_rows: int = 64,
-        quantize: Quantize | None = None,
+        quantize: LatentQuantize | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> PagedKVCache:
@@ -233,25 +233,26 @@ class GPT(DecoderStack):
                 context_length tokens.
             device, dtype: of the stored keys and values; default the parameters'.
 
-        Raises:
-            ValueError: the configuration has kv_latent_dim; use `new_cache` for latents.
+        Returns:
+            With kv_latent_dim a `PagedLatentCache`.
         """
-        if self.config.kv_latent_dim is not None:
-            raise ValueError("kv_latent_dim has no paged cache for a model yet: use new_cache")
         weight = self.token_embedding.weight
+        layer = cast(Any, self.blocks[0]).attention
+        options: dict[str, Any] = {
+            "num_layers": len(self.blocks),
+            "max_rows": max_rows,
+            "max_pages_per_row": -(-self.config.context_length // page_size),
+            "quantize": quantize,
+            "device": weight.device if device is None else device,
+            "dtype": weight.dtype if dtype is None else dtype,
+        }
+        if self.config.kv_latent_dim is not None:
+            widths = self.config.kv_latent_dim, layer.rope_dim
+            return PagedLatentCache(num_pages, page_size, *widths, **options)
         return PagedKVCache(
-            num_pages,
-            page_size,
-            cast(Any, self.blocks[0]).attention.num_kv_heads,
-            self.config.head_dim,
-            value_dim=self.config.v_head_dim,
-            num_layers=len(self.blocks),
-            max_rows=max_rows,
-            max_pages_per_row=-(-self.config.context_length // page_size),
-            quantize=quantize,
-            device=weight.device if device is None else device,
-            dtype=weight.dtype if dtype is None else dtype,
-        )
+            num_pages, page_size, layer.num_kv_heads, self.config.head_dim,
+            value_dim=self.config.v_head_dim, **options,
+        )  # fmt: skip
 
     def num_parameters(self) -> int:
         """Number of trained scalars, tied weights counted once."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
-from ..cache.latent import LatentCache
+from ..cache.latent import LatentCache, LatentQuantize
 from ..functional.attend import attention
 from ..functional.decode import decode_attention
 from ..options import Window
@@ -200,7 +200,9 @@ class MultiheadLatentAttention(nn.Module):
                 key_lengths=key_lengths, documents=documents,
             )  # fmt: skip
             return self._output(o)
-        few = decodes(x.shape[1] * self.num_heads, as_cache) and not dropout
+        # Packed rows of pages attend themselves.
+        own = hasattr(cache, "attend")
+        few = own or (decodes(x.shape[1] * self.num_heads, as_cache) and not dropout)
         if absorbed is None:
             absorbed = few and key_padding_mask is None
         ragged = cache.uniform_length is None or key_lengths is not None
@@ -208,8 +210,9 @@ class MultiheadLatentAttention(nn.Module):
         cache.append(kv, key_lengths)
         if absorbed:
             return self._output(self._absorbed(q_nope, q_rope, cache, key_lengths))
+        held = cache.view().gather_slots()[0] if cache.quantize else cache.k
         o = self._expanded(
-            q_nope, q_rope, cache.k[:, :, : cache.length_bound], dropout=dropout,
+            q_nope, q_rope, held[:, :, : cache.length_bound], dropout=dropout,
             key_padding_mask=key_padding_mask, key_lengths=cache.lengths if ragged else None,
             query_offset=offset,
         )  # fmt: skip
@@ -253,7 +256,11 @@ class MultiheadLatentAttention(nn.Module):
         q = q_nope @ of_keys
         if q_rope is not None:
             q = torch.cat((q, q_rope), -1)
-        o = decode_attention(q, cache, new_lengths=counts, **self._options())
+        attend: Any = getattr(cache, "attend", None)
+        if attend is not None:
+            o: Tensor = attend(q, **self._options())
+        else:
+            o = decode_attention(q, cache, new_lengths=counts, **self._options())
         return o @ of_values.mT
 
     def _options(self) -> dict[str, Any]:
@@ -293,10 +300,10 @@ class MultiheadLatentAttention(nn.Module):
         self, x: Tensor, cache: Any, padding: Tensor | None, lengths: Tensor | None,
         documents: Tensor | None, in_order: bool,
     ) -> None:  # fmt: skip
-        if not isinstance(cache, LatentCache):
+        if not isinstance(cache, LatentCache) and not hasattr(cache, "attend"):
             raise TypeError(f"cache must be a LatentCache, got {checks.type_name(cache)}")
-        layer_cache: Any = cache
-        widths = cache.k.shape[-1], cache.v.shape[-1]
+        layer_cache, view = cache, cache.view()
+        widths = view.head_dim, view.v.shape[-1]
         if widths != (self.kv_latent_dim + self.rope_dim, self.kv_latent_dim):
             raise ValueError(
                 f"cache must hold latents of kv_latent_dim + rope_dim = {self.kv_latent_dim} + "
@@ -310,13 +317,16 @@ class MultiheadLatentAttention(nn.Module):
         batch_size: int,
         max_length: int,
         *,
+        quantize: LatentQuantize | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LatentCache:
-        """An empty cache for this layer; device, dtype: default the parameters'."""
+        """An empty cache for this layer; quantize: as of `LatentCache`; device, dtype: default the
+        parameters'.
+        """
         weight = self.o_proj.weight
         return LatentCache(
-            batch_size, max_length, self.kv_latent_dim, self.rope_dim,
+            batch_size, max_length, self.kv_latent_dim, self.rope_dim, quantize=quantize,
             device=weight.device if device is None else device,
             dtype=weight.dtype if dtype is None else dtype,
         )  # fmt: skip

@@ -19,10 +19,12 @@ from .call import fake_output, may_be_kept, operator
 def decode_forward(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor | None, lengths: Tensor, starts: Tensor | None, new_lengths: Tensor | None,
-    batch_index: Tensor | None, pinned: int | None, splits: int | None, options: Options,
+    batch_index: Tensor | None, rope: Tensor | None, pinned: int | None, splits: int | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o, with rows padded to multiples of 16 bytes, and lse; see `kernels.decode.launch_decode`."""
-    tensors = _tensors(k, v, k_scale, v_scale, block_table, lengths, batch_index, pinned)
+    of_keys = (k, v, k_scale, v_scale, rope)
+    tensors = _tensors(of_keys, block_table, lengths, batch_index, pinned)
     return kernels.decode.launch_decode(q, tensors, starts, new_lengths, options, splits=splits)
 
 
@@ -38,7 +40,7 @@ def attend(
     """o [B, H_q, T_q, D_v] and lse."""
     o, lse = decode_forward(
         q if q.stride(-1) == 1 else q.contiguous(), *_stored(view), view.starts, new_lengths,
-        view.batch_index, view.keep_first, splits, options,
+        view.batch_index, view.rope, view.keep_first, splits, options,
     )  # fmt: skip
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
 
@@ -74,10 +76,11 @@ def prepare(
 def paged_forward(
     q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor | None, lengths: Tensor, starts: Tensor | None, batch_index: Tensor | None,
-    cu_seqlens: Tensor, out: Tensor | None, longest: int, options: Options,
+    rope: Tensor | None, cu_seqlens: Tensor, out: Tensor | None, longest: int, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse; see `kernels.decode.launch_packed`. out: o, for untraced calls."""
-    tensors = _tensors(k, v, k_scale, v_scale, block_table, lengths, batch_index, None)
+    of_keys = (k, v, k_scale, v_scale, rope)
+    tensors = _tensors(of_keys, block_table, lengths, batch_index, None)
     o, lse = results(q, v.shape[3], out)
     kernels.paged.launch_packed(q, cu_seqlens, tensors, starts, o, lse, options, longest=longest)
     return o, lse
@@ -104,7 +107,7 @@ def attend_packed(
     into = None if tracing.may_be_traced(q) else out
     o, lse = paged_forward(
         q if q.stride(-1) == 1 else q.contiguous(), *_stored(view), view.starts, view.batch_index,
-        cu_seqlens, into, longest, options,
+        view.rope, cu_seqlens, into, longest, options,
     )  # fmt: skip
     return o if out is into else out.copy_(o), lse  # type: ignore[union-attr]
 
@@ -137,13 +140,13 @@ def prepare_packed(
     return paged
 
 
-def one_memory(k: Tensor, v: Tensor, scale: Tensor | None) -> bool:
-    """Whether v is the first columns of k, so that one load serves both; not for codes."""
-    if scale is not None or k.stride() != v.stride() or v.shape[-1] > k.shape[-1]:
+def one_memory(
+    k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> bool:
+    """Whether v and its scales are the first columns of k and its scales: one load serves both."""
+    if k.stride() != v.stride() or v.shape[-1] > k.shape[-1] or not _alike(k_scale, v_scale):
         return False
-    if torch.compiler.is_compiling():
-        return k is v
-    return k.data_ptr() == v.data_ptr()
+    return _alike(k, v)
 
 
 def _stored(
@@ -153,20 +156,31 @@ def _stored(
     return view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths
 
 
+def _alike(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether two tensors begin at one place in memory with the same strides, or neither exists."""
+    if x is None or y is None or torch.compiler.is_compiling():
+        return x is y
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+
+
 def _tensors(
-    k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    of_keys: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     block_table: Tensor | None, lengths: Tensor, batch_index: Tensor | None, pinned: int | None,
 ) -> "kernels.pages.CacheTensors":  # fmt: skip
-    """Tensors of a cache for launchers."""
+    """Tensors of a view for launchers; k, v, their scales and rope first."""
+    k, v, k_scale, v_scale, rope = of_keys
+    shared = rope is not None or one_memory(k, v, k_scale, v_scale)
+    if rope is not None:
+        k, k_scale = rope, None
+    elif shared:
+        # Without further columns nothing is read of k.
+        k = k[..., v.shape[-1] :] if k.shape[-1] > v.shape[-1] else v
     return kernels.pages.CacheTensors(
-        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned,
-        one_memory(k, v, k_scale),
-    )  # fmt: skip
+        k, v, k_scale, v_scale, block_table, lengths, lengths, batch_index, pinned, shared
+    )
 
 
 def _of_view(view: CacheView) -> "kernels.pages.CacheTensors":
     """`_tensors` of a view; each decoding step waits for this."""
-    return kernels.pages.CacheTensors(
-        view.k, view.v, view.k_scale, view.v_scale, view.block_table, view.lengths, view.lengths,
-        view.batch_index, view.keep_first, one_memory(view.k, view.v, view.k_scale),
-    )  # fmt: skip
+    of_keys = (view.k, view.v, view.k_scale, view.v_scale, view.rope)
+    return _tensors(of_keys, view.block_table, view.lengths, view.batch_index, view.keep_first)

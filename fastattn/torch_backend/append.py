@@ -17,7 +17,7 @@ def append_rows(
     view: CacheView,
     q: Tensor | None,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     new_lengths: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
     style: RotaryStyle,
@@ -28,6 +28,7 @@ def append_rows(
 ) -> Tensor | None:
     """Write T tokens per row in place; see `cache.append.append`.
 
+    v: None where keys hold the values.
     room_for_padding: padding may be written too, as every row has slots for T tokens.
     """
     T = k.shape[2]
@@ -48,7 +49,8 @@ def append_rows(
             real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
     scaled = view.given_scales
     _store(view.k, view.k_scale, k, index, real, scaled)
-    _store(view.v, view.v_scale, v, index, real, scaled)
+    if v is not None:
+        _store(view.v, view.v_scale, v, index, real, scaled)
     if advance:
         if view.batch_index is None:
             view.lengths.add_(count)
@@ -61,7 +63,7 @@ def append_to_slots(
     buffers: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     q: Tensor | None,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     slots: Tensor,
     positions: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
@@ -81,7 +83,8 @@ def append_to_slots(
     real = ((slots >= 0) & (slots < P * S))[None]
     index = ((slots // S)[None], (slots % S)[None])
     _store(k_pages, k_scale, k, index, real, given_scales)
-    _store(v_pages, v_scale, v, index, real, given_scales)
+    if v is not None:
+        _store(v_pages, v_scale, v, index, real, given_scales)
     return q
 
 

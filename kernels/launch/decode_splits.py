@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
-from ..rules.pages import CacheTensors, row_bytes, widths
+from ..rules.pages import CacheTensors, row_bytes
 from ..rules.splits import FEWEST_BLOCKS
 from . import tiles
 from .arguments import UNBOUNDED, block_dim, blocks, index_type
@@ -172,8 +172,8 @@ def decode_tile(
     # No forward serves latents.
     invariant = options.batch_invariant and not cache.shared
     tile = tiles.lookup(kernel, q.element_size(), widest, calls, invariant)
-    if cache.k_scale is not None and widest > 256:  # codes and wide accumulators fill registers
-        tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32))
+    if cache.v_scale is not None and widest > 256:  # codes and wide accumulators fill registers
+        tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, 32), BLOCK_N=min(tile.BLOCK_N, 32))
     if load_bytes(cache) <= _SMALL_PIECES and not options.batch_invariant:
         tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, _KEYS_IN_SMALL_PIECES))
     tile = replace(tile, sum_parts=min(tile.sum_parts, tile.BLOCK_N // 2))
@@ -187,15 +187,14 @@ def load_bytes(cache: CacheTensors) -> int:
 
     In rows that are slices of longer ones, a pair may extend past either end.
     """
-    if cache.k_scale is not None:
-        by_twos = (x.shape[3] % 2 == 0 and x.data_ptr() % 16 == 0 for x in (cache.k, cache.v))
-        if not all(by_twos):
-            return 1
+    codes = [x for x, scale in zip(cache[:2], cache[2:4], strict=True) if scale is not None]
+    if not all(x.shape[3] % 2 == 0 and x.data_ptr() % 16 == 0 for x in codes):
+        return 1
     return row_bytes(cache)
 
 
 def _widest(cache: CacheTensors) -> int:
-    return max(map(block_dim, widths(cache)))
+    return max(block_dim(x.shape[3]) for x in (cache.k, cache.v))
 
 
 def nvidia_capability() -> int:

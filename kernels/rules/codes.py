@@ -231,6 +231,57 @@ def add_weighted_codes(
 
 
 @triton.jit
+def queries_by_groups(
+    pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    RAISED: tl.constexpr,
+):  # fmt: skip
+    """`Queries` of GROUPS parts of WIDTH columns, for keys that have a scale for each."""
+    queries = ()
+    for g in tl.static_range(GROUPS):
+        part = queries_for_codes(pointers + g * WIDTH, in_rows, COLS, WIDTH, RAISED)
+        queries = queries + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return queries
+
+
+@triton.jit
+def scores_of_groups(
+    q, codes, scales, GROUPS: tl.constexpr, INT8: tl.constexpr, RAISED: tl.constexpr,
+    PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Scores fp32 [M, N] of keys by groups, their scales and `Queries.unit` in them."""
+    s = scores_of_codes(q[0], codes[0], INT8, RAISED, PRECISION, NVIDIA)
+    s = s * (q[0].unit * scales[0])[None, :]
+    for g in tl.static_range(1, GROUPS):
+        part = scores_of_codes(q[g], codes[g], INT8, RAISED, PRECISION, NVIDIA)
+        s += part * (q[g].unit * scales[g])[None, :]
+    return s
+
+
+@triton.jit
+def add_weighted_groups(
+    acc, rescale, weights, codes, scales, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
+    INT8: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """acc rescale + weights codes of each group; see `add_weighted_codes`."""
+    sums = ()
+    for g in tl.static_range(GROUPS):
+        part = (acc[g][0] * rescale[:, None], acc[g][1] * rescale[:, None])
+        p = weights * scales[g][None, :]
+        part = add_weighted_codes(part, p, codes[g], DTYPE, INT8, PRECISION, NVIDIA)
+        sums = sums + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def largest_of(scales, GROUPS: tl.constexpr):
+    """The largest scale of each row by groups."""
+    largest = scales[0]
+    for g in tl.static_range(1, GROUPS):
+        largest = tl.maximum(largest, scales[g])
+    return largest
+
+
+@triton.jit
 def lift_of(scale):
     """Lift of scores, in log2 units, from the scales of values, for the row maximum.
 

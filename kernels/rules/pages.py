@@ -21,11 +21,13 @@ class CacheTensors(NamedTuple):
 
     k [P, H_k, S, D] and v [P, H_k, S, D_v] have rows without gaps, and any other strides. With
     k_scale and v_scale, fp32 [P, H_k, S] of any strides, 0 where tokens share a scale, they hold
-    codes: int8, or e4m3. lengths int32 [rows], None: see `launch_decode`;
-    counters int32 [rows], zero between launches, for appending; batch_index int [B]: the row of
-    each batch element, None: its own number. block_table int32 [rows, N]: the pages of a row, None:
-    page r is row r. keep_first: of a ring, how many first positions stay; None: no ring. shared: v
-    is the first columns of k in memory, and both hold numbers.
+    codes: int8, or e4m3; v_scale [P, H_k, S, groups]: a scale for each of so many parts of a row.
+    lengths int32 [rows], None: see `launch_decode`; counters int32 [rows], zero between launches,
+    for appending; batch_index int [B]: the row of each batch element, None: its own number.
+    block_table int32 [rows, N]: the pages of a row, None: page r is row r. keep_first: of a ring,
+    how many first positions stay; None: no ring. shared:
+    keys are the columns of v and, where they have more, then those of k, which may be numbers
+    where v holds codes.
     """
 
     k: Tensor
@@ -82,8 +84,8 @@ def stored(buffer: Tensor, scale: Tensor | None, in_order: bool = False) -> Stor
     if in_order and buffer.stride(2) == buffer.shape[3] and buffer.element_size() < 4:
         strides = (*strides[:2], None)
     of_scales = None
-    if scale is not None and not scale.is_contiguous():
-        of_scales = tuple(map(runtime_int, scale.stride()))
+    if scale is not None and (scale.dim() > 3 or not scale.is_contiguous()):
+        of_scales = tuple(map(runtime_int, scale.stride()[:3]))
     shared = None if scale is None or not shares_scales(scale) else 1
     stored = buffer.view(torch.uint8) if is_fp8 else buffer
     return Store(stored, scale, strides, of_scales, shared)
@@ -95,10 +97,9 @@ def shares_scales(scale: Tensor) -> bool:
     return any(size > 1 and step == 0 for size, step in steps)
 
 
-def widths(cache: CacheTensors) -> tuple[int, int]:
-    """Loaded columns of a key that are not a value's, and columns of a value."""
-    D, D_v = cache.k.shape[3], cache.v.shape[3]
-    return max(1, D - D_v) if cache.shared else D, D_v
+def groups_of(cache: CacheTensors) -> int:
+    """Number of parts of a row of v that have a scale each."""
+    return 1 if cache.v_scale is None or cache.v_scale.dim() == 3 else cache.v_scale.shape[3]
 
 
 def row_bytes(cache: CacheTensors) -> int:
@@ -222,16 +223,17 @@ def _load_rows(
 
 @triton.jit
 def load_columns(
-    store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
-    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
+    store, page, slot, head, keep, N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH columns from FIRST of the rows of `load_slots`, [N, COLS], of numbers."""
-    ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
+    """`load_slots` of numbers that are a part of longer rows."""
+    BITS: tl.constexpr = store.ptr.dtype.element_ty.primitive_bitwidth
+    ALIGN: tl.constexpr = 1 if 8 * ROW_BYTES < BITS else 8 * ROW_BYTES // BITS
     # `value` inlined by hand: see `_load_rows`.
     stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((store.strides[1] >> 2).to(tl.int64), ALIGN)
     stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
-    start = store.ptr + FIRST + head * stride_h + page * stride_p
+    start = store.ptr + head * stride_h + page * stride_p
     if ONE_PAGE:
         tile = load_block(start, stride, slot, keep, N, COLS, WIDTH)
     else:
@@ -243,9 +245,9 @@ def load_columns(
 @triton.jit
 def _columns(
     store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
-    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
+    END: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Every second byte from FIRST of the rows of `load_slots`, int16 [N, COLS]."""
+    """Every second byte from FIRST up to END of the rows of `load_slots`, int16 [N, COLS]."""
     cols = FIRST + 2 * tl.arange(0, COLS)
     if ONE_PAGE:
         slot = slot + tl.arange(0, N)
@@ -254,7 +256,7 @@ def _columns(
     )
     start += slot.to(tl.int64) * (WIDTH if store.strides[2] is None else value(store.strides[2]))
     pointers = store.ptr + start[:, None] + cols[None, :]
-    within = (cols < WIDTH)[None, :]
+    within = (cols < END)[None, :]
     if keep is not None:
         within = within & keep[:, None]
     return tl.load(pointers, mask=within, other=0).to(tl.int16) & 0xFF
@@ -272,12 +274,13 @@ def load_slots(
     WIDTH: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
     """N stored rows of a buffer, [N, COLS]; codes in pairs, int16 [N, COLS / 2].
 
     slot: of the first row if all are in one page, else of each row [N]. Rows with keep [N] = False
     are 0; keep = None: all rows exist. ROW_BYTES: see `row_bytes`; 1 if codes cannot be loaded in
-    pairs.
+    pairs. FIRST: of codes, where the WIDTH columns begin.
     """
     strides = store.strides
     if store.scale_ptr is None:
@@ -286,23 +289,49 @@ def load_slots(
         )
     elif ROW_BYTES > 1:
         # Strides in 16-bit numbers are half of strides in codes.
-        ptr = store.ptr.to(tl.pointer_type(tl.int16))
+        ptr = (store.ptr + FIRST).to(tl.pointer_type(tl.int16))
         x = _load_rows(
             ptr, strides, page, slot, head, keep, N, COLS // 2, WIDTH // 2, ONE_PAGE, ROW_BYTES, 3
         )
     else:
-        even = _columns(store, page, slot, head, keep, 0, N, COLS // 2, WIDTH, ONE_PAGE)
-        odd = _columns(store, page, slot, head, keep, 1, N, COLS // 2, WIDTH, ONE_PAGE)
+        HALF: tl.constexpr = COLS // 2
+        END: tl.constexpr = FIRST + WIDTH
+        even = _columns(store, page, slot, head, keep, FIRST, N, HALF, END, WIDTH, ONE_PAGE)
+        odd = _columns(store, page, slot, head, keep, FIRST + 1, N, HALF, END, WIDTH, ONE_PAGE)
         x = even | (odd << 8)
     return x
 
 
 @triton.jit
-def load_scales(store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr):
+def load_scales(
+    store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr,
+    GROUP: tl.constexpr = 0,
+):  # fmt: skip
     """The scales [N] of the rows of `load_slots`, 0 if keep is False."""
     if ONE_PAGE:
         slot = slot + tl.arange(0, N)
-    return load_vector(store.scale_ptr + scale_places(store, page, slot, head, pages), keep, 0.0)
+    places = scale_places(store, page, slot, head, pages) + GROUP
+    return load_vector(store.scale_ptr + places, keep, 0.0)
+
+
+@triton.jit
+def load_groups(
+    store, page, slot, head, pages, keep, N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of rows in GROUPS parts of WIDTH columns: as many of `load_slots` and of
+    `load_scales`.
+    """
+    codes = ()
+    scales = ()
+    for g in tl.static_range(GROUPS):
+        part = load_slots(
+            store, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES, g * WIDTH
+        )
+        codes = codes + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        scale = load_scales(store, page, slot, head, pages, keep, N, ONE_PAGE, g)
+        scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
+    return codes, scales
 
 
 @triton.jit

@@ -125,3 +125,25 @@ def test_the_script_starts_splits(script, tmp_path, monkeypatch):
     losses = record["runs"]["1 rank"]["loss"]
     assert losses[:2] == [1.0, 0.5]
     assert script.by_tens(losses, min) == {10: 0.1, 12: 0.08333333}
+
+
+def test_the_record_of_attention_is_of_the_example(script, tmp_path, monkeypatch):
+    """The runs are fakes that print what the example prints; its own test runs it."""
+
+    def run(words, **options):
+        assert options["check"] and Path(words[1]).is_file()
+        name, steps = words[words.index("--attention") + 1], words[words.index("--steps") + 1]
+        said = f"{name}: 1234 parameters\nstep    1  loss 2.5\nstep {steps:>4}  loss 1.25\n"
+        return script.subprocess.CompletedProcess(words, 0, said)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    short = written(script, "attention", 2, tmp_path)["runs"]
+    assert all(
+        x["parameters"] == 1234 and x["loss"] == [[1, 2.5], [2, 1.25]] for x in short.values()
+    )
+    runs = recorded("attention")["runs"]
+    assert list(runs) == list(short)
+    plain = runs["attention: plain"]
+    for run in runs.values():
+        assert abs(run["parameters"] / plain["parameters"] - 1) < 0.002
+        assert run["loss"][-1][0] == 200 and run["loss"][-1][1] < run["loss"][0][1] / 1.5

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from fastattn import LatentCache, PagedLatentCache, attention_paged, decode_attention
 from fastattn.cache.views import view_of_tensors
+from fastattn.cache_view import as_bytes
 from fastattn.functional.decode import explain_decode
 from fastattn.kernels import decode
 from fastattn.kernels.launch import tiles
+from fastattn.quantization import quantize_rows
 from fastattn.testing import assert_within_budget
 from fastattn.testing.inputs import draw
 
@@ -32,39 +34,71 @@ def expected(q: Tensor, kv: list[Tensor], width: int) -> list[Tensor]:
     return [torch.stack(outputs), torch.stack(lses)]
 
 
-def filled(lengths: list[int], C: int, R: int, dtype: torch.dtype, page: int, device: str) -> Any:
-    """A cache of rows of these lengths, NaN elsewhere, and the keys of each row."""
+def filled(
+    lengths: list[int], C: int, R: int, dtype: torch.dtype, page: int, device: str,
+    quantize: Any = None, backend: str | None = None,
+) -> Any:  # fmt: skip
+    """A cache of rows of these lengths, NaN elsewhere, and the keys of each row as they read."""
     most = max(lengths)
     keys = draw(len(lengths), 1, most, C + R).to(device, dtype)
+    how: dict[str, Any] = {"quantize": quantize, "device": device, "dtype": dtype}
     if page == 0:
-        cache: Any = LatentCache(len(lengths), most + 3, C, R, device=device, dtype=dtype)
-        cache.k.fill_(torch.nan)
-        cache.append(keys, torch.tensor(lengths, device=device))
+        cache: Any = LatentCache(len(lengths), most + 3, C, R, **how)
     else:
-        cache = PagedLatentCache(99, page, C, R, max_rows=5, device=device, dtype=dtype)
-        cache.k.fill_(torch.nan)
+        cache = PagedLatentCache(99, page, C, R, max_rows=5, **how)
+    for x in map(as_bytes, cache.stored_tensors):
+        x.fill_(torch.nan if x.is_floating_point() else 127)  # of e4m3 the code of NaN
+    if page == 0:
+        cache.append(keys, torch.tensor(lengths, device=device), backend=backend)
+    else:
         rows = [cache.allocate() for _ in lengths]
-        cache.append(rows, keys, lengths)
-    return cache, [x[0, :n] for x, n in zip(keys, lengths, strict=True)]
+        cache.append(rows, keys, lengths, backend=backend)
+    return cache, [read_back(x[0, :n], C, quantize) for x, n in zip(keys, lengths, strict=True)]
 
 
-# Heads, new tokens, latent and rotary columns, page size (0: contiguous), dtype.
+def read_back(keys: Tensor, C: int, quantize: Any) -> Tensor:
+    """What is read of keys [n, C + R] once they are stored."""
+    if quantize is None:
+        return keys
+    if quantize != "fp8_ds_mla":
+        codes, scale = quantize_rows(keys, quantize)
+        return codes.float() * scale[:, None]
+    groups, scale = packed(keys, C)[:2]
+    return torch.cat(((groups.float() * scale[..., None]).flatten(1), keys[:, C:].float()), 1)
+
+
+def packed(keys: Tensor, C: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and rotary columns of records of keys [n, C + R] in bf16."""
+    groups = keys[:, :C].float().unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1) / 448
+    return (groups / scale[..., None]).to(torch.float8_e4m3fn), scale, keys[:, C:]
+
+
+# Heads, new tokens, latent and rotary columns, page size (0: contiguous), dtype, 8-bit format.
 CASES = [
-    (1, 1, 32, 8, 0, torch.float32),
-    (3, 2, 24, 8, 1, torch.float32),
-    (9, 2, 32, 16, 4, torch.float32),
-    (17, 1, 16, 0, 16, torch.float32),
-    (16, 1, 512, 64, 0, torch.bfloat16),
-    (2, 1, 256, 32, 64, torch.float16),
+    (1, 1, 32, 8, 0, torch.float32, None),
+    (3, 2, 24, 8, 1, torch.float32, None),
+    (9, 2, 32, 16, 4, torch.float32, None),
+    (17, 1, 16, 0, 16, torch.float32, None),
+    (16, 1, 512, 64, 0, torch.bfloat16, None),
+    (2, 1, 256, 32, 64, torch.float16, None),
+    (9, 2, 32, 16, 4, torch.float32, "int8"),
+    (3, 1, 18, 7, 0, torch.float32, "fp8"),
+    (17, 1, 16, 0, 16, torch.float32, "fp8"),
+    (2, 1, 512, 64, 16, torch.bfloat16, "int8"),
+    (16, 1, 512, 64, 0, torch.bfloat16, "fp8"),
+    (3, 2, 128, 10, 1, torch.bfloat16, "fp8_ds_mla"),
+    (17, 1, 256, 32, 0, torch.bfloat16, "fp8_ds_mla"),
+    (16, 1, 512, 64, 64, torch.bfloat16, "fp8_ds_mla"),
 ]
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decoding_is_the_sum_over_keys(case: Any, backend: str, device: str) -> None:
-    H, T, C, R, page, dtype = case
+    H, T, C, R, page, dtype, quantize = case
     lengths = [21, 1, 2, 37] if C < 100 else [20, 3]
-    cache, keys = filled(lengths, C, R, dtype, page, device)
+    cache, keys = filled(lengths, C, R, dtype, page, device, quantize, backend)
     q = draw(len(lengths), H, T, C + R, seed=1).to(device, dtype)
     tile = tiles.TileConfig(16, 16)
     with tiles.forced(decode=tile, decode_chunk=tile):
@@ -76,6 +110,45 @@ def test_decoding_is_the_sum_over_keys(case: Any, backend: str, device: str) -> 
     for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
         assert_within_budget(name, x.cpu(), exact, rough)
     assert_within_budget("split", several.cpu(), ref[0], naive[0])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("page", [0, 4])
+def test_a_record_is_656_bytes(page: int, backend: str, device: str) -> None:
+    """512 codes, four fp32 scales, 64 rotary columns in bf16, as FlashMLA and vLLM have them."""
+    cache, _ = filled([5], 512, 64, torch.bfloat16, page, device, "fp8_ds_mla", backend)
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    records = memory.set_(cache.k.untyped_storage()).view(-1, 656)  # type: ignore[call-overload]
+    assert cache.nbytes - cache.lengths.nbytes == records.nbytes + (page and 4 * 5 * 99)
+    pages = cache.pages(0) if page else [0]
+    slots = [pages[t // page] * page + t % page if page else t for t in range(5)]
+    keys = draw(1, 1, 5, 576).bfloat16()[0, 0]
+    codes, scale, rope = packed(keys, 512)
+    parts = (codes.flatten(1), scale, rope)
+    wanted = torch.cat([x.contiguous().view(torch.uint8) for x in parts], 1)
+    assert torch.equal(records[slots].cpu(), wanted)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "fp8_ds_mla"])
+def test_codes_move_with_their_rows(quantize: Any, device: str) -> None:
+    """Rows change places, forks share pages and grow apart, and tokens are taken back."""
+    kv = draw(2, 1, 3, 144).to(device, torch.bfloat16)
+    read = [read_back(x[0], 128, quantize).bfloat16() for x in kv]
+    cache = LatentCache(2, 8, 128, 16, quantize=quantize, device=device, dtype=torch.bfloat16)
+    cache.append(kv)
+    cache.reorder(torch.tensor([1, 0], device=device))
+    assert torch.equal(cache.view().gather()[0][:, 0], torch.stack(read[::-1]))
+
+    pages = PagedLatentCache(6, 4, 128, 16, quantize=quantize, device=device, dtype=torch.bfloat16)
+    row = pages.allocate()
+    pages.append([row], kv[:1])
+    twin = pages.fork(row)
+    pages.append([twin], kv[1:, :, :2])
+    pages.compact(twin, 3, [4])
+    k, v, _ = pages.view([row, twin]).gather()
+    assert torch.equal(k[0, 0, :3], read[0])
+    assert torch.equal(k[1, 0, :4], torch.cat((read[0], read[1][1:2])))
+    assert torch.equal(v[1, 0, :4], k[1, 0, :4, :128])
 
 
 def in_both(q: Tensor, keys: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -102,8 +175,8 @@ def test_new_tokens_of_any_number_over_pages(device: str) -> None:
 def test_keys_are_loaded_once_where_they_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the values is read apart, with the same result; other columns are no values."""
     flags: list[bool] = []
-    load = decode.widths
-    monkeypatch.setattr(decode, "widths", lambda cache: flags.append(cache.shared) or load(cache))
+    load = decode.groups_of
+    monkeypatch.setattr(decode, "groups_of", lambda x: flags.append(x.shared) or load(x))
     kv, lengths = draw(2, 1, 20, 40), torch.tensor([20, 7])
     q = draw(2, 4, 1, 40, seed=1)
     results = []

@@ -57,12 +57,65 @@ def test_flash_mla(with_sink: bool, device: str) -> None:
 def test_flash_mla_names_what_it_does_not_serve(device: str) -> None:
     pool, table, lengths, _ = pages(device)
     q = draw(B, T, H, C + R).to(device)
-    for name in ("indices", "extra_k_cache"):
+    for name in ("extra_k_cache", "extra_topk_length"):
         given: dict[str, Any] = {name: table}
         with pytest.raises(NotImplementedError, match=f"{name} is not served"):
             flash_mla_with_kvcache(q, pool, table, lengths, C, **given)
     with pytest.raises(ValueError, match="k_cache must have q's 16 columns, of which"):
         flash_mla_with_kvcache(q[..., :C], pool, table, lengths, C)
+    with pytest.raises(ValueError, match="causal must be False with indices"):
+        flash_mla_with_kvcache(q, pool, None, None, C, causal=True, indices=table[:, None])
+    with pytest.raises(ValueError, match=r"records must have shape \[P, 1, S, bytes\]: 16 codes"):
+        records = pool.view(torch.uint8)
+        flash_mla_with_kvcache(q, records, table, lengths, C, is_fp8_kvcache=True)
+
+
+def records(pool: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Records uint8 of latents [..., width + R], and the numbers that they stand for."""
+    groups, rope = pool[..., :width].unflatten(-1, (-1, 128)), pool[..., width:].bfloat16()
+    scale = groups.abs().amax(-1) / 300  # any scale will do
+    codes = (groups / scale[..., None]).to(torch.float8_e4m3fn)
+    parts = (codes.flatten(-2), scale, rope)
+    numbers = torch.cat(((codes.float() * scale[..., None]).flatten(-2), rope.float()), -1)
+    return torch.cat([x.contiguous().view(torch.uint8) for x in parts], -1), numbers
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_flash_mla_of_records(
+    chosen: bool, backend: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Rows of 656 bytes in pages: all that a table lists, or those that each token names."""
+    monkeypatch.setenv("FASTATTN_BACKEND", backend)
+    packed, numbers = records(draw(5, S, 1, 512 + 64), 512)
+    assert packed.shape[-1] == 656
+    q = draw(B, T, H, 512 + 64, seed=1).bfloat16()
+    given: dict[str, Any] = {"softmax_scale": 0.05, "is_fp8_kvcache": True}
+    if chosen:
+        picked = torch.tensor([[[7, -1, 3, 19], [0, 1, 2, 99]], [[-1, -1, 5, 12], [4, 4, -1, 8]]])
+        counts = torch.tensor([4, 3])
+        given |= {"indices": picked.to(device), "topk_length": counts.to(device)}
+        tables = [None, None]
+        rows = [
+            [numbers.flatten(0, 2)[x[:n][(x[:n] >= 0) & (x[:n] < 20)]] for x in of_batch]
+            for of_batch, n in zip(picked, counts, strict=True)
+        ]
+    else:
+        table = torch.tensor([[3, 1], [4, 0]])
+        tables = [table.to(device), torch.tensor(LENGTHS, device=device)]
+        rows = [[numbers[table[b]].flatten(0, 2)[:n]] * T for b, n in enumerate(LENGTHS)]
+    actual = flash_mla_with_kvcache(q.to(device), packed.to(device), *tables, 512, **given)
+
+    def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys = [k.to(dtype) for of_row in rows for k in of_row]
+        scores = [0.05 * x @ k.T for x, k in zip(q.to(dtype).flatten(0, 1), keys, strict=True)]
+        o = torch.stack([s.softmax(-1) @ k[:, :512] for s, k in zip(scores, keys, strict=True)])
+        lse = torch.stack([s.exp().sum(-1).log() for s in scores])
+        return o.view(B, T, H, 512), lse.view(B, T, H).transpose(1, 2)
+
+    ref, naive = sums(torch.float64), sums(torch.bfloat16)
+    for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
+        assert_within_budget(name, x.cpu(), exact, rough)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -166,6 +166,7 @@ PROGRAMS = {
     "continuous_batching.py": ["--count", "8"],
     "finetune_hugging_face.py": ["--steps", "2", "--length", "32"],
     "own_score.py": ["--steps", "2"],
+    "sparse_gpt.py": ["--steps", "1"],
 }
 RUN_WITH = "import runpy, sys\nsys.argv[1:] = {}\nrunpy.run_path({!r}, run_name='__main__')\n"
 

@@ -20,8 +20,9 @@ BUDGET = {"torch": (8, 96), "triton": (8, 12), "hopper": (2, 1)}
 PAIRS = {backend: pair_cases(backend, 6) for backend in ("torch", "triton")}
 # Functions that compute no attention, and those that a test of their own compares with another.
 ELSEWHERE = {
-    "alibi_slopes", "append_paged", "block_indices", "document_ids", "dropout_keep_mask",
-    "explain", "explain_decode", "explain_fp8", "explain_paged", "explain_selected",
+    "alibi_slopes", "append_paged", "block_indices", "decode_selected", "document_ids",
+    "dropout_keep_mask", "explain", "explain_decode", "explain_fp8", "explain_paged",
+    "explain_selected",
     "indexer_loss", "moba_attention", "native_sparse_attention", "pack_values", "patch_sdpa",
     "select_blocks", "select_tokens", "shared_pages", "swap", "t5_relative_bias",
     "unpatch_sdpa", "view_of_tensors", "warmup", "tune", "verify",

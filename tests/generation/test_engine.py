@@ -58,9 +58,16 @@ def serve(engine: Engine, wishes: list[dict], seed: int = 1) -> list[list[int]]:
     return [request.tokens for request in requests]
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_requests_that_come_at_random_get_what_they_get_alone(positions):
-    model = make_gpt(positions=positions, num_kv_heads=1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "learned", "num_kv_heads": 1},
+        {"positions": "rotary", "num_kv_heads": 1},
+        {"positions": "rotary", "kv_latent_dim": 6, "window": 7, "sinks": True},
+    ],
+)
+def test_requests_that_come_at_random_get_what_they_get_alone(options):
+    model = make_gpt(**options)
     wishes = make_wishes(16, context=12)
     engine = Engine(model, num_pages=64, page_size=4, max_batch=5)
     assert serve(engine, wishes) == [alone(model, wish) for wish in wishes]
@@ -137,8 +144,9 @@ def test_a_request_for_nothing_is_done_at_once():
     assert engine.step() == []
 
 
-def test_codes_in_the_cache_are_served():
-    model = make_gpt()
+@pytest.mark.parametrize("options", [{}, {"kv_latent_dim": 6, "positions": "rotary"}])
+def test_codes_in_the_cache_are_served(options):
+    model = make_gpt(**options)
     engine = Engine(model, num_pages=20, page_size=4, quantize="int8")
     assert engine.cache.k.dtype == torch.int8
     assert [len(tokens) for tokens in serve(engine, make_wishes(3, context=12))] == [

@@ -285,22 +285,27 @@ def cache_of(kind: str, D: int, dtype: str, codes: str | None, B: int, H_k: int,
              table_width: int) -> CacheTensors:  # fmt: skip
     """Tensors of a cache: "contiguous", "sliced", "ring", or "paged-128", pages of 128 slots.
 
-    "latent" and "latent-128" have keys of 64 columns more, which are the values but for those.
+    "latent" and "latent-128" have keys of 64 columns more, which are the values but for those;
+    "record" keeps four groups of codes with scales, and those 64 columns as they are.
     """
     kind, _, page = kind.partition("-")
     slots = int(page or slots)
     # Somebody else's rows may be parts of longer ones, which start anywhere.
-    width = D + {"sliced": 2, "latent": 64}.get(kind, 0)
+    width = D + {"sliced": 2, "latent": 64, "record": 16 + 128}.get(kind, 0)
     stored = meta(9, H_k, slots, width, dtype=STORAGE[codes] if codes else DTYPES[dtype])
-    keys, stored = stored, stored[..., :D]
+    k, stored = stored[..., D:], stored[..., :D]
     scale = floats(9, H_k, slots) if codes else None
+    shared, k_scale = kind in ("latent", "record"), scale
+    if kind == "record":
+        k, k_scale = k[..., 16:].view(torch.bfloat16), None
+        scale = floats(9, H_k, slots, width // 4)[..., :4]
     paged = kind == "paged" or page != ""
     table = integers(9, table_width) if paged else None
     index = integers(B) if paged else None
     lengths = integers(9)
     turn = 3 if kind == "ring" else None
-    k, shared = (keys, True) if kind == "latent" else (stored, False)
-    return CacheTensors(k, stored, scale, scale, table, lengths, lengths, index, turn, shared)
+    k = k if shared else stored
+    return CacheTensors(k, stored, k_scale, scale, table, lengths, lengths, index, turn, shared)
 
 
 def decode(
@@ -326,7 +331,8 @@ def decode(
         },
     }[options])  # fmt: skip
     cache = cache_of(kind, D, dtype, codes, B, H_k, slots, table_width)
-    q = meta(B, T, H_q, cache.k.shape[3], dtype=DTYPES[dtype]).transpose(1, 2)
+    width = cache.shared * D + cache.k.shape[3]
+    q = meta(B, T, H_q, width, dtype=DTYPES[dtype]).transpose(1, 2)
     launch_decode(q, cache, None, None, given, splits=splits)
 
 

@@ -62,7 +62,5 @@ def test_what_a_latent_cannot_go_with(options: dict[str, Any], match: str) -> No
 
 def test_who_does_not_serve_latents_says_so() -> None:
     gpt = model()
-    with pytest.raises(ValueError, match="kv_latent_dim has no paged cache"):
-        gpt.new_paged_cache(4)
     with pytest.raises(TypeError, match="is a MultiheadLatentAttention, whose heads are not shard"):
         tp_plan(gpt)

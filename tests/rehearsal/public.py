@@ -124,6 +124,7 @@ def attention_calls() -> Calls:
         "selected_attention": lambda: selected(B, T),
         "native_sparse_attention": lambda: chosen(B, T),
         "moba_attention": lambda: chosen(B, T),
+        "decode_selected": selected_pages,
         "select_blocks": lambda: fastattn.select_blocks(
             random(B, 4, T, D), random(B, 2, T, D), 2, block_k=16
         ),
@@ -265,6 +266,15 @@ def latents() -> None:
     with torch.no_grad():
         layer(random(B, T, 128), cache=cache)
         layer(random(B, 1, 128), cache=cache)
+
+
+def selected_pages() -> None:
+    cache = fastattn.PagedLatentCache(
+        8, 16, 128, 32, quantize="fp8_ds_mla", device="cuda", dtype=torch.bfloat16
+    )
+    cache.append([cache.allocate()], random(1, 1, 40, 160).bfloat16())
+    q, lists = random(1, 4, 1, 160).bfloat16(), gpu(1, 1, 1, 3).int()
+    fastattn.decode_selected(q, cache, lists, block_k=8, scale=0.1)
 
 
 def latent_pages() -> None:

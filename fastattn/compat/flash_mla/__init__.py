@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from ...cache.latent import view_of_records
 from ...cache.views import view_of_tensors
 from ...functional.decode import decode_attention
 
@@ -23,8 +24,8 @@ def get_mla_metadata(*_: Any, **__: Any) -> tuple[None, None]:
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: Any = None,
     num_splits: Any = None,
@@ -33,22 +34,33 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    *,
+    topk_length: Tensor | None = None,
     **newer: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens to paged latents, whose first columns are the values.
 
+    With indices a token sees the latents that they name alone: DeepSeek's sparse attention.
+
     Args:
         q: [B, T_q, H_q, D], such as 512 + 64 columns, absorbed.
-        k_cache: [pages, page size, H_k, D] in q's dtype; pages of any size.
-        block_table: int32 [B, pages of a row].
-        cache_seqlens: int32 [B], tokens of each row, the new ones counted.
+        k_cache: [pages, page size, H_k, D] in q's dtype; pages of any size. With is_fp8_kvcache
+            records [pages, page size, 1, bytes] in a dtype of one byte, and q in bfloat16: 656
+            bytes of 512 e4m3 codes, four fp32 scales and 64 rotary columns in bfloat16.
+        block_table: int32 [B, pages of a row]; ignored with indices.
+        cache_seqlens: int32 [B], tokens of each row, the new ones counted; ignored with indices.
         head_dim_v: D_v, value columns of a key.
         tile_scheduler_metadata, num_splits: ignored.
         softmax_scale: default D ** -0.5, as in FlashMLA. Pass the model's scale before absorption:
             (128 + 64) ** -0.5 times YaRN's factor.
         causal: new token i sees the tokens up to itself; else all see all.
+        is_fp8_kvcache: see k_cache.
+        indices: int32 [B, T_q, n]: page * page size + slot of each latent that a token sees; a
+            number that is no slot, such as -1, names none. One named twice counts twice. It cannot
+            go with causal.
         attn_sink: float [H_q], the score of one more key of value 0, not included in the lse.
-        is_fp8_kvcache, indices, newer (extra_k_cache, ...): not served.
+        topk_length: int32 [B]: how many of a row's indices count, from their start.
+        newer (extra_k_cache, ...): not served.
 
     Returns:
         o [B, T_q, H_q, D_v] and lse, fp32 [B, H_q, T_q], natural log; 0 and -inf without a key.
@@ -57,26 +69,59 @@ def flash_mla_with_kvcache(
         NotImplementedError: an argument that is not served.
         TypeError, ValueError: shapes, dtypes or devices disagree.
     """
-    others = {"is_fp8_kvcache": is_fp8_kvcache or None, "indices": indices, **newer}
-    for name, x in others.items():
+    for name, x in newer.items():
         if x is not None:
             raise NotImplementedError(f"{name} is not served by fastattn.compat.flash_mla")
     for name, x in (("q", q), ("k_cache", k_cache)):
         if checks.check_tensor(name, x).dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
-    D, D_v = q.shape[-1], checks.check_count("head_dim_v", head_dim_v, 1)
-    if k_cache.shape[-1] != D or D_v > D:
+    (B, T_q, H_q, D), D_v = q.shape, checks.check_count("head_dim_v", head_dim_v, 1)
+    if indices is not None:
+        if causal:
+            raise ValueError("causal must be False with indices, got True")
+        k_cache, block_table, cache_seqlens = _chosen(k_cache, indices, topk_length)
+        q = q.flatten(0, 1).unsqueeze(1)
+    pages = k_cache.transpose(1, 2)
+    lengths = checks.check_tensor("cache_seqlens", cache_seqlens)
+    if is_fp8_kvcache:
+        view = view_of_records(pages, D_v, lengths, block_table)
+    else:
+        view = view_of_tensors(pages, pages[..., :D_v], lengths, block_table=block_table)
+    if view.head_dim != D or D_v > D:
         raise ValueError(
             f"k_cache must have q's {D} columns, of which head_dim_v={D_v} are the value, "
-            f"got {k_cache.shape[-1]}"
+            f"got {view.head_dim}"
         )
-    pages = k_cache.transpose(1, 2)
-    view = view_of_tensors(pages, pages[..., :D_v], cache_seqlens, block_table=block_table)
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     o, lse = decode_attention(q.transpose(1, 2), view, causal=causal, scale=scale, return_lse=True)
     if attn_sink is not None:
-        checks.check_placement("attn_sink", attn_sink, (q.shape[2],), q)
+        checks.check_placement("attn_sink", attn_sink, (H_q,), q)
         # The sink adds exp(sink) to the denominator exp(lse).
         share = torch.sigmoid(lse - attn_sink.float()[:, None])
         o = (o * share.unsqueeze(-1)).to(o.dtype)
-    return o.transpose(1, 2), lse
+    o, lse = o.transpose(1, 2), lse.transpose(1, 2)  # of each row, or with indices of each token
+    return o.reshape(B, T_q, H_q, D_v), lse.reshape(B, T_q, H_q).transpose(1, 2)
+
+
+def _chosen(
+    k_cache: Tensor, indices: Tensor, counts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cache in pages of one token, and for each query the table and number of its own."""
+    P, S = k_cache.shape[:2]
+    checks.check_integers("indices", indices)
+    if indices.dim() != 3:
+        raise ValueError(f"indices must have shape [B, T_q, n], got {list(indices.shape)}")
+    if P > 1 and k_cache.stride(0) != S * k_cache.stride(1):
+        raise ValueError(
+            f"k_cache must have pages that follow one another, got strides {k_cache.stride()}"
+        )
+    B, _, n = indices.shape
+    named = (indices >= 0) & (indices < P * S)
+    if counts is not None:
+        checks.check_integers("topk_length", counts)
+        checks.check_placement("topk_length", counts, (B,), k_cache)
+        named &= torch.arange(n, device=named.device) < counts[:, None, None]
+    # Those that name a latent in front.
+    order = named.int().argsort(dim=-1, descending=True, stable=True)
+    table = indices.gather(-1, order).flatten(0, 1)
+    return k_cache.flatten(0, 1).unsqueeze(1), table, named.sum(-1, dtype=torch.int32).flatten()

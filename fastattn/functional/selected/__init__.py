@@ -3,6 +3,7 @@
 from .attend import explain_selected as explain_selected
 from .attend import selected_attention as selected_attention
 from .choose import select_blocks as select_blocks
+from .decode import decode_selected as decode_selected
 from .indexer import indexer_loss as indexer_loss
 from .indexer import select_tokens as select_tokens
 from .indices import block_indices as block_indices

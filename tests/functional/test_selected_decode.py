@@ -1,0 +1,117 @@
+"""New tokens that attend to the blocks of a cache which their lists name, against a bool mask."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import (
+    KVCache,
+    PagedKVCache,
+    PagedLatentCache,
+    decode_selected,
+    reference,
+    select_tokens,
+    selected_attention,
+)
+from fastattn.testing import assert_within_budget
+from fastattn.testing.inputs import draw
+
+B, T, D = 2, 2, 16
+LENGTHS = [37, 5]
+
+
+def seen(lists: Tensor, block_k: int, heads: int) -> list[Tensor]:
+    """bool [heads, T, n] of each row: whether a new token sees a key, said key by key."""
+    masks = []
+    for of_row, n in zip(lists, LENGTHS, strict=True):
+        mask = torch.zeros(heads, T, n, dtype=torch.bool)
+        for h in range(heads):
+            for t in range(T):
+                named = set(of_row[h * len(of_row) // heads, t].tolist())
+                for key in range(n - T + t + 1):
+                    mask[h, t, key] = key // block_k in named
+        masks.append(mask)
+    return masks
+
+
+def filled(kind: str, heads: int, device: str) -> tuple[Any, Tensor, Tensor]:
+    """A cache of rows of LENGTHS, NaN elsewhere, and its keys and values."""
+    k, v = draw(B, heads, 40, D).to(device), draw(B, heads, 40, D, seed=1).to(device)
+    if kind == "contiguous":
+        cache: Any = KVCache(B, heads, 48, D, device=device)
+        cache.k.fill_(torch.nan)
+        cache.append(k, v, torch.tensor(LENGTHS, device=device))
+        return cache, k, v
+    cache = PagedKVCache(40, int(kind), heads, D, device=device)
+    cache.k.fill_(torch.nan)
+    cache.append([cache.allocate() for _ in LENGTHS], k, v, LENGTHS)
+    return cache, k, v
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("kind", "block_k", "H_s"),
+    [("contiguous", 8, 2), ("8", 8, 1), ("8", 4, 2), ("16", 4, 4), ("8", 1, 1)],
+)
+def test_new_tokens_see_what_their_lists_name(
+    kind: str, block_k: int, H_s: int, backend: str, device: str
+) -> None:
+    """Lists for all, a K/V head and a head; -1, twins, blocks ahead, cut off and out of range."""
+    H_q, H_k = 4, 2
+    cache, k, v = filled(kind, H_k, device)
+    q = draw(B, H_q, T, D, seed=2).to(device)
+    lists = torch.randint(-1, 40 // block_k + 1, (B, H_s, T, 5), generator=torch.manual_seed(0))
+    own = (torch.tensor(LENGTHS)[:, None] - T + torch.arange(T)).div(block_k, rounding_mode="floor")
+    lists[:, 0, :, 1], lists[:, 0, :, 4] = own, own
+    lists[1, -1, 0] = -1
+    o, lse = decode_selected(
+        q, cache, lists.to(device), block_k=block_k, backend=backend, return_lse=True
+    )
+    for b, (mask, n) in enumerate(zip(seen(lists, block_k, H_q), LENGTHS, strict=True)):
+        mask = mask.to(device)[None]
+        call = [x[b : b + 1] for x in (q, k[:, :, :n], v[:, :, :n])]
+        exact = [x.double() for x in call]
+        ref = reference.attention(*exact, attn_mask=mask, return_lse=True)
+        naive = reference.attention(*call, attn_mask=mask, return_lse=True)
+        for name, x, y, z in zip(("o", "lse"), (o, lse), ref, naive, strict=True):
+            assert_within_budget(name, x[b : b + 1], y, z)
+
+
+def test_deepseek_s_choice_of_tokens_is_read_from_latents(device: str) -> None:
+    """Tokens that an indexer chooses, absorbed queries, and a cache of latents in pages."""
+    kv, q = draw(1, 1, 20, 40).to(device), draw(1, 4, 1, 40, seed=1).to(device)
+    cache = PagedLatentCache(9, 4, 32, 8, device=device)
+    cache.append([cache.allocate()], kv)
+    q_index, k_index, w = draw(1, 3, 1, 8), draw(1, 1, 20, 8), draw(1, 3, 1)
+    lists = select_tokens(*(x.to(device) for x in (q_index, k_index, w)), 6)
+    o = decode_selected(q, cache, lists, block_k=1, scale=0.2)
+    wanted = selected_attention(q, kv, kv[..., :32], lists, block=(1, 1), scale=0.2)
+    torch.testing.assert_close(o, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"block_k": 3}, "block_k must divide the page size 8, got 3"),
+        (
+            {"indices": torch.zeros(B, 3, T, 2, dtype=torch.int32)},
+            "multiple of 2 that divides q's 4",
+        ),
+        ({"indices": torch.zeros(B, 1, 1, 2, dtype=torch.int32)}, r"shape \[2, H_s, 2, n\], got"),
+        ({"q": torch.zeros(B, 4, T, 8)}, r"q must have shape \[2, H_q, T_q, 16\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], match: str) -> None:
+    cache, _, _ = filled("8", 2, "cpu")
+    call: dict[str, Any] = {
+        "q": torch.zeros(B, 4, T, D), "indices": torch.zeros(B, 1, T, 2, dtype=torch.int32),
+        "block_k": 8, **changes,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=match):
+        decode_selected(cache=cache, **call)
+    view = cache.view(cache.rows)
+    other = view._replace(k=view.k.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match="cache must have pages of heads of slots that follow"):
+        decode_selected(torch.zeros(B, 4, T, D), other, torch.zeros(B, 1, T, 2).int(), block_k=8)
