@@ -141,9 +141,3 @@ def test_the_record_of_attention_is_of_the_example(script, tmp_path, monkeypatch
     assert all(
         x["parameters"] == 1234 and x["loss"] == [[1, 2.5], [2, 1.25]] for x in short.values()
     )
-    runs = recorded("attention")["runs"]
-    assert list(runs) == list(short)
-    plain = runs["attention: plain"]
-    for run in runs.values():
-        assert abs(run["parameters"] / plain["parameters"] - 1) < 0.002
-        assert run["loss"][-1][0] == 200 and run["loss"][-1][1] < run["loss"][0][1] / 1.5
