@@ -60,8 +60,8 @@ def launch_packed(
     """Write o [total, H_q, D_v], any strides but the last, and lse fp32 [H_q, total], contiguous.
 
     q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
-    n = cu_seqlens[b + 1] - cu_seqlens[b], and stands at position lengths[row] - n + i of its row of
-    the cache. Tokens that no row has are left as they are.
+    n = cu_seqlens[b + 1] - cu_seqlens[b], and has position lengths[row] - n + i in its row of the
+    cache. Results of tokens outside all rows are not written.
 
     Args:
         cu_seqlens: int [B + 1].

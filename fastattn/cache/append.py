@@ -41,8 +41,8 @@ def append(
         v: [B, H_k, T, D_v], likewise.
         new_lengths: int32 or int64 [B], clamped to [0, T]: number of tokens; the others are
             padding. None: all.
-        q: [B, H_q, T, D], likewise; not modified. rotary: (cos, sin), fp32 [N, R // 2] by position,
-            from `rotary.rotary_tables(N, R)`.
+        q: [B, H_q, T, D], likewise; not modified.
+        rotary: (cos, sin), fp32 [N, R // 2] by position, from `rotary.rotary_tables(N, R)`.
         advance: add the tokens to `lengths`. False: `lengths` already includes them, and they are
             written at positions lengths[r] - new_lengths[b] + i. Of several layers with one
             `lengths`, only the first advances.

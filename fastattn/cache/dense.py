@@ -44,7 +44,8 @@ class KVCache:
     Args:
         batch_size: B, number of rows.
         num_kv_heads: H_k.
-        max_length: slots a row. head_dim: D of the keys.
+        max_length: slots a row.
+        head_dim: D of the keys.
         value_dim: D_v of the values, default D.
         window: keys that a query may see, its own included; None: all, no ring.
         keep_first: of a ring, first positions that every query also sees (attention sinks).

@@ -38,8 +38,8 @@ class PagedKVCache:
         head_dim: D of the keys.
         value_dim: D_v of the values, default D.
         num_layers: number of layers, with one block table.
-        max_rows: sequences at a time. max_pages_per_row: columns of the block table; default
-            num_pages.
+        max_rows: sequences at a time.
+        max_pages_per_row: columns of the block table; default num_pages.
         quantize: store "int8" or "fp8" (e4m3) codes with one fp32 scale a row of D numbers; the
             error bounds are in `fastattn.quantization`. None: store `dtype` itself.
         device, dtype: of the tokens; torch's defaults unless given.

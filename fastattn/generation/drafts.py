@@ -109,7 +109,8 @@ class Tree:
         """Read the text's next tokens, followed by drafts that replace the former ones.
 
         Args:
-            drafts: each behind its parent. parents: number of each draft's parent; -1: the text.
+            drafts: each behind its parent.
+            parents: number of each draft's parent; -1: the text.
 
         Returns:
             logits [n, V] after all tokens, if any, and after each draft.

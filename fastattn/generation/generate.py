@@ -101,8 +101,8 @@ def generate_tokens(
         model: in evaluation mode.
         prompt: token ids, at least one; of a longer one the last context_length are read.
             Generation continues past the context: see past_context.
-        count: the most tokens to generate. sampling: sampling settings; default: the model's own
-            distribution.
+        count: the most tokens to generate.
+        sampling: sampling settings; default: the model's own distribution.
         seed: of the sampling, independent of the device; None = torch's own generator.
         end_token: one or several tokens that end the text and are not yielded.
         cuda_graph, past_context: as for `Batch`.

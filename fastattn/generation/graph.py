@@ -146,9 +146,7 @@ class _PagedGraph:
         self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int], slots: Tensor,
         bounds: Sequence[int], lengths: Sequence[int],
     ) -> None:  # fmt: skip
-        """Set what the next replay reads: a token, its position, its row and its slot each, and
-        where groups of rows begin and how many tokens each shares.
-        """
+        """Set inputs of the next replay; bounds, lengths: of groups of rows that share tokens."""
         n, unused = len(rows), self._groups - len(lengths)
         rest = [0] * (self.size - n)
         offsets = [*range(n + 1), *(n for _ in rest)]

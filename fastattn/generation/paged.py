@@ -44,8 +44,9 @@ class PackedRows:
     Attributes:
         k, v: [total, H_k, length_bound, D], gathered from the pages on first use, for layers that
             `attention_paged` does not serve.
-        lengths: [total]: where each token stands, then one more. length_bound: what no length
-            exceeds. uniform_length: None: the rows count as being of different lengths.
+        lengths: [total]: the position of each token, then one more.
+        length_bound: upper bound of lengths.
+        uniform_length: None: the rows count as being of different lengths.
     """
 
     uniform_length: int | None = None

@@ -17,7 +17,8 @@ class Prefixes:
     Indexed by their first page. Rows with equal beginnings share pages.
 
     Args:
-        cache: whose pages they hold. most: most rows.
+        cache: whose pages they hold.
+        most: most rows.
     """
 
     def __init__(self, cache: PagedKVCache, most: int) -> None:

@@ -19,10 +19,12 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        count: the most tokens to add. sampling: how to choose them.
+        count: the most tokens to add.
+        sampling: how to choose them.
         generator: of the sampling; None = torch's own.
         end_tokens: each ends the text and is not part of it.
-        tokens: the generated tokens. done: whether generation has ended.
+        tokens: the generated tokens.
+        done: whether generation has ended.
         seen: bool [V], tokens in the text, if the sampling depends on it.
         priority: in an `Engine`; higher first.
         submitted: time by `time.perf_counter`; 0 outside an engine.
@@ -119,7 +121,8 @@ def make_request(
     """Check a prompt and its settings.
 
     Args:
-        model: what continues it. prompt: token ids, at least one.
+        model: what continues it.
+        prompt: token ids, at least one.
         count: tokens to generate.
         sampling: sampling settings; default: the model's own distribution.
         seed: of the choices; None = torch's own generator.

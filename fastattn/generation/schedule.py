@@ -31,12 +31,13 @@ class Schedule:
     """Running and waiting sequences of an engine, and their cache rows.
 
     Args:
-        cache: whose rows and pages they get. max_batch, max_step_tokens, kept_rows: as for
-            `Engine`.
+        cache: whose rows and pages they get.
+        max_batch, max_step_tokens, kept_rows: as for `Engine`.
 
     Attributes:
         running, waiting: in the order of their rank.
-        kept: what finished ones have left. preemptions, shared_tokens: as of `Engine`.
+        kept: what finished ones have left.
+        preemptions, shared_tokens: as of `Engine`.
     """
 
     def __init__(

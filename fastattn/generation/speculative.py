@@ -37,11 +37,13 @@ class SpeculativeDecoder:
         draft: a faster model with the same vocabulary, in evaluation mode. Its context may differ;
             both follow `Window`.
         request: from `make_request`; its sampling applies to both models.
-        drafts: tokens that the draft model proposes at a time, at most; or of a tree how many it
-            proposes behind the text, behind each of these, and so on. There are fewer at the end of
-            the text and where a context ends, so that the model's windows are those of
+        drafts: the most tokens that the draft model proposes in sequence; or for a tree, the
+            numbers of tokens after the text, after each of these, and so on. There are fewer at the
+            ends of the text and of a context, so that the model's windows are as in
             `generate_tokens`.
-        tally: counts drafted and accepted tokens. Raises:
+        tally: counts drafted and accepted tokens.
+
+    Raises:
         ValueError: the vocabularies differ, drafts is not positive, or a model reads no tree, see
             `drafts.Tree`.
     """
@@ -214,10 +216,9 @@ def speculative_tokens(
 
     Args:
         draft: a faster model with the same vocabulary, in evaluation mode.
-        drafts: tokens that it proposes at a time, at most, one behind another; or of a tree how
-            many it proposes behind the text, behind each of these, and so on: with (3, 2) three
-            tokens and two behind each, nine in all, of which a step accepts two at most. The
-            model reads them in one step all the same.
+        drafts: the most tokens that it proposes in sequence; or for a tree, the numbers of tokens
+            after the text, after each of these, and so on: (3, 2) are three tokens with two after
+            each, nine in all, and a step accepts at most two. The model reads all in one step.
         tally: counts all, drafted and accepted tokens; see `Tally.acceptance_rate`.
         model, prompt, count, sampling, seed, end_token: as for `generate_tokens`.
 

@@ -87,8 +87,8 @@ class MLP(SeparateProjections):
 
     Parameters:
         gate_proj.weight, up_proj.weight: [hidden_dim, C]; gate_proj exists only with a gate. A
-        state dict with both as rows of one up_proj is accepted too. down_proj.weight: [C,
-        hidden_dim].
+            state dict with both as rows of one up_proj is accepted too.
+        down_proj.weight: [C, hidden_dim].
     """
 
     fused_projections: ClassVar[Fused] = {"up_proj": ("gate_proj", "up_proj")}

@@ -51,7 +51,7 @@ class TransformerConfig:
         rotary_style: pairs of features that are rotated together, "half" or "interleaved".
         rotary_base: the rotation's longest wavelength is about 2 * pi * rotary_base positions.
         relative_distance: R of the learned terms: distances beyond R are taken as R.
-            relative_table: vectors of the learned terms: "trained", or "sinusoidal" with a trained
+        relative_table: vectors of the learned terms: "trained", or "sinusoidal" with a trained
             projection.
         relative_values: with learned terms, add vectors by relative position to the values too.
         window: keys a query sees, itself included; None = all up to itself. In an encoder, keys at

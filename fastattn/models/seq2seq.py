@@ -146,8 +146,8 @@ class Seq2Seq(nn.Module):
         config: the shape of the model.
 
     Parameters:
-        encoder, decoder: `TokenStack`s, with one token embedding if shared. head.weight: [V, C],
-        unless tied to the decoder's token embedding.
+        encoder, decoder: `TokenStack`s, with one token embedding if shared.
+        head.weight: [V, C], unless tied to the decoder's token embedding.
     """
 
     def __init__(self, config: Seq2SeqConfig) -> None:

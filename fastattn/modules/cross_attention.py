@@ -65,8 +65,9 @@ class CrossGQAttention(AttentionLayer):
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight: [H_q D, C].
         k_proj.weight, v_proj.weight: [H_k D, M] and [H_k D_v, M], rows head by head. A state dict
-        with one fused kv_proj also loads. out_proj.weight: [C, H_q D_v]. output_gate_proj.weight,
-        q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as
+            with one fused kv_proj also loads.
+        out_proj.weight: [C, H_q D_v].
+        output_gate_proj.weight, q_norm.weight, k_norm.weight, sinks, score_weight, score_vector: as
             in `GQAttention`.
 
     Raises:

@@ -39,10 +39,12 @@ class AttentionLayer(SeparateProjections):
 
     Parameters:
         output_gate_proj.weight: [H_q, C] or [H_q D_v, C], rows head by head; with output_gate. A
-        state dict whose q_proj alternates query rows and gate rows by head, as Qwen3-Next's, also
-        loads. q_norm.weight, k_norm.weight: [D], from 1; with qk_norm. sinks: [H_q], from 0.
-        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative". score_vector:
-        [H_q, D], normal with standard deviation D ** -0.5; with scoring="additive".
+            state dict whose q_proj alternates query rows and gate rows by head, as Qwen3-Next's,
+            also loads.
+        q_norm.weight, k_norm.weight: [D], from 1; with qk_norm.
+        sinks: [H_q], from 0.
+        score_weight: [H_q, D, D], from the identity; with scoring="multiplicative".
+        score_vector: [H_q, D], normal with standard deviation D ** -0.5; with scoring="additive".
     """
 
     out_proj: nn.Linear

@@ -92,9 +92,10 @@ class GQAttention(SelfProjection):
 
     Parameters (the projections initialised as `nn.Linear` does):
         q_proj.weight, k_proj.weight, v_proj.weight: [H_q D, C], [H_k D, C] and [H_k D_v, C], rows
-        head by head. A state dict with one fused qkv_proj also loads. out_proj.weight: [C, H_q
-        D_v]. relative_bias: [buckets, H_q], from 0. output_gate_proj.weight, q_norm.weight,
-        k_norm.weight, sinks, score_weight, score_vector:
+            head by head. A state dict with one fused qkv_proj also loads.
+        out_proj.weight: [C, H_q D_v].
+        relative_bias: [buckets, H_q], from 0.
+        output_gate_proj.weight, q_norm.weight, k_norm.weight, sinks, score_weight, score_vector:
             with the options that need them; see `fastattn.modules.layer.AttentionLayer`.
 
     Raises:

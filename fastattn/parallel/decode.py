@@ -52,10 +52,10 @@ def decode_attention(
         cache: this rank's, as for `fastattn.decode_attention`; no ring.
         group: the ranks.
         page: number of consecutive tokens on a rank.
-        return_lse, num_splits, backend: as there. options: as for `fastattn.decode_attention`,
-            without mask_mod, score_mod, mod_tensors, heads and batch_invariant. The last dim of
-            attn_mask and attn_bias are positions in this rank's cache. Options must be equal on
-            every rank, which is not checked.
+        return_lse, num_splits, backend: as there.
+        options: as for `fastattn.decode_attention`, without mask_mod, score_mod, mod_tensors, heads
+            and batch_invariant. The last dim of attn_mask and attn_bias are positions in this
+            rank's cache. Options must be equal on every rank, which is not checked.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q].

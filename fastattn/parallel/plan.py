@@ -37,8 +37,8 @@ class ContextPlan:
         T: tokens of the sequence, without padding.
         stretches: ranges (start, stop) of each rank, ascending, padding included.
         block: tokens that stay together.
-        balance: how they were. imbalance: visible pairs of query and key of the busiest rank, over
-            the mean.
+        balance: how they were.
+        imbalance: visible pairs of query and key of the busiest rank, over the mean.
         pairs: visible pairs of each rank's queries.
         share: visible pairs of all pairs in all rows.
         documents: extents of the plan's documents, if any.
@@ -76,8 +76,9 @@ class ContextPlan:
 
         Args:
             T: any number of tokens: the plan pads, by fewer than 4 tokens per rank.
-            ranks: how many ranks share the sequence. causal, window: as for `fastattn.attention`.
-                documents: ids [B, T] of the whole sequence, as for `fastattn.attention`.
+            ranks: how many ranks share the sequence.
+            causal, window: as for `fastattn.attention`.
+            documents: ids [B, T] of the whole sequence, as for `fastattn.attention`.
             block: tokens that stay together; a multiple of 128 for kernels.
             balance: "contiguous" keeps a rank's tokens together. "zigzag" gives rank r the r-th
                 stretch from the start and the r-th from the end. "longest_first" repeatedly gives

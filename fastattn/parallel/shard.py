@@ -18,7 +18,8 @@ def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
     Args:
         x: T long in dim.
         dim: dim of the tokens.
-        plan: which rank holds which. mesh: the ranks.
+        plan: which rank holds which.
+        mesh: the ranks.
 
     Returns:
         plan.length long in dim. Padding is 0.

@@ -73,7 +73,9 @@ def selected_attention(
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto", as for `attention`.
         options: masks by position, of padding and of documents, scale, softcap and sinks, as for
-            `attention`. Returns:
+            `attention`.
+
+    Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q]. Both are
         differentiable in q, k, v and sinks, deterministically. A query that sees no key has o = 0,
         lse = -inf and gradients of 0.

@@ -20,9 +20,9 @@ def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
             - (counts [B, H_s, R], numbers [B, H_s, R, n]), or also with those of full blocks, as in
               FlashAttention 4 and FlexAttention;
             - a torch.sparse_bsr tensor [T_q, T_k], or (indptr [R + 1], indices [nnz]), as in
-              FlashInfer: one pattern for all heads, [1, 1, R, n]. most: n, the size of each list;
-              later blocks are dropped. Default: the maximum; for BSR the longest list, which waits
-              for the device.
+              FlashInfer: one pattern for all heads, [1, 1, R, n].
+        most: n, the size of each list; later blocks are dropped. Default: the maximum; for BSR the
+            longest list, which waits for the device.
 
     Returns:
         int32 [B, H_s, R, n], padded with -1.
