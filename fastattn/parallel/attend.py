@@ -66,8 +66,8 @@ def context_attention(
 
         gather    every rank gathers all keys, a few heads at a time, for its queries
         ring      keys are sent around a ring during compute; memory is proportional to T / ranks
-        ulysses   ranks exchange tokens for heads, and attend to the whole sequence usp       a mesh
-        (ring, heads): ulysses in the inner dimension, ring in the outer one
+        ulysses   ranks exchange tokens for heads, and attend to the whole sequence
+        usp       a mesh (ring, heads): ulysses in the inner dimension, ring in the outer one
 
     Args:
         q, k, v: this rank's tokens of [B, H, T, D], from `shard(x, 2, plan, mesh)`.
