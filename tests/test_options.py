@@ -201,7 +201,7 @@ MOST: dict[str, tuple[int, int]] = {
     "prefix_lengths": (24, 14),
     "softcap": (49, 33),
     "alibi_slopes": (37, 25),
-    "sinks": (65, 43),
+    "sinks": (64, 43),
 }
 
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from ..training.tokenizers import Tokenizer
 
 _TEMPERATURE, _LENGTH_PENALTY, _DRAFT_TOKENS = 0.8, 0.0, 4
+# Options that are fields of `Sampling`.
+_DRAWN = (
+    *("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"),
+    *("repetition_penalty", "greedy"),
+)
 
 
 def add_generate(commands: Any) -> None:
@@ -102,12 +107,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
             "--" + name.replace("_", "-") for name in names if getattr(arguments, name) is not None
         ]
 
-    drawn = [
-        *("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"),
-        *("repetition_penalty", "greedy", "seed"),
-    ]
     if arguments.beams is not None:
-        excluded = passed(*drawn, "draft", "past_context") + ["--cuda-graph"] * arguments.cuda_graph
+        excluded = passed(*_DRAWN, "seed", "draft", "past_context")
+        excluded += ["--cuda-graph"] * arguments.cuda_graph
         if excluded:
             raise ValueError(f"--beams searches for the most likely text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
@@ -139,18 +141,8 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 def _sampling(arguments: argparse.Namespace) -> Sampling:
     from ..models.sampling import Sampling
 
-    def or_default(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    return Sampling(
-        temperature=or_default(arguments.temperature, _TEMPERATURE),
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        epsilon_cutoff=arguments.epsilon_cutoff,
-        repetition_penalty=or_default(arguments.repetition_penalty, 1.0),
-        greedy=bool(arguments.greedy),
-    )
+    chosen = {name: x for name in _DRAWN if (x := getattr(arguments, name)) is not None}
+    return Sampling(**{"temperature": _TEMPERATURE, **chosen})
 
 
 def _draft(arguments: argparse.Namespace, tokenizer: Tokenizer, device: torch.device) -> GPT | None:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -253,7 +252,7 @@ def _train_here(arguments: argparse.Namespace) -> int:
     out = chosen.get("out", os.path.join("runs", "gpt" if kind is None else kind.model))
     options = Options(**parts, kind=None if kind is None else kind.name)
     try:
-        with _stop_signals() as stop:
+        with _Stop() as stop:
             result = train(options, out, resume=arguments.resume, should_stop=stop, say=say)
     except KeyboardInterrupt:
         if is_first():
@@ -300,10 +299,19 @@ _SCORE_TITLES = {
 
 
 class _Stop:
-    """Stop training between two steps after a first signal, at once after a second."""
+    """Stop training between two steps after a first Ctrl-C or SIGTERM, at once after a second."""
 
     def __init__(self) -> None:
         self._asked = self._heard = False
+
+    def __enter__(self) -> _Stop:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def __call__(self) -> bool:
         self._heard = True
@@ -321,20 +329,6 @@ class _Stop:
         # On a terminal the cursor is after the progress bar.
         start = "\n" if sys.stderr.isatty() else ""
         say(f"{start}stopping after this step (once more to stop at once)")
-
-
-@contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """Turn Ctrl-C and SIGTERM into a stop between two steps, while the block runs."""
-    stop = _Stop()
-    before = {
-        number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def say(text: str) -> None:

@@ -52,9 +52,8 @@ class Calls:
 class Running(threading.local):
     """Counts of the swapped modules whose forward runs in this thread, innermost last.
 
-    Attributes:
-        traced: counts during a capture, added once it succeeds; or None.
-        fused: whether a captured graph has computed attention since `begin_capture`.
+    traced: counts during a capture, added once it succeeds; or None.
+    fused: whether a captured graph has computed attention since `begin_capture`.
     """
 
     def __init__(self) -> None:

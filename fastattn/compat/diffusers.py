@@ -126,10 +126,7 @@ def backward_op(
     lse: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of one part, from the merged out and lse.
-
-    Missing arguments come from `forward_op`'s saved ones.
-    """
+    """Gradients of query, key and value of one part, from the merged out and lse, or as saved."""
     inputs = (query, key, value, out, lse)
     pairs = zip(inputs, ctx.saved_tensors, strict=True)
     q, k, v, o, lse = ((saved if x is None else x).transpose(1, 2) for x, saved in pairs)

@@ -32,13 +32,9 @@ __all__ = [
 
 
 def write(folder: str | Path) -> list[Path]:
-    """Write a kernel folder: build/torch-cuda, build/torch-rocm and build/torch-cpu.
+    """Write a kernel folder: build/torch-cuda, build/torch-rocm and build/torch-cpu in `folder`.
 
-    Args:
-        folder: parent of `build`; existing files are replaced.
-
-    Returns:
-        The files, two for each backend.
+    Files of these names are replaced. Returns the files, two for each backend.
     """
     source = _SOURCE.format(
         names="\n".join(f"    {name}," for name in FUNCTIONS),
@@ -48,26 +44,20 @@ def write(folder: str | Path) -> list[Path]:
     for backend in BACKENDS:
         variant = Path(folder) / "build" / f"torch-{backend}"
         variant.mkdir(parents=True, exist_ok=True)
-        files = {
-            "__init__.py": source,
-            "metadata.json": json.dumps(_metadata(backend), indent=2) + "\n",
+        # The keys that kernels 0.17.2 asks of every variant.
+        metadata = {
+            "id": f"fastattn_flash_{backend}",
+            "name": "fastattn-flash",
+            "version": 1,
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": backend},
         }
+        files = {"__init__.py": source, "metadata.json": json.dumps(metadata, indent=2) + "\n"}
         for name, text in files.items():
             (variant / name).write_text(text, encoding="utf-8")
             written.append(variant / name)
     return written
-
-
-def _metadata(backend: str) -> dict[str, object]:
-    """Keys that kernels 0.17.2 requires of every variant."""
-    return {
-        "id": f"fastattn_flash_{backend}",
-        "name": "fastattn-flash",
-        "version": 1,
-        "license": "Apache-2.0",
-        "python-depends": [],
-        "backend": {"type": backend},
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -296,10 +296,8 @@ def _masks(
     if mask is not None and mask.dtype == torch.bool:
         options["attn_mask"] = ~mask
         mask = None
-    biases = [
-        x for x in (mask, None if padding is None else padding[:, None, None]) if x is not None
-    ]
-    if biases:
+    padding = None if padding is None else padding[:, None, None]
+    if biases := [x for x in (mask, padding) if x is not None]:
         options["attn_bias"] = sum(map(bounded_bias, biases))
     return options
 

@@ -1,7 +1,6 @@
 """`patch_sdpa`: replace torch.nn.functional.scaled_dot_product_attention, and undo it."""
 
 import threading
-from types import TracebackType
 
 from torch import Tensor
 
@@ -53,12 +52,7 @@ class SdpaPatch:
             _apply()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _lock:
             depth = _open.get(self, 0)
             if depth > 1:

@@ -218,19 +218,14 @@ class _Backend:
 
     def _checked(self, k: Tensor, v: Tensor, layer: Any, dtype: torch.dtype) -> CacheView:
         if k.dim() == 3:  # [slots, H_k, D], else [pages, H_k, page_size, D]
-            pages = k.shape[0] // self.page_size
-            k, v = (
-                x[: pages * self.page_size]
-                .view(pages, self.page_size, *x.shape[1:])
-                .transpose(1, 2)
-                for x in (k, v)
-            )
+            whole = k.shape[0] // self.page_size * self.page_size
+            sizes = (-1, self.page_size, *k.shape[1:2])
+            k, v = (x[:whole].view(*sizes, x.shape[2]).transpose(1, 2) for x in (k, v))
         scales: list[Tensor | None] = [None, None]
         if k.dtype == torch.float8_e4m3fn:
-            layer_scales = (layer.k_scale, layer.v_scale)
             scales = [
                 torch.ones((), device=k.device) if x is None else x.detach().float().to(k.device)
-                for x in layer_scales
+                for x in (layer.k_scale, layer.v_scale)
             ]
         nothing = torch.zeros(1, dtype=torch.int32, device=k.device)
         return view_of_tensors(

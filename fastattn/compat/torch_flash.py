@@ -26,6 +26,7 @@ from ..cache_view import CacheView
 from ..functional.block import attention_block_backward, attention_block_forward
 from ..functional.paged import attention_paged
 from ..torch_backend import dropout
+from .flash_attn.conventions import options_of
 
 NAME = "fastattn"
 
@@ -33,7 +34,10 @@ NAME = "fastattn"
 class _Registration:
     """Registered operators; `remove` restores torch's own."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, key: str) -> None:
+        library: Any = Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
+        for name, function in _OPERATORS.items():
+            library.impl(name, function, key)
         self.library: Library | None = library
 
     def remove(self) -> None:
@@ -51,14 +55,7 @@ def register(key: str = "CUDA") -> None:
     """
     from torch.nn.attention import register_flash_attention_impl
 
-    register_flash_attention_impl(NAME, register_fn=lambda: _registered(key))
-
-
-def _registered(key: str) -> _Registration:
-    library = Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
-    for name, function in _OPERATORS.items():
-        library.impl(name, function, key)  # type: ignore[no-untyped-call]
-    return _Registration(library)
+    register_flash_attention_impl(NAME, register_fn=lambda: _Registration(key))
 
 
 def _refuse(**unserved: Any) -> None:
@@ -72,33 +69,18 @@ def _refuse(**unserved: Any) -> None:
 
 
 def _options(
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    left: int | None,
-    right: int | None,
-) -> dict[str, Any]:
+    dropout_p: float, is_causal: bool, scale: float | None,
+    left: int | None = None, right: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Options of `fastattn.attention`. Causal masks are aligned bottom-right in both."""
-    options: dict[str, Any] = {"causal": is_causal}
-    window = tuple(None if x is None or x < 0 else x for x in (left, right))
-    if is_causal and window[1] == 0:
-        window = (window[0], None)
-    if window != (None, None):
-        options["window"] = window
-    if scale is not None:
-        options["scale"] = scale
-    if dropout_p:
-        options["dropout"] = dropout_p
-    return options
+    window = (left, None if is_causal and right == 0 else right)
+    return options_of(dropout_p, scale, is_causal, window, 0.0, None, None)
 
 
 def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Placeholder results besides o and lse: two generator states, a mask."""
-    return (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.zeros((), dtype=torch.uint64, device=q.device),
-        torch.empty(0, dtype=q.dtype, device=q.device),
-    )
+    state, unused = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))
+    return state, unused, torch.empty(0, dtype=q.dtype, device=q.device)
 
 
 def _forward(
@@ -127,18 +109,14 @@ def _backward(
     # The gradient of a sum has zero strides.
     grad, q, k, v, o = tensors
     inputs = (grad.contiguous(), q, k, v, o, lse.contiguous())
-    with _autograd():
-        gradients = attention_block_backward(*inputs, *offsets, **options)
-    return gradients[:3]
-
-
-def _autograd() -> Any:
-    """Enable autograd, which torch disables in operators, for the torch backend."""
+    # Autograd, which torch disables in operators, for the torch backend.
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.ADInplaceOrView, keys.AutogradCPU):
         excluded = excluded.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        return attention_block_backward(*inputs, *offsets, **options)[:3]
 
 
 def _flash_attention_forward(
@@ -253,7 +231,7 @@ def _sdpa_forward(
 ) -> tuple[Any, ...]:
     """Implement the operator for query [B, H, T, D]; the output has query's memory layout."""
     _refuse(return_debug_mask=return_debug_mask)
-    options = _options(dropout_p, is_causal, scale, None, None)
+    options = _options(dropout_p, is_causal, scale)
     o, lse, (state, unused, mask) = _forward(query, key, value, (), options)
     out = torch.empty_like(query).copy_(o)
     return out, lse, None, None, query.shape[2], key.shape[2], state, unused, mask
@@ -262,8 +240,7 @@ def _sdpa_forward(
 def _sdpa_backward(*arguments: Any, scale: float | None = None) -> tuple[Tensor, ...]:
     """Backward of `_sdpa_forward`; arguments in the order of torch's schema."""
     *tensors, lse, _, _, _, _, dropout_p, is_causal, state, _ = arguments
-    options = _options(dropout_p, is_causal, scale, None, None)
-    return _backward(tensors, lse, (), state, options)
+    return _backward(tensors, lse, (), state, _options(dropout_p, is_causal, scale))
 
 
 _OPERATORS = {

@@ -117,10 +117,7 @@ class _Backend:
 
 @dataclass
 class Metadata:
-    """Metadata of a scheduler step, for all layers with one block table.
-
-    The tensors are vLLM's own, so a CUDA graph replays with their current values.
-    """
+    """One step of vLLM's scheduler, in vLLM's own tensors, which a CUDA graph replays with."""
 
     num_actual_tokens: int
     max_seqlen_q: int | None
@@ -206,7 +203,10 @@ class _Impl:
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._codes = _is_fp8(kv_cache_dtype)
         self._window = sliding_window
-        self._options: dict[str, Any] = {"scale": self.scale, "batch_invariant": _invariant()}
+        from vllm import envs
+
+        invariant = bool(envs.VLLM_BATCH_INVARIANT)  # no other request may change a result
+        self._options: dict[str, Any] = {"scale": self.scale, "batch_invariant": invariant}
         if logits_soft_cap:
             self._options["softcap"] = float(logits_soft_cap)
         # Weights, read after loading.
@@ -300,10 +300,3 @@ def _is_fp8(kv_cache_dtype: str) -> bool:
             'give "auto" or "bfloat16"',
         )
     return True
-
-
-def _invariant() -> bool:
-    """Whether the environment requests batch-invariant results."""
-    from vllm import envs
-
-    return bool(envs.VLLM_BATCH_INVARIANT)

@@ -73,8 +73,10 @@ def _acquired(path: Path, wait: bool) -> BinaryIO:
     """The open file, locked."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # To read and to append to; an error if it is a link.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
         try:
-            file = _opened(path)
+            file = os.fdopen(os.open(path, flags, 0o666), "a+b")
         except FileNotFoundError:
             continue  # another process has just removed its folder
         try:
@@ -91,12 +93,6 @@ def _acquired(path: Path, wait: bool) -> BinaryIO:
             file.close()
             raise
         file.close()
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Open the file to read and append; an error if it is a link."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-    return os.fdopen(os.open(path, flags, 0o666), "a+b")
 
 
 def _lock(file: BinaryIO, wait: bool) -> None:

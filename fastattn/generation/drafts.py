@@ -18,12 +18,7 @@ _PAGE_SIZE = 16
 
 
 class Chain:
-    """A chain of drafts: appended to the text, and taken back if rejected.
-
-    Args:
-        model: in evaluation mode.
-        longest: most tokens of the text.
-    """
+    """A chain of drafts: appended to the text, and taken back if rejected."""
 
     def __init__(self, model: GPT, longest: int) -> None:
         self._window = Window(model, 1, longest)
@@ -41,22 +36,14 @@ class Chain:
     def read(
         self, tokens: Sequence[int], drafts: Sequence[int] = (), parents: Sequence[int] = ()
     ) -> Tensor:
-        """Read the text's next tokens, and the unread drafts after them.
-
-        Returns:
-            logits [n, V] after all tokens and after each draft read now.
-        """
+        """Read the text's next tokens, then its unread drafts; logits [n, V] after both."""
         piece = [*tokens, *drafts[self._ahead :]]
         self._ahead = len(drafts)
         logits = self._window.read([piece], last_only=not drafts)
         return logits.reshape(-1, logits.shape[-1])
 
     def keep(self, path: Sequence[int]) -> int:
-        """Accept the drafts of a path, and drop the others.
-
-        Returns:
-            number of accepted drafts that have been read.
-        """
+        """Accept the drafts of a path, drop the others; return how many accepted ones were read."""
         held = min(len(path), self._ahead)
         if self._ahead > held:
             self._window.take_back([self._ahead - held])
@@ -67,11 +54,8 @@ class Chain:
 class Tree:
     """A tree of drafts: a row of a paged cache in which each draft sees its ancestors.
 
-    Args, and methods: as of `Chain`, and
-        nodes: the most drafts at a time.
-
-    Raises:
-        ValueError: the model's scores depend on distances, which slots do not have.
+    Methods: as of `Chain`. nodes: the most drafts at a time. ValueError if the model's scores
+    depend on distances, which slots do not have.
     """
 
     def __init__(self, model: GPT, longest: int, nodes: int) -> None:
@@ -120,7 +104,9 @@ class Tree:
         self.cache.truncate(self._row, 0 if forgotten else held - len(tokens))
         self._drafts = list(drafts)
         n = len(tokens)
-        depth = _depths(parents)
+        depth: list[int] = []  # number of ancestors of each draft
+        for parent in parents:
+            depth.append(0 if parent < 0 else depth[parent] + 1)
         places = [*range(held - n, held), *(held + d for d in depth)]
         tree = to_device(_seen(n, parents), self._device, torch.bool) if drafts else None
         layers = layers_of(self.cache, [self._row], [n + len(drafts)], places, tree)
@@ -138,14 +124,6 @@ class Tree:
         self._reading.enter(self._drafts[node] for node in held)
         self._drafts = []
         return len(held)
-
-
-def _depths(parents: Sequence[int]) -> list[int]:
-    """Number of ancestors of each draft."""
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(0 if parent < 0 else depth[parent] + 1)
-    return depth
 
 
 def _seen(n: int, parents: Sequence[int]) -> list[list[bool]]:

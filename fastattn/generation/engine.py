@@ -265,7 +265,8 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """Counts and times so far."""
         schedule, waits = self._schedule, list(self._first_token_seconds)
-        in_use = schedule.pages_in_use()
+        rows = [sequence.row for sequence in schedule.running if sequence.row is not None]
+        in_use = len({page for row in rows for page in self.cache.pages(row)})
         return EngineMetrics(
             steps=self._steps,
             read_tokens=self._read_tokens,
@@ -285,12 +286,10 @@ class Engine:
         if not plan:
             return []
         try:
-            last = list(plan)[-1:]  # if none is read to its end, to have at least one row
-            whole = [s for s, count in plan.items() if count == len(s.unread)] or last
-            logits = self._scores(plan, whole)
-            ready = [s for s in whole if plan[s] == len(s.unread)]
-            requests = [sequence.request for sequence in ready]
-            chosen = choose_next(logits, requests) if ready else []
+            ready = [s for s, count in plan.items() if count == len(s.unread)]
+            # If none is read to its end, the last, to have at least one row.
+            logits = self._scores(plan, ready or list(plan)[-1:])
+            chosen = choose_next(logits, [s.request for s in ready]) if ready else []
         except BaseException:
             for sequence in plan:
                 self._schedule.preempt(sequence)
@@ -305,7 +304,12 @@ class Engine:
         graph = self._graphs if len(whole) == len(plan) and max(plan.values()) == 1 else None
         shared: tuple[list[int], list[int]] | None = None
         if self._shares:
-            plan, shared = self._by_prefix(plan)
+            # Rows that share pages become adjacent.
+            rows = [sequence.row for sequence in plan if sequence.row is not None]
+            heads, items = self.model.config.num_heads, list(plan.items())
+            order, bounds, lengths = sharing(self.cache, rows, list(plan.values()), heads)
+            plan = dict(items[i] for i in order)
+            shared = (bounds, lengths) if lengths else None
         rows = [sequence.row for sequence in plan if sequence.row is not None]
         counts = list(plan.values())
         tokens = [token for s, count in plan.items() for token in s.unread[:count]]
@@ -317,18 +321,6 @@ class Engine:
         layers = layers_of(self.cache, rows, counts, shared=shared)
         packed = to_device(tokens, self._device)[:, None]
         return self.model(packed, cache=layers, rows=last)[:, -1]
-
-    def _by_prefix(
-        self, plan: dict[Entry, int]
-    ) -> tuple[dict[Entry, int], tuple[list[int], list[int]] | None]:
-        """The plan reordered so that rows that share pages are adjacent, and their groups."""
-        rows = [sequence.row for sequence in plan if sequence.row is not None]
-        heads = self.model.config.num_heads
-        order, bounds, lengths = sharing(self.cache, rows, list(plan.values()), heads)
-        if not lengths:
-            return plan, None
-        items = list(plan.items())
-        return dict(items[i] for i in order), (bounds, lengths)
 
     def _add(self, sequences: list[Entry], tokens: list[int]) -> list[tuple[Request, int]]:
         """Add each sequence's next token, and remove finished sequences."""

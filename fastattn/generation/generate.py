@@ -11,10 +11,10 @@ from torch import Tensor
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
-from .graph import make_window
+from .graph import GraphWindow
 from .request import Request, Tally, choose_next, make_request
 from .text import TextCodec, TextStream, encode_prompt
-from .window import PastContext
+from .window import PastContext, Window
 
 Setting = TypeVar("Setting")
 
@@ -45,9 +45,10 @@ class Batch:
         past_context: PastContext = "restart",
     ) -> None:
         self.requests = list(requests)
-        self._fresh = [[] if request.done else request.prompt for request in requests]
+        self._fresh = [request.prompt for request in requests]
         longest = max(len(request.prompt) + request.count for request in requests)
-        self._window = make_window(model, len(self.requests), longest, cuda_graph, past_context)
+        kind = GraphWindow if cuda_graph else Window
+        self._window = kind(model, len(self.requests), longest, past_context)
 
     @property
     def running(self) -> bool:
@@ -77,10 +78,6 @@ class Batch:
             if self.requests[row].add(token):
                 added.append((row, token))
             self._fresh[row] = [token]
-        self._fresh = [
-            [] if request.done else fresh
-            for request, fresh in zip(self.requests, self._fresh, strict=True)
-        ]
         return added
 
 

@@ -29,12 +29,8 @@ class GraphWindow(Window):
 
     Prompts, and steps in which a row starts a new window, run without the graph.
 
-    Args:
-        model: on a CUDA device, in evaluation mode; its parameters keep their memory.
-        batch_size: rows B.
-        max_tokens: the most tokens of any row's text, if known.
-        past_context: as for `Reading`.
-        record: makes a replay of a function that reads and writes fixed tensors.
+    model: on a CUDA device, unless `record` is given; its parameters keep their memory. record:
+    makes a replay of a function that reads and writes fixed tensors.
     """
 
     def __init__(
@@ -46,8 +42,8 @@ class GraphWindow(Window):
         *,
         record: Callable[[Replay], Replay] | None = None,
     ) -> None:
+        self._record = _recorder(model, record)
         super().__init__(model, batch_size, max_tokens, past_context)
-        self._record = record_cuda_graph if record is None else record
         self._tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._lengths = torch.zeros(batch_size, dtype=torch.int32, device=self.device)
         self._logits: Tensor | None = None
@@ -102,12 +98,9 @@ class GraphWindow(Window):
 
 
 class _PagedGraph:
-    """A recorded step of up to `size` rows; unused tokens have no row, and slot -1.
+    """A recorded step of up to `size` rows, writing `logits`; unused tokens have slot -1.
 
     groups: the most groups of rows that share pages.
-
-    Attributes:
-        logits: [size, V], written by `replay`.
     """
 
     def __init__(
@@ -163,14 +156,7 @@ class PagedGraphs:
     The smallest graph that has room for a step's rows serves it: 1, 2, 4, 8, ... rows, recorded at
     the first step that needs them; steps whose rows share pages have graphs of their own.
 
-    Args:
-        model: on a CUDA device, in evaluation mode; its parameters keep their memory.
-        cache: of the model.
-        max_batch: the most rows of a step.
-        record: makes a replay of a function that reads and writes fixed tensors.
-
-    Raises:
-        ValueError: the model is not on a CUDA device, and record is None.
+    model, record: as for `GraphWindow`. max_batch: the most rows of a step.
     """
 
     def __init__(
@@ -181,10 +167,8 @@ class PagedGraphs:
         *,
         record: Callable[[Replay], Replay] | None = None,
     ) -> None:
-        if record is None:
-            _check_device(model)
+        self._record = _recorder(model, record)
         self._model, self._cache, self._max_batch = model, cache, max_batch
-        self._record = record_cuda_graph if record is None else record
         self._graphs: dict[tuple[int, int], _PagedGraph] = {}
 
     def scores(
@@ -209,25 +193,9 @@ class PagedGraphs:
         return graph.logits[: len(rows)]
 
 
-def make_window(
-    model: GPT,
-    batch_size: int,
-    max_tokens: int | None,
-    cuda_graph: bool = False,
-    past_context: PastContext = "restart",
-) -> Window:
-    """A `Window`, or a `GraphWindow` if cuda_graph.
-
-    Raises:
-        ValueError: cuda_graph is True without a CUDA device.
-    """
-    if not cuda_graph:
-        return Window(model, batch_size, max_tokens, past_context)
-    _check_device(model)
-    return GraphWindow(model, batch_size, max_tokens, past_context)
-
-
-def _check_device(model: GPT) -> None:
+def _recorder(model: GPT, record: Callable[[Replay], Replay] | None) -> Callable[[Replay], Replay]:
+    """`record`, or by default CUDA graphs, which need a model on a CUDA device."""
     device = next(model.parameters()).device
-    if device.type != "cuda":
+    if record is None and device.type != "cuda":
         raise ValueError(f"cuda_graph needs a model on a CUDA device, got one on {device}")
+    return record or record_cuda_graph

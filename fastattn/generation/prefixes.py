@@ -51,20 +51,15 @@ class Prefixes:
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
         """The row with the longest common prefix with a text, marked as used, and its length."""
-        longest, best = 0, None
-        for row in self._alike(tokens):
-            length = common_prefix(self._texts[row], tokens)
-            if length > longest:
-                longest, best = length, row
-        if best is not None:
-            self._texts.move_to_end(best)
-        return best, longest
+        common = {row: common_prefix(self._texts[row], tokens) for row in self._alike(tokens)}
+        best = max(common, key=common.__getitem__, default=None)
+        if best is None:
+            return None, 0
+        self._texts.move_to_end(best)
+        return best, common[best]
 
     def give_back(self) -> bool:
-        """Free the last page of the least recently used row; return whether there was one.
-
-        A shared page is not freed thereby.
-        """
+        """Free the last page, unless shared, of the least recently used row, if there is one."""
         if not self._texts:
             return False
         row, text = next(iter(self._texts.items()))
@@ -99,11 +94,7 @@ def sharing(
     """Groups of rows whose common first pages are better read once per step.
 
     Each other row saves their bytes, but the group's partial results are written, read again and
-    merged.
-
-    Args:
-        counts: new tokens of each row, not yet counted.
-        num_heads: query heads H_q.
+    merged. counts: new tokens of each row, not yet counted.
 
     Returns:
         numbers of rows, groups first and each group's rows adjacent; offsets of the groups; and the
@@ -142,9 +133,5 @@ def sharing(
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common prefix of two texts."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))

@@ -118,15 +118,7 @@ def make_request(
     seed: int | None = None,
     end_token: int | Collection[int] | None = None,
 ) -> Request:
-    """Check a prompt and its settings.
-
-    Args:
-        model: what continues it.
-        prompt: token ids, at least one.
-        count: tokens to generate.
-        sampling: sampling settings; default: the model's own distribution.
-        seed: of the choices; None = torch's own generator.
-        end_token: one or several tokens that end the text and are not part of it.
+    """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:
         TypeError: an end token is no int.
@@ -152,10 +144,8 @@ def make_request(
         device = next(model.parameters()).device
         seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         seen[list(prompt)] = True
-    generator = make_generator(seed)
-    request = Request(list(prompt), count, sampling, generator, frozenset(ends), seen)
-    request.done = count == 0
-    return request
+    generator, done = make_generator(seed), count == 0
+    return Request(list(prompt), count, sampling, generator, frozenset(ends), seen, done=done)
 
 
 def choose_next(logits: Tensor, requests: Sequence[Request]) -> list[int]:

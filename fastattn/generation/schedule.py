@@ -60,11 +60,6 @@ class Schedule:
     def _wait(self, sequence: Entry) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.rank)
 
-    def pages_in_use(self) -> int:
-        """Pages of running sequences."""
-        rows = [sequence.row for sequence in self.running if sequence.row is not None]
-        return len({page for row in rows for page in self.cache.pages(row)})
-
     def plan(self) -> dict[Entry, int]:
         """Plan a step: sequences, and tokens of each, with pages reserved."""
         left = self._max_step_tokens
@@ -84,13 +79,11 @@ class Schedule:
             sequence = next((s for s in self.waiting if s not in put_off), None)
             if sequence is None or not self._may_run(sequence, plan):
                 break
-            match = self._shared(sequence)
-            if match is None:
+            if (match := self._shared(sequence)) is None:
                 put_off.add(sequence)
                 continue
-            source, shared = match
-            count = share(len(sequence.unread) - shared)
-            if not self._admit(sequence, source, shared, count, plan):
+            count = share(len(sequence.unread) - match[1])
+            if not self._admit(sequence, *match, count, plan):
                 break
             plan[sequence] = count
             left = None if left is None else left - count
@@ -144,10 +137,7 @@ class Schedule:
         self, sequence: Entry, source: int | None, shared: int, count: int,
         plan: dict[Entry, int],
     ) -> bool:  # fmt: skip
-        """Give a waiting sequence a row and pages for its next tokens, if there is room.
-
-        Keeps a page free for each running sequence, so that none is preempted at once.
-        """
+        """Give a waiting sequence a row and pages, if that leaves a page for each running one."""
         row = self.cache.allocate() if source is None else self.cache.fork(source)
         self.cache.truncate(row, shared)
         while not self._fits(row, count):

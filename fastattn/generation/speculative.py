@@ -15,7 +15,7 @@ rejections. The model reads all nodes in one step, each seeing the text and its 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 
 import torch
@@ -59,13 +59,10 @@ class SpeculativeDecoder:
         self._widths = _widths(drafts)
         self._request, self._tally = request, tally
         longest = len(request.prompt) + request.count
-        self._model: Chain | Tree
-        self._draft: Chain | Tree
-        if max(self._widths) == 1:
-            self._model, self._draft = Chain(model, longest), Chain(draft, longest)
-        else:
-            nodes = sum(accumulate(self._widths, mul))
-            self._model, self._draft = Tree(model, longest, nodes), Tree(draft, longest, nodes)
+        nodes = None if max(self._widths) == 1 else sum(accumulate(self._widths, mul))
+        self._model, self._draft = (
+            Chain(x, longest) if nodes is None else Tree(x, longest, nodes) for x in (model, draft)
+        )
         # Unread tokens of each model.
         self._unread, self._draft_unread = list(request.prompt), list(request.prompt)
 
@@ -89,12 +86,7 @@ class SpeculativeDecoder:
         held = self._draft.keep(path)
         tokens = [*(drafts[node] for node in path), following]
         self._unread, self._draft_unread = [following], self._draft_unread + tokens[held:]
-        added = []
-        for token in tokens:
-            if request.done or not request.add(token):
-                break
-            added.append(token)
-        return added
+        return list(takewhile(lambda token: not request.done and request.add(token), tokens))
 
     def _propose(
         self, widths: Sequence[int], room: int
@@ -188,13 +180,8 @@ def verify(
         left = (wanted - q[i]).clamp(min=0)
         # By rounding, nothing may be left if p and q are equal.
         wanted = left / left.sum() if bool(left.any()) else wanted
-    return path, _draw_one(wanted, numbers[-1])
-
-
-def _draw_one(distribution: Tensor, number: float) -> int:
-    device = distribution.device
-    one = torch.tensor([number], dtype=torch.float64, device=device)
-    return int(draw(distribution.unsqueeze(0), one))
+    last = torch.tensor(numbers[-1:], dtype=torch.float64, device=p.device)
+    return path, int(draw(wanted.unsqueeze(0), last))
 
 
 def speculative_tokens(

@@ -82,10 +82,8 @@ class TextStream:
     def _undecided(self, text: str) -> int:
         """Length of the longest suffix of text that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0
+        ends = range(min(longest, len(text)), 0, -1)
+        return next((n for n in ends if any(x.startswith(text[-n:]) for x in self._stop)), 0)
 
 
 def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:

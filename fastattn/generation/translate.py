@@ -152,9 +152,7 @@ def beam_translate(
 class _Steps:
     """A batch of targets in progress: the caches, and the next step's tokens.
 
-    Args:
-        rows: adjacent targets per source.
-        count: most steps; other arguments as for `greedy_translate`.
+    rows: adjacent targets per source. count: most steps; others as for `greedy_translate`.
     """
 
     def __init__(

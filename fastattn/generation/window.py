@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -52,10 +53,7 @@ class Reading:
         return list(self._recent)[len(self._recent) - self.held :]
 
     def enter(self, piece: Iterable[int]) -> tuple[list[int], bool]:
-        """Add the text's next tokens: return the tokens to read, and whether the cache is reset.
-
-        They count as held from here on.
-        """
+        """Add the text's next tokens: return the tokens to read, and whether the cache is reset."""
         piece = list(piece)
         self._recent.extend(piece)
         if self.held + len(piece) <= self._context:
@@ -73,12 +71,6 @@ class Reading:
         for _ in range(min(count, len(self._recent))):
             self._recent.pop()
 
-    def copy(self) -> Reading:
-        """An independent copy."""
-        twin = Reading(self._context, self._past_context)
-        twin.held, twin._recent = self.held, self._recent.copy()
-        return twin
-
 
 def check_past_context(past_context: str) -> None:
     """Raise ValueError unless past_context is valid."""
@@ -90,15 +82,7 @@ def check_past_context(past_context: str) -> None:
 class Window:
     """A batch of texts in a model's key/value caches, each with a `Reading`.
 
-    Args:
-        model: in evaluation mode.
-        batch_size: rows B.
-        max_tokens: the most tokens of any row's text, if known, which bounds the caches.
-        past_context: as for `Reading`.
-
-    Attributes:
-        caches: one a layer.
-        device: of the model.
+    max_tokens: the most tokens of any row's text, if known, which bounds the caches.
     """
 
     def __init__(
@@ -144,10 +128,9 @@ class Window:
         """
         entered = [r.enter(piece) for r, piece in zip(self._readings, tokens, strict=True)]
         pieces = [piece for piece, _ in entered]
-        forgotten = [forgotten for _, forgotten in entered]
-        if any(forgotten):
-            held = self.held
-            self._truncate([0 if gone else n for n, gone in zip(held, forgotten, strict=True)])
+        if any(forgotten for _, forgotten in entered):
+            both = zip(self.held, entered, strict=True)
+            self._truncate([0 if forgotten else held for held, (_, forgotten) in both])
         lengths = [len(piece) for piece in pieces]
         padded = [piece + [0] * (max(lengths) - len(piece)) for piece in pieces]
         logits = self.forward(to_device(padded, self.device), lengths, last_only)
@@ -178,14 +161,11 @@ class Window:
         index = to_device(list(rows), self.device)
         for cache in self.caches:
             cache.reorder(index)
-        self._readings = [self._readings[row].copy() for row in rows]
+        self._readings = [deepcopy(self._readings[row]) for row in rows]
 
     def _truncate(self, lengths: list[int]) -> None:
         """Cuts each row of the caches down to a length."""
-        if len(set(lengths)) == 1:
-            for cache in self.caches:
-                cache.truncate(lengths[0])
-            return
-        on_device = to_device(lengths, self.device)
+        alike = len(set(lengths)) == 1
+        length = lengths[0] if alike else to_device(lengths, self.device)
         for cache in self.caches:
-            cache.truncate(on_device)
+            cache.truncate(length)

@@ -138,7 +138,9 @@ class ContextParallel(ParallelStyle):
             if layer.relative is not None and layer.relative.has_values:
                 raise ValueError("relative values are not served over ranks")
             tables = kwargs.get("rotary_tables")
-            if kwargs.get("positions") is None and (tables is None or _of_start(tables)):
+            # Tables of positions from 0 on are the layer's own.
+            of_start = tables is None or isinstance(tables, RotaryPositions)
+            if kwargs.get("positions") is None and of_start:
                 rank = Ranks.of(self.mesh).rank
                 positions = self.plan.indices(rank).to(x.device) if layer.rotary else None
                 kwargs |= {"positions": positions, "rotary_tables": None}
@@ -211,11 +213,6 @@ def _as_torch(
         attn_mask=attn_mask, dropout=dropout_p, causal=is_causal, scale=scale,
     )  # fmt: skip
     return output
-
-
-def _of_start(tables: Any) -> bool:
-    """Whether rotary tables start at position 0."""
-    return isinstance(tables, RotaryPositions)
 
 
 def _refuse_multihead(*_: Any, **__: Any) -> Any:

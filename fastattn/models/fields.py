@@ -42,13 +42,11 @@ def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
 
 
 def check_type(name: str, value: object, kind: Any) -> None:
-    """Check the type of a value from JSON.
+    """Check the type of a value from JSON; an int is a valid float.
 
-    Args:
-        name: of the value in the message.
-        value: an int is a valid float.
-        kind: bool, int, float, str, Mapping, Sequence, a sequence of these, a union, or a Literal
-            of texts, whose choices are not checked.
+
+    kind: bool, int, float, str, Mapping, Sequence, a sequence of these, a union, or a Literal of
+    texts, whose choices are not checked.
 
     Raises:
         ValueError: the value is of another type.

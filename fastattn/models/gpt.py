@@ -12,16 +12,10 @@ from torch import Tensor, nn
 from ..cache.latent import LatentQuantize, PagedLatentCache
 from ..cache.paged import PagedKVCache
 from ..modules.self_attention import LayerCache
+from . import stack
 from .model_config import TextConfig
 from .sampling import Sampling, check_finite
-from .stack import (
-    DecoderStack,
-    check_cache,
-    check_targets,
-    check_tokens,
-    scored,
-    token_logits,
-)
+from .stack import DecoderStack
 
 
 @dataclass(frozen=True)
@@ -143,11 +137,11 @@ class GPT(DecoderStack):
             ValueError: tokens or targets have another shape, T is over context_length, tokens do
                 not fit the cache, or last_only is True although targets are given.
         """
-        check_tokens("tokens", tokens, "context_length", self.config.context_length)
-        check_targets(targets, "tokens", tokens)
+        stack.check_tokens("tokens", tokens, "context_length", self.config.context_length)
+        stack.check_targets(targets, "tokens", tokens)
         if targets is not None and (last_only or rows is not None):
             raise ValueError("last_only and rows select tokens, and targets need all")
-        check_cache("tokens", tokens, cache, len(self.blocks))
+        stack.check_cache("tokens", tokens, cache, len(self.blocks))
         x = self.hidden_states(
             tokens,
             key_lengths=key_lengths,
@@ -158,8 +152,8 @@ class GPT(DecoderStack):
         if rows is not None:
             x = x[rows]
         weight = self.token_embedding.weight if self.head is None else self.head.weight
-        logits = token_logits(x, weight, self.head_bias)
-        return scored(self, logits, targets, target_count)
+        logits = stack.token_logits(x, weight, self.head_bias)
+        return stack.scored(self, logits, targets, target_count)
 
     @torch.no_grad()
     def generate(

@@ -110,11 +110,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """The fields of Hugging Face's config.json.
-
-    Raises:
-        UnsupportedModelError: GPT-2 lacks such attention or positions.
-    """
+    """The fields of Hugging Face's config.json; UnsupportedModelError for what GPT-2 has not."""
     plain = GPTConfig(config.vocab_size)
     if config.positions != "learned":
         raise UnsupportedModelError(f"GPT-2 has learned positions only, got {config.positions!r}")
@@ -150,11 +146,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def weights_from_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """`GPT.state_dict` from Hugging Face's.
-
-    Raises:
-        UnsupportedModelError: a tensor is unknown, or missing.
-    """
+    """`GPT.state_dict` from Hugging Face's; UnsupportedModelError for unknown or missing ones."""
     return _renamed(weights, config, transposed=True)
 
 
@@ -186,21 +178,8 @@ def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | 
     return weights.get(f"{name}.{kind}")
 
 
-def _by_part(name: str, kind: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The inverse of `_of_module`."""
-    if not name.endswith(_QKV):
-        return {f"{name}.{kind}": tensor}
-    parent = name.removesuffix("qkv_proj")
-    pieces = torch.tensor_split(tensor, len(_PARTS))
-    return {f"{parent}{part}.{kind}": x for part, x in zip(_PARTS, pieces, strict=True)}
-
-
 def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
-    """`GPTConfig` from the `model_args` of a nanoGPT checkpoint.
-
-    Raises:
-        ValueError: a field is missing, of a wrong type or out of range.
-    """
+    """`GPTConfig` from the `model_args` of a nanoGPT checkpoint; ValueError for a wrong field."""
     _check_types(fields, _NANOGPT_TYPES)
     try:
         return GPTConfig(
@@ -218,11 +197,7 @@ def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """`GPT.state_dict` from nanoGPT's, compiled (`_orig_mod.`) or not.
-
-    Raises:
-        UnsupportedModelError: a tensor is unknown, or missing.
-    """
+    """`GPT.state_dict` from nanoGPT's, compiled or not; errors as `weights_from_hf`."""
     plain = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
     return _renamed(plain, config, transposed=False)
 
@@ -268,7 +243,10 @@ def _renamed(
                 raise UnsupportedModelError(f"the weights have no {theirs}.{kind}")
             turned = transposed and linear and kind == "weight"
             tensor = tensor.t().contiguous() if turned else tensor
-            renamed |= _by_part(ours, kind, tensor)
+            together = ours.endswith(_QKV)
+            names = [ours.replace("qkv_proj", part) for part in _PARTS] if together else [ours]
+            pieces = torch.tensor_split(tensor, len(names))
+            renamed |= {f"{name}.{kind}": x for name, x in zip(names, pieces, strict=True)}
     head = left.pop(_HEAD, None)
     if not config.tie_weights:
         if head is None:

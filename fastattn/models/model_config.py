@@ -137,7 +137,10 @@ class TransformerConfig:
         for name in counts + [name for name in optional if getattr(self, name) is not None]:
             check_positive_int(name, getattr(self, name))
         for name, kind in _CHOICES.items():
-            _check_choice(name, getattr(self, name), get_args(kind))
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices and not (name in ("sparse", "output_gate") and value is None):
+                *most, last = map(repr, choices)
+                raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
         self._check_heads()
         for name in ("rotary_base", "norm_eps"):
             if not getattr(self, name) > 0:
@@ -299,11 +302,3 @@ def check_positive_int(name: str, value: object) -> None:
     value = checks.as_python(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if name in ("sparse", "output_gate") and value is None:
-        return
-    if value not in choices:
-        *most, last = map(repr, choices)
-        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")

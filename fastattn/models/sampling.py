@@ -173,13 +173,10 @@ def choose_rows(
     generators: Sequence[torch.Generator | None],
     seen: Sequence[Tensor | None] = (),
 ) -> list[int]:
-    """Draw a token per row, each with its own settings and generator.
+    """Draw a token per row of logits [B, V], each with its own settings and generator.
 
-    Args:
-        logits: [B, V], any floating dtype.
-        settings: B of them; rows with equal settings are filtered together.
-        generators: B of them, as for `Sampling.choose`.
-        seen: B of them, bool [V] for rows whose setting `needs_seen`; or empty.
+    Rows with equal settings are filtered together. seen: bool [V] for rows whose setting
+    `needs_seen`; or empty.
 
     Returns:
         B tokens, the same as `Sampling.choose` draws for each row alone.

@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from ..cache.dense import KVCache
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import LayerCache
+from . import stack
 from .layers import Block
 from .model_config import TransformerConfig, check_positive_int
-from .stack import (
-    DecoderStack,
-    TokenStack,
-    check_cache,
-    check_targets,
-    check_tokens,
-    scored,
-    token_logits,
-    whole_logits,
-)
+from .stack import DecoderStack, TokenStack
 
 
 @dataclass(frozen=True)
@@ -190,10 +182,10 @@ class Seq2Seq(nn.Module):
         Raises:
             ValueError: a tensor has another shape, or is longer than the model reads.
         """
-        check_targets(targets, "inputs", inputs)
+        stack.check_targets(targets, "inputs", inputs)
         memory = self.encode(source, source_lengths)
-        logits = self._scores(inputs, memory, key_lengths=target_lengths)
-        return scored(self, logits, targets, target_count)
+        logits = self._scores(inputs, memory, None, key_lengths=target_lengths)
+        return stack.scored(self, logits, targets, target_count)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Memory:
         """Encode sources, and project them for every layer of the decoder.
@@ -204,16 +196,10 @@ class Seq2Seq(nn.Module):
         Raises:
             ValueError: source has another shape, or is longer than source_length.
         """
-        check_tokens("source", source, "source_length", self.config.source_length)
+        stack.check_tokens("source", source, "source_length", self.config.source_length)
         hidden = self.encoder.hidden_states(source, key_lengths=source_lengths)
-        return Memory(
-            tuple(
-                cast(CrossGQAttention, cast(Block, block).cross).project_memory(
-                    hidden, source_lengths
-                )
-                for block in self.decoder.blocks
-            )
-        )
+        layers = (cast(CrossGQAttention, cast(Block, x).cross) for x in self.decoder.blocks)
+        return Memory(tuple(layer.project_memory(hidden, source_lengths) for layer in layers))
 
     def decode(
         self,
@@ -242,37 +228,25 @@ class Seq2Seq(nn.Module):
             ValueError: a tensor has a wrong shape, inputs are longer than target_length or do not
                 fit the cache, or the memory has another batch size.
         """
-        return whole_logits(
+        return stack.whole_logits(
             self._scores(inputs, memory, cache, key_lengths=key_lengths, last_only=last_only)
         )
 
     def _scores(
-        self,
-        inputs: Tensor,
-        memory: Memory,
-        cache: Sequence[LayerCache] | None = None,
-        *,
-        key_lengths: Tensor | None = None,
-        last_only: bool = False,
+        self, inputs: Tensor, memory: Memory, cache: Sequence[LayerCache] | None, **how: Any
     ) -> Tensor:
         """`decode`, with sharded logits if the vocabulary is sharded."""
-        check_tokens("inputs", inputs, "target_length", self.config.target_length)
-        check_cache("inputs", inputs, cache, len(self.decoder.blocks))
+        stack.check_tokens("inputs", inputs, "target_length", self.config.target_length)
+        stack.check_cache("inputs", inputs, cache, len(self.decoder.blocks))
         if memory.batch_size != inputs.shape[0]:
             raise ValueError(
                 f"memory must be of {inputs.shape[0]} sources, one for each row of inputs, "
                 f"got {memory.batch_size}"
             )
-        hidden = self.decoder.hidden_states(
-            inputs,
-            key_lengths=key_lengths,
-            cache=cache,
-            memory=memory.layers,
-            last_only=last_only,
-        )
+        hidden = self.decoder.hidden_states(inputs, cache=cache, memory=memory.layers, **how)
         embedding = self.decoder.token_embedding
         weight = embedding.weight if self.head is None else self.head.weight
-        return token_logits(hidden, weight)
+        return stack.token_logits(hidden, weight)
 
     def new_cache(
         self,

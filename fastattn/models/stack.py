@@ -32,13 +32,7 @@ _KEPT = ("score_weight", "score_vector")
 class TokenStack(nn.Module):
     """Token embedding, positions, transformer layers, and the final norm.
 
-    Args:
-        config: of the layers.
-        vocab_size: number of distinct tokens V.
-        length: longest sequence, in tokens.
-        causal: causal self-attention.
-        cross: layers have cross-attention.
-        num_layers: default config.num_layers.
+    length: longest sequence, in tokens. cross: layers have cross-attention.
 
     Parameters:
         token_embedding.weight: [V, C].
@@ -63,7 +57,11 @@ class TokenStack(nn.Module):
         C = config.embed_dim
         count = config.num_layers if num_layers is None else num_layers
         self.token_embedding = nn.Embedding(vocab_size, C)
-        self.position_embedding = _make_positions(config, length)
+        self.position_embedding: LearnedPositions | SinusoidalPositions | None = None
+        if config.positions == "learned":
+            self.position_embedding = LearnedPositions(length, C)
+        elif config.positions == "sinusoidal":
+            self.position_embedding = SinusoidalPositions(C)
         # Shared by all layers.
         self.rotary_positions = (
             RotaryPositions(config.rotary_dim, base=config.rotary_base)
@@ -119,7 +117,11 @@ class TokenStack(nn.Module):
             if isinstance(positions, SinusoidalPositions):
                 # Section 3.4 of the paper, as sinusoids have amplitude 1.
                 x = x * math.sqrt(self.config.embed_dim)
-            at = positions.at(_first_position(cache), tokens.shape[1], x.device)
+            first: int | Tensor = 0
+            if cache is not None:  # one number, or one a row
+                n = cache[0].uniform_length
+                first = cache[0].lengths if n is None else n
+            at = positions.at(first, tokens.shape[1], x.device)
             x = x + at.to(x.dtype)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
@@ -251,24 +253,6 @@ def scored(
 def whole_logits(logits: Tensor) -> Tensor:
     """Gather sharded logits on every rank."""
     return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
-
-
-def _make_positions(
-    config: TransformerConfig, length: int
-) -> LearnedPositions | SinusoidalPositions | None:
-    if config.positions == "learned":
-        return LearnedPositions(length, config.embed_dim)
-    if config.positions == "sinusoidal":
-        return SinusoidalPositions(config.embed_dim)
-    return None
-
-
-def _first_position(cache: Sequence[LayerCache] | None) -> int | Tensor:
-    """Position of the next token, one number or one per row."""
-    if cache is None:
-        return 0
-    n = cache[0].uniform_length
-    return cache[0].lengths if n is None else n
 
 
 def _last_tokens(x: Tensor, key_lengths: Tensor | None) -> Tensor:

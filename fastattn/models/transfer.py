@@ -16,11 +16,6 @@ def to_device(
     """Copy host values to a device asynchronously.
 
     A copy from pageable memory waits for all earlier work of the GPU.
-
-    Args:
-        values: numbers, lists of them of one length, or a tensor on the CPU.
-        device: of the result.
-        dtype: default: torch's default for the values, or the tensor's.
     """
     x = torch.as_tensor(values, dtype=dtype)
     if torch.device(device).type != "cuda":

@@ -153,20 +153,14 @@ def _check(
 def _checked_options(
     q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, plan: Any, options: dict[str, Any]
 ) -> Options:
+    """Given options, checked as by `attention` for the whole sequence."""
     check_mesh(plan, ranks)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[2] != plan.length:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[2] != plan.length:
             raise ValueError(
                 f"{name} must have {plan.length} tokens, as a rank has by the plan for "
-                f"{plan.T} tokens on {plan.ranks} ranks, got {x.shape[2]}"
+                f"{plan.T} tokens on {plan.ranks} ranks, got {tensor.shape[2]}"
             )
-    return _check_options(q, k, v, plan, options)
-
-
-def _check_options(
-    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, options: dict[str, Any]
-) -> Options:
-    """Given options, checked as by `attention` for the whole sequence."""
     for name, reason in _REFUSED.items():
         if not _is_default(name, options.get(name)):
             raise TypeError(f"context_attention takes no {name}: {reason}")
@@ -261,15 +255,10 @@ def _along(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a sequence that is sharded only along its tokens."""
     if ranks.outer is None:
-        rows = slice(0, plan.T)
-        q, k, v = (x[:, :, : plan.T] for x in (q, k, v))
-        o, lse = attention(
-            q,
-            k,
-            v,
-            return_lse=True,
-            **of_pair(options, Pair(rows, rows, ((0, plan.T),), ((0, plan.T),)), q.device),
-        )
+        rows, runs = slice(0, plan.T), ((0, plan.T),)
+        q, k, v = (x[:, :, rows] for x in (q, k, v))
+        arguments = of_pair(options, Pair(rows, rows, runs, runs), q.device)
+        o, lse = attention(q, k, v, return_lse=True, **arguments)
         return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
     names = [name for name in LEARNED if options.get(name) is not None]
     others = {name: x for name, x in options.items() if name not in names}

@@ -73,14 +73,8 @@ def decode_attention(
     positional = any(options.get(name) is not None for name in (*_MASKS, *_BIASES))
     if positional or (q.shape[2] > 1 and options.get("causal", True)):
         arguments |= _by_position(q, cache, group, page, options)
-    o, lse = decode.decode_attention(
-        q,
-        cache,
-        num_splits=num_splits,
-        return_lse=True,
-        backend=backend,
-        **arguments,
-    )
+    arguments |= {"num_splits": num_splits, "backend": backend}
+    o, lse = decode.decode_attention(q, cache, return_lse=True, **arguments)
     parts = all_gather(torch.cat((wide(o), lse[..., None]), -1), group)
     o, lse = _merged([(part[..., :-1], part[..., -1]) for part in parts])
     o, lse = add_sinks(o, lse, options.get("sinks"))

@@ -21,12 +21,9 @@ from .ranks import all_to_all, gather_single, ordered_sum, rank_in, size_of
 def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """o in q's dtype, and lse.
+    """o in q's dtype, and lse, of this rank's queries q [B, H_q, T_r, D] without padding.
 
-    Args:
-        q: [B, H_q, T_r, D], this rank's queries without padding.
-        k, v: [B, H_k, plan.length, D or D_v], its keys.
-        options: for `pieces`.
+    k, v: [B, H_k, plan.length, D or D_v], its keys. options: for `pieces`.
     """
     runs = plan.runs(rank_in(group))
     results = [
@@ -50,7 +47,12 @@ def gather_backward(
         part_backward(
             total, q[:, heads], keys, values, runs, everything, sliced, leaves, whole.heads(heads)
         )
-        both = _to_owners(torch.cat((dk, dv), -1), plan, group)
+        # This rank's tokens of the sum of every rank's gradient.
+        both = torch.cat((dk, dv), -1).permute(2, 0, 1, 3)
+        rows = both.new_zeros(plan.ranks * plan.length, *both.shape[1:])
+        rows[plan.order.to(both.device)] = both
+        parts = all_to_all(rows.view(plan.ranks, plan.length, *rows.shape[1:]), group)
+        both = ordered_sum(parts).permute(1, 2, 0, 3)
         dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
         results.append((dq, dk, dv, learned))
     dqs, dks, dvs, shares = zip(*results, strict=True)
@@ -61,10 +63,7 @@ def gather_backward(
 def _by_heads(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ContextPlan, group: ProcessGroup
 ) -> Iterator[tuple[slice, Tensor, Tensor, Options]]:
-    """Yield heads of q, their keys and values of the whole sequence, and their options.
-
-    The next heads' gather overlaps with the compute.
-    """
+    """Yield heads of q, their keys and values of the whole sequence, and their options."""
     H_q, H_k = q.shape[1], k.shape[1]
     step, of_query = heads_at_once(H_k, size_of(group)), H_q // H_k
     order = plan.order.to(k.device)
@@ -90,11 +89,3 @@ def _start(k: Tensor, v: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, d
     work = gather_single(buffer.view(-1), own.view(-1), group, async_op=True)
     assert work is not None
     return buffer, own, work
-
-
-def _to_owners(grad: Tensor, plan: ContextPlan, group: ProcessGroup) -> Tensor:
-    """This rank's tokens of the sum of every rank's gradient [B, H, T, D]."""
-    rows = grad.new_zeros(plan.ranks * plan.length, *grad.shape[:2], grad.shape[-1])
-    rows[plan.order.to(grad.device)] = grad.permute(2, 0, 1, 3)
-    parts = all_to_all(rows.view(plan.ranks, plan.length, *rows.shape[1:]), group)
-    return ordered_sum(parts).permute(1, 2, 0, 3)

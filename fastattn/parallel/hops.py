@@ -84,10 +84,7 @@ class Documents:
     """Extents of documents: first and last token [T] of each token's document, on the host.
 
     With several batch rows, the union over rows. For tokens that are padding in every row, the
-    first is after the last.
-
-    Args:
-        ids: [B, T]. Waits for a GPU.
+    first is after the last. ids: [B, T]; waits for a GPU.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -266,16 +263,12 @@ def needs(dealt: Dealt, options: Options) -> Needs:
     if ids is None:
         return _needs_by_positions(dealt, *mask_of(options))
     if ids not in _documents:
-        if ids.is_cuda and not _may_look(dealt):
+        few = sum(map(len, dealt.runs)) <= _FEW_RUNS * len(dealt.runs)
+        if ids.is_cuda and (not few or torch.cuda.is_current_stream_capturing()):
             return _needs_by_positions(dealt, *mask_of(options))
         remember(ids, Documents(ids))
     documents: Documents = _documents[ids]
     return documents.needs(dealt, options)
-
-
-def _may_look(dealt: Dealt) -> bool:
-    few = sum(map(len, dealt.runs)) <= _FEW_RUNS * len(dealt.runs)
-    return few and not torch.cuda.is_current_stream_capturing()
 
 
 def mask_of(options: Options) -> tuple[Any, ...]:

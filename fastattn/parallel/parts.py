@@ -59,12 +59,9 @@ def part_forward(
     o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run],
     k_runs: Sequence[Run], options: Options,
 ) -> None:  # fmt: skip
-    """Merge attention to these keys into o and lse, in place.
+    """Merge attention to these keys into o, fp32 or wider, and lse, in place; see `blank`.
 
-    Args:
-        o, lse: over earlier keys, o in fp32 or wider; see `blank`.
-        q: [B, H_q, T_q, D], the concatenated queries of q_runs.
-        k, v: [B, H_k, T_k, D or D_v], the concatenated keys of k_runs.
+    q: [B, H_q, T_q, D], the concatenated queries of q_runs; k, v: the keys of k_runs, likewise.
     """
     for pair in pairs(q_runs, k_runs, options):
         part = attention_block_forward(
@@ -94,11 +91,9 @@ def part_backward(
     total: Gradients, q: Tensor, k: Tensor, v: Tensor, q_runs: Sequence[Run],
     k_runs: Sequence[Run], options: Options, leaves: Sequence[Tensor], whole: Whole,
 ) -> None:  # fmt: skip
-    """Add these keys' share of the gradients to a total, in place.
+    """Add these keys' share of the gradients to a total, in place; see `part_forward`.
 
-    Args:
-        q, k, v, q_runs, k_runs: as in `part_forward`.
-        options: without sinks. leaves: sources of their tensors with gradients.
+    options: without sinks. leaves: sources of their tensors with gradients.
     """
     for pair in pairs(q_runs, k_runs, options):
         with torch.enable_grad():

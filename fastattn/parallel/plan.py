@@ -121,17 +121,17 @@ class ContextPlan:
             )
             plans.append(replace(plan, imbalance=_imbalance(plan.pairs)))
         options = {"causal": causal, "window": window, "documents": documents}
-        seconds = [plan._modelled(shape, options) for plan in plans] if len(plans) > 1 else [0.0]
+
+        def seconds_of(plan: ContextPlan) -> float:
+            """Of the method that takes the fewest, of those that any mesh of one dim has."""
+            imbalance, around = plan.around(1, options)
+            case = shape._replace(imbalance=imbalance, around=around)
+            return min(cost(name, case, ranks, rates).seconds for name in ("gather", "ring"))
+
+        seconds = [seconds_of(plan) for plan in plans] if len(plans) > 1 else [0.0]
         best = next(n for n, x in enumerate(seconds) if x <= min(seconds) * (1 + _TOLERATED))
         modelled = tuple((x.balance, y) for x, y in zip(plans, seconds, strict=True))
         return replace(plans[best], modelled=modelled if len(plans) > 1 else ())
-
-    def _modelled(self, shape: Shape, options: Options) -> float:
-        """Modelled seconds of the fastest method on a mesh of one dim."""
-        imbalance, around = self.around(1, options)
-        shape = shape._replace(imbalance=imbalance, around=around)
-        methods = ("gather", "ring")
-        return min(cost(name, shape, self.ranks, self.rates).seconds for name in methods)
 
     def mark(self, documents: Tensor) -> None:
         """Record that these ids of a rank's tokens are the plan's documents.
@@ -162,10 +162,7 @@ class ContextPlan:
         return self.indices(rank).to(torch.int32)[None]
 
     def runs(self, rank: int) -> list[Run]:
-        """Contiguous ranges [start, stop) of a rank's tokens, in order.
-
-        Padding is left out.
-        """
+        """Contiguous ranges [start, stop) of a rank's tokens without padding, in order."""
         return list(self.dealt.runs[rank])
 
     @cached_property

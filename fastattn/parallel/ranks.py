@@ -231,10 +231,7 @@ def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of the backward of an autograd.Function without double backward.
-
-    torch's `once_differentiable`, with an error that names the call.
-    """
+    """torch's `once_differentiable`, with an error that names the call."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

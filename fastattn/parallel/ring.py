@@ -15,16 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from . import parts
 from .hops import Needs, needs, total
-from .parts import (
-    Gradients,
-    Whole,
-    add_sinks,
-    part_backward,
-    part_forward,
-    wide_dtype,
-    zeros_for,
-)
+from .parts import Gradients, Whole
 from .pieces import Options, Run, blank
 from .plan import ContextPlan
 from .ranks import rank_in, size_of
@@ -39,14 +32,14 @@ def ring_forward(
     runs = plan.runs(rank)
     options = dict(options)
     sinks = options.pop("sinks", None)
-    o, lse = blank(q, v, wide_dtype(q))
+    o, lse = blank(q, v, parts.wide_dtype(q))
     for step, source, held in _around((k, v), needed, group):
         if needed.seen[rank][source]:
             keys, values = held
-            part_forward(o, lse, q, keys, values, runs, needed.runs(source, step), options)
+            parts.part_forward(o, lse, q, keys, values, runs, needed.runs(source, step), options)
             del keys, values
         del held  # it has been sent
-    o, lse = add_sinks(o, lse, sinks)
+    o, lse = parts.add_sinks(o, lse, sinks)
     return o.to(q.dtype), lse
 
 
@@ -59,19 +52,19 @@ def ring_backward(
     needed = needs(plan.dealt, options)
     after, before = needed.hops
     runs = plan.runs(rank)
-    dq, *learned = zeros_for(q, *leaves)
-    dk, dv = zeros_for(k, v)
+    dq, *learned = parts.zeros_for(q, *leaves)
+    dk, dv = parts.zeros_for(k, v)
     home: list[tuple[int, _Passing]] = []
     behind: _Passing | None = None
     for step, source, held in _around((k, v), needed, group):
         there = needed.runs(source, step)
         # Gradients of this rank's own keys stay here.
         real = plan.real(rank)
-        own = [dk[:, :, :real], dv[:, :, :real]] if step == 0 else zeros_for(*held)
+        own = [dk[:, :, :real], dv[:, :, :real]] if step == 0 else parts.zeros_for(*held)
         if needed.seen[rank][source]:
             part = Gradients(dq, own[0], own[1], learned)
             keys, values = held
-            part_backward(part, q, keys, values, runs, there, options, leaves, whole)
+            parts.part_backward(part, q, keys, values, runs, there, options, leaves, whole)
             del part, keys, values
         del held  # it has been sent
         if step == 0:

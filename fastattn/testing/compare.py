@@ -94,10 +94,7 @@ def results(
     *positional: Any,
     **arguments: Any,
 ) -> tuple[Tensor, ...]:
-    """o, lse, dq, dk, dv and gradients of float options.
-
-    do and dlse are random with a fixed seed, equal in every dtype.
-    """
+    """o, lse, dq, dk, dv and gradients of float options; do and dlse are alike in every dtype."""
     names = _floats(arguments)
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

@@ -81,13 +81,9 @@ def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
             masks.update(window=(window - 1, None), keep_first=options.get("keep_first", 0))
         view = cache.view(on_device)
     if view.k_scale is not None:
-        k, v = (_read_back(x, options["quantize"]) for x in (k, v))
+        both = (quantize_rows(x, options["quantize"]) for x in (k, v))
+        k, v = (codes.float() * scale[..., None] for codes, scale in both)
     return Filled(view, k, v, lengths, masks)
-
-
-def _read_back(x: Tensor, quantize: Any) -> Tensor:
-    codes, scale = quantize_rows(x, quantize)
-    return codes.float() * scale[..., None]
 
 
 def assert_decodes(
@@ -98,14 +94,7 @@ def assert_decodes(
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> float:
-    """Check o and lse of decode(q, view, **how, **options) against the oracle.
-
-    Returns:
-        The worst error as a share of its budget.
-
-    Raises:
-        AssertionError: a result that is not finite, or past its budget.
-    """
+    """Check decode(q, view, **how, **options) by the error budget; the worst share of it."""
     actual = decode(q, filled.view, return_lse=True, **(how or {}), **options)
     return assert_all_within_budget(("o", "lse"), actual, *expected(q, filled, **options))
 

@@ -43,10 +43,7 @@ def fp8_bounds(
 ) -> tuple[Tensor, Tensor]:
     """Bounds on the errors of o [B, H_q, T_q, D_v] in `dtype`, and of lse in addition to fp32's.
 
-    Args:
-        q, k, v: fp64, dequantised.
-        tensor_cores: sums are in Hopper's tensor cores, not fp32.
-        arguments: mask, scale, softcap and sinks.
+    q, k, v: fp64, dequantised. tensor_cores: sums are in Hopper's tensor cores, not fp32.
     """
     D, T_k = q.shape[3], k.shape[2]
     o, lse = reference.attention(q, k, v, return_lse=True, **arguments)
@@ -78,14 +75,7 @@ def fp8_bounds(
 def assert_output_within_fp8_bounds(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, *, tensor_cores: bool, **arguments: Any
 ) -> float:
-    """Check o of `attention_fp8` against `fp8_bounds`, which documents the arguments.
-
-    Returns:
-        The worst error as a share of its bound.
-
-    Raises:
-        AssertionError: with the worst error and its bound.
-    """
+    """Check o of `attention_fp8` against `fp8_bounds`; the worst error as a share of its bound."""
     exact = reference.attention(q, k, v, **arguments)
     assert isinstance(exact, Tensor)
     bound, _ = fp8_bounds(q, k, v, o.dtype, tensor_cores=tensor_cores, **arguments)
@@ -115,13 +105,8 @@ def assert_within_fp8_bounds(
 ) -> float:
     """Check o and lse of `attention_fp8` against the oracle on its codes and scales.
 
-    o is bounded by `fp8_bounds`, lse by fp32's budget and the tensor cores' shift.
-
-    Returns:
-        The worst error as a share of its bound.
-
-    Raises:
-        AssertionError: with the result's name, its error and the bound.
+    o is bounded by `fp8_bounds`, lse by fp32's budget and the tensor cores' shift. Returns the
+    worst error as a share of its bound.
     """
     q, k, v = (dequantized(x, scale) for x, scale in zip(codes, scales, strict=True))
     wide = {n: x.double() if n == "sinks" else x for n, x in arguments.items()}
@@ -147,10 +132,7 @@ def assert_packed_within_fp8_bounds(
     tensor_cores: bool = False,
     **arguments: Any,
 ) -> float:
-    """`assert_within_fp8_bounds` for `attention_varlen_fp8`, sequence by sequence.
-
-    offsets: cu_seqlens of queries and keys.
-    """
+    """`assert_within_fp8_bounds` of packed sequences; offsets: cu_seqlens of queries and keys."""
     share = 0.0
     in_order = (offsets[0], offsets[1], offsets[1])
     for n in range(offsets[0].shape[0] - 1):

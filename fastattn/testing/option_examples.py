@@ -137,14 +137,10 @@ _APART = (
 def sets_that_cover_pairs(
     options: Mapping[str, Mapping[str, Any]], largest: int
 ) -> list[tuple[str, ...]]:
-    """Sets of names that contain every compatible pair, chosen greedily.
+    """Sets of at most `largest` names that contain every compatible pair, chosen greedily.
 
     Two options are compatible if they share no argument, are not a mask and a bias (a float
     attn_mask is a bias), and do not both set query positions.
-
-    Args:
-        options: keyword arguments of `fastattn.attention` by name.
-        largest: most names in a set.
     """
 
     def compatible(a: str, b: str) -> bool:

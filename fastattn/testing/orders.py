@@ -81,9 +81,8 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode with a random order of sums and random last bits of fp32 results, by a seed.
 
-    Args:
-        base_two: softmax computes 2^(x log2(e) - lse log2(e)), with lse in fp32 (fp64: in fp64).
-        narrow: 16-bit results move too, by up to one unit.
+    base_two: softmax computes 2^(x log2(e) - lse log2(e)), with lse in fp32 (fp64: in fp64).
+    narrow: 16-bit results move too, by up to one unit.
     """
 
     def __init__(self, seed: int, *, base_two: bool = False, narrow: bool = False) -> None:

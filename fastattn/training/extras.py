@@ -7,11 +7,9 @@ from typing import Any
 
 
 def import_extra(module: str, purpose: str) -> Any:
-    """Returns a module of the `gpt` extra.
+    """Returns a module of the `gpt` extra, by its dotted name.
 
-    Args:
-        module: dotted name, such as "safetensors.torch".
-        purpose: what needs it, as the subject of the message: "a checkpoint".
+    purpose: what needs it, as the subject of the message: "a checkpoint".
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message names the extra.

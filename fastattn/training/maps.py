@@ -21,7 +21,6 @@ from .data.text import DataError
 from .extras import import_extra
 from .tasks.tagging import cut_rows
 from .tasks.translation import encode_texts, translate_ids
-from .tokenizers.base import Tokenizer
 
 _LABELLED = 48  # tokens up to which a picture names them
 _INCHES = 2.2  # a head's square
@@ -29,12 +28,9 @@ _INCHES = 2.2  # a head's square
 
 @dataclass(frozen=True)
 class Map:
-    """The weights of one layer.
+    """The weights [H, T_q, T_k] of one layer, and its queries and keys as text.
 
-    Args:
-        name: of the attention module.
-        weights: [H, T_q, T_k]; rows add up to 1, with sinks to less.
-        queries, keys: tokens as text.
+    name: of the attention module. Rows of weights add up to 1, with sinks to less.
     """
 
     name: str
@@ -75,7 +71,9 @@ def attention_maps(trained: Trained, text: str, *, target: str | None = None) ->
     else:
         rows = [_tokens(trained, text)]
     calls = _record(trained.model, rows)
-    labels = [_labels(tokenizer, row) for row in rows]
+    # Text of each token, with white space escaped as in Python.
+    texts = [[tokenizer.decode([token]) for token in row] for row in rows]
+    labels = [[repr(x)[1:-1] if x != " " else "␣" for x in row] for row in texts]
     return [_map(name, weights, labels) for name, weights in calls]
 
 
@@ -134,18 +132,8 @@ def _map(name: str, weights: Tensor, labels: Sequence[Sequence[str]]) -> Map:
     return Map(name, weights, queries, keys)
 
 
-def _labels(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Text of each token, with white space escaped as in Python."""
-    texts = (tokenizer.decode([token]) for token in tokens)
-    return [repr(text)[1:-1] if text != " " else "␣" for text in texts]
-
-
 def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
     """Draw maps as a PNG file: one row per layer, one column per head, one colour bar.
-
-    Args:
-        maps: at least one.
-        path: the file, written once the picture is complete.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -159,11 +147,13 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
     figure = figure_module.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(maps), columns, squeeze=False)
     for row, one in zip(grid, maps, strict=True):
+        # "decoder.blocks.1.cross" is "decoder layer 1 cross".
+        title = one.name.replace("blocks.", "layer ").removesuffix(".attention").replace(".", " ")
         for axes in row[len(one.weights) :]:
             axes.set_axis_off()
         for head, weights in enumerate(one.weights):
             image = row[head].imshow(weights.numpy(), vmin=0, vmax=1, cmap="Blues", aspect="auto")
-            row[head].set_title(f"{_title(one.name)}, head {head}", fontsize=8, parse_math=False)
+            row[head].set_title(f"{title}, head {head}", fontsize=8, parse_math=False)
             _name_tokens(row[head], one, first=head == 0)
     # All heads share one colour scale.
     middle = grid[(len(maps) - 1) // 2]
@@ -178,11 +168,6 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
         Path(path).write_bytes(picture.getvalue())
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _title(name: str) -> str:
-    """Title from a module's name: "decoder.blocks.1.cross" gives "decoder layer 1 cross"."""
-    return name.replace("blocks.", "layer ").removesuffix(".attention").replace(".", " ")
 
 
 def _name_tokens(axes: Any, one: Map, *, first: bool) -> None:

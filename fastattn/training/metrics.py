@@ -26,10 +26,7 @@ def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of a run's metrics.jsonl; empty if there is no such file.
-
-    An incomplete last line, left by a kill, is skipped.
-    """
+    """Records of a run's metrics.jsonl, without an incomplete last line that a kill has left."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
@@ -52,11 +49,9 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
 
 
 def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Draws training and validation loss over steps into a PNG file, replaced in one step.
+    """Draws training and validation loss of metrics.jsonl over steps into a PNG file.
 
-    Args:
-        records: the lines of a run's metrics.jsonl.
-        path: the file, in the run's folder, whose name is in the title.
+    It is replaced in one step. The name of its folder, the run's, is in the title.
     """
     figure_module = import_extra("matplotlib.figure", "the loss curve")
     records = list(records)
@@ -83,12 +78,9 @@ class Progress:
     """Interface of a progress display; this one shows nothing."""
 
     def advance(self, step: int, *, loss: float, **figures: float) -> None:
-        """Report that `step` steps are done.
+        """Report that `step` steps of the run are done.
 
-        Args:
-            step: of the run.
-            loss: the mean since the last call, in nats.
-            figures: of `usage.Usage`, as metrics.jsonl has them.
+        loss: the mean since the last call, in nats. figures: of `usage.Usage`.
         """
 
     def note(self, text: str) -> None:
@@ -103,12 +95,7 @@ class ProgressBar(Progress):
     or tqdm is not installed.
 
     The time left is estimated from the steps after the first `advance`, as the earlier ones include
-    one-time work such as compilation.
-
-    Args:
-        total: steps of the whole run.
-        first: steps done before.
-        stream: where to write.
+    one-time work such as compilation. `first` of the `total` steps were done before.
     """
 
     def __init__(self, total: int, first: int = 0, stream: TextIO | None = None) -> None:

@@ -252,31 +252,20 @@ def _field_names(config_class: Any) -> list[str]:
 
 
 def _start_in(out_dir: Path, resume: bool, say: Callable[[str], None], stack: ExitStack) -> bool:
-    """Whether to look for a run in the folder, as torchrun's restarts do.
-
-    Locks the folder until the stack closes.
-    """
+    """Lock the folder for this run; whether to look for a run there, as torchrun's restarts do."""
     resume = resume or restarted(str(out_dir))
     if out_dir.exists() and not out_dir.is_dir():
         raise CheckpointError(f"the output folder {out_dir} is a file")
     stack.enter_context(locked_folder(out_dir, say))
-    _check_out_dir(out_dir, resume)
+    there = [latest_checkpoint(out_dir), out_dir / METRICS_FILE, out_dir / CURVE_FILE]
+    taken = [path for path in there if path is not None and path.exists()]
+    if taken and not resume:
+        raise CheckpointError(
+            f"{out_dir} holds a run already ({taken[0].name}): continue it with --resume, or "
+            "choose another --out"
+        )
     begun(str(out_dir))
     return resume
-
-
-def _check_out_dir(out_dir: Path, resume: bool) -> None:
-    if resume:
-        return
-    taken = latest_checkpoint(out_dir)
-    for name in (METRICS_FILE, CURVE_FILE):
-        if taken is None and (out_dir / name).exists():
-            taken = out_dir / name
-    if taken is not None:
-        raise CheckpointError(
-            f"{out_dir} holds a run already ({taken.name}): continue it with --resume, or choose "
-            "another --out"
-        )
 
 
 def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
@@ -309,11 +298,7 @@ def _continued(options: Options, checkpoint: Checkpoint, kind: Kind) -> Options:
 
 
 def _check_saved(options: Options, checkpoint: Checkpoint, kind: Kind) -> None:
-    """Check that a saved run's options are usable.
-
-    Raises:
-        CheckpointError: an option is of a wrong type or out of range.
-    """
+    """Raise CheckpointError if an option of a saved run is of a wrong type or out of range."""
     config_of(checkpoint)
     data, part = checkpoint.config.get("data", {}), "training"
     try:
@@ -337,10 +322,7 @@ def _data_fields(kind: Kind, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Pretrained:
-    """The encoder of a trained masked-token model.
-
-    Args:
-        path: folder of a run or of a checkpoint.
+    """The encoder of a trained masked-token model, from a folder of a run or of a checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it holds another kind of model.
@@ -354,11 +336,7 @@ class Pretrained:
         self.tokenizer: Tokenizer = trained.tokenizer
 
     def fields(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The encoder's configuration with the run's own options, without the vocabulary.
-
-        Args:
-            chosen: fields that the user has set.
-        """
+        """The encoder's configuration with the run's own options, without the vocabulary."""
         fields = self._config.to_dict()
         del fields["vocab_size"]
         for name, value in chosen.items():

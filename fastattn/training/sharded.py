@@ -104,11 +104,13 @@ class ShardWriter(HuggingFaceStorageWriter):
                 # A file has one entry a name: the others would be lost.
                 raise CheckpointError(f"{name} has {count} parts on a rank, not one")
         written = super().write_data(plan, planner).wait()
-        results = [
+        results = []
+        for name in sorted({result.storage_data.relative_path for result in written}):
+            path = Path(self.path) / name
             # torch's own flush comes before the end of its buffer is written.
-            WriteResult(MetadataIndex(name), 0, _flushed_entry(Path(self.path) / name))
-            for name in sorted({result.storage_data.relative_path for result in written})
-        ]
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            results.append(WriteResult(MetadataIndex(name), 0, entry_of_file(path)))
         done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result(results)
         return done
@@ -121,12 +123,6 @@ class ShardWriter(HuggingFaceStorageWriter):
         files = {**dict(sorted(entries.items())), TOKENIZER: entry_of(tokenizer)}
         manifest = storage.write_manifest(own.step, own.config, own.state, files)
         storage.publish(self._final, {TOKENIZER: tokenizer, MANIFEST: manifest})
-
-
-def _flushed_entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return entry_of_file(path)
 
 
 class ShardedWriter:
@@ -205,11 +201,7 @@ class ShardedWriter:
         return final
 
     def wait(self) -> None:
-        """Wait for the checkpoint written in the background.
-
-        Raises:
-            CheckpointError: as `save`.
-        """
+        """Wait for the checkpoint written in the background, and raise its error."""
         if self._pending is None:
             return
         (final, future), self._pending = self._pending, None

@@ -27,12 +27,7 @@ from .storage import CheckpointError, Manifest, file_in
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads tensors from files of a checkpoint.
-
-    Args:
-        manifest: of the checkpoint, sharded or not.
-        names: of the files.
-    """
+    """Reads tensors from files of a checkpoint, sharded or not."""
 
     def __init__(self, manifest: Manifest, names: list[str]) -> None:
         super().__init__(str(manifest.folder))

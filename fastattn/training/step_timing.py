@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,13 +26,9 @@ BACKENDS = ("auto", "triton", "torch")
 class StepTiming:
     """Speed and memory of training with one backend.
 
-    Args:
-        backend: the backend of every attention call.
-        step_ms: median milliseconds of an optimizer step, forward and backward included.
-        tokens_per_second: at that pace.
-        model_tflops: 1e12 operations a second, by `flops_per_token`.
-        mfu: share of the data sheet's dense bf16 rate; None on unknown devices and in other dtypes.
-        peak_mib: most memory that torch held at once; None on a CPU.
+    step_ms: median of an optimizer step, forward and backward included. model_tflops: by
+    `flops_per_token`. mfu: share of the data sheet's dense bf16 rate; None on unknown devices and
+    in other dtypes. peak_mib: most memory that torch held at once; None on a CPU.
     """
 
     backend: str
@@ -77,7 +73,7 @@ def time_training_steps(
             raise ValueError(f"{name} must be at least 1, got {value}")
     device = torch.device(device)
     on_gpu = device.type == "cuda"
-    with _backend(backend):
+    with mock.patch.dict(os.environ, {ENVIRONMENT: backend}):
         q = torch.zeros(1, 1, 1, config.head_dim, device=device, dtype=dtype)
         choose(q, q, q, Options(causal=True), backend)
         step, parameters = _make_step(config, batch_size, device, dtype)
@@ -125,20 +121,6 @@ def _make_step(
         optimizer.zero_grad(set_to_none=True)
 
     return step, model.num_parameters()
-
-
-@contextmanager
-def _backend(name: str) -> Iterator[None]:
-    """Every attention call in the block uses this backend."""
-    before = os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ENVIRONMENT]
-        else:
-            os.environ[ENVIRONMENT] = before
 
 
 def as_dict(timing: StepTiming) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..files.replace import replacing
 from ..models.fields import check_type
 
 MODEL, TRAINING, TOKENIZER = "model.safetensors", "training.safetensors", "tokenizer.json"
@@ -51,12 +52,9 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of a checkpoint.json.
+    """The fields of a checkpoint.json; step, config, state: as in `Checkpoint`.
 
-    Args:
-        folder: the checkpoint's.
-        step, config, state: as in `Checkpoint`.
-        files: size in bytes and SHA-256, in hexadecimal, of each other file.
+    files: size in bytes and SHA-256, in hexadecimal, of each other file.
     """
 
     folder: Path
@@ -87,9 +85,7 @@ class Manifest:
     def check(self, name: str, *, content: bool = True) -> None:
         """Check a file against the manifest, without holding it in memory.
 
-        Args:
-            name: of the file.
-            content: compare the digest as well as the size.
+        content: compare the digest as well as the size.
         """
         path, entry = file_in(self.folder, name), self.files[name]
         try:
@@ -100,11 +96,7 @@ class Manifest:
         self._compare(path, entry, size, digest)
 
     def read(self, name: str) -> bytes:
-        """A file's content.
-
-        Raises:
-            CheckpointError: it is unreadable, or differs from the manifest.
-        """
+        """A file's content; CheckpointError if it is unreadable, or differs from the manifest."""
         path, entry = file_in(self.folder, name), self.files[name]
         content = read_bytes(path)
         self._compare(path, entry, len(content), hashlib.sha256(content).hexdigest())
@@ -279,7 +271,9 @@ def writing_path(final: Path) -> Path:
 def begin(final: Path) -> None:
     """Make the temporary folder of a checkpoint, after removing a killed write's."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(final.parent)
+    for path in final.parent.iterdir():
+        if path.name.startswith((_WRITING, _REMOVING)):
+            shutil.rmtree(path, ignore_errors=True)
     writing_path(final).mkdir()
 
 
@@ -288,7 +282,8 @@ def publish(final: Path, contents: Mapping[str, bytes]) -> None:
     run_dir, temporary = final.parent, writing_path(final)
     older = _checkpoints(run_dir)
     for name, content in contents.items():
-        _write_durably(temporary / name, content)
+        with replacing(temporary / name, "wb") as file:
+            file.write(content)
     _flush_folder(temporary)
     os.rename(temporary, final)
     _flush_folder(run_dir)
@@ -344,13 +339,6 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _flush_folder(folder: Path) -> None:
     """Flush a folder, so that its names survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -374,9 +362,3 @@ def _remove(folder: Path) -> None:
     except OSError:
         return
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _remove_leftovers(run_dir: Path) -> None:
-    for path in run_dir.iterdir():
-        if path.name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(path, ignore_errors=True)

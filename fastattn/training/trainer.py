@@ -14,18 +14,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from . import metrics
 from .checkpoint import Checkpoint, CheckpointError
 from .data.text import TextDataset
 from .distributed.ranks import Ranks
-from .metrics import (
-    CURVE_FILE,
-    Progress,
-    Speed,
-    append_metrics,
-    draw_loss_curve,
-    read_metrics,
-    truncate_metrics,
-)
 from .tasks.task import Batch, LanguageTask, Task
 from .tokenizers.base import Tokenizer
 from .train_config import TrainConfig
@@ -95,7 +87,7 @@ class Trainer:
         *,
         data_config: Mapping[str, Any] | None = None,
         kind: str = "gpt",
-        progress: Progress | None = None,
+        progress: metrics.Progress | None = None,
         resume_from: Checkpoint | Path | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -105,7 +97,7 @@ class Trainer:
         self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config
         self.out_dir = Path(out_dir)
         self.data_config, self.kind = dict(data_config or {}), kind
-        self.progress = Progress() if progress is None else progress
+        self.progress = metrics.Progress() if progress is None else progress
         self.device = next(model.parameters()).device
         self.dtype = config.resolve_dtype(self.device)
         self.ranks = Ranks() if ranks is None else ranks
@@ -120,7 +112,7 @@ class Trainer:
         self._batches = torch.Generator().manual_seed(config.seed)
         self._loss_sum = torch.zeros((), device=self.device)
         self._loss_count = 0
-        self._speed = Speed()
+        self._speed = metrics.Speed()
         torch.manual_seed(config.seed)
         if resume_from is not None:
             self._restore(self.ranks.restore(resume_from, model, self.optimizer))
@@ -137,7 +129,7 @@ class Trainer:
         config, first = self.config, self.step
         self._save()
         if self.ranks.first:
-            truncate_metrics(self.out_dir, first)
+            metrics.truncate_metrics(self.out_dir, first)
         self.model.train()
         self._speed.start()
         while self.step < config.steps and not self.ranks.agree(should_stop()):
@@ -160,7 +152,8 @@ class Trainer:
         if loss is not None and self.step > first:
             self._record_validation(loss, "whole split", scores)
         if self.ranks.first:
-            draw_loss_curve(read_metrics(self.out_dir), self.out_dir / CURVE_FILE)
+            records = metrics.read_metrics(self.out_dir)
+            metrics.draw_loss_curve(records, self.out_dir / metrics.CURVE_FILE)
         path = self._save(loss, scores)
         self.ranks.wait()
         return TrainResult(self.step, finished, path, loss, speed, scores)
@@ -259,7 +252,7 @@ class Trainer:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         if self.ranks.first:
-            append_metrics(self.out_dir, record)
+            metrics.append_metrics(self.out_dir, record)
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):

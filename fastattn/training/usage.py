@@ -42,18 +42,13 @@ def flops_per_token(config: GPTConfig, parameters: int) -> float:
 
 def dense_bf16_tflops(name: str) -> float | None:
     """A GPU's dense bf16 rate from its data sheet; None for unknown GPUs."""
-    for gpu, rate in _DENSE_BF16.items():
-        if gpu in name:
-            return rate
-    return None
+    return next((rate for gpu, rate in _DENSE_BF16.items() if gpu in name), None)
 
 
 def full_rate(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak rate for MFU, in operations a second; None if unknown.
 
-    Args:
-        device: of the run.
-        dtype: of matrix products; the table has 16-bit rates only.
+    dtype: of matrix products; the table has 16-bit rates only.
     """
     if device.type != "cuda" or dtype == torch.float32:
         return None
@@ -79,12 +74,7 @@ def peak_mib(device: torch.device) -> float | None:
 class Usage:
     """Figures of a run's progress derived from its speed.
 
-    Args:
-        config: of the model; operations are counted only for a GPT.
-        parameters: number of trained scalars of the whole model.
-        ranks: number of ranks.
-        device: of this rank.
-        dtype: of matrix products.
+    Operations are counted only for a GPT. parameters: trained scalars of the whole model.
     """
 
     def __init__(

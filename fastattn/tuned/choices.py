@@ -42,23 +42,10 @@ class Choices(NamedTuple):
     splits: dict[Key, Record]
     multiprocessors: int
 
-    def quarantined(
-        self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
-    ) -> str | None:
-        """Reason that a backend is skipped in calls of these families, or None.
-
-        head_dim: one of HEAD_DIMS.
-        """
-        for family in families:
-            row = self.verification.get((backend, family, _name(dtype), head_dim))
-            if row is not None and row.get("verdict") != "right":
-                return verdict(row)
-        return None
-
     def verdicts(
         self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
     ) -> tuple[str, ...]:
-        """Verdicts on calls of these families, right or wrong; see `quarantined`."""
+        """Verdicts on calls of these families, right or wrong; head_dim is one of HEAD_DIMS."""
         keys = [(backend, family, _name(dtype), head_dim) for family in families]
         return tuple(verdict(self.verification[key]) for key in keys if key in self.verification)
 
@@ -109,11 +96,9 @@ by_direction = False
 
 def choices(device: torch.device) -> Choices:
     """The findings about a device, read at the first call."""
-    stored = _known.get(device)
-    if stored is None:
-        rows = read(device) if applies(device) else {}
-        stored = adopt(device, rows)
-    return stored
+    if device not in _known:
+        adopt(device, read(device) if applies(device) else {})
+    return _known[device]
 
 
 def adopt(device: torch.device, rows: Records) -> Choices:
@@ -219,10 +204,7 @@ def families(options: Options, training: bool) -> tuple[str, ...]:
 
 def head_dim_class(D: int) -> int:
     """The smallest of HEAD_DIMS that is at least head_dim."""
-    for width in HEAD_DIMS:
-        if width >= D:
-            return width
-    return D
+    return next((width for width in HEAD_DIMS if width >= D), D)
 
 
 def judge(
@@ -315,8 +297,12 @@ def any_about(device: torch.device) -> bool:
 def quarantined(
     device: torch.device, backend: str, families: tuple[str, ...], dtype: torch.dtype, width: int
 ) -> str | None:
-    """`Choices.quarantined` of a device."""
-    return choices(device).quarantined(backend, families, dtype, width)
+    """Reason that a backend is skipped in calls of these families, or None."""
+    for family in families:
+        row = choices(device).verification.get((backend, family, _name(dtype), width))
+        if row is not None and row.get("verdict") != "right":
+            return verdict(row)
+    return None
 
 
 def multiprocessors(device: torch.device) -> int:

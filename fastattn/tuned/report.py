@@ -23,8 +23,7 @@ def describe(device: torch.device) -> list[str]:
         rows = choices.read(device)
         choices.choices(device)  # installs its tiles
         with torch.cuda.device(-1 if device.index is None else device.index):
-            lines = [*_tiles(), *_splits(rows), *_fastest(rows)]
-            return [*lines, *_verified(rows, "on this device")]
+            return [*_tiles(), *_findings(rows), *_verified(rows, "on this device")]
     if call.interpreting():
         return _verified(choices.read(device), "in the interpreter")
     return []
@@ -52,16 +51,12 @@ def _origin(row: Any) -> str:
     return f"tuned here {row['date']}" if source == "tuned" else source
 
 
-def _splits(rows: choices.Records) -> Iterator[str]:
-    """The tuned number of decoding programs a multiprocessor."""
+def _findings(rows: choices.Records) -> Iterator[str]:
+    """Tuned numbers of decoding programs, and how often each backend is the fastest one timed."""
     for row in rows.get("splits", ()):
         which = f"{row['element_size']} bytes, {row['BLOCK_D']}"
         programs = f"{row['programs']} programs a multiprocessor"
         yield f"  splits of decode, {which}: {programs}, tuned here {row['date']}"
-
-
-def _fastest(rows: choices.Records) -> Iterator[str]:
-    """Numbers of timed buckets by fastest backend."""
     count = Counter(row["backend"] for row in rows.get("backends", ()))
     if count:
         counts = ", ".join(f"{name} {n}" for name, n in count.most_common())

@@ -21,12 +21,7 @@ _warned: set[str] = set()
 
 
 class Store:
-    """The findings of one environment.
-
-    Args:
-        environment: for which they hold.
-        folder: for all environments; default `cache_folder()`.
-    """
+    """The findings of one environment, in a folder; default: in `cache_folder()`."""
 
     def __init__(self, environment: Environment, folder: str | Path | None = None) -> None:
         self.environment = environment
@@ -63,7 +58,11 @@ class Store:
                 kept = self._rows(kind)
             except Unreadable as error:
                 kept = []
-                _move_aside(path, error)
+                # To an unused name, so that it can be examined.
+                count = len(list(path.parent.glob(f"{path.stem}.damaged-*")))
+                aside = path.with_name(f"{path.stem}.damaged-{count}.json")
+                path.rename(aside)
+                warn_once(f"fastattn moved {path} to {aside.name}: {error}")
             remove_partial(path)
             merged = findings.merged(kind, *kept, *dated)
             findings.write(path, Findings(self.environment, {kind: merged}))
@@ -76,11 +75,7 @@ class Store:
         return not path.exists() or self._locked(lambda: path.unlink(missing_ok=True))
 
     def export(self, path: str | Path) -> None:
-        """Write all findings to one file, for `import_` or FASTATTN_TUNED on another machine.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write all findings to one file, for `import_` or FASTATTN_TUNED on another machine."""
         rows = {kind: self.read(kind) for kind in findings.KEYS}
         findings.write(Path(path), Findings(self.environment, rows))
 
@@ -134,11 +129,3 @@ def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=3)
-
-
-def _move_aside(path: Path, error: Unreadable) -> None:
-    """Rename a file that cannot be read to an unused name, so that it can be examined."""
-    count = len(list(path.parent.glob(f"{path.stem}.damaged-*")))
-    aside = path.with_name(f"{path.stem}.damaged-{count}.json")
-    path.rename(aside)
-    warn_once(f"fastattn moved {path} to {aside.name}: {error}")

@@ -58,7 +58,7 @@ def torch_only():
 def python_tagger(tmp_path_factory, one_thread, torch_only) -> Path:
     """Tags of the standard library's own tokens."""
     few = partial(standard_library_sentences, 60_000)
-    torch_only.setattr(sources, "standard_library_sentences", few)
+    torch_only.setattr(sources.tagged_text, "standard_library_sentences", few)
     out = tmp_path_factory.mktemp("tagger") / "run"
     options = ["--tokenizer", "char", "--context", 16, "--steps", 60, *SMALL]
     assert run("train", "--model", "encoder", "--out", out, *options) == 0

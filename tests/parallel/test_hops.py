@@ -179,8 +179,8 @@ def test_nothing_is_sent_or_computed_that_is_hidden(
         messages[-1].append(rank_of[k_runs[0][0]])
 
     monkeypatch.setattr(dist, "batch_isend_irecv", send)
-    monkeypatch.setattr(ring, "part_forward", lambda *arguments: compute(arguments[6]))
-    monkeypatch.setattr(ring, "part_backward", lambda *arguments: compute(arguments[5]))
+    monkeypatch.setattr(ring.parts, "part_forward", lambda *arguments: compute(arguments[6]))
+    monkeypatch.setattr(ring.parts, "part_backward", lambda *arguments: compute(arguments[5]))
     with group_without_messages(3, RANKS):
         messages += [], []
         o, lse = ring.ring_forward(q, k, v, options, plan, dist.group.WORLD)

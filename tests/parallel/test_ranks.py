@@ -139,7 +139,7 @@ def orders(mesh: Any) -> dict[str, list[str]]:
         patch.setattr(dist, "batch_isend_irecv", noted(dist.batch_isend_irecv, "issue"))
         patch.setattr(gather, "gather_single", noted(gather.gather_single, "issue"))
         for module, names in (
-            (ring, ("part_forward", "part_backward")),
+            (ring.parts, ("part_forward", "part_backward")),
             (gather, ("whole_forward", "part_backward")),
         ):
             for name in names:

@@ -20,7 +20,7 @@ import torch
 
 from fastattn.models import gpt2
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.training import trainer as trainer_module
+from fastattn.training import metrics
 from fastattn.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -128,8 +128,8 @@ def stopped(tmp_path_factory, one_thread) -> Path:
 def run(stopped, tmp_path, monkeypatch) -> Path:
     """The manifest of a copy of the run; going on writes nothing."""
     shutil.copytree(stopped, tmp_path / "run")
-    monkeypatch.setattr(sources, "standard_library_text", lambda: "no text\n" * 50)
-    monkeypatch.setattr(trainer_module, "draw_loss_curve", lambda records, path: None)
+    monkeypatch.setattr(sources.texts, "standard_library_text", lambda: "no text\n" * 50)
+    monkeypatch.setattr(metrics, "draw_loss_curve", lambda records, path: None)
     monkeypatch.setattr(ranks_module, "save_checkpoint", lambda out_dir, checkpoint: out_dir)
     monkeypatch.setattr(torch, "compile", lambda model: model)
     return tmp_path / "run" / "step-00000001" / "checkpoint.json"

@@ -290,20 +290,20 @@ def flash_attn_with_kvcache(
         cache_leftpad,
         one_of("block_table", block_table, "page_table", page_table),
     )
+    named = {"k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     with errors_of_flash_attn():
+        for name, x in named.items():
+            if x is not None:
+                checked(name, x, 2 if name.startswith("rotary") else 4)
         result = append_and_attend(
             checked("q", q, 4),
             cache,
-            new=(_if_given("k", k, 4), _if_given("v", v, 4)),
-            rotary=(_if_given("rotary_cos", rotary_cos, 2), _if_given("rotary_sin", rotary_sin, 2)),
+            new=(k, v),
+            rotary=(rotary_cos, rotary_sin),
             interleaved=rotary_interleaved,
             options=options,
             num_splits=num_splits or None,
             return_lse=with_lse,
-            qv=_if_given("qv", qv, 4),
+            qv=qv,
         )
     return returned(result, with_lse, False, lambda o: o.transpose(1, 2))
-
-
-def _if_given(name: str, x: Tensor | None, dims: int) -> Tensor | None:
-    return None if x is None else checked(name, x, dims)

@@ -61,11 +61,7 @@ def _new(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
 
 
 def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> Callable[[], None]:
-    """Serve a module's calls by an adapter, and count them.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Serve a module's calls by an adapter, and count them; returns a function that undoes it."""
     kind: Any = type(module)
     module.__class__ = _adapted_class(kind, adapter)
     setattr(module, _CALLS, calls)

@@ -54,11 +54,16 @@ class Swap:
     def left(self) -> dict[str, str]:
         """Names of possible attention modules that are not served, and why."""
         served = self._served()
-        left = {
-            name: f"{_class_name(kind)}: {_why_left(kind)}"
-            for name, kind in self._watched.items()
-            if name not in served and name not in self._of_transformers and _may_attend(kind)
-        }
+        left = {}
+        for name, kind in self._watched.items():
+            softmax = not _SOFTMAX.isdisjoint(names_in(kind))
+            why = f"its code names neither {_SDPA} nor softmax, and no call of either was seen"
+            if softmax:
+                why = "its code names softmax: fastattn.swap(model, eager=True) or adapters= may "
+                why += "serve it"
+            called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
+            if (softmax or called) and name not in served and name not in self._of_transformers:
+                left[name] = f"{_class_name(kind)}: {why}"
         in_vain = [name for name in served if self._in_vain(name)]
         # A class named as attention may only contain attention.
         listed = served | left | self._left
@@ -107,17 +112,6 @@ class Swap:
 
 def _class_name(kind: type[nn.Module]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _may_attend(kind: type[nn.Module]) -> bool:
-    name = kind.__name__.lower()
-    return "attention" in name or "attn" in name or not _SOFTMAX.isdisjoint(names_in(kind))
-
-
-def _why_left(kind: type[nn.Module]) -> str:
-    if _SOFTMAX.isdisjoint(names_in(kind)):
-        return f"its code names neither {_SDPA} nor softmax, and no call of either was seen"
-    return "its code names softmax: fastattn.swap(model, eager=True) or adapters= may serve it"
 
 
 def swap(

@@ -42,11 +42,7 @@ def is_of_swap(hook: object) -> bool:
 
 
 def watch(module: nn.Module, calls: Calls) -> Callable[[], None]:
-    """Serve and count calls of torch's function while a module runs.
-
-    Returns:
-        A function that removes the hooks.
-    """
+    """Serve and count calls of torch's function while a module runs; returns what undoes it."""
     begin = module.register_forward_pre_hook(_Begin(calls), prepend=True)
     # Also where the forward raises.
     end = module.register_forward_hook(_End(calls), always_call=True)

@@ -142,7 +142,8 @@ def attention_forward(
         options["attn_bias"] = bounded_bias(position_bias)
     mask, rule = attention_mask, None
     if isinstance(mask, LazyMask):
-        rule = _usable_rule(mask, query, key)
+        fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
+        rule = mask.rule() if fits else None
         mask = mask.entries() if rule is None else None
     elif mask is None or mask.dim() == 2:
         rule = _rule_without_mask(mask, bool(causal), sliding_window, query, key)
@@ -212,12 +213,6 @@ def _attend(
     # A sink multiplies the denominator by 1 + exp(sinks - lse).
     share = torch.sigmoid(lse[..., None] - sinks)
     return (o * share).to(o.dtype).transpose(1, 2).contiguous(), share
-
-
-def _usable_rule(mask: LazyMask, query: Tensor, key: Tensor) -> Rule | None:
-    """The rule of a mask if it fits these tensors, else None."""
-    fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
-    return mask.rule() if fits else None
 
 
 def _rule_without_mask(
@@ -292,9 +287,7 @@ def _check_packed(
             f"with attention_chunk_size {chunk}: leave the offsets out, and position_ids that "
             "start anew separate the sequences"
         )
-    if torch.compiler.is_compiling():
-        return
-    if rule is None or rule.padding is None:
+    if torch.compiler.is_compiling() or rule is None or rule.padding is None:
         return
     hidden = mask.has_padding() if isinstance(mask, LazyMask) else not bool(rule.padding.all())
     if hidden:

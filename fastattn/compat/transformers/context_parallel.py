@@ -7,7 +7,7 @@ a rank's tokens. Models that mix tokens in another way or compute their own posi
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -34,9 +34,7 @@ _REFUSED = {
 class SpreadModels:
     """Patches for models of transformers with attn_implementation="fastattn".
 
-    Args:
-        mesh, plan: as for `context_attention`.
-        attention: `fastattn.attention` from this rank's tokens to all ranks'.
+    attention: `fastattn.attention` from this rank's tokens to all ranks'.
     """
 
     def __init__(self, mesh: Mesh, plan: ContextPlan, attention: Callable[..., Any]) -> None:
@@ -54,7 +52,7 @@ class SpreadModels:
             ("attention_weights", f"output_attentions: {_REFUSED['output_attentions']}"),
             ("decode_attention", "one token a rank cannot be told from a step of decoding"),
         ):
-            yield attend, name, _refusal(f"not served under ContextParallel: {reason}")
+            yield attend, name, partial(_refuse, f"not served under ContextParallel: {reason}")
         if self._told:
             from transformers import PreTrainedModel, masking_utils
 
@@ -256,11 +254,8 @@ def _signature(model: Any, bound: inspect.BoundArguments) -> tuple[Any, ...]:
     return (type(model).__name__, *sorted(shapes))
 
 
-def _refusal(message: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError(message)
-
-    return refuse
+def _refuse(message: str, *_: Any, **__: Any) -> Any:
+    raise ValueError(message)
 
 
 @cache

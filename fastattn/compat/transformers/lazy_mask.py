@@ -80,14 +80,7 @@ _COPIES = frozenset((Tensor.clone, Tensor.contiguous, Tensor.detach, torch.clone
 
 
 class LazyMask(Tensor):
-    """bool [B, 1, T_q, T_k], True = attend, computed from a rule on first use.
-
-    Args:
-        rule: of the entries.
-        entries: computes them.
-        shape: of the entries.
-        device: of the entries.
-    """
+    """bool [B, 1, T_q, T_k], True = attend, computed by `entries` on first use."""
 
     _rule: Rule
     _entries: Callable[[], Tensor]

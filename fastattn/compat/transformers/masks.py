@@ -82,7 +82,10 @@ def attention_mask(
     if one_step or use_vmap:
         return entries()
     if is_tracing():
-        plain = attention_mask is None and not _is_turned(config)
+        # A config may change which way a family looks: its layers need not have heard of that.
+        turned = getattr(config, "use_bidirectional_attention", None)
+        turned = turned or getattr(config, "is_causal", None) is False
+        plain = attention_mask is None and not turned
         causal = mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned
         whole = mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip
         return None if plain and (causal or whole) else entries()
@@ -95,12 +98,6 @@ def attention_mask(
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
     return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
-
-
-def _is_turned(config: Any) -> bool:
-    """Whether a config overrides a family's direction, which its layers may ignore."""
-    bidirectional = getattr(config, "use_bidirectional_attention", None)
-    return bool(bidirectional) or getattr(config, "is_causal", None) is False
 
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
@@ -148,7 +145,10 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
                 return None
             if rule.chunk is not None:
                 chunks = held["position_ids"].div(rule.chunk, rounding_mode="floor")
-                whole = whole._replace(documents=_numbers_of_pairs(whole.documents, chunks))
+                # Neighbours that are alike in both have one number.
+                new = (whole.documents.diff(dim=1) != 0) | (chunks.diff(dim=1) != 0)
+                numbers = torch.nn.functional.pad(new.cumsum(1), (1, 0))
+                whole = whole._replace(documents=numbers)
         else:
             rule = rule_of(part)
             if rule is None or (_numbered(whole) and _numbered(rule)):
@@ -167,12 +167,6 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
 def _numbered(rule: Rule) -> bool:
     """Whether a rule numbers tokens; two such rules do not combine."""
     return rule.documents is not None or rule.chunk is not None
-
-
-def _numbers_of_pairs(a: Tensor, b: Tensor) -> Tensor:
-    """int64 [B, T]: numbers of runs of equal pairs (a, b), both [B, T]."""
-    new = (a.diff(dim=1) != 0) | (b.diff(dim=1) != 0)
-    return torch.nn.functional.pad(new.cumsum(1), (1, 0))
 
 
 def _with_chunk_numbers(rule: Rule, length: int, device: torch.device | str) -> Rule:
@@ -202,10 +196,7 @@ def _held(closure: Callable[..., Any]) -> dict[str, Any]:
 def chunk_ids(offsets: Tensor, length: int, chunk: int) -> Tensor:
     """int32 [1, length]: `document_ids`, with a number for each chunk of each sequence.
 
-    Args:
-        offsets: int32 or int64 [N + 1] of packed sequences.
-        length: total number of tokens.
-        chunk: tokens of a chunk, counted from the start of its sequence.
+    offsets: int32 or int64 [N + 1] of packed sequences. A chunk counts from its sequence's start.
     """
     position = torch.arange(length, dtype=offsets.dtype, device=offsets.device)
     ids = torch.searchsorted(offsets[1:].contiguous(), position, right=True)

@@ -32,8 +32,7 @@ def unserved(model: nn.Module, implementation: str) -> tuple[int, dict[str, str]
         `torch.nn.MultiheadAttention` and modules that contain one are excluded.
     """
     left: dict[str, str] = {}
-    served = _visit(model, "", implementation, left)
-    return served, left
+    return _visit(model, "", implementation, left), left
 
 
 def _visit(module: nn.Module, name: str, implementation: str, left: dict[str, str]) -> int:
@@ -51,7 +50,12 @@ def _visit(module: nn.Module, name: str, implementation: str, left: dict[str, st
         served += _visit(child, full, implementation, inner)
     by_torch = any(type(part) is nn.MultiheadAttention for part in module.modules())
     if is_attention(type(module)) and not served and not by_torch:
-        left[name] = _reason(module)
+        kind = type(module).__name__
+        reason = f"{kind} computes attention by itself, not by transformers' AttentionInterface"
+        functions = (f for inner in module.modules() for f in _functions(type(inner)))
+        if any(_SDPA in _named(f) for f in functions):
+            reason += f"; it calls torch's {_SDPA}, which fastattn.patch_sdpa serves"
+        left[name] = reason
     else:
         left.update(inner)
     return served
@@ -83,14 +87,6 @@ def is_attention(kind: type) -> bool:
     """Whether a class's name means attention."""
     name = kind.__name__.lower()
     return "attention" in name or "attn" in name
-
-
-def _reason(module: nn.Module) -> str:
-    kind = type(module).__name__
-    reason = f"{kind} computes attention by itself, not by transformers' AttentionInterface"
-    if any(_SDPA in _named(f) for inner in module.modules() for f in _functions(type(inner))):
-        reason += f"; it calls torch's {_SDPA}, which fastattn.patch_sdpa serves"
-    return reason
 
 
 def looks_up(kind: type) -> bool:

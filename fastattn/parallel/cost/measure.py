@@ -50,12 +50,9 @@ class Measured(NamedTuple):
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Process group of torchrun's ranks, NCCL on GPUs and gloo on a CPU.
+    """Process group of torchrun's ranks, NCCL on GPUs and gloo on a CPU; else a ValueError.
 
     An existing group is used and kept.
-
-    Raises:
-        ValueError: torchrun did not start this process.
     """
     if dist.is_initialized():
         yield
@@ -94,11 +91,7 @@ def measure(rates: Rates) -> Measured:
 
 
 def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
-    """Links by name of each dim with several ranks; equal on every rank.
-
-    Every rank sends to the next one and receives from the previous one, as in a ring. The slowest
-    rank counts.
-    """
+    """Links by name of each dim with several ranks, by the slowest rank of a ring."""
     names = mesh.mesh_dim_names or tuple(str(n) for n in range(mesh.ndim))
     return {
         name: _measure_link(mesh.get_group(n), mesh.device_type)

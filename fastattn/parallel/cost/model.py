@@ -73,11 +73,7 @@ def ideal_seconds(shape: Shape, gpus: int, rates: Rates) -> float:
 
 
 def cost(method: str, shape: Shape, gpus: int, rates: Rates, inner: int | None = None) -> Cost:
-    """Model the cost of a method of `context_attention`.
-
-    Args:
-        inner: for "usp", the ranks of the inner dim; default: a node's.
-    """
+    """Model the cost of a method of `context_attention`; inner: ranks of the inner dim of "usp"."""
     inner = inner or min(gpus, rates.node)
     sent = sum(message.sent for message in messages(method, shape, gpus, inner).values())
     if method == "gather":
@@ -110,10 +106,8 @@ class Messages(NamedTuple):
 def messages(method: str, shape: Shape, gpus: int, inner: int | None = None) -> dict[str, Messages]:
     """Messages by mesh dim, "sequence" or "heads".
 
-    A test compares them with a real run. Small messages, such as document ids, are not counted.
-
-    Args:
-        inner: as for `cost`.
+    A test compares them with a real run. Small messages, such as document ids, are not counted;
+    inner as for `cost`.
     """
     if method == "gather":
         local = _keys(shape, gpus)

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
 from typing import Any
+from unittest import mock
 
 from .cross_compile import CompiledFacts, compiling_for, describe
 from .named_functions import load_function
@@ -28,32 +28,22 @@ class CrossCompileError(RuntimeError):
     """A function failed in its worker; the message has its name, the target and the error."""
 
 
-def _default_workers() -> int:
-    """Number of workers; one under pytest-xdist, whose workers have own pools."""
-    sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return max(1, min(2, (os.cpu_count() or 1) // sharing))
-
-
-class CompilePool:
+class CompilePool(contextlib.AbstractContextManager["CompilePool"]):
     """Worker processes that compile kernels for any of `cross_compile.TARGETS`.
 
-    Functions are named as in `load_function`. Arguments and results must be picklable.
-
-    Args:
-        workers: most processes; default two, or one under pytest-xdist or with one CPU. They start
-            on first use, and cache compiled kernels.
+    Functions are named as in `load_function`. Arguments and results must be picklable. There are at
+    most two workers, or one under pytest-xdist or with one CPU; they start on first use, and cache
+    compiled kernels.
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        self._workers = workers or _default_workers()
+        # Workers of pytest-xdist have pools of their own, and a start takes seconds of a CPU.
+        sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        self._workers = workers or max(1, min(2, (os.cpu_count() or 1) // sharing))
         self._executor: ProcessPoolExecutor | None = None
 
     def facts(self, function: str, target: str, **kwargs: Any) -> list[CompiledFacts]:
-        """Facts of every kernel that the function launches for `target`, each once, in order.
-
-        Raises:
-            CrossCompileError: the function or the compiler raised, or the worker died.
-        """
+        """Facts of every kernel that the function launched, in order; or a CrossCompileError."""
         facts: list[CompiledFacts] = self._finish(_facts, function, target, kwargs)
         return facts
 
@@ -74,15 +64,7 @@ class CompilePool:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
 
-    def __enter__(self) -> "CompilePool":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(
@@ -91,7 +73,9 @@ class CompilePool:
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(self._workers, context, _follow_parent)
-        with _without_interpreter():
+        with mock.patch.dict(os.environ):
+            # Processes that start now inherit the environment.
+            os.environ.pop("TRITON_INTERPRET", None)
             return self._executor.submit(run, function, target, kwargs)
 
     def _finish(
@@ -116,17 +100,6 @@ def _follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-@contextlib.contextmanager
-def _without_interpreter() -> Iterator[None]:
-    """Processes started in the block inherit an environment without TRITON_INTERPRET."""
-    value = os.environ.pop("TRITON_INTERPRET", None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ["TRITON_INTERPRET"] = value
 
 
 def _facts(function: str, target: str, kwargs: dict[str, Any]) -> list[CompiledFacts]:

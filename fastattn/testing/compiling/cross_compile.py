@@ -59,7 +59,7 @@ RELEASE = ".".join(triton.__version__.split(".")[:2])
 class PtxasReport:
     """The `ptxas -v` report of a kernel; spills in bytes per thread, summed over functions."""
 
-    registers: int
+    registers: int  # vector registers on AMD
     spill_store_bytes: int
     spill_load_bytes: int
     warnings: tuple[str, ...]  # C75xx: ptxas has serialised wgmma
@@ -102,7 +102,7 @@ def wgmma_with_register_a(ptx: str) -> int:
 
 
 @dataclass(frozen=True)
-class CompiledFacts:
+class CompiledFacts(PtxasReport):
     """Properties of a kernel compiled for a target; nothing is measured."""
 
     name: str
@@ -111,12 +111,8 @@ class CompiledFacts:
     num_stages: int
     shared_bytes: int
     fits_shared_memory: bool
-    registers: int  # a thread; vector registers on AMD
-    spill_store_bytes: int  # a thread
-    spill_load_bytes: int
     mma: frozenset[str]  # of "wgmma", "tcgen05", "mma.sync", "mfma", "wmma"
     wgmma_register_a: int  # wgmma instructions whose A operand is in registers
-    warnings: tuple[str, ...]  # ptxas C75xx
     code: str | None  # path of the machine code in Triton's cache; assembly for AMD
 
     @property
@@ -149,7 +145,10 @@ class _StandInDriver:
         self.target = target
         self.launched: list[Any] = []
         self.utils = SimpleNamespace(
-            get_device_properties=self._properties, load_binary=self._load_binary
+            # Too much shared memory is a fact to report; Triton would raise at the launch.
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 30},
+            # Module, function, registers, spills and most threads.
+            load_binary=lambda *_: (1, 1, 0, 0, 1024),
         )
 
     def get_current_target(self) -> GPUTarget:
@@ -164,16 +163,6 @@ class _StandInDriver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
-
-    def _properties(self, device: int) -> dict[str, int]:
-        # Report too much shared memory, for which Triton would raise.
-        return {"max_shared_mem": 1 << 30}
-
-    def _load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
-        module = function = 1
-        registers = spills = 0
-        max_threads = 1024
-        return module, function, registers, spills, max_threads
 
 
 @contextlib.contextmanager
@@ -208,20 +197,13 @@ def count_compilations(function: Callable[[], Any]) -> int:
 
     0: every kernel was in this process's cache.
     """
-    compiled = 0
-
-    def count(**details: Any) -> None:
-        nonlocal compiled
-        compiled += 1
-
+    compiled: list[Any] = []
     # Not jit's hooks: for them Triton 3.6 dumps constants as JSON, which fails for functions.
-    knobs = triton.knobs.compilation
-    before, knobs.listener = knobs.listener, count
-    try:
+    knobs: Any = triton.knobs.compilation
+    with knobs.scope():
+        knobs.listener = lambda **details: compiled.append(details)
         function()
-    finally:
-        knobs.listener = before
-    return compiled
+    return len(compiled)
 
 
 def describe(kernel: Any) -> CompiledFacts:
@@ -232,18 +214,15 @@ def describe(kernel: Any) -> CompiledFacts:
     assembly = kernel.asm["ptx" if is_cuda else "amdgcn"]
     report = _ptxas_report(kernel) if is_cuda else _amd_report(assembly)
     return CompiledFacts(
+        **asdict(report),
         name=kernel.metadata.name,
         target=target,
         num_warps=kernel.metadata.num_warps,
         num_stages=kernel.metadata.num_stages,
         shared_bytes=kernel.metadata.shared,
         fits_shared_memory=kernel.metadata.shared <= TARGETS[target].shared_bytes,
-        registers=report.registers,
-        spill_store_bytes=report.spill_store_bytes,
-        spill_load_bytes=report.spill_load_bytes,
         mma=matrix_ops(assembly),
         wgmma_register_a=wgmma_with_register_a(assembly),
-        warnings=report.warnings,
         code=_code(kernel),
     )
 
@@ -279,18 +258,17 @@ def _digest(ptx: str) -> bytes:
 
 
 def _ptxas_report(kernel: Any) -> PtxasReport:
-    report = kept(_code(kernel), "ptxas", lambda: asdict(_assembled(kernel)), _READER)
+    """ptxas's report of a kernel; a kernel made by another process is assembled again."""
+    ptx, gpu = kernel.asm["ptx"], kernel.metadata.target
+
+    def read() -> dict[str, Any]:
+        if _digest(ptx) not in _reports:
+            with _keeping_ptxas_reports():
+                make_backend(gpu).make_cubin(ptx, {}, kernel.metadata, gpu.arch)
+        return asdict(_reports[_digest(ptx)])
+
+    report = kept(_code(kernel), "ptxas", read, _READER)
     return PtxasReport(**report | {"warnings": tuple(report["warnings"])})
-
-
-def _assembled(kernel: Any) -> PtxasReport:
-    """ptxas's report of a kernel; reassembles kernels from another process."""
-    ptx = kernel.asm["ptx"]
-    if _digest(ptx) not in _reports:
-        gpu = kernel.metadata.target
-        with _keeping_ptxas_reports():
-            make_backend(gpu).make_cubin(ptx, {}, kernel.metadata, gpu.arch)
-    return _reports[_digest(ptx)]
 
 
 def _amd_report(amdgcn: str) -> PtxasReport:

@@ -15,10 +15,7 @@ from ...files.replace import replacing
 def kept(cubin: str, kind: str, read: Callable[[], Any], reader: bytes) -> Any:
     """The JSON value `read()`, cached by machine code and reader.
 
-    Args:
-        cubin: path of the machine code.
-        kind: name of the facts.
-        reader: the code that reads it.
+    cubin: path of the machine code. kind: name of the facts. reader: the code that reads it.
     """
     digest = sha256(reader + Path(cubin).read_bytes()).hexdigest()
     path = Path(f"{cubin}.{kind}-{digest[:16]}.json")

@@ -13,13 +13,9 @@ from typing import Any
 def load_function(function: str) -> Callable[..., Any]:
     """Import a function by its name.
 
-    Args:
-        function: "package.module:function", or "/path/to/file.py:function" for test files, which
-            cannot be imported by name.
-
-    Raises:
-        ValueError: the name has no colon.
-        ImportError, AttributeError: the module, file or function does not exist.
+    "package.module:function", or "/path/to/file.py:function" for test files, which cannot be
+    imported by name. Raises ValueError without a colon, ImportError or AttributeError where there
+    is none.
     """
     module, separator, name = function.rpartition(":")
     if not separator:

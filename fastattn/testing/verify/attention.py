@@ -53,10 +53,12 @@ def one_pass() -> Iterator[Case]:
 
 def options(registers: str) -> Iterator[Case]:
     """Options of a register class (`options.Tags`): alone, and in sets of the largest class."""
-    for name in _examples(registers):
-        typical = name in _TYPICAL
-        yield Case(name, partial(_example, name=name), quick=typical, interpreted=typical)
     examples = _all_examples(_FEW, _FEW, 16)
+    for name, arguments in examples.items():
+        # Causal order is in the cases of each direction.
+        if _registers(arguments) == registers and name != "causal":
+            typical = name in _TYPICAL
+            yield Case(name, partial(_together, names=(name,)), quick=typical, interpreted=typical)
     sets = sets_that_cover_pairs({name: examples[name] for name in _DEMANDING}, _AT_ONCE)
     sets = [names for names in sets if _registers(together(examples, names)) == registers]
     for index, names in enumerate(sets):
@@ -76,11 +78,12 @@ def packed() -> Iterator[Case]:
 def _plain(**how: Any) -> Iterator[Case]:
     """Calls with causal masks and lengths, in shapes that cover every edge of a tile."""
     causal = {**how, "causal": True}
-    yield Case("full", partial(_compare, **how), interpreted=True)
-    yield Case("causal", partial(_compare, sizes={"layout": "bthd"}, **causal), interpreted=True)
+    compare = Setting.compare
+    yield Case("full", partial(compare, **how), interpreted=True)
+    yield Case("causal", partial(compare, sizes={"layout": "bthd"}, **causal), interpreted=True)
     yield Case("NaN past lengths", partial(_past_lengths, **causal), interpreted=True)
     heads = {"H_q": 16, "H_k": 4, "T_q": 17, "T_k": 17}
-    yield Case("many heads", partial(_compare, sizes=heads, **causal))
+    yield Case("many heads", partial(compare, sizes=heads, **causal))
     yield Case("odd head dim", partial(_odd_head_dim, **causal), quick=False)
     yield Case("more tiles than multiprocessors", partial(_many_tiles, **causal))
 
@@ -96,10 +99,6 @@ def _few_queries(setting: Setting) -> float:
     return setting.compare(sizes=sizes, backward=False)
 
 
-def _compare(setting: Setting, **how: Any) -> float:
-    return setting.compare(**how)
-
-
 def _odd_head_dim(setting: Setting, **how: Any) -> float:
     """A head dim other than a power of two, and narrower values."""
     D = setting.subject.head_dim * 5 // 8
@@ -107,7 +106,9 @@ def _odd_head_dim(setting: Setting, **how: Any) -> float:
 
 
 def _many_tiles(setting: Setting, **how: Any) -> float:
-    T = setting.many_queries
+    """8 heads of so many queries have more tiles of 128 than there are multiprocessors."""
+    count = torch.cuda.get_device_properties(setting.device).multi_processor_count
+    T = 128 * (count // 8 + 1) + 77
     return setting.compare(sizes={"T_q": T, "T_k": T + 33}, **how)
 
 
@@ -173,21 +174,9 @@ def _all_examples(T_q: int, T_k: int, D: int) -> dict[str, dict[str, Any]]:
     return option_examples(4, 2, T_q, T_k, D, reach=_REACH)
 
 
-def _examples(registers: str) -> Iterator[str]:
-    """Names of option examples with this register class."""
-    for name, options in _all_examples(_FEW, _FEW, 16).items():
-        # Causal masks are in the cases of each direction.
-        if _registers(options) == registers and name != "causal":
-            yield name
-
-
 def _registers(options: dict[str, Any]) -> str:
     q, k, v = make_qkv(2, 4, 2, _FEW, D=16, requires_grad=False)
     return call_options.dense_options(q, k, v, **options).registers
-
-
-def _example(setting: Setting, *, name: str) -> float:
-    return _together(setting, names=(name,))
 
 
 def _together(setting: Setting, *, names: tuple[str, ...]) -> float:

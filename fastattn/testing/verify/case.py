@@ -62,12 +62,6 @@ class Setting(NamedTuple):
         """T_q and T_k: whole tiles, and a partial one in each direction."""
         return (37, 45) if self.small else (300, 333)
 
-    @property
-    def many_queries(self) -> int:
-        """Enough queries that 8 heads have more tiles of 128 than multiprocessors."""
-        count = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return 128 * (count // 8 + 1) + 77
-
     def qkv(self, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Random q with B x H = 2 x 4, k and v with 2 x 2, unless `sizes` differ."""
         T_q, T_k = self.lengths

@@ -62,7 +62,13 @@ class Scope(NamedTuple):
             for head_dim in HEAD_DIMS
             for backend in BACKENDS
         )
-        return [subject for subject in every if self._asks_for(subject) and self._has(subject)]
+        filters = (self.backends, self.families, self.dtypes, self.head_dims)
+        return [
+            subject
+            for subject in every
+            if all(some is None or x in some for some, x in zip(filters, subject, strict=True))
+            and self._has(subject)
+        ]
 
     def cases(self, subject: Subject) -> list[Case]:
         """The cases of a subject."""
@@ -70,10 +76,6 @@ class Scope(NamedTuple):
         if self.interpreted:
             return [case for case in cases if case.interpreted]
         return [case for case in cases if case.quick or not self.quick]
-
-    def _asks_for(self, subject: Subject) -> bool:
-        filters = (self.backends, self.families, self.dtypes, self.head_dims)
-        return all(some is None or x in some for some, x in zip(filters, subject, strict=True))
 
     def _has(self, subject: Subject) -> bool:
         backend, family, dtype, head_dim = subject

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,7 +30,12 @@ def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     tell(ready=True)
-    with reported_compilations(tell):
+    import triton
+
+    knobs: Any = triton.knobs.compilation
+    with knobs.scope():
+        # A kernel that is compiled takes long, and is no hang.
+        knobs.listener = lambda *_, **__: tell(compiled=True)
         for subject, names in jobs:
             if not run(Subject(*subject), names, device, tell):
                 return LOST
@@ -75,14 +79,11 @@ def _checked(case: Case, setting: Setting) -> Outcome:
     except torch.OutOfMemoryError as error:
         return Outcome(case.name, UNSERVED, None, reason(error))
     except Exception as error:
-        return Outcome(case.name, *_blamed(case.name, error))
-
-
-def _blamed(name: str, error: Exception) -> tuple[str, None, str]:
-    if isinstance(error, ValueError) and " cannot serve this call" in str(error):
-        return UNSERVED, None, str(error)
-    log(name, error)
-    return NO_COMPILE if call.from_compiler(error) else CRASH, None, reason(error)
+        if isinstance(error, ValueError) and " cannot serve this call" in str(error):
+            return Outcome(case.name, UNSERVED, None, str(error))
+        log(case.name, error)
+        verdict = NO_COMPILE if call.from_compiler(error) else CRASH
+        return Outcome(case.name, verdict, None, reason(error))
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -93,19 +94,3 @@ def _is_lost(device: torch.device) -> bool:
     except Exception:
         return True
     return False
-
-
-@contextmanager
-def reported_compilations(tell: Tell) -> Iterator[None]:
-    """Report each compilation, which takes long but is no hang."""
-    import triton
-
-    def listen(*_: Any, **__: Any) -> None:
-        tell(compiled=True)
-
-    knobs = triton.knobs.compilation
-    before, knobs.listener = knobs.listener, listen
-    try:
-        yield
-    finally:
-        knobs.listener = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -18,7 +19,8 @@ class Steps:
     """A line per finished step, and a tqdm bar on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._bar = stream, None
+        self._stream = stream
+        self._bar: Any = None
 
     def __enter__(self) -> Steps:
         return self
@@ -39,7 +41,9 @@ class Steps:
     ) -> None:
         """Show a step's text; kept: also as a line above the bar."""
         if self._bar is None and self._stream.isatty():
-            self._bar = bar(of, self._stream)
+            with contextlib.suppress(ModuleNotFoundError):
+                tqdm = importlib.import_module("tqdm")
+                self._bar = tqdm.tqdm(total=of, file=self._stream, dynamic_ncols=True)
         if self._bar is not None:
             self._bar.set_postfix_str(text[:80], refresh=not done)
         if done and (kept or self._bar is None):
@@ -54,15 +58,6 @@ class Steps:
         """See `verification.Progress`."""
         text = "no kernel serves it, or memory is short" if finding is None else str(finding)
         self.show(count, total, text, kept=finding is not None and finding.verdict != RIGHT)
-
-
-def bar(total: int, stream: TextIO) -> Any:
-    """A bar of tqdm; None without it."""
-    try:
-        tqdm = importlib.import_module("tqdm")
-    except ModuleNotFoundError:
-        return None
-    return tqdm.tqdm(total=total, file=stream, dynamic_ncols=True)
 
 
 def name_of(device: torch.device) -> str:

@@ -57,11 +57,7 @@ def _apart(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 
 
 def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[str, Any]) -> float:
-    """Check every statistic against the error budget, and the order of the largest weights.
-
-    Returns:
-        The worst error as a share of its budget.
-    """
+    """Check every statistic and the largest weights; the worst share of the budget."""
     top = 3
     options = _in_dtype(options, q.dtype)
     exact = statistics_oracle(q.double(), k.double(), **_in_dtype(options, torch.float64))
@@ -129,12 +125,10 @@ def assert_additive(
     formula: Callable[..., tuple[Tensor, Tensor]] = additive_formula,
     orders: int = RUNS,
 ) -> float:
-    """Check o, lse and gradients of `additive_attention` against its formula.
+    """Check o, lse and gradients of `additive_attention` by its formula.
 
-    formula: an alternative with more masks. orders: of summation, see `worst_naive`.
-
-    Returns:
-        The worst error as a share of its budget.
+    formula: another one, that knows more masks. Returns the worst error as a share of its budget,
+    of so many `orders`, see `worst_naive`.
     """
     masks = to_device(masks, tensors[0].device)
     ours = additive_results(additive_attention, tensors, return_lse=True, backend=backend, **masks)

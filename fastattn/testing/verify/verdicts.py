@@ -43,10 +43,6 @@ class Finding(NamedTuple):
     case: str
     reason: str
 
-    @property
-    def subject(self) -> Subject:
-        return Subject(*self[:4])
-
     def __str__(self) -> str:
         name = f"{self.backend} {self.family} {self.dtype} {self.head_dim}"
         if self.verdict == RIGHT:

@@ -64,39 +64,25 @@ def verify(
         ChildProcessError: no case can run here.
     """
     resolved = device_of(device)
-    scope = scope_of(
-        resolved,
-        backends=backends,
-        families=families,
-        dtypes=dtypes,
-        head_dims=head_dims,
-        quick=quick,
-    )
-    return list(run(scope, resolved, progress=progress))
+    filters: dict[str, Any] = {"backends": backends, "families": families}
+    filters |= {"dtypes": dtypes, "head_dims": head_dims}
+    return list(run(scope_of(resolved, quick=quick, **filters), resolved, progress=progress))
 
 
 def scope_of(
-    device: torch.device,
-    *,
-    backends: Iterable[str] | None = None,
-    families: Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
-    head_dims: Iterable[int] | None = None,
-    quick: bool = False,
+    device: torch.device, *, quick: bool = False, **filters: Iterable[Any] | None
 ) -> Scope:
     """Scope of `verify` with these arguments.
 
     Raises:
         ValueError: an unknown name, or an unavailable backend.
     """
-    return Scope(
-        _checked("backends", backends, available(device)),
-        _checked("families", families, tuple(FAMILIES)),
-        _checked("dtypes", dtypes, DTYPES),
-        _checked("head_dims", head_dims, HEAD_DIMS),
-        quick,
-        device.type == "cpu",
-    )
+    known: dict[str, tuple[Any, ...]] = {
+        "backends": available(device), "families": tuple(FAMILIES), "dtypes": DTYPES,
+        "head_dims": HEAD_DIMS,
+    }  # fmt: skip
+    chosen = {name: _checked(name, filters.get(name), every) for name, every in known.items()}
+    return Scope(**chosen, quick=quick, interpreted=device.type == "cpu")
 
 
 def run(
@@ -120,7 +106,12 @@ def run(
         subject, outcomes = outcomes_of(ended)
         result = finding(subject, outcomes)
         if result is not None:
-            _keep(store, result, outcomes)
+            # Unless what is stored of the same kernels says more.
+            of_kernels = [*subject]
+            same = (x for x in store.read(KIND) if [x[key] for key in KEYS[KIND]] == of_kernels)
+            if not any(still_holds(row, outcomes) for row in same):
+                store.put(KIND, result._asdict())
+                choices.forget()
             yield result
         if progress is not None:
             progress(count, len(jobs), result)
@@ -137,11 +128,7 @@ def outcomes_of(ended: Ended) -> tuple[Subject, list[Outcome]]:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Resolve the device to verify; the CPU if kernels are interpreted.
-
-    Raises:
-        ValueError: it is unavailable.
-    """
+    """Resolve the device to verify, the CPU if kernels are interpreted; or a ValueError."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() and not call.interpreting() else "cpu"
     resolved = torch.device(device)
@@ -186,11 +173,3 @@ def _start(device: torch.device, children: int) -> Child:
     if device.type == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     return ChildProcess(python("fastattn.testing.verify.child", str(device)), environment)
-
-
-def _keep(store: Store, result: Finding, outcomes: list[Outcome]) -> None:
-    """Store a verdict, unless a stored failure of these kernels stays valid."""
-    same = (row for row in store.read(KIND) if [row[x] for x in KEYS[KIND]] == [*result.subject])
-    if not any(still_holds(row, outcomes) for row in same):
-        store.put(KIND, result._asdict())
-        choices.forget()

@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import sys
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +88,10 @@ def prepare(
         raise ValueError("texts must name a file, got none")
     out_dir, stats = Path(out_dir), [(str(Path(path).resolve()), *_stat(path)) for path in texts]
     request = {
-        "sources": {"files": len(texts), "sha256": _sha256(json.dumps(stats))},
+        "sources": {
+            "files": len(texts),
+            "sha256": hashlib.sha256(json.dumps(stats).encode()).hexdigest(),
+        },
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "documents": documents,
@@ -154,13 +155,10 @@ class _NotUTF8(DataError):
 
 
 class Piece(NamedTuple):
-    """A part of a text file.
+    """A part of a text file, without a byte order mark at the file's beginning.
 
-    Args:
-        text: without a byte order mark.
-        done: bytes of the file read so far.
-        last: the file ends here; the piece may be empty.
-        replaced: number of characters that replace bytes that are not UTF-8.
+    done: bytes of the file read so far. last: the file ends here; the piece may be empty.
+    replaced: number of characters that replace bytes that are not UTF-8.
     """
 
     text: str
@@ -294,18 +292,12 @@ def _write(
         json.dump(fields, file, indent=2)
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
 class _Writer:
     """Writes the ids of texts, and ends of documents, to the two files, and counts both."""
 
     def __init__(self, out_dir: Path, tokenizer: Tokenizer, separator: str) -> None:
         self._tokenizer, self._separator = tokenizer, separator
-        self.dtype, self._code = (
-            ("uint16", "H") if tokenizer.vocab_size <= 1 << 16 else ("uint32", "I")
-        )
+        self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         try:
             self._end: list[int] = [tokenizer.special_id("end")]
         except TokenizerError:
@@ -351,15 +343,14 @@ class _Writer:
             return
         self._write(self._end)
         self.documents, self._ended = self.documents + 1, self.tokens
-        self._files[1].write(_little("q", [self._ended]))
+        self._files[1].write(_little("int64", [self._ended]))
 
     def _write(self, ids: Sequence[int]) -> None:
         self.tokens += len(ids)
-        self._files[0].write(_little(self._code, ids))
+        self._files[0].write(_little(self.dtype, ids))
 
 
-def _little(code: str, values: Sequence[int]) -> bytes:
-    numbers = array(code, values)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+def _little(dtype: str, values: Sequence[int]) -> bytes:
+    import numpy as np
+
+    return np.array(values, np.dtype(dtype).newbyteorder("<")).tobytes()

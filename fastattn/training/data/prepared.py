@@ -104,11 +104,7 @@ class PreparedText:
         return prepared
 
     def check(self) -> None:
-        """Reads every file and compares its digest.
-
-        Raises:
-            DataError: one has changed since it was prepared.
-        """
+        """Reads every file; raises DataError if its digest has changed since it was prepared."""
         for name, entry in self.files.items():
             if entry_of_file(self.folder / name)["sha256"] != entry["sha256"]:
                 raise DataError(f"{self.folder / name} has changed: its SHA-256 is another one")

@@ -18,9 +18,7 @@ IGNORED = -100  # a target that torch's cross-entropy leaves out
 class Padded:
     """Rows padded on the right to one length.
 
-    Args:
-        tokens: int64 [B, T].
-        lengths: int64 [B], tokens of each row without padding: `key_lengths` of the modules.
+    tokens: int64 [B, T]. lengths: int64 [B], a row's own tokens: `key_lengths` of the modules.
     """
 
     tokens: Tensor

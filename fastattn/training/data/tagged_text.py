@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import keyword
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +32,7 @@ _LINE_ENDS = {tokenize.NEWLINE, tokenize.NL}
 
 @dataclass(frozen=True)
 class Sentence:
-    """Words that belong together, each with its tag.
-
-    Args:
-        words: not empty.
-        tags: as many.
-        places: of every word, "FILE:LINE".
-    """
+    """Words that belong together, each with its tag and its place, "FILE:LINE"; not empty."""
 
     words: tuple[str, ...]
     tags: tuple[str, ...]
@@ -89,13 +83,9 @@ def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence
 
 
 def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
-    """Tags the tokens of Python source, a sentence a line.
+    """Tags the tokens of Python source, a sentence a line; `name` is what messages call it.
 
     The word of a token over several lines, such as a long string, is its first line.
-
-    Args:
-        source: the text.
-        name: its name in error messages.
 
     Raises:
         DataError: the text is not Python; the message names the line.
@@ -114,17 +104,15 @@ def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
                 sentences.append(_sentence(rows))
                 rows = []
     except (tokenize.TokenError, SyntaxError) as error:
-        raise DataError(f"{name}:{_error_line(error)}: not Python: {error.args[0]}") from None
+        line = (error.lineno or 1) if isinstance(error, SyntaxError) else error.args[1][0]
+        raise DataError(f"{name}:{line}: not Python: {error.args[0]}") from None
     return sentences + ([_sentence(rows)] if rows else [])
 
 
 def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
     """Words of every non-empty line of a text, for a model to tag.
 
-    Args:
-        text: any.
-        name: its name in error messages.
-        python: words are Python's tokens; else the text is split at white space.
+    python: words are Python's tokens; else the text is split at white space.
     """
     if python:
         return [sentence.words for sentence in python_sentences(text, name)]
@@ -136,12 +124,6 @@ def _python_tag(token: tokenize.TokenInfo) -> str | None:
     if token.type == tokenize.NAME:
         return "keyword" if keyword.iskeyword(token.string) else "name"
     return _PYTHON_TAGS.get(tokenize.tok_name[token.type])
-
-
-def _error_line(error: tokenize.TokenError | SyntaxError) -> int:
-    if isinstance(error, SyntaxError):
-        return error.lineno or 1
-    return int(error.args[1][0])
 
 
 def _sentence(rows: list[tuple[str, str, str]]) -> Sentence:
@@ -165,11 +147,6 @@ def check_tags(sentences: Iterable[Sentence], allowed: Iterable[str]) -> None:
 
 def sentences_fingerprint(sentences: Iterable[Sentence]) -> str:
     """SHA-256 of words and tags, in hexadecimal."""
-    return fingerprint("\n".join(_conll_lines(sentences)))
-
-
-def _conll_lines(sentences: Iterable[Sentence]) -> Iterator[str]:
-    for sentence in sentences:
-        for word, tag in zip(sentence.words, sentence.tags, strict=True):
-            yield f"{word}\t{tag}"
-        yield ""
+    tagged = (zip(sentence.words, sentence.tags, strict=True) for sentence in sentences)
+    texts = ("".join(f"{word}\t{tag}\n" for word, tag in pairs) for pairs in tagged)
+    return fingerprint("\n".join(texts))

@@ -28,12 +28,9 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class TextDataset:
-    """Token ids of a text, split in two.
+    """Token ids of a text: int32 [N] of its first 90 %, to train on, and [M] of its last 10 %.
 
-    Args:
-        train: int32 [N], ids of the first 90 % of the text.
-        validation: int32 [M], ids of the last 10 %.
-        fingerprint: SHA-256 of the text, in hexadecimal.
+    fingerprint: SHA-256 of the text, in hexadecimal.
     """
 
     train: Tensor
@@ -80,21 +77,14 @@ def check_counts(train: int, validation: int, context_length: int) -> None:
 
 
 def read_text_files(paths: Iterable[str | Path]) -> str:
-    """Reads UTF-8 text files and joins them in the order given, each ending in a line break.
-
-    The last file is taken as it is; a byte order mark is dropped.
-    """
+    """Reads UTF-8 text files in the order given, each but the last made to end in a line break."""
     texts = [read_text_file(Path(path)) for path in paths]
     ended = [text if text.endswith("\n") else text + "\n" for text in texts[:-1]]
     return "".join(ended + texts[-1:])
 
 
 def standard_library_text(max_characters: int = 2_000_000) -> str:
-    """Source text of the standard library: a corpus that needs no network.
-
-    Args:
-        max_characters: as for `standard_library_sources`.
-    """
+    """Source text of the standard library: a corpus that needs no network."""
     return "".join(standard_library_sources(max_characters).values())
 
 
@@ -139,11 +129,7 @@ def fingerprint(text: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """Reads one UTF-8 text file; a byte order mark is dropped.
-
-    Raises:
-        DataError: the file is missing, unreadable, empty, or not UTF-8.
-    """
+    """Reads a UTF-8 file without a byte order mark; DataError if unreadable, empty or no UTF-8."""
     try:
         content = path.read_bytes()
     except OSError as error:

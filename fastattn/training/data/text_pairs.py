@@ -32,12 +32,7 @@ _LONGEST_SUMMARY = 80  # characters; longer first lines of docstrings are often 
 
 @dataclass(frozen=True)
 class Pair:
-    """A text and its translation.
-
-    Args:
-        source, target: not empty.
-        place: its source, "FILE:LINE".
-    """
+    """A text and its translation, neither empty, with its place, "FILE:LINE"."""
 
     source: str
     target: str
@@ -104,7 +99,9 @@ def date_pairs() -> list[Pair]:
 
 def date_in_words(day: datetime.date) -> str:
     """A date from 1100 to 9999 in English words: "first of May two thousand one"."""
-    return f"{_ordinal(day.day)} of {_MONTHS[day.month - 1]} {_year(day.year)}"
+    head, dash, last = _number(day.day).rpartition("-")
+    ordinal = f"{head}{dash}{_FIRST.get(last, f'{last}th')}"
+    return f"{ordinal} of {_MONTHS[day.month - 1]} {_year(day.year)}"
 
 
 def _number(value: int) -> str:
@@ -113,11 +110,6 @@ def _number(value: int) -> str:
         return _ONES[value]
     tens, ones = divmod(value, 10)
     return f"{_TENS[tens]}-{_ONES[ones]}" if ones else _TENS[tens]
-
-
-def _ordinal(value: int) -> str:
-    head, dash, last = _number(value).rpartition("-")
-    return f"{head}{dash}{_FIRST.get(last, f'{last}th')}"
 
 
 def _year(value: int) -> str:

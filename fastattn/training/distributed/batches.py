@@ -17,12 +17,10 @@ from ..tasks.task import Batch
 
 
 class Part(NamedTuple):
-    """Part of a batch that one rank computes.
+    """Part of a batch that one rank computes: its rows and tokens.
 
-    Args:
-        batch: the rank's rows and tokens.
-        targets: number of targets in the global batch, which divides the loss; None = the part is
-            the whole batch.
+    targets: number of targets in the global batch, which divides the loss; None = the part is the
+    whole batch.
     """
 
     batch: Batch
@@ -30,13 +28,10 @@ class Part(NamedTuple):
 
 
 class BatchSlice(NamedTuple):
-    """Rows and tokens of a global batch that a rank holds.
+    """Rows and tokens of a global batch of B rows that a rank holds.
 
-    Args:
-        rows: int64 [b], rising; numbers from B on are padding.
-        B: rows of the global batch.
-        plan: assignment of tokens to ranks; None = each holds all tokens of its rows.
-        rank: of this process in the plan.
+    rows: int64 [b], rising; numbers from B on are padding. plan: assignment of tokens to ranks;
+    None = each holds all tokens of its rows. rank: of this process in the plan.
     """
 
     rows: Tensor
@@ -101,9 +96,8 @@ class SplitDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.dropout:
-            return func(*args, **(kwargs or {}))
-        return self._dropout(*args, **(kwargs or {}))
+        function = self._dropout if func is F.dropout else func
+        return function(*args, **(kwargs or {}))
 
     def _dropout(
         self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

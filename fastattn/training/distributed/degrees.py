@@ -94,11 +94,7 @@ class Degrees:
         return {name: x for name, x in vars(self).items() if name != "timeout"}
 
     def split(self, ranks: int) -> Split:
-        """The number of ranks along each kind of parallelism.
-
-        Raises:
-            SplitError: the product of the degrees is not `ranks`.
-        """
+        """The number of ranks along each kind of parallelism; or a SplitError."""
         dp, fsdp = self.data_parallel, self.fsdp
         if dp == REST and fsdp == REST:
             dp = 1
@@ -131,12 +127,7 @@ def is_first() -> bool:
 
 
 def check_split(split: Split, training: TrainConfig, model: Any, kind: Kind) -> None:
-    """Check that the split serves this run.
-
-    Args:
-        split: of the run.
-        training, model: its configurations.
-        kind: of the model.
+    """Check that the split serves this run of a kind of model.
 
     Raises:
         SplitError: rows, tokens or heads are not divisible, or kind or options are not served.

@@ -46,7 +46,10 @@ def shown_once(call: Callable[[], int]) -> int:
             if not expected:
                 from torch.distributed.elastic.multiprocessing.errors import record
 
-                record(_raiser(error))()
+                def again(error: Exception = error) -> None:
+                    raise error
+
+                record(again)()
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_FOR_END)
@@ -90,13 +93,6 @@ def _silent(error: Exception) -> TimeoutError | None:
         f"{who} did not answer in time: stopped, ended or very slow; --timeout says how many "
         "seconds ranks wait for each other"
     )
-
-
-def _raiser(error: Exception) -> Callable[[], None]:
-    def call() -> None:
-        raise error
-
-    return call
 
 
 def _speaks(expected: bool) -> bool:

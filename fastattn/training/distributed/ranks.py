@@ -28,9 +28,7 @@ _Value = TypeVar("_Value")
 
 
 class Ranks:
-    """Interface of the ranks of a run, implemented for one process; `together.Together` is for
-    several.
-    """
+    """Interface of the ranks of a run, implemented for one process; see `together.Together`."""
 
     first = True
     """Whether this rank writes files and prints for the user."""

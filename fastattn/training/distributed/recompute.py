@@ -42,10 +42,9 @@ def blocks_of(model: nn.Module) -> Iterator[Block]:
 def recompute(block: nn.Module, how: Recompute) -> None:
     """Apply activation checkpointing to a layer, in place.
 
-    Args:
-        block: a layer whose output depends only on its inputs and torch's generators.
-        how: "none"; "full" keeps only the layer's inputs; "selective" also keeps attention's
-            outputs, the most costly to recompute in long sequences.
+    Its output depends only on its inputs and torch's generators. "full" keeps only the layer's
+    inputs; "selective" also keeps attention's outputs, the most costly to recompute in long
+    sequences.
     """
     if how == "none":
         return

@@ -37,12 +37,7 @@ _Value = TypeVar("_Value")
 
 
 class Together(Ranks):
-    """`Ranks` of an initialised process group.
-
-    Args:
-        split: sizes of the mesh.
-        timeout: seconds that ranks wait for each other.
-    """
+    """`Ranks` of an initialised process group, which wait `timeout` seconds for each other."""
 
     def __init__(self, split: Split, timeout: float = TIMEOUT) -> None:
         self.split = split
@@ -67,10 +62,6 @@ class Together(Ranks):
         """Number of this rank's part of a batch's rows."""
         dp, fsdp, *_ = self.mesh.get_coordinate() or (0, 0)
         return dp * self.split.fsdp + fsdp
-
-    @property
-    def _cp(self) -> int:
-        return self.mesh["cp"].get_local_rank()
 
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
         fields: Any = model.config
@@ -115,7 +106,7 @@ class Together(Ranks):
         own = batch_slice(batch.whole_rows or rows, self._part, self.split.parts)
         if self.split.cp > 1:
             plan = self._plan(T, own.batch(batch).documents)
-            own = own._replace(plan=plan, rank=self._cp)
+            own = own._replace(plan=plan, rank=self.mesh["cp"].get_local_rank())
         with ExitStack() as stack:
             stack.enter_context(SplitDropout(own))
             if own.plan is not None:
@@ -148,7 +139,12 @@ class Together(Ranks):
             model.reshard()
 
     def backward(self, model: nn.Module, loss: Tensor, *, last: bool) -> None:
-        synchronise(model, self.split, last)
+        # Every pass reduces gradients over the shards, as unsharded ones might not fit in memory.
+        # Replicas reduce once a step.
+        if isinstance(model, FSDPModule) and self.split.fsdp > 1:
+            model.set_requires_all_reduce(last)
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
         # torch averages over the mesh, but these losses are shares of a sum.
         (loss * (self.split.parts * self.split.cp)).backward()  # type: ignore[no-untyped-call]
 
@@ -233,14 +229,9 @@ def started(degrees: Degrees) -> Iterator[Together]:
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, split: Split, config: TrainConfig, device: torch.device
 ) -> None:
-    """Shards a model in place; its parameters become DTensors on the mesh.
+    """Shards a model in place, equal on every rank; its parameters become DTensors on the mesh.
 
-    Args:
-        model: equal on every rank.
-        mesh: dimensions dp, fsdp, tp.
-        split: of the run.
-        config: its compile and dtype.
-        device: of the model.
+    mesh: dimensions dp, fsdp, tp. config: its compile and dtype.
     """
     if split.tp > 1:
         try:
@@ -267,26 +258,6 @@ def shard_model(
     fully_shard(model, mesh=data, mp_policy=policy)
 
 
-def synchronise(model: nn.Module, split: Split, last: bool) -> None:
-    """Set whether the next backward passes are the last ones of a step.
-
-    Every pass reduces gradients over the shards, as unsharded ones might not fit in memory.
-    Replicas reduce once a step.
-    """
-    if not isinstance(model, FSDPModule):
-        return
-    if split.fsdp > 1:
-        model.set_requires_all_reduce(last)
-    else:
-        model.set_requires_gradient_sync(last)
-
-
-def whole(x: Tensor) -> Tensor:
-    """x, gathered from all ranks if it is a DTensor."""
-    full: Tensor = getattr(x, "full_tensor", lambda: x)()
-    return full
-
-
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """`nn.utils.clip_grad_norm_` for sharded gradients; all ranks call it.
@@ -306,10 +277,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _held(gradient: Any) -> tuple[Tensor, float]:
-    """This rank's shard of a gradient, and the weight of its squared norm in the global sum.
-
-    Ranks with the same shard share the weight equally.
-    """
+    """This rank's shard of a gradient, and its share of the weight in the norm's global sum."""
     if not isinstance(gradient, DTensor):
         return gradient, 1 / dist.get_world_size()
     mesh, parts = gradient.device_mesh, 1

@@ -15,16 +15,11 @@ from ...models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and its task.
+    """A model and its task, by the names that `fastattn train` has for both.
 
-    Args:
-        name: in checkpoints.
-        title: for messages, with its article.
-        model, task: their names in `fastattn train`.
-        use: the command for a trained one.
-        config: the class of its configuration.
-        build: makes the model from a configuration and the facts about its data,
-            `Checkpoint.config["data"]`.
+    name: in checkpoints. title: for messages, with its article. use: the command for a trained one.
+    config: the class of its configuration. build: makes the model from a configuration and the
+    facts about its data, `Checkpoint.config["data"]`.
     """
 
     name: str
@@ -36,25 +31,19 @@ class Kind:
     build: Callable[[Any, Mapping[str, Any]], nn.Module]
 
 
-def _alone(model: Callable[[Any], nn.Module]) -> Callable[[Any, Mapping[str, Any]], nn.Module]:
-    """Adapt a constructor that needs only the configuration."""
-    return lambda config, data: model(config)
-
-
-def _tagger(config: EncoderConfig, data: Mapping[str, Any]) -> nn.Module:
-    return Tagger(config, len(data["tags"]))
-
-
 _ALL = (
-    Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, _alone(GPT)),
-    Kind("tagger", "a tagger", "encoder", "tagging", "tag", EncoderConfig, _tagger),
+    Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, lambda config, _: GPT(config)),
+    Kind(
+        *("tagger", "a tagger", "encoder", "tagging", "tag"),
+        *(EncoderConfig, lambda config, data: Tagger(config, len(data["tags"]))),
+    ),
     Kind(
         *("masked", "a masked-token model", "encoder", "masked", "inspect"),
-        *(EncoderConfig, _alone(MaskedLM)),
+        *(EncoderConfig, lambda config, _: MaskedLM(config)),
     ),
     Kind(
         *("seq2seq", "an encoder-decoder", "seq2seq", "translation", "translate"),
-        *(Seq2SeqConfig, _alone(Seq2Seq)),
+        *(Seq2SeqConfig, lambda config, _: Seq2Seq(config)),
     ),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}

@@ -47,16 +47,7 @@ def mask_tokens(
 
 
 class MaskedTask(LanguageTask):
-    """Prediction of masked tokens in windows of a text.
-
-    Args:
-        dataset: the text.
-        tokenizer: of the text, with a mask token.
-        context_length: tokens a window, T.
-
-    Raises:
-        TokenizerError: there is no mask token.
-    """
+    """Prediction of masked tokens in windows of a text; the tokenizer needs a mask token."""
 
     def __init__(self, dataset: TextDataset, tokenizer: Tokenizer, context_length: int) -> None:
         super().__init__(dataset, context_length)

@@ -12,15 +12,7 @@ from ..extras import import_extra
 
 
 def confusion(expected: Tensor, got: Tensor, num_tags: int) -> Tensor:
-    """Confusion matrix: expected tags (rows) by predicted tags (columns).
-
-    Args:
-        expected, got: int64 [N], in [0, num_tags).
-        num_tags: K.
-
-    Returns:
-        int64 [K, K].
-    """
+    """Confusion matrix, int64 [K, K]: expected tags (rows) by predicted tags (columns)."""
     both = expected * num_tags + got
     return torch.bincount(both, minlength=num_tags**2).view(num_tags, num_tags)
 

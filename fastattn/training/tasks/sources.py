@@ -8,29 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ...models.fields import from_fields
+from ..data import tagged_text, text_pairs
+from ..data import text as texts
 from ..data.prepared import PreparedText
-from ..data.tagged_text import (
-    check_tags,
-    read_conll,
-    sentences_fingerprint,
-    standard_library_sentences,
-    tags_of,
-)
-from ..data.text import (
-    DataError,
-    TextDataset,
-    fingerprint,
-    read_text_files,
-    split_text,
-    standard_library_text,
-)
-from ..data.text_pairs import (
-    Pair,
-    date_pairs,
-    pairs_fingerprint,
-    read_pairs,
-    standard_library_pairs,
-)
 from ..tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
 from ..tokenizers.base import Tokenizer
 from .masking import MaskedTask
@@ -41,9 +21,9 @@ from .translation import TranslationTask, encode_pairs
 
 _Item = TypeVar("_Item")
 
-_PAIRS: dict[str, Callable[[], list[Pair]]] = {
-    "names": standard_library_pairs,
-    "dates": date_pairs,
+_PAIRS: dict[str, Callable[[], list[text_pairs.Pair]]] = {
+    "names": text_pairs.standard_library_pairs,
+    "dates": text_pairs.date_pairs,
 }
 
 
@@ -88,7 +68,7 @@ class DataConfig:
 
     def read(self) -> str:
         """The whole text."""
-        return read_text_files(self.text) if self.text else standard_library_text()
+        return texts.read_text_files(self.text) if self.text else texts.standard_library_text()
 
     def make_tokenizer(self, text: str, *, special: bool) -> Tokenizer:
         """The tokenizer, trained on a text unless it is loaded."""
@@ -101,11 +81,8 @@ class DataConfig:
 class Source:
     """Data that has been read but not yet tokenised.
 
-    Args:
-        fingerprint: SHA-256 of all data, in hexadecimal.
-        make_tokenizer: makes the tokenizer.
-        make_task: makes the task from a tokenizer and a model's configuration.
-        facts: about the data that inference needs, JSON values.
+    fingerprint: SHA-256 of all data, in hexadecimal. facts: about the data that inference needs,
+    JSON values.
     """
 
     fingerprint: str
@@ -121,15 +98,15 @@ def text_source(config: DataConfig, *, masked: bool = False) -> Source:
     def make_tokenizer() -> Tokenizer:
         # Characters come from the whole text, merges from its training part alone.
         whole = config.tokenizer == "char" and not masked
-        return config.make_tokenizer(text if whole else split_text(text)[0], special=masked)
+        return config.make_tokenizer(text if whole else texts.split_text(text)[0], special=masked)
 
     def make_task(tokenizer: Tokenizer, model: Any) -> Task:
-        dataset = TextDataset.from_text(text, tokenizer, model.context_length)
+        dataset = texts.TextDataset.from_text(text, tokenizer, model.context_length)
         if masked:
             return MaskedTask(dataset, tokenizer, model.context_length)
         return LanguageTask(dataset, model.context_length)
 
-    return Source(fingerprint(text), make_tokenizer, make_task)
+    return Source(texts.fingerprint(text), make_tokenizer, make_task)
 
 
 def language_source(config: DataConfig) -> Source:
@@ -146,11 +123,12 @@ def language_source(config: DataConfig) -> Source:
 
 def tagged_source(config: DataConfig) -> Source:
     """Source of tagged words."""
-    sentences = read_conll(config.text) if config.text else standard_library_sentences()
-    train, validation = _split(sentences, read_conll(config.validation), "sentences")
-    tags = tags_of(train)
-    check_tags(validation, tags)
-    digest = sentences_fingerprint([*train, *validation])
+    read = tagged_text.read_conll
+    sentences = read(config.text) if config.text else tagged_text.standard_library_sentences()
+    train, validation = _split(sentences, read(config.validation), "sentences")
+    tags = tagged_text.tags_of(train)
+    tagged_text.check_tags(validation, tags)
+    digest = tagged_text.sentences_fingerprint([*train, *validation])
     # One word a line, so that every word starts as when encoded alone.
     words = "\n".join(word for sentence in train for word in sentence.words)
 
@@ -165,9 +143,10 @@ def tagged_source(config: DataConfig) -> Source:
 def pair_source(config: DataConfig) -> Source:
     """Source of pairs of texts, read or generated."""
     import_sacrebleu()
-    examples = read_pairs(config.text) if config.text else _PAIRS[config.pairs or "names"]()
-    train, validation = _split(examples, read_pairs(config.validation), "pairs")
-    digest = pairs_fingerprint([*train, *validation])
+    read = text_pairs.read_pairs
+    examples = read(config.text) if config.text else _PAIRS[config.pairs or "names"]()
+    train, validation = _split(examples, read(config.validation), "pairs")
+    digest = text_pairs.pairs_fingerprint([*train, *validation])
     lines = "\n".join(line for pair in train for line in (pair.source, pair.target))
 
     def make_task(tokenizer: Tokenizer, model: Any) -> Task:
@@ -223,7 +202,7 @@ def _split(
         return items, validation
     cut = len(items) - max(1, len(items) // 10)
     if cut < 1:
-        raise DataError(
+        raise texts.DataError(
             f"there are too few {what}: {len(items)}, at least 2 are needed, one to measure on"
         )
     return items[:cut], items[cut:]

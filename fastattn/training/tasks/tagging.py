@@ -19,13 +19,7 @@ from .task import Batch, ExampleTask
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of consecutive words, as one input row.
-
-    Args:
-        tokens: ids.
-        starts: index of each word's first token.
-        words: index of each word in the sentence.
-    """
+    """Tokens of consecutive words, each word's first token, and the words' indices."""
 
     tokens: tuple[int, ...]
     starts: tuple[int, ...]
@@ -33,14 +27,10 @@ class Segment:
 
 
 def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Segment]:
-    """Tokenize words one by one and split a long sentence between words.
+    """Tokenize words, at least one, one by one, and split a long sentence between words.
 
-    A word longer than a row is cut. A word without a token becomes the unknown token.
-
-    Args:
-        words: not empty.
-        tokenizer: of the model.
-        length: most tokens of a row.
+    A word longer than a row, `length` tokens, is cut. One without a token becomes the unknown
+    token.
 
     Raises:
         TokenizerError: a word has no token and the tokenizer no unknown token.
@@ -61,14 +51,9 @@ def cut_rows(words: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Se
 
 
 class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
-    """Task of tagging the words of sentences.
+    """Task of tagging the words of sentences; tags are numbered from 0.
 
-    Args:
-        train, validation: sentences, not empty.
-        tags: all tags, numbered from 0.
-        tokenizer: of the model.
-        context_length: tokens that the model reads at most.
-        fingerprint: SHA-256 of the sentences.
+    fingerprint: SHA-256 of the sentences.
 
     Raises:
         DataError: the tokenizer has no token for a word; the message names its line.
@@ -91,13 +76,17 @@ class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
         self.extent = f"{words[0]:,} training and {words[1]:,} validation words {kinds}"
 
         def rows(sentences: Sequence[Sentence]) -> list[tuple[list[int], list[int]]]:
-            examples = []
+            examples: list[tuple[list[int], list[int]]] = []
             for sentence in sentences:
                 try:
                     cut = cut_rows(sentence.words, tokenizer, context_length)
                 except TokenizerError as error:
                     raise DataError(f"{sentence.places[0]}: {error}") from None
-                examples += [_with_targets(row, sentence, numbers) for row in cut]
+                for row in cut:
+                    targets = [IGNORED] * len(row.tokens)
+                    for start, word in zip(row.starts, row.words, strict=True):
+                        targets[start] = numbers[sentence.tags[word]]
+                    examples.append((list(row.tokens), targets))
             return examples
 
         numbers = {tag: i for i, tag in enumerate(self.tags)}
@@ -121,16 +110,6 @@ class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
         return Batch((tokens.tokens,), targets.tokens, {"key_lengths": tokens.lengths})
 
 
-def _with_targets(
-    row: Segment, sentence: Sentence, numbers: dict[str, int]
-) -> tuple[list[int], list[int]]:
-    """A row's tokens and targets: tags at the words' first tokens."""
-    targets = [IGNORED] * len(row.tokens)
-    for start, word in zip(row.starts, row.words, strict=True):
-        targets[start] = numbers[sentence.tags[word]]
-    return list(row.tokens), targets
-
-
 @torch.no_grad()
 def tag_words(
     model: nn.Module,
@@ -140,14 +119,9 @@ def tag_words(
     tags: Sequence[str],
     context_length: int,
 ) -> list[str]:
-    """A model's tags for the words of a sentence.
+    """A `Tagger`'s tags for the words of a sentence; the model is in evaluation mode.
 
-    Args:
-        model: a `Tagger` in evaluation mode.
-        tokenizer: of the model.
-        words: any number.
-        tags: the model's, numbered from 0.
-        context_length: tokens that the model reads at most.
+    tags: the model's, numbered from 0. context_length: tokens that the model reads at most.
     """
     if not words:
         return []

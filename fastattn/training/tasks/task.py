@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...models.transfer import to_device
 from ..data.prepared import PreparedText
 from ..data.rows import IGNORED
 from ..data.text import TextDataset, check_counts
@@ -59,12 +60,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        if device.type == "cpu":
-            return self
 
-        # From pinned memory the copy overlaps with the previous step.
         def move(part: Tensor) -> Tensor:
-            return part.contiguous().pin_memory().to(device, non_blocking=True)
+            return to_device(part.contiguous(), device)
 
         return Batch(
             tuple(map(move, self.inputs)),
@@ -130,12 +128,8 @@ class ExampleTask(Task, Generic[_Example]):
 class LanguageTask(Task):
     """Next-token prediction within documents.
 
-    A batch reads only its own windows. Their positions depend only on the generator's state, and so
-    on a run's seed and step.
-
-    Args:
-        text: the text's tokens, in memory or in files.
-        context_length: tokens a window, T.
+    A batch reads only its own windows of context_length tokens. Their positions depend only on the
+    generator's state, and so on a run's seed and step.
 
     Attributes:
         by_rows: whether a rank should read only its own rows.

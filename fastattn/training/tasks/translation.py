@@ -39,12 +39,8 @@ def encode_pairs(
 ) -> list[EncodedPair]:
     """Encode pairs and check their lengths.
 
-    Args:
-        pairs: of texts.
-        tokenizer: of both languages.
-        source_length: most tokens of a source.
-        target_length: most tokens of a target, begin token included.
-        truncate: cut longer texts instead of refusing them.
+    target_length: most tokens of a target, begin token included. truncate: cut longer texts instead
+    of refusing them.
 
     Raises:
         DataError: a text is too long, has no token, or is cut to none; the message names its line.
@@ -92,14 +88,10 @@ def encode_texts(
 class TranslationTask(ExampleTask[EncodedPair]):
     """Translation with teacher forcing.
 
-    Args:
-        train, validation: encoded pairs, not empty.
-        references: the texts of the validation pairs' targets.
-        tokenizer: of both languages, with begin and end tokens.
-        fingerprint: SHA-256 of all pairs.
+    references: the texts of the validation pairs' targets. fingerprint: SHA-256 of all pairs.
 
     Raises:
-        TokenizerError: there is no begin or end token.
+        TokenizerError: the tokenizer, of both languages, has no begin or end token.
     """
 
     def __init__(
@@ -142,11 +134,7 @@ def translate_tokens(
 ) -> list[str]:
     """Translations of sources, greedy or by beam search.
 
-    Args:
-        model: in evaluation mode.
-        tokenizer: of the model.
-        sources: ids, at least one row of at least one.
-        beams: 1 = greedy.
+    The model is in evaluation mode; sources are rows of ids, at least one of at least one.
     """
     rows = translate_ids(model, tokenizer, sources, beams=beams)
     special = tokenizer.special_ids

@@ -16,9 +16,7 @@ _PIECE_CHARACTERS = 1 << 20
 class BackendTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` of any kind.
 
-    Args:
-        backend: a `tokenizers.Tokenizer`. Its own padding, truncation and template of special
-            tokens are not used.
+    Its own padding, truncation and template of special tokens are not used.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -70,11 +68,7 @@ class _StreamDecoder(TokenDecoder):
 
 
 def import_tokenizers() -> Any:
-    """The package `tokenizers`, with the used submodules.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message names the extra.
-    """
+    """The package `tokenizers`, with the used submodules; ModuleNotFoundError names the extra."""
     purpose = "every tokenizer except the character tokenizer"
     hf = import_extra("tokenizers", purpose)
     for name in ("decoders", "models", "pre_tokenizers", "trainers"):

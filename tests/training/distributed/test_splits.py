@@ -23,7 +23,7 @@ from fastattn.training.data.text import TextDataset
 from fastattn.training.distributed import together
 from fastattn.training.distributed.degrees import NAMES, Split
 from fastattn.training.distributed.ranks import Ranks
-from fastattn.training.distributed.together import Together, whole
+from fastattn.training.distributed.together import Together
 from fastattn.training.metrics import read_metrics
 from fastattn.training.tasks.task import Batch, LanguageTask
 from fastattn.training.tokenizers import CharacterTokenizer
@@ -176,7 +176,8 @@ def gradients(
     def keep(*_: Any) -> None:
         for parameter_name, x in trainer.model.named_parameters():
             assert x.grad is not None, parameter_name
-            results[parameter_name] = whole(x.grad).detach().clone()
+            grad: Any = getattr(x.grad, "full_tensor", lambda x=x: x.grad)()
+            results[parameter_name] = grad.detach().clone()
 
     trainer.optimizer.register_step_pre_hook(keep)
     trainer._train_step()
