@@ -170,25 +170,25 @@ def _prepared(
 
 
 def _of_cache(
-    name: str, q: Tensor, cache: Any, given: dict[str, Any]
+    name: str, q: Tensor, cache: Any, arguments: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Keys of a cache by their positions, and the options of a call with these."""
     view, uniform = view_of_cache(cache, "k")
-    call_options.CACHE._replace(name=f"{name} of a cache").refuse_others(given)
+    call_options.CACHE._replace(name=f"{name} of a cache").refuse_others(arguments)
     check_query(q, view)
     if view.window is not None:
         raise ValueError(f"k must hold every token, got a ring of window={view.window}")
     # Values are not read: a column of the keys stands for them.
     keys = view._replace(v=view.k[..., :1], v_scale=None)
     k, _, placed = in_order(keys, Options(), q.shape[2], uniform)
-    found = {"causal": True, **given, "query_offset": placed.query_offset}
+    options = {"causal": True, **arguments, "query_offset": placed.query_offset}
     if placed.query_offsets is not None:
-        found |= {"query_offset": placed.query_offsets, "key_lengths": placed.key_lengths}
-        found["key_padding_mask"] = placed.key_padding_mask
+        options |= {"query_offset": placed.query_offsets, "key_lengths": placed.key_lengths}
+        options["key_padding_mask"] = placed.key_padding_mask
     for per_key in ("attn_mask", "attn_bias"):
-        if found.get(per_key) is not None:
-            found[per_key] = found[per_key][..., : k.shape[2]]
-    return k, found
+        if options.get(per_key) is not None:
+            options[per_key] = options[per_key][..., : k.shape[2]]
+    return k, options
 
 
 def check_max(options: Options) -> None:

@@ -125,15 +125,15 @@ def _of_row(q: Tensor, k: Tensor, v: Tensor, options: Options, b: int) -> tuple[
         offset = max(-FARTHEST, min(int(options.query_offsets), FARTHEST))
     if options.key_lengths is not None:
         end = max(0, min(int(options.key_lengths), T_k))
-    found = []
+    tiles = []
     for first in range(offset // _ROWS * _ROWS, offset + T_q, _ROWS):
         own = _at(options, _BY_QUERY, first - offset, _ROWS)
         positions = torch.arange(first, first + _ROWS, dtype=torch.int32, device=q.device)
         own = own._replace(query_offset=0, query_offsets=None, q_positions=positions[None])
         tile = _of_tile(_rows(q, 2, first - offset, _ROWS), k, v, own, _seen(own, first, end), b)
         inside = slice(max(0, offset - first), offset + T_q - first)
-        found.append([x[:, :, inside] for x in tile])
-    o, lse = (torch.cat(x, 2) for x in zip(*found, strict=True))
+        tiles.append([x[:, :, inside] for x in tile])
+    o, lse = (torch.cat(x, 2) for x in zip(*tiles, strict=True))
     return o, lse
 
 
