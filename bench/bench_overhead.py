@@ -108,28 +108,8 @@ def test_host_cost_of_doors(benchmark, device, fewest):
     benchmark.extra_info["over_attention"] = {n: round(us / ours, 2) for n, us in costs.items()}
 
 
-SMALL = {
-    "fastattn-torch": partial(attention, causal=True, backend="torch"),
-    "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
-}
-
-
-@pytest.mark.parametrize("implementation", SMALL)
-def test_dispatch_on_the_cpu(benchmark, implementation):
-    q, k, v = (torch.randn(1, 1, 4, 8) for _ in range(3))
-    call = SMALL[implementation]
-    benchmark.pedantic(lambda: call(q, k, v), rounds=50, iterations=20, warmup_rounds=2)
-
-
 def test_import_over_torch_and_triton(benchmark, fewest):
     times = []
     rounds = min(2, fewest)
     benchmark.pedantic(lambda: times.append(overhead.import_ms(repeats=1)), rounds=rounds)
     benchmark.extra_info["import_ms"] = round(min(times), 1)
-
-
-def test_first_call(benchmark):
-    """Compiles in a fresh process with an empty Triton cache, then loads in another."""
-    times = {}
-    benchmark.pedantic(lambda: times.update(overhead.first_call_ms(DEVICE)), rounds=1)
-    benchmark.extra_info.update({name: round(ms, 1) for name, ms in times.items()})

@@ -13,7 +13,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 # One of each kind: the rest of a family differs in its sizes.
 ONE_EACH = (
     "forward-B2-H4-T256-D64-full or causal-window63 or fwdbwd-B2 or padded or (decode and paged)"
-    " or import or dispatch"
+    " or import"
 )
 SHORTEST = ("--benchmark-only", "--benchmark-max-time=0.001", "--benchmark-min-rounds=1")
 

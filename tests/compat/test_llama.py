@@ -52,21 +52,6 @@ def test_steps_equal_the_whole_and_the_librarys_cache(options):
     assert torch.equal(whole, layer.attention(x))
 
 
-@torch.no_grad()
-def test_few_new_tokens_go_to_the_kernels_for_decoding(monkeypatch):
-    from fastattn.modules import self_attention
-
-    calls = []
-    serve = self_attention.decode_attention
-    monkeypatch.setattr(
-        self_attention,
-        "decode_attention",
-        lambda q, *a, **o: calls.append(q.shape[2]) or serve(q, *a, **o),
-    )
-    in_steps(make(), torch.randn(B, T, C), FREQS_CIS)
-    assert calls == [4, 2, 1, 1, 1]
-
-
 def test_gradients_flow_through_the_caches():
     layer = make()
     x = torch.randn(B, T, C)

@@ -144,17 +144,6 @@ def test_causal_biases_where_torch_serves(on_torch, variant, sizes):
             F.scaled_dot_product_attention(q, k, k, bias, is_causal=True)
 
 
-def test_compiled_causal_biases_where_torch_serves(on_torch):
-    torch._dynamo.reset()
-
-    def attend(q: Tensor, k: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, k, CausalBias(CausalVariant(2), 3, 5))
-
-    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
-    with fastattn.patch_sdpa():
-        assert torch.equal(torch.compile(attend, backend="eager")(q, k), attend(q, k))
-
-
 def overriding(name: str, func: object) -> bool:
     """Whether func is torch's function, by the name that it has now or had at import."""
     return func is (F.scaled_dot_product_attention if name == "now" else torch_attention)

@@ -1,5 +1,6 @@
 """Every row of refusals.txt is refused by name, and the call that it changes is served."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ from calls_of_flash_attn import offsets
 from refusals import rows_of, served
 from torch.nn.attention.flex_attention import create_block_mask
 
-from fastattn import GQAttention
+import fastattn
 from fastattn.compat import diffusers, flex_attention, llama, xformers
 from fastattn.compat.flash_attn import passes, rotary, version_2, version_3, version_4
+from fastattn.compat.flash_mla import flash_mla_with_kvcache
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -54,6 +56,7 @@ def backward(**change: Any) -> Any:
     return passes._flash_attn_backward(**{**given, **change})
 
 
+LATENT = Z(1, 1, 2, 24)
 X, H_K = Z(2, 4, 24, 8), Z(2, 2, 24, 8)
 SLOPES = torch.linspace(0.1, 0.8, 4)
 MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
@@ -71,20 +74,29 @@ TOKEN, HELD = Z(2, 1, 32), Z(2, 3, 2, 8)
 
 
 def llama_layer(k: Any = HELD, v: Any = HELD, **change: Any) -> Any:
-    layer = llama.LlamaAttention(GQAttention(32, 4, 2, rotary="interleaved"))
+    layer = llama.LlamaAttention(fastattn.GQAttention(32, 4, 2, rotary="interleaved"))
     return layer(**{"x": TOKEN, "use_kv_cache": True, "cache_k": k, "cache_v": v, **change})
 
 
 def padded(mask: Any = (True, True)) -> Any:
-    layer = llama.LlamaAttention(GQAttention(32, 4, 2))
+    layer = llama.LlamaAttention(fastattn.GQAttention(32, 4, 2))
     return layer(TOKEN, padding_mask=torch.tensor(mask)[:, None])
 
 
 KEYS = torch.ones(1, 4, dtype=torch.bool)
+RING, ULYSSES = (
+    SimpleNamespace(context_parallel_config=SimpleNamespace(ring_degree=n)) for n in (2, 1)
+)
 
 
 def diffused(k: Any = Q, v: Any = Q, mask: Any = None, **change: Any) -> Any:
     return diffusers.attend(Q, k, v, mask, **change)
+
+
+def latent(q: Any = LATENT, **change: Any) -> Any:
+    """Latents of 16 columns and 8 more in a page of 4 tokens, of which 3 are there."""
+    lengths, table = torch.tensor([3], dtype=torch.int32), Z(1, 1).int()
+    return flash_mla_with_kvcache(q, Z(1, 4, 1, 24), table, lengths, 16, **change)
 
 
 def efficient(bias: Any = None, *, q: Any = Q, k: Any = Q, v: Any = Q, **change: Any) -> Any:

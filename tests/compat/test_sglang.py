@@ -257,29 +257,32 @@ def test_keys_of_a_layer_that_shares_a_cache_are_not_stored(sglang: Any) -> None
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"is_cross_attention": True}, {}, "cross-attention"),
-    ({"attn_type": "DECODER_BIDIRECTIONAL"}, {}, "attn_type='decoder_bidirectional'"),
-    ({"pos_encoding_mode": "ALIBI"}, {}, "pos_encoding_mode='ALIBI'"),
-    ({"logit_cap": 1.0, "logit_capping_method": "sin"}, {}, "logit_capping_method='sin'"),
-    ({"attn_type": "ENCODER_ONLY", "sliding_window_size": 3}, {}, "a sliding window of an encoder"),
-    ({}, {"q_rope": torch.zeros(1)}, "q_rope"),
+# By what a layer, a call or a batch has.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ({"is_cross_attention": True}, {}, {}, "cross-attention"),
+    ({"attn_type": "DECODER_BIDIRECTIONAL"}, {}, {}, "attn_type='decoder_bidirectional'"),
+    ({"pos_encoding_mode": "ALIBI"}, {}, {}, "pos_encoding_mode='ALIBI'"),
+    ({"logit_cap": 1.0, "logit_capping_method": "sin"}, {}, {}, "logit_capping_method='sin'"),
+    ({"attn_type": "ENCODER_ONLY", "sliding_window_size": 3}, {}, {}, "a sliding window of an enc"),
+    ({}, {"q_rope": torch.zeros(1)}, {}, "q_rope"),
+    ({}, {}, {"encoder_lens": torch.zeros(3)}, "encoder_lens"),
+    ({}, {}, {"spec_info": SimpleNamespace(kv_indptr=torch.zeros(4))}, "a draft model's own steps"),
 ]
 
 
-@pytest.mark.parametrize(("layer", "kwargs", "named"), REFUSED, ids=lambda x: str(x)[:30])
-def test_what_a_layer_may_not_have_is_named(
-    layer: dict[str, Any], kwargs: dict[str, Any], named: str, sglang: Any
+@pytest.mark.parametrize(("layer", "kwargs", "batch", "named"), REFUSED, ids=lambda x: str(x)[:30])
+def test_what_a_pass_may_not_have_is_named(
+    layer: dict[str, Any], kwargs: dict[str, Any], batch: Any, named: str, sglang: Any
 ) -> None:
     if "attn_type" in layer:
         layer = {**layer, "attn_type": getattr(sglang.AttentionType, layer["attn_type"])}
     server = Server(sglang, torch.float16, 1, torch.float16)
     fb = server.batch("DECODE", *DECODE)
-    server.backend.init_forward_metadata(fb)
+    vars(fb).update(batch)
+    tokens, made = server.new_tokens(*DECODE), server.layer(**layer)
     with pytest.raises(NotImplementedError, match=f"does not serve {named}.*attention-backend"):
-        server.backend.forward_decode(
-            *server.new_tokens(*DECODE), server.layer(**layer), fb, **kwargs
-        )
+        server.backend.init_forward_metadata(fb)
+        server.backend.forward_decode(*tokens, made, fb, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -294,31 +297,10 @@ def test_what_a_layer_may_not_have_is_named(
 )  # fmt: skip
 def test_what_a_server_may_not_have_is_named(change: Any, named: str, sglang: Any) -> None:
     runner = Server(sglang, torch.float16, 1, torch.float16).runner
-    pool = (
-        SimpleNamespace(dtype=torch.float16, page_size=1, **change)
-        if ("dtype" not in change)
-        else SimpleNamespace(page_size=1, **change)
-    )
-    runner.token_to_kv_pool = pool
+    runner.token_to_kv_pool = SimpleNamespace(**{"dtype": torch.float16, "page_size": 1, **change})
     runner.use_mla_backend = change.get("use_mla_backend", False)
     with pytest.raises(NotImplementedError, match=f"does not serve {named}"):
         sglang.ATTENTION_BACKENDS["fastattn"](runner)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"encoder_lens": torch.zeros(3)}, "encoder_lens"),
-        ({"spec_info": SimpleNamespace(kv_indptr=torch.zeros(4))}, "a draft model's own steps"),
-    ],
-    ids=lambda x: str(x)[:20],
-)
-def test_what_a_batch_may_not_have_is_named(change: Any, named: str, sglang: Any) -> None:
-    server = Server(sglang, torch.float16, 1, torch.float16)
-    fb = server.batch("DECODE", *DECODE)
-    vars(fb).update(change)
-    with pytest.raises(NotImplementedError, match=named):
-        server.backend.init_forward_metadata(fb)
 
 
 def test_graphs_of_prompts_are_refused(sglang: Any) -> None:

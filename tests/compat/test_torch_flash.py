@@ -226,30 +226,6 @@ def test_dense_operator(active, causal):
                 promised.shape, promised.dtype, promised.stride())  # fmt: skip
 
 
-def test_a_ring_of_two_chunks(active):
-    """Two chunks as in torch's context parallelism: merged by lse; backward with the full lse."""
-    q, k, v = (x.detach() for x in tensors(1, 2, 6, 8))
-    whole, lse, *_, state, unused, _ = OPERATOR(q, k, v)
-    outs = [OPERATOR(q, a, b) for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)]
-    logs = torch.stack([actual[1] for actual in outs])
-    merged = sum(
-        actual[0] * (log - logs.logsumexp(0)).exp()[..., None]
-        for actual, log in zip(outs, logs, strict=True)
-    )
-    torch.testing.assert_close(merged, whole)
-    torch.testing.assert_close(logs.logsumexp(0), lse)
-    rest = (None, None, 6, 3, 0.0, False, state, unused)
-    grad = torch.ones(1, 2, 6, 8)
-    expected = BACKWARD(grad, q, k, v, whole, lse, None, None, 6, 6, 0.0, False, state, unused)
-    parts = [
-        BACKWARD(grad, q, a, b, whole, lse, *rest)
-        for a, b in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)
-    ]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], expected[0])
-    for i in (1, 2):
-        torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), expected[i])
-
-
 def test_dropout_has_the_forwards_bits_in_the_backward(active):
     q, k, v = tensors(1, 2, 6, 8)
     torch.manual_seed(0)

@@ -43,11 +43,6 @@ def test_decoder_with_padding(name, device):
     compare(decoder(name, device), inputs, lambda out: out.logits[mask.bool()])
 
 
-def test_decoder_without_mask(device):
-    model = decoder("mistral-window", device)
-    compare(model, {"input_ids": tokens(2, 12, device)}, grads=False)
-
-
 def test_kernels_serve_a_model(device, monkeypatch):
     monkeypatch.setenv("FASTATTN_BACKEND", "triton")
     config = decoder_config("llama-gqa", num_hidden_layers=1)
@@ -148,13 +143,6 @@ def test_dropout_of_weights_is_used_in_training_alone(device, attention_calls):
         torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
         assert not torch.equal(model.train()(ids).logits, model(ids).logits)
     assert {options["dropout"] for options in attention_calls} == {0.0, 0.5}
-
-
-def test_encoder_with_padding(device):
-    model = build(tr.AutoModel, tr.BertConfig(**SIZES), device)
-    mask = padded([(0, 6), (0, 11)], 11, device)
-    inputs = {"input_ids": tokens(2, 11, device), "attention_mask": mask}
-    compare(model, inputs, lambda out: out.last_hidden_state[mask.bool()])
 
 
 def test_encoder_with_window_and_padding(device, attention_calls):

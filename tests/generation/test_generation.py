@@ -102,39 +102,6 @@ def test_an_empty_prompt_starts_behind_a_line_break():
     assert len("".join(generate_text(make_gpt(vocab_size=3), ABC, "", 20, seed=0))) == 20, "none"
 
 
-def texts(model: GPT, *given, **options) -> list[str]:
-    return list(generate_text(model, ABC, *given, **options))
-
-
-def tokens(model: GPT, *given, **options) -> list[int]:
-    return list(generate_tokens(model, *given, **options))
-
-
-@pytest.mark.parametrize(
-    ("call", "given", "options", "message"),
-    [
-        (tokens, ([], 1), {}, "prompt must hold at least one token, got none"),
-        (tokens, ([1], -1), {}, "count must be at least 0, got -1"),
-        (tokens, ([1, 20], 1), {}, r"prompt must hold tokens in 0\.\.19, got 20"),
-        (tokens, ([1], 1), {"end_token": -1}, r"end_token must hold tokens in 0\.\.19, got -1"),
-        (tokens, ([1], 1), {"end_token": (3, 20)}, r"end_token must hold tokens in 0.*, got 20"),
-        (generate_batch, ([], 1), {}, "prompts must hold at least one prompt, got none"),
-        (
-            generate_batch,
-            ([[1], [2]], [1, 2, 3]),
-            {},
-            "counts must be one for all 2 .* or 2, got 3",
-        ),
-        (generate_batch, ([[1], [2]], 1), {"sampling": [GREEDY]}, "for all 2 prompts or 2, got 1"),
-        (texts, ("a", 1), {"stop": ["b", ""]}, "stop must hold strings of at least one character"),
-        (texts, ("az", 1), {}, r"character 'z' \(U\+007A\) does not occur"),
-    ],
-)
-def test_wrong_requests_are_named(call, given, options, message):
-    with pytest.raises(ValueError, match=message):
-        call(make_gpt(), *given, **options)
-
-
 def make_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(20, (length,)).tolist() for length in lengths]
 
@@ -165,12 +132,6 @@ def test_padding_on_either_side_is_left_out():
     tokens = torch.tensor([[19, 19, 3, 4], [5, 6, 7, 19]])
     mask = tokens != 19
     assert unpad(tokens, mask) == [[3, 4], [5, 6, 7]]
-    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \(4,\)"):
-        unpad(tokens[0], mask[0])
-    with pytest.raises(TypeError, match=r"mask must be bool, got torch\.int64"):
-        unpad(tokens, tokens)
-    with pytest.raises(ValueError, match=r"mask must have tokens' shape \(2, 4\), got \(2, 2\)"):
-        unpad(tokens, mask[:, :2])
 
 
 def test_an_end_token_ends_the_text_and_is_not_part_of_it():
@@ -184,8 +145,6 @@ def test_an_end_token_ends_the_text_and_is_not_part_of_it():
         got = list(generate_tokens(model, [1], 60, sampling=GREEDY, end_token=ends))
         assert got == tokens[: min(map(tokens.index, ends))]
     assert len(list(generate_tokens(model, [1], 60, sampling=GREEDY, end_token=[]))) == 60
-    with pytest.raises(TypeError, match=r"end_token must be an int, got float"):
-        next(generate_tokens(model, [1], 60, end_token=[1.0]))
 
 
 @pytest.fixture

@@ -67,20 +67,6 @@ def test_generate_reads_every_token_once_within_the_context(monkeypatch):
     assert read == [3] + [1] * 9 + [12, 12]
 
 
-@pytest.mark.parametrize(
-    ("idx", "count", "message"),
-    [
-        (torch.tensor([1, 2]), 3, r"integers of shape \[B, T\], got torch.int64 \(2,\)"),
-        (torch.zeros(1, 0, dtype=torch.int64), 3, r"shape \[B, T\], got torch.int64 \(1, 0\)"),
-        (torch.zeros(1, 2), 3, "must be integers of shape .* got torch.float32"),
-        (torch.tensor([[1]]), -1, "max_new_tokens must be at least 0, got -1"),
-    ],
-)
-def test_generate_names_what_is_wrong(idx, count, message):
-    with pytest.raises(ValueError, match=message):
-        make_gpt().generate(idx, count)
-
-
 @torch.no_grad()
 def greedy_by_crops(model: GPT, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
@@ -104,11 +90,3 @@ def test_a_cropped_text_sees_the_whole_context_in_every_step(positions):
     for _ in engine.run():
         pass
     assert [request.tokens for request in requests] == expected
-
-
-def test_an_unknown_way_past_the_context_is_named():
-    message = "past_context must be 'restart' or 'crop', got 'half'"
-    with pytest.raises(ValueError, match=message):
-        list(generate_tokens(make_gpt(), [1], 3, past_context="half"))
-    with pytest.raises(ValueError, match=message):
-        Engine(make_gpt(), num_pages=4, past_context="half")

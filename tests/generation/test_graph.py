@@ -130,8 +130,3 @@ def test_an_engine_that_replays_its_steps_gives_what_requests_get_alone(position
     assert [r.tokens for r in requests] == [list(generate_tokens(model, **w)) for w in wishes]
     assert len(recorded) == len(engine._graphs._graphs) >= 2  # each size once
     assert len(replayed) > 2 * len(recorded) and engine.preemptions > 0
-
-
-def test_an_engine_on_a_cpu_has_no_graphs():
-    with pytest.raises(ValueError, match="cuda_graph needs a model on a CUDA device, got one on"):
-        Engine(make_gpt(), num_pages=4, cuda_graph=True)

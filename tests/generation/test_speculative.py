@@ -188,17 +188,6 @@ def test_end_tokens_and_stop_strings_end_the_text():
     assert "".join(pieces) == text[: text.index(stop)]
 
 
-def test_wrong_pairs_are_named():
-    with pytest.raises(ValueError, match="the model's vocabulary of 20 tokens, got 19"):
-        next(speculative_tokens(make_gpt(), make_gpt(19), [1], 1))
-    with pytest.raises(ValueError, match="drafts must be at least 1, got 0"):
-        next(speculative_tokens(make_gpt(), make_gpt(), [1], 1, drafts=0))
-    with pytest.raises(ValueError, match="a number of drafts must be at least 1, got 0"):
-        next(speculative_tokens(make_gpt(), make_gpt(), [1], 1, drafts=(2, 0)))
-    with pytest.raises(ValueError, match="drafts must hold at least one number, got none"):
-        next(speculative_tokens(make_gpt(), make_gpt(), [1], 1, drafts=()))
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -90,23 +90,3 @@ def test_target_length_bounds_what_is_chosen():
         model.decoder.token_embedding.weight[V - 2] = 0  # never the likeliest
     assert max(map(len, greedy_translate(model, SOURCE, **unknown))) == 8
     assert max(map(len, greedy_translate(model, SOURCE, max_length=2, **unknown))) == 2
-
-
-def test_wrong_arguments_are_named():
-    model = make_model()
-    for changes, match in (
-        ({"begin": 5}, "begin must be a token in 0..4, got 5"),
-        ({"end": -1}, "end must be a token in 0..4, got -1"),
-        ({"max_length": 0}, "max_length must be at least 1, got 0"),
-        ({"max_length": 9}, "max_length must be at most target_length=8 with learned positions"),
-        ({"beams": 0}, "beams must be at least 1, got 0"),
-        ({"beams": 2, "length_penalty": math.nan}, "length_penalty must be finite, got nan"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            translate(model, SOURCE, **{**CALL, **changes})
-    with pytest.raises(ValueError, match="source must hold at least one token a row, got none"):
-        translate(model, SOURCE[:, :0], begin=BEGIN, end=END)
-    with torch.no_grad():
-        model.decoder.norm.weight.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match="scores are not finite"):
-        translate(model, SOURCE, **CALL)

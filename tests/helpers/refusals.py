@@ -26,10 +26,11 @@ def served(rows: list[str], names: dict[str, Any]) -> list[str]:
     for row in rows:
         call, _, said = row.partition(" -> ")
         error, _, message = said.partition(": ")
+        expected = vars(builtins).get(error) or names[error]
         try:
             eval(call, names)
             wrong.append(f"{row}: served")
-        except getattr(builtins, error) as raised:
+        except expected as raised:
             if not re.search(message, str(raised)):
                 wrong.append(f"{row}: {raised}")
     return wrong

@@ -1,35 +1,40 @@
 """The reference GPT against the same model written naively, and its configuration."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from naive_layers import naive_layer
 from torch import Tensor
 
-from fastattn import alibi_slopes, reference
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.rotary import apply_rotary, rotary_tables
 from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 SMALL = {"vocab_size": 11, "context_length": 12, "num_layers": 2, "num_heads": 4, "embed_dim": 32}
+# The fields of a model, and the words of its layers about those that are theirs.
 VARIANTS = {
-    "learned": {},
-    "rotary": {"positions": "rotary", "rotary_base": 100.0},
-    "interleaved": {"positions": "rotary", "rotary_style": "interleaved"},
-    "gqa-bias": {"num_kv_heads": 2, "bias": True},
-    "mqa-rotary-window": {"num_kv_heads": 1, "positions": "rotary", "window": 3},
-    "untied, bias of the head": {"tie_weights": False, "head_bias": True},
-    "alibi-sinks": {"positions": "alibi", "sinks": True},
-    "norm-softcap-first": {
-        "positions": "rotary",
-        "num_kv_heads": 2,
-        "window": 3,
-        "keep_first": 2,
-        "softcap": 3.0,
-        "qk_norm": True,
-        "output_gate": "element",
-    },
+    "learned": ({}, "num_kv_heads=4, head_dim=8"),
+    "rotary": ({"positions": "rotary", "rotary_base": 100.0}, "rotary='half', rotary_base=100"),
+    "interleaved": ({"positions": "rotary", "rotary_style": "interleaved"}, "rotary='interleaved'"),
+    "gqa-bias": ({"num_kv_heads": 2, "bias": True}, "num_kv_heads=2"),
+    "mqa-rotary-window": ({"num_kv_heads": 1, "positions": "rotary", "window": 3}, "window=3"),
+    "untied, bias of the head": ({"tie_weights": False, "head_bias": True}, ""),
+    "alibi-sinks": ({"positions": "alibi", "sinks": True}, "alibi=True, sinks=True"),
+    "norm-softcap-first": (
+        {
+            "positions": "rotary",
+            "num_kv_heads": 2,
+            "window": 3,
+            "keep_first": 2,
+            "softcap": 3.0,
+            "qk_norm": True,
+            "output_gate": "element",
+        },
+        "window=3, keep_first=2, qk_norm=True, softcap=3.0, output_gate='element'",
+    ),
 }
 
 
@@ -41,63 +46,22 @@ def make_model(device="cpu", **changes) -> GPT:
     return model.to(device)
 
 
-def naive_logits(config: GPTConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """The model's formula over its parameters, in their dtype, with the oracle's attention."""
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        shape = (config.embed_dim,)
-        return F.layer_norm(x, shape, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    B, T = tokens.shape
-    H_q, H_k = config.num_heads, config.num_kv_heads or config.num_heads
-    x = weights["token_embedding.weight"][tokens]
-    if config.positions == "learned":
-        x = x + weights["position_embedding.weight"][:T]
-    for i in range(config.num_layers):
-        block = f"blocks.{i}"
-        h = norm(x, f"{block}.attention_norm")
-        q, k, v = (
-            linear(h, f"{block}.attention.{name}_proj").view(B, T, heads, -1).transpose(1, 2)
-            for name, heads in (("q", H_q), ("k", H_k), ("v", H_k))
-        )
-        if config.qk_norm:
-            q, k = (
-                F.rms_norm(part, part.shape[-1:], weights[f"{block}.attention.{name}.weight"], 1e-6)
-                for part, name in ((q, "q_norm"), (k, "k_norm"))
-            )
-        if config.positions == "rotary":
-            cos, sin = rotary_tables(
-                T, config.head_dim, base=config.rotary_base, device=x.device, dtype=torch.float64
-            )
-            q, k = (apply_rotary(part, cos, sin, style=config.rotary_style) for part in (q, k))
-        o = reference.attention(
-            q,
-            k,
-            v,
-            causal=True,
-            window=config.window,
-            keep_first=config.keep_first,
-            softcap=config.softcap,
-            alibi_slopes=alibi_slopes(H_q) if config.positions == "alibi" else None,
-            sinks=weights.get(f"{block}.attention.sinks"),
-        )
-        o = o.transpose(1, 2).reshape(B, T, -1)
-        if config.output_gate == "element":
-            o = o / (1 + torch.exp(-linear(h, f"{block}.attention.output_gate_proj")))
-        x = x + linear(o, f"{block}.attention.out_proj")
-        hidden = F.gelu(linear(norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up_proj"))
-        x = x + linear(hidden, f"{block}.mlp.down_proj")
-    head = "token_embedding" if config.tie_weights else "head"
-    return F.linear(norm(x, "norm"), weights[f"{head}.weight"], weights.get("head_bias"))
+def naive_logits(model: GPT, tokens: Tensor) -> Tensor:
+    """The model's formula over its parameters, in their dtype, with naive layers of attention."""
+    x = model.token_embedding.weight[tokens]
+    if model.config.positions == "learned":
+        x = x + model.position_embedding.weight[: tokens.shape[1]]
+    for block in model.blocks:
+        x = x + naive_layer(block.attention, block.attention_norm(x))
+        x = x + block.mlp.down_proj(F.gelu(block.mlp.up_proj(block.mlp_norm(x))))
+    head = model.token_embedding if model.config.tie_weights else model.head
+    return F.linear(model.norm(x), head.weight, dict(model.named_parameters()).get("head_bias"))
 
 
 def naive_results(model: GPT, tokens: Tensor, targets: Tensor, dtype: torch.dtype):
     """Logits, loss and gradients by name."""
-    weights = {n: p.detach().to(dtype).requires_grad_() for n, p in model.named_parameters()}
-    logits = naive_logits(model.config, weights, tokens)
+    model = copy.deepcopy(model).to(dtype)
+    logits, weights = naive_logits(model, tokens), dict(model.named_parameters())
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     gradients = torch.autograd.grad(loss, list(weights.values()))
     return {"logits": logits, "loss": loss, **dict(zip(weights, gradients, strict=True))}
@@ -113,16 +77,17 @@ def assert_model_equals_naive(model: GPT, tokens: Tensor, targets: Tensor) -> No
         assert_within_budget(name, x.detach(), exact[name].detach(), naive[name].detach())
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_logits_loss_and_gradients_equal_the_naive_model(changes):
+@pytest.mark.parametrize(("changes", "words"), VARIANTS.values(), ids=VARIANTS)
+def test_logits_loss_and_gradients_equal_the_naive_model(changes, words):
     model = make_model(**changes)
+    assert all(words in block.attention.extra_repr() for block in model.blocks)
     tokens, targets = torch.randint(11, (2, 3, 12))
     assert_model_equals_naive(model, tokens, targets)
 
 
 def test_triton_logits_loss_and_gradients_equal_the_naive_model(monkeypatch, device):
     monkeypatch.setenv("FASTATTN_BACKEND", "triton")
-    model = make_model(device, **VARIANTS["mqa-rotary-window"])
+    model = make_model(device, **VARIANTS["mqa-rotary-window"][0])
     tokens, targets = torch.randint(11, (2, 2, 5), device=device)
     assert_model_equals_naive(model, tokens, targets)
 

@@ -7,7 +7,6 @@ import torch
 
 from fastattn import LatentCache
 from fastattn.models.gpt import GPT, GPTConfig
-from fastattn.models.tensor_parallel import tp_plan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31, "context_length": 24, "num_layers": 2, "num_heads": 4, "embed_dim": 32,
@@ -42,25 +41,3 @@ def test_it_learns_and_its_layers_start_small() -> None:
     _, loss = gpt(tokens, tokens)
     loss.backward()
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in gpt.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"num_kv_heads": 2}, "num_kv_heads cannot go with kv_latent_dim, got 2"),
-        ({"positions": "alibi"}, "positions='alibi' cannot go with kv_latent_dim"),
-        ({"scoring": "additive"}, "scoring cannot go with kv_latent_dim, got 'additive'"),
-        ({"output_gate": "head"}, "output_gate cannot go with kv_latent_dim, got head"),
-        ({"num_heads": 16, "positions": "rotary"}, "must be a multiple of 4 for kv_latent_dim"),
-        ({"kv_latent_dim": 0}, "kv_latent_dim must be a positive integer, got 0"),
-    ],
-)
-def test_what_a_latent_cannot_go_with(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        GPTConfig(**{**SIZES, **options})
-
-
-def test_who_does_not_serve_latents_says_so() -> None:
-    gpt = model()
-    with pytest.raises(TypeError, match="is a MultiheadLatentAttention, whose heads are not shard"):
-        tp_plan(gpt)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from small_gpt import randomised
 
-from fastattn import KVCache
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.positions import sinusoids
@@ -223,41 +222,3 @@ def test_compiles_to_one_graph():
     source, inputs, targets = torch.randint(V, (3, 2, 6))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(source, inputs, targets), model(source, inputs, targets))
-
-
-@torch.no_grad()
-def test_wrong_inputs_are_named():
-    tokens = torch.zeros(2, 5, dtype=torch.long)
-    encoder, tagger, model = make_encoder(Encoder), make_encoder(Tagger, 3), make_seq2seq()
-    memory, gpt = model.encode(tokens), GPT(GPTConfig(V, T, **SIZES))
-    for call, match in (
-        (lambda: encoder(tokens[0]), r"tokens must have shape \[B, T\], got \(5,\)"),
-        (lambda: encoder(tokens.repeat(1, 2)), "at most context_length=9 long, got T=10"),
-        (lambda: tagger(tokens, tokens[:, :4]), r"tokens' shape \(2, 5\), got \(2, 4\)"),
-        (lambda: make_encoder()(tokens, tokens[:1]), r"tokens' shape \(2, 5\), got \(1, 5\)"),
-        (lambda: make_encoder(Tagger, 0), "num_tags must be a positive integer, got 0"),
-        (lambda: model(tokens[0], tokens), r"source must have shape \[B, T\], got \(5,\)"),
-        (lambda: model(tokens.repeat(1, 2), tokens), "source must be at most source_length=9"),
-        (lambda: model(tokens, tokens.repeat(1, 3)), "inputs must be at most target_length=10"),
-        (lambda: model(tokens, tokens, tokens[:, 1:]), r"inputs' shape \(2, 5\), got \(2, 4\)"),
-        (lambda: model.decode(tokens[:1], memory), "memory must be of 1 sources, .* got 2"),
-        (lambda: model.decode(tokens, memory, model.new_cache(2)[:1]), r"a layer \(2\), got 1"),
-        (lambda: model.decode(tokens, memory, model.new_cache(2, 4)), "inputs must fit the cache"),
-        (lambda: model.new_cache(2, 11), "at most target_length=10 with learned positions, got 11"),
-        (lambda: gpt(tokens[0]), r"tokens must have shape \[B, T\], got \(5,\)"),
-        (lambda: gpt(tokens, tokens[:, :4]), r"tokens' shape \(2, 5\), got \(2, 4\)"),
-        (lambda: gpt(tokens, tokens, last_only=True), "last_only and rows select tokens"),
-        (lambda: gpt(tokens, cache=gpt.new_cache(2)[:1]), r"one KVCache a layer \(2\), got 1"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            call()
-
-
-def test_what_is_no_cache_is_named():
-    gpt, token = GPT(GPTConfig(V, T, **SIZES)), torch.zeros(1, 1, dtype=torch.long)
-    for cache, message in (
-        (KVCache(1, 1, 4, 2), r"cache must hold .* got fastattn\.cache\.dense\.KVCache"),
-        ((gpt.new_cache(1)[0], None), r"cache\[1\] must be a KVCache, .* got NoneType"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            gpt(token, cache=cache)

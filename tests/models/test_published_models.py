@@ -16,6 +16,10 @@ pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
 V, C, H, L, HIDDEN = 37, 16, 4, 2, 24
 SHARED = {"num_layers": L, "num_heads": H, "embed_dim": C, "hidden_dim": HIDDEN}
+THEIRS = {
+    "vocab_size": V, "hidden_size": C, "num_hidden_layers": L, "num_attention_heads": H,
+    "intermediate_size": HIDDEN, "max_position_embeddings": 12, "attn_implementation": "eager",
+}  # fmt: skip
 
 
 def put(ours: nn.Module, theirs: nn.Module) -> None:
@@ -39,16 +43,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, call, their_call, real=slice
 
 
 def test_bert():
-    config = tr.BertConfig(
-        vocab_size=V,
-        hidden_size=C,
-        num_hidden_layers=L,
-        num_attention_heads=H,
-        intermediate_size=HIDDEN,
-        max_position_embeddings=12,
-        attn_implementation="eager",
-    )
-    theirs = randomised(tr.BertModel(config, add_pooling_layer=False))
+    theirs = randomised(tr.BertModel(tr.BertConfig(**THEIRS), add_pooling_layer=False))
     preset = EncoderConfig.preset("bert-base", vocab_size=V, context_length=12, **SHARED)
     ours = randomised(Encoder(preset))
     put(ours.token_embedding, theirs.embeddings.word_embeddings)
@@ -56,19 +51,12 @@ def test_bert():
     # Every token is of the first segment.
     ours.position_embedding.weight.data += theirs.embeddings.token_type_embeddings.weight.data[0]
     put(ours.embedding_norm, theirs.embeddings.LayerNorm)
+    qkv = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
+    names = {name: f"attention.self.{part}" for name, part in qkv.items()}
+    names |= {"out_proj": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"}
+    names |= {"up_proj": "intermediate.dense", "down_proj": "output.dense"}
     for block, layer in zip(ours.blocks, theirs.encoder.layer, strict=True):
-        put_parts(
-            block,
-            layer,
-            q_proj="attention.self.query",
-            k_proj="attention.self.key",
-            v_proj="attention.self.value",
-            out_proj="attention.output.dense",
-            attention_norm="attention.output.LayerNorm",
-            up_proj="intermediate.dense",
-            down_proj="output.dense",
-            mlp_norm="output.LayerNorm",
-        )
+        put_parts(block, layer, **names, mlp_norm="output.LayerNorm")
     tokens, lengths = torch.randint(V, (2, 9)), torch.tensor([9, 5])
     real = torch.arange(9) < lengths[:, None]
 
@@ -79,17 +67,7 @@ def test_bert():
 
 
 def test_llama():
-    config = tr.LlamaConfig(
-        vocab_size=V,
-        hidden_size=C,
-        num_hidden_layers=L,
-        num_attention_heads=H,
-        num_key_value_heads=2,
-        intermediate_size=HIDDEN,
-        max_position_embeddings=12,
-        rms_norm_eps=1e-5,
-        attn_implementation="eager",
-    )
+    config = tr.LlamaConfig(**THEIRS, num_key_value_heads=2, rms_norm_eps=1e-5)
     theirs = randomised(tr.LlamaForCausalLM(config))
     sizes = {**SHARED, "num_kv_heads": 2}
     ours = randomised(GPT(GPTConfig.preset("tinyllama", vocab_size=V, context_length=12, **sizes)))
@@ -122,15 +100,7 @@ def test_t5_bias_is_a_layer_of_ours():
     )
     theirs = randomised(T5Attention(config, has_relative_attention_bias=True, layer_idx=0))
     ours = GQAttention(C, H, causal=False, relative_bias=8, relative_max_distance=20, scale=1.0)
-    put(ours.q_proj, theirs.q)
-    put(ours.k_proj, theirs.k)
-    put(ours.v_proj, theirs.v)
-    put(ours.out_proj, theirs.o)
+    put_parts(ours, theirs, q_proj="q", k_proj="k", v_proj="v", out_proj="o")
     ours.relative_bias.data = theirs.relative_attention_bias.weight.data.clone()
     x = torch.randn(2, 40, C)
-    assert_same(
-        ours,
-        theirs,
-        lambda layer: layer(x),
-        lambda layer: layer(x.to(layer.q.weight.dtype))[0],
-    )
+    assert_same(ours, theirs, lambda of: of(x), lambda of: of(x.to(of.q.weight.dtype))[0])

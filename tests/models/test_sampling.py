@@ -73,24 +73,6 @@ def test_draws_follow_the_distribution():
     assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.0}, r"temperature must be positive and finite, got 0\.0; .* use greedy"),
-        ({"temperature": math.nan}, "temperature must be positive and finite, got nan"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
-        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
-        ({"min_p": -0.5}, r"min_p must be in \(0, 1\], got -0\.5"),
-        ({"epsilon_cutoff": 0.0}, r"epsilon_cutoff must be in \(0, 1\], got 0\.0"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty must be positive and finite, got i"),
-    ],
-)
-def test_wrong_sampling_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**changes)
-
-
 def test_a_repetition_penalty_lowers_scores_of_either_sign():
     seen = torch.tensor([[True, True, False, False, True], [False] * 5])
     got = Sampling(repetition_penalty=2.0).filter(LOGITS, seen)

@@ -118,36 +118,17 @@ def copied(theirs: nn.Transformer, model: Seq2Seq) -> None:
 @pytest.mark.parametrize("order", ["pre", "post"])
 @torch.no_grad()
 def test_encoder_and_decoder_are_those_of_torch(order, activation):
-    options = {
-        "dropout": 0.0,
-        "activation": activation,
-        "batch_first": True,
-        "norm_first": order == "pre",
-    }
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(C, 4, 24, **options),
-        2,
-        nn.LayerNorm(C),
-        enable_nested_tensor=False,
-    )
+    options = {"dropout": 0.0, "activation": activation, "batch_first": True}
+    options["norm_first"] = order == "pre"
+    layer = nn.TransformerEncoderLayer(C, 4, 24, **options)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(C), enable_nested_tensor=False)
     theirs = nn.Transformer(C, 4, 2, 2, 24, custom_encoder=encoder, **options)
     randomised(theirs)
     if order == "post":
         # Theirs has one more norm behind the last layer's.
         theirs.encoder.norm = theirs.decoder.norm = None
-    config = Seq2SeqConfig(
-        11,
-        13,
-        9,
-        9,
-        **SIZES,
-        positions="none",
-        block=order,
-        activation=activation,
-        hidden_dim=24,
-        bias=True,
-    )
-    model = randomised(Seq2Seq(config))
+    ours = {"positions": "none", "block": order, "activation": activation, "hidden_dim": 24}
+    model = randomised(Seq2Seq(Seq2SeqConfig(11, 13, 9, 9, **SIZES, **ours, bias=True)))
     copied(theirs, model)
     source, inputs = torch.randint(11, (2, 9)), torch.randint(13, (2, 7))
     lengths = torch.tensor([9, 4])

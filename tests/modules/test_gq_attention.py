@@ -142,19 +142,6 @@ def test_a_swap_leaves_them_alone():
     assert set(swap(model).left.values()) == {"it is fastattn's already"}
 
 
-def test_repr_names_what_was_chosen():
-    layer = GQAttention(C, 4, causal=False, stride=2, window=(1, 2), scoring="dot")
-    assert layer.extra_repr() == (
-        "embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, causal=False, window=(1, 2), "
-        "stride=2, scoring='dot'"
-    )
-    layer = CrossGQAttention(C, 4, memory_dim=M, sinks=True, backend="torch")
-    assert layer.extra_repr() == (
-        "embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, memory_dim=24, sinks=True, "
-        "backend='torch'"
-    )
-
-
 @pytest.mark.parametrize("scoring", ["scaled_dot", "multiplicative", "additive"])
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 1, 0), (2, 3, 0)])
 @pytest.mark.parametrize("training", [True, False])

@@ -37,8 +37,17 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+class Turned(KVCache):
+    """A cache that is given rotated keys."""
+
+    rotates = False
+
+    def append(self, k, v, new_lengths=None):
+        return super().append(k, v, new_lengths)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("kind", ["plain", "ring", "paged"])
+@pytest.mark.parametrize("kind", ["plain", "ring", "paged", "turned before"])
 def test_steps_equal_the_layer_without_a_cache(
     kind: str, backend: str, decoded: list[int], device: str
 ) -> None:
@@ -51,7 +60,8 @@ def test_steps_equal_the_layer_without_a_cache(
         pages = PagedKVCache(10, 3, 2, layer.head_dim, device=device)
         rows = [pages.allocate(), pages.allocate()]
     else:
-        cache = KVCache(2, 2, 9, layer.head_dim, window=window, device=device)
+        made = Turned if kind == "turned before" else KVCache
+        cache = made(2, 2, 9, layer.head_dim, window=window, device=device)
     steps = []
     with torch.no_grad():
         for part in x.split([3, 1, 2, 1], dim=1):
@@ -88,18 +98,3 @@ def test_decoding_rotates_as_it_appends(
         monkeypatch.delattr(projection, "apply_rotary")
         steps = [layer(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
     assert_within_budget("steps", torch.cat(steps, 1), exact, naive)
-
-
-def test_caches_that_do_not_rotate_are_given_rotated_keys(device: str) -> None:
-    class Plain(KVCache):
-        rotates = False
-
-        def append(self, k, v, new_lengths=None):
-            return super().append(k, v, new_lengths)
-
-    layer = make_layer(device, num_heads=4, num_kv_heads=2, rotary="half")
-    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
-    cache = Plain(2, 2, 8, layer.head_dim, device=device)
-    with torch.no_grad():
-        steps = [layer(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
-    assert_within_budget("steps", torch.cat(steps, 1), *exact_and_naive(layer, x))

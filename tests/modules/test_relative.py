@@ -136,17 +136,6 @@ def test_values_under_autocast_keep_their_weights():
     torch.testing.assert_close(y.float(), torch.full_like(y, 1000.0).float(), rtol=2**-8, atol=0)
 
 
-def test_a_far_distance_is_the_last_one():
-    scheme = RelativeScalar(H_q, 2)
-    with torch.no_grad():
-        scheme.bias[:, 4] = -100.0  # two and more behind
-    layer = GQAttention(C, H_q, relative=scheme, backend="torch")
-    x = torch.randn(1, 8, C)
-    near = GQAttention(C, H_q, window=2, backend="torch")
-    near.load_state_dict(layer.state_dict(), strict=False)
-    torch.testing.assert_close(layer(x), near(x))
-
-
 def test_sinusoids_are_those_of_the_paper():
     p = sinusoids(torch.tensor([0, 1, 70000]), 6)
     for row, t in enumerate((0, 1, 70000)):

@@ -236,17 +236,6 @@ def test_compiles_without_a_graph_break(backend):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.nightly
-def test_triton_compiles_without_a_graph_break(device):
-    layer = make_layer(device, backend="triton", num_heads=2, num_kv_heads=1, rotary="half")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 9, WIDTH, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(compiled(x).sum(), x)
-    (expected,) = torch.autograd.grad(layer(x).sum(), x)
-    torch.testing.assert_close(compiled(x), layer(x))
-    torch.testing.assert_close(grad, expected)
-
-
 def test_autocast_computes_and_caches_in_its_dtype(device):
     layer = make_layer(device, **ALL_SCORES)
     rounded = copy.deepcopy(layer).bfloat16()

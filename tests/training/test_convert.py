@@ -10,7 +10,7 @@ from torch import nn
 
 from fastattn.cli.main import main
 from fastattn.models import gpt2
-from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.gpt import GPT
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
 from fastattn.training.checkpoint import (
@@ -115,40 +115,6 @@ def test_a_model_of_our_own_is_exported(tmp_path):
     assert characters.encode("cafe") == tokenizer.encode("cafe")
     with pytest.raises(CheckpointError, match="holds a model already"):
         export_hf(tmp_path / "run", folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"positions": "rotary"}, "learned positions only, got 'rotary'"),
-        ({"num_kv_heads": 1}, "as many key/value heads as query heads, got 1 for 2"),
-        ({"softcap": 2.0}, r"GPT-2 has no softcap, got 2\.0"),
-        ({"activation": "swiglu"}, "GPT-2 has no activation 'swiglu'"),
-        ({"block": "post"}, "GPT-2 has no block, got 'post'"),
-    ],
-)
-def test_what_gpt2_has_not_is_not_exported(changes, message):
-    with pytest.raises(gpt2.UnsupportedModelError, match=message):
-        gpt2.config_to_hf(GPTConfig(10, num_heads=2, **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "llama"}, "model_type must be 'gpt2', got 'llama'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be Fals"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon must be 1e-05, got 1e-06"),
-        ({"activation_function": "silu"}, "activation_function must be one of .* got 'silu'"),
-        ({"embd_pdrop": 0.3}, r"must be equal, got 0\.1 and 0\.3"),
-    ],
-)
-def test_what_this_gpt_has_not_is_not_imported(changes, message):
-    fields = tr.GPT2Config(n_layer=1).to_dict()
-    with pytest.raises(gpt2.UnsupportedModelError, match=message):
-        gpt2.config_from_hf({**fields, **changes})
-    del fields["n_head"]
-    with pytest.raises(ValueError, match="no field 'n_head'"):
-        gpt2.config_from_hf(fields)
 
 
 def test_weights_that_do_not_fit_are_named(bpe):

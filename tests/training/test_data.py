@@ -48,12 +48,6 @@ def test_dataset_holds_the_text_s_tokens():
     assert dataset.fingerprint != other.fingerprint
 
 
-@pytest.mark.parametrize(("length", "context"), [(100, 90), (10, 4)])
-def test_a_text_that_is_too_short_is_named(length, context):
-    with pytest.raises(DataError, match=f"too short: .* a context of {context} needs"):
-        TextDataset.from_text("a" * length, CharacterTokenizer("a"), context)
-
-
 def test_the_shortest_sufficient_text_is_accepted():
     dataset = TextDataset.from_text("a" * 20, CharacterTokenizer("a"), 17)
     assert (len(dataset.train), len(dataset.validation)) == (18, 2)

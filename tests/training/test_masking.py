@@ -5,7 +5,7 @@ import torch
 
 from fastattn.training.data.text import TextDataset
 from fastattn.training.tasks.masking import MaskedTask, mask_tokens
-from fastattn.training.tokenizers import CharacterTokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.tokenizers import PieceTokenizer
 
 TEXT = "abcdefghij" * 60
 TOKENIZER = PieceTokenizer.train("char", TEXT, 60)
@@ -61,10 +61,3 @@ def test_validation_is_masked_the_same_way_and_training_is_not():
     assert not torch.equal(one.targets != -100, other.targets != -100)
     assert all((batch.targets != -100).any(1).all() for batch in (one, other, *first))
     assert task.extent == "540 training and 60 validation tokens"
-
-
-def test_a_tokenizer_without_a_mask_is_refused():
-    tokenizer = CharacterTokenizer(TEXT)
-    dataset = TextDataset.from_text(TEXT, tokenizer, 16)
-    with pytest.raises(TokenizerError, match=r"no mask token, such as \[MASK\]"):
-        MaskedTask(dataset, tokenizer, 16)

@@ -395,10 +395,3 @@ def test_a_full_disk_of_one_rank_is_told_on_all(by_rank: list[dict[str, Any]]) -
             assert f"step-00000002: rank {rank}: No space left on device; " in told
             assert "step-00000001 is kept" in told and left == ["step-00000001"]
         assert results["after"] == (["step-00000002"], True)
-
-
-def test_a_process_group_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ShardedWriter needs a process group"):
-        ShardedWriter(tmp_path)
-    with pytest.raises(ValueError, match="restore_sharded needs a process group"):
-        restore_sharded(tmp_path, GPT(CONFIG))

@@ -7,7 +7,6 @@ import torch
 
 from fastattn.training.data.tagged_text import (
     Sentence,
-    check_tags,
     python_sentences,
     read_conll,
     sentences_fingerprint,
@@ -83,29 +82,10 @@ def test_parts_of_f_strings_are_strings():
         assert tags['f"a{x}b"'] == "string"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        # Which line an open bracket is told of, and how, depends on Python's version.
-        ("x = (1,\n", r"name\.py:[12]: not Python: .*EOF"),
-        ("  x\n y\n", r"name\.py:2: not Python: unindent"),
-        ("x = 1\ny = 'a\n", r"name\.py:2: not Python: "),
-    ],
-)
-def test_text_that_is_no_python_is_named(source, message):
-    with pytest.raises(DataError, match=message):
-        python_sentences(source, "name.py")
-
-
 def test_words_to_tag_are_cut_as_the_training_s_were():
     assert split_words("a b\n\n c\n", "t", python=False) == [("a", "b"), ("c",)]
     assert split_words("f(x)\n", "t", python=True) == [("f", "(", "x", ")")]
     assert split_words(" \n", "t", python=True) == split_words(" \n", "t", python=False) == []
-
-
-def test_an_unknown_tag_is_named_with_its_line():
-    with pytest.raises(DataError, match=r"f:2: unknown tag 'Y'; the run's are O, X"):
-        check_tags([sentence("a b", "O Y")], ("O", "X"))
 
 
 def test_the_fingerprint_is_of_words_tags_and_sentences():

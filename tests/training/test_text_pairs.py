@@ -16,8 +16,8 @@ from fastattn.training.data.text_pairs import (
     standard_library_pairs,
 )
 from fastattn.training.tasks.scores import confusion, tag_scores, text_scores
-from fastattn.training.tasks.translation import TranslationTask, encode_pairs, encode_texts
-from fastattn.training.tokenizers import BPETokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.tasks.translation import TranslationTask, encode_pairs
+from fastattn.training.tokenizers import PieceTokenizer
 
 TOKENIZER = PieceTokenizer.train("word", "one two three eins zwei drei", 60)
 PAIRS = [Pair("one two", "eins zwei", "f:1"), Pair("three", "drei", "f:2")]
@@ -76,26 +76,6 @@ def test_the_fingerprint_is_of_both_sides():
     assert len({pairs_fingerprint(pairs) for pairs in changed}) == 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"source_length": 1}, "f:1: the source has 2 tokens, the model reads at most 1; --trunc"),
-        ({"target_length": 2}, "f:1: the target has 3 tokens with its begin token, the model"),
-        ({"target_length": 1, "truncate": True}, "f:1: the target cut to 0 tokens has none left"),
-    ],
-)
-def test_a_pair_that_does_not_fit_is_named(changes, message):
-    with pytest.raises(DataError, match=message):
-        encode(PAIRS, **changes)
-
-
-def test_a_text_without_a_token_is_named():
-    with pytest.raises(DataError, match="f:7: the source has no token"):
-        encode([Pair(" ", "eins", "f:7")])
-    with pytest.raises(DataError, match="--text: the source has no token"):
-        encode_texts([(" ", "--text")], TOKENIZER, 4)
-
-
 def test_pairs_are_cut_on_request():
     (first, second) = encode(PAIRS, source_length=1, target_length=2, truncate=True)
     assert list(first.source) == TOKENIZER.encode("one")
@@ -122,12 +102,6 @@ def test_batches_are_shifted_padded_and_measured():
     assert task.extent == "2 training and 2 validation pairs"
     drawn = task.draw("train", 32, torch.Generator().manual_seed(1))
     assert set(drawn.lengths["source_lengths"].tolist()) == {1, 2}
-
-
-def test_translation_needs_begin_and_end_tokens():
-    plain = BPETokenizer.train("one", 300)
-    with pytest.raises(TokenizerError, match="no begin token"):
-        TranslationTask([], [], [], tokenizer=plain, fingerprint="f")
 
 
 def test_f1_of_each_tag_by_hand():

@@ -1,7 +1,6 @@
 """`TrainConfig`: its checks, the learning rate at each step, the device; kinds of runs."""
 
 import json
-import math
 from types import SimpleNamespace
 from typing import get_args
 
@@ -10,7 +9,7 @@ import torch
 
 from fastattn.cli import train as cli_train
 from fastattn.models import model_config as model_config
-from fastattn.training.checkpoint import CheckpointError, kind_of
+from fastattn.training.checkpoint import kind_of
 from fastattn.training.tasks.kinds import KINDS, find_kind
 from fastattn.training.train_config import TrainConfig, resolve_device
 
@@ -30,28 +29,6 @@ def test_learning_rate_rises_and_follows_half_a_cosine():
     assert TrainConfig(steps=1, warmup_steps=1).learning_rate_at(0) > 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"batch_size": -2}, "batch_size must be at least 1, got -2"),
-        ({"checkpoint_interval": 0}, "checkpoint_interval must be at least 1, got 0"),
-        ({"learning_rate": 0.0}, r"learning_rate must be positive, got 0\.0"),
-        ({"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
-        ({"min_learning_rate": 1.0}, r"min_learning_rate must be in \[0, learning_rate=0.003\]"),
-        ({"warmup_steps": 3, "steps": 2}, r"warmup_steps must be in \[0, steps=2\], got 3"),
-        ({"weight_decay": -1.0}, r"weight_decay must be at least 0, got -1\.0"),
-        ({"grad_clip": -1.0}, r"grad_clip must be at least 0, got -1\.0"),
-        ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1\.0"),
-        ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), got -1"),
-        ({"dtype": "int8"}, "dtype must be one of auto, float32, .* got 'int8'"),
-    ],
-)
-def test_wrong_config_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**changes)
-
-
 def test_wrong_devices_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("tpu", "meta", ""):
@@ -67,8 +44,6 @@ def test_wrong_devices_are_named(monkeypatch):
 def test_config_survives_json():
     config = TrainConfig(steps=3, min_learning_rate=1e-5, dtype="bfloat16")
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ValueError, match="TrainConfig has no field 'epochs'"):
-        TrainConfig.from_dict({"epochs": 3})
 
 
 def test_choices_are_those_of_the_models():
@@ -84,13 +59,7 @@ def test_kinds_are_found_by_model_and_task():
     assert find_kind("encoder").name == "tagger"
     assert find_kind(task="masked").name == "masked"
     assert find_kind("seq2seq", "translation").name == "seq2seq"
-    with pytest.raises(ValueError, match="model must be one of gpt, encoder, seq2seq, got 'rnn'"):
-        find_kind("rnn")
-    with pytest.raises(ValueError, match=r"task must be one of language, tagging, .* got 'none'"):
-        find_kind(task="none")
 
 
 def test_a_checkpoint_that_names_no_kind_is_a_gpt():
     assert kind_of(SimpleNamespace(config={})).name == "gpt"
-    with pytest.raises(CheckpointError, match="x is of kind 'rnn', this fastattn has gpt, tagger"):
-        kind_of(SimpleNamespace(config={"kind": "rnn"}, source="x"))

@@ -14,13 +14,6 @@ from fastattn.tuned.environment import Environment, environment
 HERE = Environment("A GPU", 4, "550.1", "2.13.0", "3.7.1", "0" * 16)
 
 
-def test_interpreter_is_an_environment() -> None:
-    actual = environment("cpu")
-    assert actual[:3] == ("interpreter", 0, "")
-    assert actual.torch == torch.__version__
-    assert actual.hash == environment(torch.device("cpu")).hash
-
-
 def test_hash_has_every_field_in_it() -> None:
     others = [
         HERE._replace(gpu="B GPU"), HERE._replace(multiprocessors=5),

@@ -62,11 +62,6 @@ def test_folder_of_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert Store(HERE).folder == tmp_path / "ours" / "v1" / HERE.hash
 
 
-def test_another_environment_finds_nothing(here: Store, tmp_path: Path) -> None:
-    here.put("tiles", ROW)
-    assert Store(HERE._replace(driver="560.0"), tmp_path).read("tiles") == []
-
-
 def truncate(text: str) -> str:
     return text[: len(text) // 2]
 

@@ -23,22 +23,10 @@ def results(case, inputs):
     return o.detach(), torch.autograd.grad(o, leaves, inputs.do)
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch):
-    case = replace(CASE, lengths=(24, 7, 12))
-    inputs = make_inputs(case)
-    whole = correctness.expect(case, inputs)
-    monkeypatch.setitem(correctness.CHUNK_BYTES, "cpu", FEW_ROWS)
-    parts = correctness.expect(case, inputs)
-    assert set(whole.exact) == {(0, 0), (2, 1)}
-    for head, tensors in whole.exact.items():
-        for a, b in zip(tensors, parts.exact[head], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_head_is_that_of_the_whole(monkeypatch, option):
     """Options come in parts, by heads and by rows of queries, as the oracle takes them."""
-    case = replace(CASE, option=option)
+    case = replace(CASE, option=option, lengths=(24, 7, 12))
     inputs = make_inputs(case)
     o, grads = results(case, inputs)
     monkeypatch.setitem(correctness.CHUNK_BYTES, "cpu", FEW_ROWS)
@@ -66,18 +54,13 @@ def test_chunks_fit_the_memory_that_is_free(monkeypatch):
     assert 15 * rows[8] * row < 8 * 2**30 <= 21 * rows[8] * row
 
 
-def test_right_results_pass_without_gradients_too():
-    case = replace(CASE, direction="forward", window=(4, 0))
-    inputs = make_inputs(case)
-    correctness.check(case, *results(case, inputs), correctness.expect(case, inputs))
-
-
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("head", [0, -1])
 def test_an_error_in_a_sampled_head_is_found(index, head):
     inputs = make_inputs(CASE)
     o, grads = results(CASE, inputs)
     expected = correctness.expect(CASE, inputs)
+    assert set(expected.exact) == {(0, 0), (2, 1)}
     tensors, name = [o, *grads], ("o", "dq", "dk", "dv")[index]
     correctness.check(CASE, o, grads, expected)
     tensors[index][head, head, 3] += 0.01

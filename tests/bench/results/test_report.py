@@ -1,6 +1,5 @@
 """Reports, tables and the page of results, from fake results; the page of the repository."""
 
-import os
 import re
 import runpy
 import sys
@@ -55,20 +54,6 @@ def report(tmp_path):
 def test_a_report_is_read_back_and_gone_on_with(report):
     assert Report.load(report.path).data == report.data
     assert Report.at(report.path, "another command").data == report.data
-
-
-def test_a_write_that_fails_leaves_the_old_file(report, monkeypatch):
-    before = report.path.read_text()
-
-    def full(source, target):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    report.data["results"] = []
-    with pytest.raises(OSError, match="no space left"):
-        report.save()
-    assert report.path.read_text() == before
-    assert [p.name for p in report.path.parent.iterdir()] == [report.path.name]
 
 
 def test_table_has_every_figure_and_every_gap(report):

@@ -20,49 +20,30 @@ H100 = Environment("NVIDIA H100 80GB HBM3", 132, "580.1", "2.11.0", "3.6.0", "01
 TILE = TileConfig(64, 64, 4, 3, sum_parts=4)
 MEASURED = {"ms": 0.5, "ms_full": 0.9, "ms_shipped": 0.625, "ms_full_shipped": 1.0}
 COMMON = {"element_size": 2, "BLOCK_D": 64, "arch": "sm_90", "date": "2026-11-22"}
+
+
+def row(kernel, config, calls="plain", **change):
+    return {"kernel": kernel, "calls": calls, **config, **MEASURED, **COMMON, **change}
+
+
+ONE_PASS = backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)
 ROWS = {
     "tiles": [
-        {"kernel": "forward", "calls": "plain", **asdict(TILE), **MEASURED, "gain": 0.15, **COMMON},
-        {"kernel": "forward", "calls": "masked", **asdict(TILE), "ms": 0.5, "gain": 0.1, **COMMON},
-        {
-            "kernel": "hopper_forward",
-            "calls": "plain",
-            **forward_config(64, False)._replace(SLACK=0)._asdict(),
-            **MEASURED,
-            "gain": 0.0,
-            **COMMON,
-        },
-        {
-            "kernel": "hopper_fp8",
-            "calls": "plain",
-            **fp8_config(64, False)._replace(BLOCK=64, CONSUMERS=3)._asdict(),
-            **MEASURED,
-            "gain": 0.1,
-            **COMMON,
-        },
-        {
-            "kernel": "hopper_one_pass",
-            "calls": "plain",
-            **backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)._asdict(),
-            **MEASURED,
-            "gain": 0.05,
-            **COMMON,
-        },
+        row("forward", asdict(TILE), gain=0.15),
+        row("forward", asdict(TILE), "masked", gain=0.1),
+        row("hopper_forward", forward_config(64, False)._replace(SLACK=0)._asdict(), gain=0.0),
+        row(
+            "hopper_fp8", fp8_config(64, False)._replace(BLOCK=64, CONSUMERS=3)._asdict(), gain=0.1
+        ),
+        row("hopper_one_pass", ONE_PASS._asdict(), gain=0.05),
         # Of a GPU that takes another one's table.
-        {"kernel": "decode", "calls": "plain", **asdict(TILE), "ms": 1.0, "gain": 0.5, **COMMON}
-        | {"arch": "sm_89"},
+        row("decode", asdict(TILE), gain=0.5, arch="sm_89"),
     ],
     "backends": [
         {
-            "direction": "training",
-            "dtype": "bfloat16",
-            "head_dim": 128,
-            "causal": True,
-            "waves": "many",
-            "backend": "torch",
-            "ms": {"hopper": 2.0, "torch": 1.5},
-            "gain": 0.25,
-            "date": "2026-11-21",
+            **{"direction": "training", "dtype": "bfloat16", "head_dim": 128, "causal": True},
+            **{"waves": "many", "backend": "torch", "ms": {"hopper": 2.0, "torch": 1.5}},
+            **{"gain": 0.25, "date": "2026-11-21"},
         }
     ],
 }
@@ -137,21 +118,16 @@ def test_a_report_is_copied_under_its_gpu_and_date(folders, tmp_path):
     assert Report.load(copy).data == report.data
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"format": 1}'])
-def test_what_is_neither_is_an_error_and_changes_nothing(folders, tmp_path, text):
-    _, results, shipped = folders
-    (tmp_path / "broken.json").write_text(text)
-    with pytest.raises(ValueError, match=r"neither a report nor findings|of no GPU"):
-        tuned.add(tmp_path / "broken.json", results, shipped)
+def test_what_is_neither_is_an_error_and_changes_nothing(folders):
+    sent, results, shipped = folders
+    interpreted = sent.read_text().replace(H100.gpu, "interpreter")
+    neither = r"neither a report nor findings|of no GPU"
+    for text, message in (("{", neither), ("{}", neither), ('{"format": 1}', neither),
+                          (interpreted, "has no findings of a GPU")):  # fmt: skip
+        sent.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            tuned.add(sent, results, shipped)
     assert not list(results.iterdir())
-
-
-def test_findings_of_the_interpreter_are_not_taken(folders, tmp_path):
-    _, results, shipped = folders
-    made = Findings(H100._replace(gpu="interpreter"), ROWS)
-    findings.write(tmp_path / "sent.json", made)
-    with pytest.raises(ValueError, match="has no findings of a GPU"):
-        tuned.add(tmp_path / "sent.json", results, shipped)
 
 
 @pytest.mark.parametrize(

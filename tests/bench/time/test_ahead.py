@@ -84,12 +84,6 @@ def test_what_is_not_worth_a_launch(end, why_not):
     assert actual.why_not("what launches nothing", 1e6) is None
 
 
-def test_other_architectures_are_compiled_at_the_launch():
-    actual = Ahead("sm_999", pool=Pool())
-    actual.submit("a", [FIRST])
-    assert actual.why_not("a", 1e6) is None
-
-
 def test_the_jobs_of_a_run_say_what_they_launch():
     by_name = {job.name: job for job in gpu_jobs("quick")}
     assert by_name[FIRST.name].compiles == (FIRST,)
@@ -128,12 +122,3 @@ def forget() -> None:
 
 def test_what_is_compiled_ahead_is_what_is_launched(compile_pool: CompilePool):
     assert compile_pool.call(f"{__file__}:cache_hits", "sm_90") == [(KERNEL, False), (KERNEL, True)]
-
-
-def test_a_forced_tile_is_the_one_that_is_compiled(compile_pool: CompilePool):
-    actual = Ahead("sm_90", pool=compile_pool)
-    actual.submit("key", [FIRST], [PORTABLE], {"forward": TileConfig(64, 32, 4, 1)})
-    (future,) = actual._started.values()
-    (fact,) = future.result()
-    assert (fact.name, fact.num_warps, fact.num_stages) == (KERNEL, 4, 1)
-    assert actual.why_not("key", 1e6) is None

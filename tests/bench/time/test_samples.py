@@ -158,12 +158,3 @@ def test_a_device_that_is_lost_in_a_turn_is_nobody_s_fault_yet(at, alone, who):
     with pytest.raises(DeviceLost, match="illegal memory access") as lost:
         Bench(timer, once(warm_up=1), alone=alone).samples(works)
     assert lost.value.implementation == who
-
-
-@pytest.mark.parametrize(("alone", "last"), [(False, "the timing"), (True, "b")])
-def test_it_is_announced_who_is_at_work_and_at_what(alone, last):
-    announced = []
-    bench = Bench(HostTimer(), once(1, warm_up=1), alone=alone)
-    bench.samples({"a": lambda: None, "b": lambda: None}, lambda *told: announced.append(told))
-    assert announced[:2] == [("a", "prepares"), ("a", "runs")]
-    assert announced[-1] == (last, "runs")
