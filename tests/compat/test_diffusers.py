@@ -105,7 +105,7 @@ def _torchs(q, k, v, mask, **options):
 
 
 def _results(call, tensors, dtype):
-    """What a call gives, and the gradients of what takes one."""
+    """The output of a call, and the gradients of its tensors of numbers."""
     given = [
         x.detach().to(dtype) if x is not None and x.is_floating_point() else x for x in tensors
     ]
