@@ -135,7 +135,7 @@ links:
 typecheck: $(VENV)/.installed-dev links
 	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/mypy" \
 		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-		fastattn ../../tests/typing/user_program.py ../../tests/tools
+		fastattn ../../tests/typing ../../tests/tools
 	@$(bin)/basedpyright --pythonpath $(bin)/python -p tests/typing
 
 docs: $(VENV)/.installed-docs links
