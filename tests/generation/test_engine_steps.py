@@ -232,22 +232,6 @@ def test_metrics_count_what_was_done():
     assert actual.tokens_per_second > 0 and actual.first_token_seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"max_batch": 0}, ValueError, "max_batch must be at least 1, got 0"),
-        ({"max_step_tokens": 7}, ValueError, "max_step_tokens must be at least 8, got 7"),
-        ({"kept_rows": -1}, ValueError, "kept_rows must be at least 0, got -1"),
-        ({"max_batch": 2.0}, TypeError, "max_batch must be an int"),
-    ],
-)
-def test_numbers_of_an_engine_are_checked(options, error, match):
-    with pytest.raises(error, match=match):
-        Engine(make_gpt(), num_pages=4, **options)
-    with pytest.raises(TypeError, match="priority must be an int"):
-        Engine(make_gpt(), num_pages=4).submit([1], 1, priority="high")
-
-
 @pytest.mark.parametrize(("quantize", "replayed"), [(None, False), ("int8", False), (None, True)])
 def test_pages_that_requests_share_are_read_once_where_that_is_fewer_bytes(
     quantize, replayed, monkeypatch
