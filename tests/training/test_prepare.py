@@ -222,10 +222,10 @@ def ends(*places: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut("tokens.bin"), "tokens.bin is truncated or changed: it has 25 bytes, 26 belong"),
+        (cut("tokens.bin"), "tokens.bin is truncated or changed: it has 25 bytes, expected 26"),
         (cut("tokenizer.json"), "tokenizer.json is truncated or changed"),
         (cut("prepared.json"), "prepared.json is not JSON"),
-        (change(tokens=99), "tokens.bin is truncated or changed: it has 26 bytes, 198 belong"),
+        (change(tokens=99), "tokens.bin is truncated or changed: it has 26 bytes, expected 198"),
         (change(dtype="int8"), "dtype must be uint16 or uint32, got 'int8'"),
         (change(documents=0), "documents must be at least 1, got 0"),
         (ends(2, 1, 13), "documents.bin is corrupt: document 1 ends at 1, and the one before it"),
