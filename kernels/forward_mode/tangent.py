@@ -57,14 +57,20 @@ class InputTangents(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Queries, K/V for `tile.load_rows`, their tangents, and lse."""
+    """Queries, K/V for `tile.load_rows`, their tangents, and lse.
+
+    tk_ptr, tv_ptr: None without the tangent. Triton 3.6 cannot compare the tuples tk and tv with
+    None.
+    """
 
     q: Any
     tq: Any
     k: Any
     tk: Any
+    tk_ptr: Any
     v: Any
     tv: Any
+    tv_ptr: Any
     lse: Any
     scores: Any
 
@@ -78,7 +84,7 @@ def _product_tangent(operands, k, n_first, valid, const: tl.constexpr):
     ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if operands.tq is not None:
         ts = rows_by_rows(operands.tq, k, PRECISION)
-    if operands.tk is not None:
+    if operands.tk_ptr is not None:
         tk = load_rows(operands.tk, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
         if operands.tq is not None and const.HALVES:
             ts = tl.dot(operands.q, tl.trans(tk), ts)
@@ -119,20 +125,10 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
         p, pt = dropped(p, survive, score), dropped(pt, survive, score)
     v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
     acc = add_weighted_rows(acc, pt, v, PRECISION)
-    if operands.tv is not None:
+    if operands.tv_ptr is not None:
         tv = load_rows(operands.tv, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
         acc = add_weighted_rows(acc, p, tv, PRECISION)
     return acc, r, centre, seen
-
-
-@triton.jit
-def _head(ptr, steps, desc, tile, const: tl.constexpr):
-    """Source for `tile.load_rows` of a tensor like k, or None."""
-    out = None
-    if ptr is not None:
-        ptr, stride = key_head(ptr, steps, tile, const)
-        out = (ptr, stride, desc, tile.batch, tile.h_k, tile.first_k)
-    return out
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
@@ -147,20 +143,24 @@ def attention_tangent_kernel(
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
     q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
+    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
+    k = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
+    v = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
     tq = None
     if tq_ptr is not None:
         tq = load_queries(tq_ptr, tq_strides, tile, const.BLOCK_D, const.D, const)
+    tk = None
+    if tk_ptr is not None:
+        tk_ptr, tk_stride = key_head(tk_ptr, tk_strides, tile, const)
+        tk = (tk_ptr, tk_stride, tk_desc, tile.batch, tile.h_k, tile.first_k)
+    tv = None
+    if tv_ptr is not None:
+        tv_ptr, tv_stride = key_head(tv_ptr, tv_strides, tile, const)
+        tv = (tv_ptr, tv_stride, tv_desc, tile.batch, tile.h_k, tile.first_k)
     lse = load_lse(lse_ptr + tile.statistics + tile.rows, tile.in_rows, score)
-    operands = _Operands(
-        q,
-        tq,
-        _head(k_ptr, k_strides, k_desc, tile, const),
-        _head(tk_ptr, tk_strides, tk_desc, tile, const),
-        _head(v_ptr, v_strides, v_desc, tile, const),
-        _head(tv_ptr, tv_strides, tv_desc, tile, const),
-        lse,
-        ScoreTangents(tbias_ptr, tbias_strides, trelative_ptr, trelative_stride),
-    )
+    scores = ScoreTangents(tbias_ptr, tbias_strides, trelative_ptr, trelative_stride)
+    operands = _Operands(q, tq, k, tk, tk_ptr, v, tv, tv_ptr, lse, scores)
     zeros = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     state = (acc, zeros, zeros + float("-inf"), zeros)

@@ -15,10 +15,8 @@ from .pipeline import allocate_ring, async_load
 @gluon.jit
 def allocate_bias(desc, SLOTS: gl.constexpr):
     """A slot for each consumer, or None without a bias."""
-    slots: gl.constexpr = None
     if desc is not None:
-        slots = allocate_ring(desc, SLOTS, 1)
-    return slots
+        return allocate_ring(desc, SLOTS, 1)
 
 
 @gluon.jit
@@ -38,7 +36,6 @@ def take_bias(
     slots, n, LAYOUT: gl.constexpr, NUMBER: gl.constexpr, TRANSPOSED: gl.constexpr = False
 ):
     """Consumer NUMBER: its bias of the n-th block in registers, or None. TRANSPOSED: keys down."""
-    bias: gl.constexpr = None
     if slots is not None:
         mbarrier.wait(slots.full.index(NUMBER), n & 1)
         tile = slots.tiles.index(NUMBER).reshape([slots.tiles.shape[3], slots.tiles.shape[4]])
@@ -46,4 +43,4 @@ def take_bias(
             tile = tile.permute((1, 0))
         bias = tile.load(LAYOUT)
         mbarrier.arrive(slots.empty.index(NUMBER), count=1)
-    return bias
+        return bias

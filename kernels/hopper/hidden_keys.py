@@ -21,11 +21,9 @@ _PIECE_COLS = gl.constexpr(64)  # of 16 bits
 @gluon.jit
 def allocate_landed(mask):
     """Barrier of `load_until` and `load_keys`, or None if all keys in memory are visible."""
-    landed: gl.constexpr = None
     ENDS: gl.constexpr = mask.lengths_ptr is not None or mask.cu_k_ptr is not None
     if ENDS or mask.padding_ptr is not None or mask.k_documents_ptr is not None:
-        landed = allocate_barriers(1, 1).index(0)
-    return landed
+        return allocate_barriers(1, 1).index(0)
 
 
 @gluon.jit
@@ -94,7 +92,6 @@ def shown_keys(rows, keys, first, row, mask):
     keys: [BLOCK], numbers of those from `first` on. Having no document is symmetric in keys and
     queries; it is checked for the queries, as a thread has few rows [ROWS].
     """
-    shown: gl.constexpr = None
     if mask.padding_ptr is not None:
         BLOCK: gl.constexpr = keys.shape[0]
         words = padding_words(first, row, mask, BLOCK)
@@ -105,16 +102,15 @@ def shown_keys(rows, keys, first, row, mask):
         )
         named = gl.load(documents_ptr + rows, mask=rows < row.T_q, other=-1) >= 0
         shown = named[:, None] if mask.padding_ptr is None else shown & named[:, None]
-    return shown
+    if mask.padding_ptr is not None or mask.q_documents_ptr is not None:
+        return shown
 
 
 @gluon.jit
 def some_exist(keys, row, mask):
     """Keys that some query may see; None if the row's end suffices."""
-    exists: gl.constexpr = None
     if mask.padding_ptr is not None or mask.k_documents_ptr is not None:
-        exists = valid_keys(keys, row, mask)
-    return exists
+        return valid_keys(keys, row, mask)
 
 
 @gluon.jit

@@ -34,25 +34,24 @@ def further_keys(tile, m_first, n_first, valid, h, score, const: tl.constexpr):
 
     tile: of queries or of keys. h: query head. valid: which keys exist; None: all.
     """
-    keys = None
     if score.key2_ptr is not None:
         own = h * value(score.key2_heads) // tile.H_q
         ptr, stride = head_at(
             score.key2_ptr, tile.batch, own, tile.first_k, score.key2_strides, const
         )
-        keys = load_block(ptr, stride, n_first, valid, const.BLOCK_N, const.BLOCK_D2, const.D2)
+        return load_block(ptr, stride, n_first, valid, const.BLOCK_N, const.BLOCK_D2, const.D2)
     elif score.keys_ptr is not None:
-        keys = vectors_of_tile(m_first, n_first, h, tile.H_q, tile.row, score, const)
-    return keys
+        return vectors_of_tile(m_first, n_first, h, tile.H_q, tile.row, score, const)
 
 
 @triton.jit
 def further_products(query, keys, score, const: tl.constexpr):
     """[BLOCK_M, BLOCK_N]: products of queries with `further_keys`."""
+    PRECISION: tl.constexpr = const.PRECISION  # as an attribute of `const`, Triton 3.6 takes no str
     if score.key2_ptr is not None:
-        products = rows_by_rows(query, keys, const.PRECISION)
+        products = rows_by_rows(query, keys, PRECISION)
     else:
-        products = relative_products(query, keys, const.BLOCK_N, const.PRECISION)
+        products = relative_products(query, keys, const.BLOCK_N, PRECISION)
     return products
 
 

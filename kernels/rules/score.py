@@ -112,11 +112,9 @@ def load_bias(desc, b, h, m_first, n_first, score, const: tl.constexpr):
 @triton.jit
 def slope_of(h, row, score):
     """The slope of head h, a number; None without ALiBi."""
-    slope = None
     if score.slopes_ptr is not None:
         slope_ptr = score.slopes_ptr + tl.cast(row.b, tl.int64) * value(score.slopes_strides[0])
-        slope = tl.load(slope_ptr + h * value(score.slopes_strides[1]))
-    return slope
+        return tl.load(slope_ptr + h * value(score.slopes_strides[1]))
 
 
 @triton.jit
