@@ -33,7 +33,8 @@ def free_of_requests(engine: Engine) -> bool:
     metrics = engine.metrics()
     engine.forget()
     pages = engine.cache.k.shape[1]
-    return metrics.pages_in_use == 0 and engine.cache.free_pages == pages
+    forgotten = not engine._schedule.kept._by_first_page
+    return metrics.pages_in_use == 0 and engine.cache.free_pages == pages and forgotten
 
 
 def poison(engine: Engine) -> None:
