@@ -199,7 +199,7 @@ def places(source: str, option: str) -> list[str]:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (66, 30),
     "prefix_lengths": (24, 14),
-    "softcap": (49, 33),
+    "softcap": (52, 34),
     "alibi_slopes": (37, 25),
     "sinks": (64, 43),
 }

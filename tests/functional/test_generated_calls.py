@@ -61,7 +61,9 @@ def test_every_pair_of_options_is_in_a_case(backend: str) -> None:
     met = {pair for case in PAIRS[backend] for pair in itertools.combinations(case.options, 2)}
     missing = set(itertools.combinations(OPTIONS, 2)) - met
     apart = itertools.product(("query2", "key2"), ("relative_keys", "relative_query"))
-    assert missing == {("query_offset", "positions"), *apart}
+    by_place = ("dropout", "documents", "key_padding_mask", "positions")
+    variant = {(name, "batch_invariant") for name in by_place}
+    assert missing == {("query_offset", "positions"), *apart, *variant}
 
 
 @pytest.mark.parametrize(

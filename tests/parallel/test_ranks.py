@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "padding": (lambda mesh: attend(mesh, "ring", key_padding_mask=MASK[:1]),
                 "ValueError: key_padding_mask must have shape [1, 48], got [1, 90]"),
     "offset": (lambda mesh: attend(mesh, "ring", query_offset=3),
-               "TypeError: context_attention takes no query_offset: the plan says where queries"),
+               "TypeError: context_attention takes no query_offset: the plan has the positions"),
     "typo": (lambda mesh: attend(mesh, "ring", windw=3),
              "TypeError: context_attention takes no windw: there is no such argument; the closest"),
     "value": (lambda mesh: attend(mesh, "ring", softcap=-1.0),

@@ -198,7 +198,7 @@ def test_triton_passes_the_check(name, device, monkeypatch):
     assert bool(launched) == (name == ONE_PASS)
     assert BY_NAME[name].serves(replace(case, device="cuda")) is None
     why_not = BY_NAME[name].serves(replace(CASE, device="cuda"))
-    assert why_not == (None if name == PORTABLE else "its forward is that of fastattn-triton")
+    assert why_not == (None if name == PORTABLE else "it has the forward of fastattn-triton")
 
 
 def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
@@ -211,7 +211,7 @@ def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
     assert "decoding" in hopper.serves(replace(case, family="decode"))
     padded = replace(case, lengths=(16, 5), padding_side="left")
     assert hopper.serves(padded) is None
-    assert one_pass.serves(case) == "its forward is that of fastattn-hopper"
+    assert one_pass.serves(case) == "it has the forward of fastattn-hopper"
     trained = replace(BACKWARD, device="cuda", dtype="bfloat16", D=128)
     wide = replace(trained, D=256)
     assert (one_pass.serves(trained), hopper.serves(wide)) == (None, None)
