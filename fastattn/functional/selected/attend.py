@@ -155,7 +155,7 @@ def checked_lists(
 ) -> tuple[Tensor, Tensor]:
     """Checked lists and their lengths, from `ordered_lists`."""
     key_blocks = -(-k.shape[2] // block[1])
-    _check_lists(indices, counts, q, k, block[0])
+    check_lists(indices, counts, q, k, block[0])
     if tracing.host_knows(indices) and indices.numel():
         least, most = (int(x) for x in indices.aminmax())
         if least < -1 or most >= key_blocks:
@@ -174,7 +174,13 @@ def check_block(block: Any) -> tuple[int, int]:
     return block_q, block_k
 
 
-def _check_lists(indices: Tensor, counts: Any, q: Tensor, k: Tensor, block_q: int) -> None:
+def check_lists(
+    indices: Tensor, counts: Any, q: Tensor, k: Tensor, block_q: int, whose: str = "k's"
+) -> None:
+    """Check lists [B, H_s, ceil(T_q / block_q), n] and their counts.
+
+    whose: k, as a message names it.
+    """
     B, H_q, T_q, _ = q.shape
     H_k, R = k.shape[1], -(-T_q // block_q)
     checks.check_integers("indices", indices)
@@ -184,8 +190,8 @@ def _check_lists(indices: Tensor, counts: Any, q: Tensor, k: Tensor, block_q: in
     H_s = shape[1]
     if H_s == 0 or not (H_k % H_s == 0 or (H_s % H_k == 0 and H_q % H_s == 0)):
         raise ValueError(
-            f"indices must have a number of heads that divides k's {H_k}, or a multiple of {H_k} "
-            f"that divides q's {H_q}, got {H_s}"
+            f"indices must have a number of heads that divides {whose} {H_k}, or a multiple of "
+            f"{H_k} that divides q's {H_q}, got {H_s}"
         )
     checks.check_device("indices", indices, q)
     if counts is not None:

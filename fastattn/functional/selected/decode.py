@@ -9,7 +9,8 @@ from ... import checks
 from ...cache.views import view_of_cache, without_window
 from ...cache_view import CacheView
 from ...torch_backend.selected.attend import ordered_lists
-from ..decode import decode_attention
+from ..decode import check_query, decode_attention
+from .attend import check_lists
 
 
 @overload
@@ -68,7 +69,12 @@ def decode_selected(
     """
     view = without_window(view_of_cache(cache)[0], "decode_attention reads one")
     block_k = checks.check_count("block_k", block_k, 1)
-    _check(q, view, indices, counts, block_k)
+    check_query(q, view)
+    check_lists(indices, counts, q, view.k, 1, "the cache's")
+    if view.starts is not None:
+        raise ValueError("cache must have no padding on the left, whose blocks begin elsewhere")
+    if view.page_size % block_k:
+        raise ValueError(f"block_k must divide the page size {view.page_size}, got {block_k}")
     B, _, T_q, _ = q.shape
     H_k, parts = view.k.shape[1], view.page_size // block_k
     lists, lengths = _listed(view, indices, counts, T_q, block_k)
@@ -95,34 +101,6 @@ def decode_selected(
         for x in (o, lse)
     )
     return (o, lse) if return_lse else o
-
-
-def _check(
-    q: Tensor, view: CacheView, indices: Tensor, counts: Tensor | None, block_k: int
-) -> None:
-    if view.starts is not None:
-        raise ValueError("cache must have no padding on the left, whose blocks begin elsewhere")
-    if view.page_size % block_k:
-        raise ValueError(f"block_k must divide the page size {view.page_size}, got {block_k}")
-    B, H_k, D = view.batch_size, view.k.shape[1], view.head_dim
-    if checks.check_tensor("q", q).dim() != 4 or (q.shape[0], q.shape[3]) != (B, D):
-        raise ValueError(
-            f"q must have shape [{B}, H_q, T_q, {D}] to match the cache, got {list(q.shape)}"
-        )
-    checks.check_integers("indices", indices)
-    checks.check_device("indices", indices, q)
-    shape, H_q = tuple(indices.shape), q.shape[1]
-    H_s = shape[1] if len(shape) == 4 else 0
-    if not H_s or (shape[0], shape[2]) != (B, q.shape[2]):
-        raise ValueError(f"indices must have shape [{B}, H_s, {q.shape[2]}, n], got {list(shape)}")
-    if H_q % H_k or not (H_k % H_s == 0 or (H_s % H_k == 0 and H_q % H_s == 0)):
-        raise ValueError(
-            f"indices must have a number of heads that divides the cache's {H_k}, or a multiple of "
-            f"{H_k} that divides q's {H_q}, got {H_s}"
-        )
-    if counts is not None:
-        checks.check_integers("counts", counts)
-        checks.check_placement("counts", counts, shape[:3], q)
 
 
 def _listed(
