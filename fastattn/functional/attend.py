@@ -159,8 +159,8 @@ def attention(
             documents or positions. It says nothing of gradients.
         return_lse: also return the log of the softmax denominators.
         return_max: also return, last, the largest score x of each query, -inf without visible keys;
-            sinks do not count. QK-clip uses its `amax((0, 2))`. No gradient. "triton" computes it
-            in the same pass, "torch" separately; "hopper" does not serve it.
+            sinks do not count. QK-clip uses its `amax((0, 2))`. No gradient. "hopper" and
+            "triton" compute it in the same pass, "torch" separately.
         backend: "hopper", "triton", "torch" or "auto" (default; the environment variable
             FASTATTN_BACKEND replaces it). `fastattn.explain` takes the same arguments and reports
             the choice.
