@@ -57,10 +57,15 @@ def _records(
             f"quantize='fp8_ds_mla' takes one head of bfloat16, latent_dim a multiple of "
             f"{_OF_SCALE}, and a rope_dim, got {shape[-2]} of {dtype}, {latent_dim} and {rope_dim}"
         )
-    width = latent_dim + 4 * (latent_dim // _OF_SCALE) + 2 * rope_dim
+    width = _codes_and_scales(latent_dim) + 2 * rope_dim
     return stored_in_records(
         allocate_rows(*shape, width=width, dtype=torch.uint8, device=device), latent_dim
     )
+
+
+def _codes_and_scales(latent_dim: int) -> int:
+    """Bytes of a record before its rotary columns."""
+    return latent_dim + 4 * (latent_dim // _OF_SCALE)
 
 
 def stored_in_records(records: Tensor, latent_dim: int) -> Stored:
@@ -72,7 +77,7 @@ def stored_in_records(records: Tensor, latent_dim: int) -> Stored:
 
     Code c of 128 i, ..., 128 i + 127 stands for c * scale[i].
     """
-    rope = latent_dim + 4 * (latent_dim // _OF_SCALE)
+    rope = _codes_and_scales(latent_dim)
     codes = records[..., :latent_dim].view(torch.float8_e4m3fn)
     scale = records[..., latent_dim:rope].view(torch.float32)
     return Stored(codes, codes, scale, scale, records[..., rope:].view(torch.bfloat16))
@@ -92,7 +97,7 @@ def view_of_records(
     """
     if checks.check_tensor("records", records).element_size() != 1:
         raise TypeError(f"records must be of bytes, got {records.dtype}")
-    rope = records.shape[-1] - latent_dim - 4 * (latent_dim // _OF_SCALE)
+    rope = records.shape[-1] - _codes_and_scales(latent_dim)
     if (
         records.dim() != 4
         or records.shape[1] != 1
@@ -111,7 +116,7 @@ def view_of_records(
 
 
 class _Latents:
-    """What the caches of latents have in common."""
+    """Buffers of the caches of latents."""
 
     k: Tensor
     k_scale: Tensor | None

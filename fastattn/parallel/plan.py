@@ -123,7 +123,7 @@ class ContextPlan:
         options = {"causal": causal, "window": window, "documents": documents}
 
         def seconds_of(plan: ContextPlan) -> float:
-            """Of the method that takes the fewest, of those that any mesh of one dim has."""
+            """Modelled seconds of the fastest method of a mesh of one dim."""
             imbalance, around = plan.around(1, options)
             case = shape._replace(imbalance=imbalance, around=around)
             return min(cost(name, case, ranks, rates).seconds for name in ("gather", "ring"))

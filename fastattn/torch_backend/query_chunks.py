@@ -75,8 +75,7 @@ def parts(q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0
 
 # Of `attention_in_tiles`: queries of a tile, and keys of a block.
 _ROWS, _KEYS = 16, 64
-_INFINITY = float("-inf")
-_BY_ROW, _BY_QUERY, _BY_KEY = along("B"), along("T_q"), along("T_k")
+_BY_ROW, _BY_KEY = along("B"), along("T_k")
 
 
 def attention_in_tiles(
@@ -150,7 +149,7 @@ def _of_tile(
     """o and lse of the queries of a tile, block by block of their keys."""
     H_q, H_k = q.shape[1], k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    m = q.new_full((1, H_q, _ROWS), _INFINITY, dtype=dtype)
+    m = q.new_full((1, H_q, _ROWS), -torch.inf, dtype=dtype)
     l, acc = torch.zeros_like(m), q.new_zeros((1, H_q, _ROWS, v.shape[3]), dtype=dtype)
     if options.sinks is not None:
         sinks = options.sinks.to(dtype)[None, :, None].expand_as(m)
@@ -168,12 +167,12 @@ def _of_tile(
         acc = acc * rescale[..., None] + (groups @ wide).view(acc.shape)
     blind = l == 0
     l = torch.where(blind, 1.0, l)
-    return acc / l[..., None], torch.where(blind, _INFINITY, _finite(m) + l.log())
+    return acc / l[..., None], torch.where(blind, -torch.inf, _finite(m) + l.log())
 
 
 def _finite(m: Tensor) -> Tensor:
     """m, 0 in rows that have seen nothing."""
-    return torch.where(m == _INFINITY, 0.0, m)
+    return torch.where(m == -torch.inf, 0.0, m)
 
 
 def _blocks(options: Options, end: int, device: torch.device) -> Iterator[tuple[int, Options]]:

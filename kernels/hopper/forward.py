@@ -339,17 +339,19 @@ def hopper_forward_kernel(
 @cached_plan(3)
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """Plan for 16-bit q, k and v."""
-    placed = options.q_positions is not None
-    config = forward_config(q.shape[3], end_early(options), placed, v.shape[3])
-    return _plan_with(config, options, None, q, k, v, o)
+    return _plan_with(_config(options, q, v), options, None, q, k, v, o)
 
 
 @cached_plan(3)
 def _plan_with_max(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """Plan for calls with max_ptr: no row lags behind its largest score."""
+    config = _config(options, q, v)._replace(SLACK=0)
+    return _plan_with(config, options, None, q, k, v, o, maximum=())
+
+
+def _config(options: Options, q: Tensor, v: Tensor) -> HopperConfig:
     placed = options.q_positions is not None
-    config = forward_config(q.shape[3], end_early(options), placed, v.shape[3])
-    return _plan_with(config._replace(SLACK=0), options, None, q, k, v, o, maximum=())
+    return forward_config(q.shape[3], end_early(options), placed, v.shape[3])
 
 
 def _plan_with(

@@ -57,7 +57,7 @@ def filled(
 
 
 def read_back(keys: Tensor, C: int, quantize: Any) -> Tensor:
-    """What is read of keys [n, C + R] once they are stored."""
+    """Numbers that are read of stored keys [n, C + R]."""
     if quantize is None:
         return keys
     if quantize != "fp8_ds_mla":
