@@ -26,7 +26,8 @@ COLUMNS = 96
 SWAP = "import torch, fastattn; print(fastattn.swap(torch.nn.TransformerEncoderLayer(64, 4)))"
 COMMANDS = {
     "training": [
-        "fastattn train --out runs/small --tokenizer bpe --embed-dim 192 --context 128 --steps 2000",
+        "fastattn train --out runs/small --tokenizer bpe --embed-dim 192 --context 128 "
+        "--steps 2000",
         "fastattn generate --checkpoint runs/small --prompt 'def __init__(self' --tokens 150 "
         "--temperature 0.6 --seed 0",
         "fastattn info | sed 1,2d    # what runs here, and why",
