@@ -16,17 +16,19 @@ def add_convert(commands: Any) -> None:
         "tokenizer, as Hugging Face transformers saves a GPT-2.",
     )
     parser.set_defaults(command=_import_hf)
-    parser.add_argument("folder", metavar="DIR", help="what transformers has saved")
+    parser.add_argument("folder", metavar="DIR", help="folder that transformers has written")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
-    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer's JSON, not DIR's own")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer's JSON in place of DIR's own"
+    )
 
     parser = commands.add_parser(
         "export-hf", help="write a checkpoint as a GPT-2 in Hugging Face's layout"
     )
     parser.set_defaults(command=_export_hf)
-    text = "a run's folder or one checkpoint's"
+    text = "folder of a run or of one checkpoint"
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help=text)
-    parser.add_argument("folder", metavar="DIR", help="where the files go")
+    parser.add_argument("folder", metavar="DIR", help="folder to write")
 
     parser = commands.add_parser(
         "import-nanogpt",
@@ -38,7 +40,7 @@ def add_convert(commands: Any) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--tokenizer", metavar="FILE", help="a tokenizer's JSON, such as GPT-2's")
-    text = "the text that a model of characters was trained on"
+    text = "text that a character model was trained on"
     one.add_argument("--text", metavar="FILE", help=text)
 
     parser = commands.add_parser(
@@ -48,7 +50,7 @@ def add_convert(commands: Any) -> None:
         "process writes it. A run goes on from either, on any number of ranks.",
     )
     parser.set_defaults(command=_gather)
-    text = "a run's folder or one checkpoint's"
+    text = "folder of a run or of one checkpoint"
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help=text)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
 

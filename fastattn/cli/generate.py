@@ -31,16 +31,16 @@ def add_generate(commands: Any) -> None:
         "generate",
         help="continue texts with a trained GPT",
         description="Continue texts with a trained GPT. Several prompts are continued together, "
-        "each as it would be alone; their texts come under a heading each.",
+        "each as it would be alone, and each under a heading.",
     )
     parser.set_defaults(command=_generate)
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
-    add("--prompt", action="append", metavar="TEXT", help="text to continue (none); repeatable")
-    add("--prompts-file", metavar="FILE", help="more prompts, one a line; UTF-8")
-    add("--tokens", type=int, default=500, help="tokens to generate at most (500)")
-    add("--stop", action="append", metavar="TEXT", help="end the text before this; repeatable")
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    add("--checkpoint", required=True, metavar="DIR", help="folder of a run or of one checkpoint")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
+    add("--prompts-file", metavar="FILE", help="UTF-8 file of prompts, one a line")
+    add("--tokens", type=int, default=500, help="largest number of new tokens (default: 500)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     add("--cuda-graph", action="store_true", help="replay the steps as a CUDA graph")
     text = "when the context is full: restart from its last half (default), or crop the text to "
     text += "the last context in every step, as nanoGPT does, which is slower"
@@ -48,25 +48,36 @@ def add_generate(commands: Any) -> None:
     # None by default, so that a missing option does not contradict --beams.
     drawn = parser.add_argument_group("choice of tokens")
     add = drawn.add_argument
-    add("--temperature", type=float, help=f"({_TEMPERATURE})")
-    add("--top-k", type=int, help="keep the k most likely tokens (all)")
-    add("--top-p", type=float, help="keep the most likely tokens of this probability (all)")
-    add("--min-p", type=float, help="keep tokens >= MIN_P times as likely as the top one (all)")
-    text = "keep tokens of at least this probability, which some courses call top-p (all)"
+    add("--temperature", type=float, help=f"divisor of the logits (default: {_TEMPERATURE})")
+    add("--top-k", type=int, help="keep so many of the most likely tokens")
+    add("--top-p", type=float, help="keep the most likely tokens that sum to this probability")
+    add("--min-p", type=float, help="keep tokens at least MIN_P times as likely as the top one")
+    text = "keep tokens of at least this probability, which some courses call top-p"
     add("--epsilon-cutoff", type=float, help=text)
-    add("--repetition-penalty", type=float, help="above 1: avoid tokens of the text so far (1)")
-    add("--greedy", action="store_true", default=None, help="take the most likely token every time")
-    add("--seed", type=int, help="repeat a text (a new one every time)")
+    add("--repetition-penalty", type=float, help="above 1: avoid earlier tokens (default: 1)")
+    add(
+        "--greedy",
+        action="store_true",
+        default=None,
+        help="take the most likely token in each step",
+    )
+    add("--seed", type=int, help="seed of the choice (default: a new one each time)")
     draft = parser.add_argument_group("speculative decoding")
     add = draft.add_argument
     add("--draft", metavar="DIR", help="checkpoint of a faster model with the same tokenizer")
-    text = f"tokens that it proposes at a time ({_DRAFT_TOKENS}), or of a tree how many behind the "
-    text += "text, behind each of these, and so on: 3,2"
+    text = (
+        f"tokens to propose at a time (default: {_DRAFT_TOKENS}); 3,2: a tree of 3 tokens, and 2 "
+    )
+    text += "after each of them"
     add("--draft-tokens", type=_numbers, metavar="N[,N...]", help=text)
     search = parser.add_argument_group("beam search")
     add = search.add_argument
-    add("--beams", type=int, help="search for the most likely text with so many beams")
-    add("--length-penalty", type=float, help=f"above 0: favour long texts ({_LENGTH_PENALTY})")
+    add("--beams", type=int, help="number of beams in a search for the most likely text")
+    add(
+        "--length-penalty",
+        type=float,
+        help=f"above 0: favour long texts (default: {_LENGTH_PENALTY})",
+    )
 
 
 def _numbers(text: str) -> int | list[int]:

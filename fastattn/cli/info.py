@@ -19,7 +19,7 @@ def add_info(commands: Any) -> None:
         help="under torchrun: the backends of torch.distributed, how fast ranks reach each other, "
         "by a short test, and how attention to a long sequence would be shared out",
     )
-    text = "problems of GPU, C compiler, caches and packages, with remedies"
+    text = "show problems of the GPU, C compiler, caches and packages, with remedies"
     info.add_argument("--doctor", action="store_true", help=text)
     info.set_defaults(command=_info)
 

@@ -13,16 +13,16 @@ def add_inspect(commands: Any) -> None:
         "inspect",
         help="draw the attention weights of a trained model",
         description="Draw the attention weights of every layer and head over a text into a PNG "
-        "file, a row a query.",
+        "file, with one row a query.",
     )
     parser.set_defaults(command=_inspect)
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
+    add("--checkpoint", required=True, metavar="DIR", help="folder of a run or of one checkpoint")
     add("--text", required=True, help="input of the model; the source of an encoder-decoder")
-    text = "output of the decoder (default: its greedy translation); encoder-decoders only"
+    text = "encoder-decoders: output of the decoder (default: its greedy translation)"
     add("--target", metavar="TEXT", help=text)
-    add("--out", required=True, metavar="FILE", help="the picture, a PNG file")
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    add("--out", required=True, metavar="FILE", help="PNG file to write")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

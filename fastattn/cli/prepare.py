@@ -21,23 +21,25 @@ def add_prepare(commands: Any) -> None:
     )
     parser.set_defaults(command=_prepare)
     add = parser.add_argument
-    add("--text", nargs="+", metavar="FILE", help="UTF-8 files")
-    text = "a file with the paths of more of them, one a line, - = standard input; for more files "
-    text += "than a command line holds"
+    add("--text", nargs="+", metavar="FILE", help="UTF-8 text files")
+    text = "file of paths, one a line, -: standard input; for more files than a command line "
+    text += "holds"
     add("--files-from", metavar="FILE", help=text)
     add("--out", required=True, metavar="DIR", help="folder of the token files")
-    text = "char, bpe (default) or another of fastattn train, trained on the text's first 10 MB "
-    text += "(char: on all of it); or a tokenizer's file or folder, as there"
+    text = "tokenizer as of fastattn train (default: bpe), trained on the first 10 MB of the text "
+    text += "(char: on all of it)"
     add("--tokenizer", default="bpe", metavar="NAME", help=text)
-    text = "of a tokenizer that is trained, but char (1024)"
+    text = "size of the vocabulary to train, except for char (default: 1024)"
     add("--vocab-size", type=int, default=1024, metavar="N", help=text)
     text = "unit of a document, which attends only to itself: a file (default), a line, or a "
     text += "paragraph, which an empty line ends"
     add("--documents", choices=("file", "line", "paragraph"), default="file", help=text)
-    text = "of a file that is not UTF-8: strict = stop, and leave nothing (default), "
-    text += "replace = wrong bytes become U+FFFD, skip = leave the file out"
+    text = (
+        "files that are not UTF-8: stop and leave nothing (strict, default), read wrong bytes as "
+    )
+    text += "U+FFFD (replace), or leave the file out (skip)"
     add("--errors", choices=("strict", "replace", "skip"), default="strict", help=text)
-    text = "read the token files in --out, and compare their digests; without --text"
+    text = "without --text: compare the token files in --out with their digests"
     add("--check", action="store_true", help=text)
 
 

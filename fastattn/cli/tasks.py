@@ -16,7 +16,7 @@ def add_tag(commands: Any) -> None:
     parser = commands.add_parser(
         "tag",
         help="tag words with a trained encoder",
-        description="Write the words of a text, one a line, each with its tag; an empty line ends "
+        description="Write one word of a text a line, with its tag; an empty line ends "
         "a sentence. Words are Python's tokens for a model that was trained on the standard "
         "library, and words between spaces for others.",
     )
@@ -29,7 +29,7 @@ def add_translate(commands: Any) -> None:
     parser = commands.add_parser(
         "translate",
         help="translate texts with a trained encoder-decoder",
-        description="Write a translation a line, of every text in order.",
+        description="Write the translations of all texts in order, one a line.",
     )
     parser.set_defaults(command=_translate)
     _add_input(parser, repeatable=True)
@@ -38,22 +38,22 @@ def add_translate(commands: Any) -> None:
         "--beams",
         type=int,
         default=1,
-        help="search for the most likely text with so many beams (1)",
+        help="beams of the search for the most likely text (default: 1)",
     )
     add("--truncate", action="store_true", help="cut texts that are too long for the model")
 
 
 def _add_input(parser: argparse.ArgumentParser, *, repeatable: bool = False) -> None:
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a run's folder or one checkpoint's")
+    add("--checkpoint", required=True, metavar="DIR", help="folder of a run or of one checkpoint")
     one = parser.add_mutually_exclusive_group(required=True)
     if repeatable:
-        one.add_argument("--text", action="append", help="repeatable")
-        one.add_argument("--file", metavar="FILE", help="UTF-8, a text a line")
+        one.add_argument("--text", action="append", help="a text; repeatable")
+        one.add_argument("--file", metavar="FILE", help="UTF-8 file, one text a line")
     else:
         one.add_argument("--text")
-        one.add_argument("--file", metavar="FILE", help="UTF-8")
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+        one.add_argument("--file", metavar="FILE", help="UTF-8 file")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
 
 
 def _tag(arguments: argparse.Namespace) -> int:

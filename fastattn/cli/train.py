@@ -37,7 +37,7 @@ def add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a GPT, an encoder or an encoder-decoder",
-        description="Train a model. Without --text the data come from this Python's standard "
+        description="Train a model. Without --text the data are this Python's standard "
         "library: its source text to continue (gpt) or to fill in (encoder, masked), its tokens "
         "with their tags (encoder, tagging), its docstrings with the names of their functions "
         "(seq2seq).",
@@ -46,11 +46,13 @@ def add_train(commands: Any) -> None:
     )
     parser.set_defaults(command=_train)
     run = parser.add_argument_group("run")
-    run.add_argument("--model", choices=MODELS, help="(gpt)")
+    run.add_argument("--model", choices=MODELS, help="the kind of model (default: gpt)")
     run.add_argument(
-        "--task", choices=TASKS, help="of an encoder: tagging (default) or masked; others have one"
+        "--task",
+        choices=TASKS,
+        help="what an encoder learns: tagging (default) or masked; other models have one task",
     )
-    run.add_argument("--out", metavar="DIR", help="the run's folder (runs/ and the model's name)")
+    run.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/<model>)")
     run.add_argument(
         "--resume",
         action="store_true",
@@ -64,8 +66,8 @@ def add_train(commands: Any) -> None:
     _add_parallel_options(
         parser.add_argument_group(
             "ranks",
-            "Under torchrun --nproc-per-node N -m fastattn train ...; the degrees multiply to the "
-            "number of ranks. The batch, its order and the learned weights do not depend on them.",
+            "Under torchrun --nproc-per-node N -m fastattn train ...; the product of the degrees "
+            "is the number of ranks. Batches and learned weights do not depend on the degrees.",
         )
     )
 
@@ -73,131 +75,138 @@ def add_train(commands: Any) -> None:
 # A dest is the part and field of fastattn.training.run.Options.
 def _add_data_options(group: Any) -> None:
     files: dict[str, Any] = {"nargs": "+", "type": os.path.abspath, "metavar": "FILE"}
-    text = "UTF-8: text; for tagging CoNLL's form; for translation source TAB target a line"
+    text = "UTF-8 text; tagging: CoNLL files; translation: lines of source, a tab, and target"
     group.add_argument("--text", dest="data.text", help=text, **files)
-    text = "token files, made by fastattn prepare, in place of --text and --tokenizer; gpt"
+    text = "gpt: token files of fastattn prepare, in place of --text and --tokenizer"
     data: dict[str, Any] = {"type": os.path.abspath, "metavar": "DIR"}
     group.add_argument("--data", dest="data.prepared", help=text, **data)
-    text = "more such files to measure on (the last tenth of the others); tagging, translation"
+    text = "tagging, translation: files to validate on (default: the last tenth of --text)"
     group.add_argument("--validation", dest="data.validation", help=text, **files)
     group.add_argument(
         "--tokenizer",
         dest="data.tokenizer",
         metavar="NAME",
-        help="char (default for gpt), bpe (byte-level, default for others), word, word-space "
-        "and word-sign (keep white space), char-bpe, wordpiece, unigram; or a tokenizer's JSON, a "
-        "vocabulary of a token a line (.txt), or a folder with GPT-2's vocab.json and merges.txt",
+        help="char (default of gpt), bpe (byte-level; default of the others), word, word-space "
+        "and word-sign (both keep white space), char-bpe, wordpiece, unigram; or a tokenizer's "
+        "JSON file, a .txt file with one token a line, or a folder with GPT-2's vocab.json and "
+        "merges.txt",
     )
-    text = "of a tokenizer that is trained, but char (1024)"
+    text = "size of the vocabulary to train, except for char (default: 1024)"
     group.add_argument("--vocab-size", dest="data.vocab_size", type=int, metavar="N", help=text)
-    text = "a masked-token run's folder, whose encoder and tokenizer to begin with; tagging"
+    text = "tagging: begin with the encoder and the tokenizer of a masked run's folder"
     path: dict[str, Any] = {"type": os.path.abspath, "metavar": "DIR"}
     group.add_argument("--start-from", dest="data.start_from", help=text, **path)
-    text = "without --text: names of functions for their docstrings (default), or dates in words"
+    text = "without --text: docstrings to function names (names, default), or dates to words"
     group.add_argument("--pairs", dest="data.pairs", choices=("names", "dates"), help=text)
-    text = "cut texts that are too long for the model, instead of refusing them; translation"
+    text = "translation: cut texts that are too long for the model, instead of refusing them"
     group.add_argument("--truncate", dest="data.truncate", action="store_true", help=text)
 
 
 def _adder(group: Any, part: str) -> Callable[..., None]:
-    """Make add(option, field, help, ...) for fields of a part of the options."""
+    """Make add(option, field, kind, help, ...) for fields of a part of the options.
 
-    def add(option: str, field: str, text: str, to: Any = group, **keywords: Any) -> None:
-        if field in CHOICES and "action" not in keywords:
-            keywords["choices"] = CHOICES[field]
-        if "action" not in keywords and "choices" not in keywords:
+    kind: type of the value, or the bool that a flag sets.
+    """
+
+    def add(option: str, field: str, kind: Any, text: str, to: Any = group, **how: Any) -> None:
+        if isinstance(kind, bool):
+            how["action"] = f"store_{kind}".lower()
+        elif field in CHOICES and "action" not in how:
+            how["choices"] = CHOICES[field]
+        elif "action" not in how and "choices" not in how:
             # argparse would show the dest in --help.
-            name = {int: "N", float: "X"}.get(keywords.get("type", str), option.lstrip("-").upper())
-            keywords["metavar"] = name
-        to.add_argument(option, dest=f"{part}.{field}", help=text, **keywords)
+            name = {int: "N", float: "X"}.get(kind, option.lstrip("-").upper())
+            how |= {"metavar": name, "type": kind}
+        to.add_argument(option, dest=f"{part}.{field}", help=text, **how)
 
     return add
 
 
 def _add_model_options(group: Any) -> None:
     add = _adder(group, "model")
-    text = "begin with a published configuration, such as gpt2-small; other options change it"
-    add("--preset", "preset", text)
-    add("--layers", "num_layers", "(4)", type=int)
-    add("--heads", "num_heads", "query heads (4)", type=int)
-    add("--kv-heads", "num_kv_heads", "key/value heads (as many as query heads)", type=int)
-    add("--embed-dim", "embed_dim", "width (128)", type=int)
-    text = "width of a value head (--embed-dim / --heads)"
-    add("--v-head-dim", "v_head_dim", text, type=int)
-    text = "width of one latent that all keys and values come from, and that the cache holds (none)"
-    add("--kv-latent-dim", "kv_latent_dim", text, type=int)
-    add("--hidden-dim", "hidden_dim", "width between the linear layers (4 x --embed-dim)", type=int)
-    add("--context", "context_length", "tokens; gpt and encoder (64)", type=int)
-    text = "layers of the decoder (as many as --layers); seq2seq"
-    add("--decoder-layers", "num_decoder_layers", text, type=int)
-    add("--source-length", "source_length", "tokens of the source (64); seq2seq", type=int)
-    add("--target-length", "target_length", "tokens of the target (64); seq2seq", type=int)
-    add("--dropout", "dropout", "of embeddings and outputs of layers (0)", type=float)
-    add("--attention-dropout", "attention_dropout", "of attention weights (0)", type=float)
-    text = "share of the target that the loss spreads over all tokens (0)"
-    add("--label-smoothing", "label_smoothing", text, type=float)
-    add("--bias", "bias", "give linear layers and norms a bias", action="store_true")
-    text = "one token embedding for sources and targets; seq2seq"
-    add("--share-embeddings", "share_embeddings", text, action="store_true")
-    text = "give the output layer a weight of its own"
-    add("--untied", "tie_weights", text, action="store_false")
-    text = "give the logits a bias; language"
-    add("--head-bias", "head_bias", text, action="store_true")
+    text = "published configuration, such as gpt2-small, which other options change"
+    add("--preset", "preset", str, text)
+    add("--layers", "num_layers", int, "number of layers (default: 4)")
+    add("--heads", "num_heads", int, "query heads (default: 4)")
+    add("--kv-heads", "num_kv_heads", int, "key/value heads (default: --heads)")
+    add("--embed-dim", "embed_dim", int, "width of the model (default: 128)")
+    add("--v-head-dim", "v_head_dim", int, "width of a value head (default: --embed-dim / --heads)")
+    text = "width of the latent from which keys and values are computed, as in MLA (default: none)"
+    add("--kv-latent-dim", "kv_latent_dim", int, text)
+    add("--hidden-dim", "hidden_dim", int, "width of the MLP (default: 4 x --embed-dim)")
+    add("--context", "context_length", int, "gpt, encoder: tokens of the context (default: 64)")
+    text = "seq2seq: layers of the decoder (default: --layers)"
+    add("--decoder-layers", "num_decoder_layers", int, text)
+    add("--source-length", "source_length", int, "seq2seq: tokens of the source (default: 64)")
+    add("--target-length", "target_length", int, "seq2seq: tokens of the target (default: 64)")
+    add("--dropout", "dropout", float, "dropout of embeddings and layer outputs (default: 0)")
+    text = "dropout of attention weights (default: 0)"
+    add("--attention-dropout", "attention_dropout", float, text)
+    text = "probability that the loss spreads over all tokens (default: 0)"
+    add("--label-smoothing", "label_smoothing", float, text)
+    add("--bias", "bias", True, "give linear layers and norms a bias")
+    text = "seq2seq: one token embedding for sources and targets"
+    add("--share-embeddings", "share_embeddings", True, text)
+    add("--untied", "tie_weights", False, "give the output layer a weight of its own")
+    add("--head-bias", "head_bias", True, "gpt: give the logits a bias")
 
 
 def _add_layer_options(group: Any) -> None:
     add = _adder(group, "model")
     one = group.add_mutually_exclusive_group()
-    add("--positions", "positions", "(learned)", to=one)
+    add("--positions", "positions", str, "kind of positions (default: learned)", to=one)
     text = "the same as --positions alibi: lower scores in proportion to the distance"
-    add("--alibi", "positions", text, to=one, action="store_const", const="alibi")
-    add("--rotary-style", "rotary_style", "pairs that are rotated together (half)")
-    text = "distance from which on positions scalar, content and transformer_xl are alike (32)"
-    add("--relative-distance", "relative_distance", text, type=int)
-    add("--relative-table", "relative_table", "vectors of their distances (trained)")
-    text = "add vectors by relative position to the values too"
-    add("--relative-values", "relative_values", text, action="store_true")
-    add("--window", "window", "keys a token sees, itself included (all)", type=int)
-    add("--keep-first", "keep_first", "first keys that stay visible with --window (0)", type=int)
-    text = "--window and --stride in layers by turns, or both in every layer (dense)"
-    add("--sparse", "sparse", text)
-    add("--stride", "stride", "distance between keys that are seen beyond --window", type=int)
-    add("--scoring", "scoring", "of queries and keys (scaled_dot)")
-    add("--softcap", "softcap", "bound of the attention scores (none)", type=float)
-    add("--sinks", "sinks", "learn a share of attention that goes nowhere", action="store_true")
+    add("--alibi", "positions", str, text, to=one, action="store_const", const="alibi")
+    text = "dims that are rotated in pairs: halves or neighbours (default: half)"
+    add("--rotary-style", "rotary_style", str, text)
+    text = "scalar, content, transformer_xl: longer distances count as this one (default: 32)"
+    add("--relative-distance", "relative_distance", int, text)
+    text = "vectors of relative distances (default: trained)"
+    add("--relative-table", "relative_table", str, text)
+    text = "add relative-position vectors to the values too"
+    add("--relative-values", "relative_values", True, text)
+    add("--window", "window", int, "keys that a token sees, itself included (default: all)")
+    text = "first keys that stay visible beside --window (default: 0)"
+    add("--keep-first", "keep_first", int, text)
+    text = "--window and --stride in alternate layers, or both in all (default: dense)"
+    add("--sparse", "sparse", str, text)
+    add("--stride", "stride", int, "distance between the keys that a token sees beyond --window")
+    add("--scoring", "scoring", str, "score of a query and a key (default: scaled_dot)")
+    add("--softcap", "softcap", float, "bound of the attention scores (default: none)")
+    add("--sinks", "sinks", True, "learn a share of attention that goes nowhere")
     text = "attention gives a token the same bits in training and generation"
-    add("--batch-invariant", "batch_invariant", text, action="store_true")
-    add("--qk-norm", "qk_norm", "normalise queries and keys", action="store_true")
-    add("--output-gate", "output_gate", "sigmoids on the output: of a head or an element (none)")
-    add("--block", "block", "order of norm, attention and linear layers (pre)")
-    add("--norm", "norm", "(layernorm)")
-    add("--ffn", "activation", "of the linear layers (gelu)")
-    text = "normalise the embedding, as BERT does"
-    add("--embedding-norm", "embedding_norm", text, action="store_true")
+    add("--batch-invariant", "batch_invariant", True, text)
+    add("--qk-norm", "qk_norm", True, "normalise queries and keys")
+    text = "sigmoid gates on the output, one a head or an element (default: none)"
+    add("--output-gate", "output_gate", str, text)
+    add("--block", "block", str, "order of norm, attention and MLP (default: pre)")
+    add("--norm", "norm", str, "kind of norm (default: layernorm)")
+    add("--ffn", "activation", str, "activation of the MLP (default: gelu)")
+    add("--embedding-norm", "embedding_norm", True, "normalise the embedding, as BERT does")
 
 
 def _add_training_options(group: Any) -> None:
     add = _adder(group, "training")
-    add("--steps", "steps", "optimizer steps (2000)", type=int)
-    add("--batch", "batch_size", "windows, sentences or pairs a forward pass (12)", type=int)
-    add("--accumulate", "accumulation", "forward passes a step (1)", type=int)
-    add("--lr", "learning_rate", "highest learning rate (3e-3)", type=float)
-    add("--min-lr", "min_learning_rate", "learning rate at the end (a tenth)", type=float)
-    add("--warmup", "warmup_steps", "steps of rising learning rate (5 %% of steps)", type=int)
-    add("--weight-decay", "weight_decay", "(0.1)", type=float)
-    add("--grad-clip", "grad_clip", "largest gradient norm, 0 = any (1)", type=float)
-    add("--seed", "seed", "(0)", type=int)
-    add("--device", "device", "auto (default), cpu, cuda or cuda:<index>")
+    add("--steps", "steps", int, "optimizer steps (default: 2000)")
+    add("--batch", "batch_size", int, "windows, sentences or pairs a forward pass (default: 12)")
+    add("--accumulate", "accumulation", int, "forward passes a step (default: 1)")
+    add("--lr", "learning_rate", float, "highest learning rate (default: 3e-3)")
+    add("--min-lr", "min_learning_rate", float, "learning rate at the end (default: --lr / 10)")
+    add("--warmup", "warmup_steps", int, "steps of rising learning rate (default: 5 %% of --steps)")
+    add("--weight-decay", "weight_decay", float, "AdamW's weight decay (default: 0.1)")
+    add("--grad-clip", "grad_clip", float, "largest gradient norm; 0: unlimited (default: 1)")
+    add("--seed", "seed", int, "seed of weights, batches and dropout (default: 0)")
+    add("--device", "device", str, "auto, cpu, cuda or cuda:<index> (default: auto)")
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", "dtype", "of activations (auto)", choices=dtypes)
-    add("--compile", "compile", "use torch.compile", action="store_true")
-    text = "what backward passes compute again (none): layers, in full or all but attention"
-    add("--activation-checkpointing", "activation_checkpointing", text, choices=RECOMPUTED)
-    add("--log-every", "log_interval", "steps (10)", type=int)
-    add("--eval-every", "eval_interval", "steps (250)", type=int)
-    add("--save-every", "checkpoint_interval", "steps (500)", type=int)
-    text = "go on while a checkpoint is written; several ranks"
-    add("--save-in-background", "save_in_background", text, action="store_true")
+    add("--dtype", "dtype", str, "dtype of activations (default: auto)", choices=dtypes)
+    add("--compile", "compile", True, "use torch.compile")
+    text = "recompute layers in the backward: full, or all but attention (default: none)"
+    add("--activation-checkpointing", "activation_checkpointing", str, text, choices=RECOMPUTED)
+    add("--log-every", "log_interval", int, "steps between log lines (default: 10)")
+    add("--eval-every", "eval_interval", int, "steps between validations (default: 250)")
+    add("--save-every", "checkpoint_interval", int, "steps between checkpoints (default: 500)")
+    text = "several ranks: go on while a checkpoint is written"
+    add("--save-in-background", "save_in_background", True, text)
 
 
 def _add_parallel_options(group: Any) -> None:
@@ -206,14 +215,15 @@ def _add_parallel_options(group: Any) -> None:
             option, dest=f"parallel.{field}", type=_degree, metavar="N", help=help, **keywords
         )
 
-    text = "ranks that share out the rows of a batch, each with all parameters; auto = the ranks "
-    add("--data-parallel", "data_parallel", f"{text}that the other degrees leave (auto)")
-    text = "ranks that share out rows and parameters; without N the ranks that the others leave (1)"
+    text = "ranks that split the rows of a batch (default: auto, all that are left)"
+    add("--data-parallel", "data_parallel", text)
+    text = "ranks that split rows and parameters; without N: all that are left (default: 1)"
     add("--fsdp", "fsdp", text, nargs="?", const="auto")
-    add("--context-parallel", "context_parallel", "ranks that share the tokens of a row; gpt (1)")
-    text = "ranks that share heads and hidden features (1)"
+    text = "gpt: ranks that split the tokens of a row (default: 1)"
+    add("--context-parallel", "context_parallel", text)
+    text = "ranks that split heads and hidden features (default: 1)"
     add("--tensor-parallel", "tensor_parallel", text)
-    text = "how long a rank waits for one that has stopped, before all end (600)"
+    text = "seconds that ranks wait for a stopped one before all end (default: 600)"
     group.add_argument(
         "--timeout", dest="parallel.timeout", type=float, metavar="SECONDS", help=text
     )

@@ -15,22 +15,28 @@ def add_tune(commands: Any) -> None:
         "tune",
         help="time tiles and backends on this machine's GPU, and remember the fastest",
         description="Verify the kernels, time candidates against the shipped choices, and "
-        "store each winner at once: Ctrl-C keeps all that is found. What has no finding yet comes "
-        "first. Calls use the findings by themselves; FASTATTN_TUNED=0 leaves them aside.",
+        "store each winner at once: Ctrl-C loses nothing. Untimed kernels come first. "
+        "Later calls use the findings, unless FASTATTN_TUNED=0.",
     )
     parser.set_defaults(command=_tune)
     add = parser.add_argument
-    add("--model", metavar="CONFIG", help="a model's config.json or its folder: tune for its sizes")
+    add(
+        "--model",
+        metavar="CONFIG",
+        help="config.json of a model, or its folder: tune for its sizes",
+    )
     add("--heads", type=int, help="query heads")
-    add("--kv-heads", type=int, help="key/value heads (as many)")
-    add("--dims", type=int, nargs="+", metavar="D", help="head dims (128, 64 and 256)")
+    add("--kv-heads", type=int, help="key/value heads (default: --heads)")
+    add("--dims", type=int, nargs="+", metavar="D", help="head dims (default: 128 64 256)")
     dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", nargs="+", choices=dtypes, help="(bfloat16, then float32)")
-    add("--seconds", type=float, default=300.0, help="for everything, the most important first")
-    add("--device", default="auto", help="auto (default) or cuda:<index>")
+    add("--dtype", nargs="+", choices=dtypes, help="in this order (default: bfloat16 float32)")
+    add("--seconds", type=float, default=300.0, help="time limit (default: 300)")
+    add("--device", default="auto", help="auto or cuda:<index> (default: auto)")
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--export", metavar="FILE", help="at the end, write all findings to a file")
-    one.add_argument("--import", dest="read", metavar="FILE", help="store a file's, and end")
+    one.add_argument("--export", metavar="FILE", help="write all findings to a file at the end")
+    one.add_argument(
+        "--import", dest="read", metavar="FILE", help="store the findings of a file, and end"
+    )
 
 
 def _tune(arguments: argparse.Namespace) -> int:

@@ -21,11 +21,16 @@ def add_verify(commands: Any) -> None:
     )
     parser.set_defaults(command=_verify)
     add = parser.add_argument
-    add("--quick", action="store_true", help="the kernels that matter most, in a minute")
-    add("--backend", nargs="+", metavar="NAME", help="triton, hopper (those that the GPU has)")
+    add("--quick", action="store_true", help="check the most important kernels, in a minute")
+    add(
+        "--backend",
+        nargs="+",
+        metavar="NAME",
+        help="triton, hopper (default: all that the GPU has)",
+    )
     family = "families of kernels, such as forward, backward, decode (all; a wrong name lists them)"
     add("--family", nargs="+", metavar="NAME", help=family)
-    add("--device", default="auto", help="auto (default), cpu, cuda or cuda:<index>")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     add("--json", metavar="FILE", help="write the verdicts to a file")
     add("--clear", action="store_true", help="forget all verdicts about this device, and end")
 
