@@ -5,9 +5,9 @@ python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
 
 layers: the order of norm and sublayers (post-LN, pre-LN, parallel), without warm-up, and the
 visible keys (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
-ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. attention: a
-program of examples/ with each of its kinds. serving: an `Engine` by its number of concurrent
-requests. The text is the standard library's source, one token per character.
+ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. attention and
+scores: a program of examples/ with each of its kinds. serving: an `Engine` by its number of
+concurrent requests. The text is the standard library's source, one token per character.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ STYLES = (
     {"color": "#E69F00", "linestyle": "--"},
     {"color": "#009E73", "linestyle": ":", "linewidth": 2.0},
 )
-EXAMPLE = "examples/sparse_gpt.py"
 ATTENTIONS = {
     "plain": "plain", "latent": "multi-head latent (MLA)", "nsa": "native sparse (NSA)",
     "moba": "mixture of blocks (MoBA)",
 }  # fmt: skip
+SCORES = {"plain": "no gates", "dense": "gates, dense in torch", "gates": "gates, score_mod"}
 Record = dict[str, Any]
 
 
@@ -195,12 +196,14 @@ def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[i
     return {10 * i + len(stretch): kind(stretch) for i, stretch in enumerate(stretches)}
 
 
-def attention(steps: int, text: Path, folder: Path) -> Record:
-    """Trains the example's GPT with each attention; means of 10 steps, in nats a token."""
+def examples(
+    example: str, kinds: Mapping[str, str], steps: int, text: Path, folder: Path
+) -> Record:
+    """Trains an example's GPT with each kind of attention; its losses, in nats a token."""
     runs = {}
-    for name, title in ATTENTIONS.items():
-        line = f"python {EXAMPLE} --attention {name} --steps {steps}"
-        words = [sys.executable, str(CHECKOUT / EXAMPLE), *line.split()[2:], "--text", str(text)]
+    for name, title in kinds.items():
+        line = f"python {example} --attention {name} --steps {steps}"
+        words = [sys.executable, str(CHECKOUT / example), *line.split()[2:], "--text", str(text)]
         said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
         ((parameters,), *losses) = (re.findall(r"[\d.]+", x) for x in said.splitlines())
         runs[f"attention: {title}"] = {
@@ -250,7 +253,8 @@ def draw_serving(record: Mapping[str, Any], figure: matplotlib.figure.Figure) ->
 COMPARED = {
     "layers": (layers, draw_layers, 4.0),
     "splits": (splits, draw_splits, 4.4),
-    "attention": (attention, draw_layers, 4.0),
+    "attention": (partial(examples, "examples/sparse_gpt.py", ATTENTIONS), draw_layers, 4.0),
+    "scores": (partial(examples, "examples/own_score.py", SCORES), draw_layers, 4.0),
     "serving": (serving, draw_serving, 3.6),
 }
 

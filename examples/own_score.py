@@ -1,14 +1,14 @@
-"""A score of one's own, with its gradient: soft-thresholded attention, learned end to end.
+"""A score of one's own that reads tensors which learn: the forgetting transformer (FoX).
 
-python examples/own_score.py --steps 200
+python examples/own_score.py --attention gates --steps 200
 
-The task: one key of each row carries a mark, and every query has to give that key's value. Scores
-below a threshold are flattened, so that many small ones do not add up to a blur.
+A head forgets keys by a gate a token (Lin et al. 2025, arXiv 2503.02130). "gates" adds their logs
+to scores by a `score_mod`, "dense" does it in torch; "plain" has no gates. None has positions.
 """
 
-# ruff: noqa: T201 (an example prints)
-
 import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -16,60 +16,63 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from fastattn import attention
+from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.training.data.text import standard_library_text
 
-KNEE = tl.constexpr(1.0)
-
-
-@triton.jit
-def thresholded(x, b, h, q_pos, k_pos):
-    return tl.where(x > KNEE, x, 0.1 * x + 0.9 * KNEE)
+WIDTH, HEADS, T = 64, 4, 128
+SHAPE = {"num_layers": 2, "num_heads": HEADS, "embed_dim": WIDTH, "context_length": T}
 
 
 @triton.jit
-def thresholded_grad(dx, x, b, h, q_pos, k_pos):
-    return tl.where(x > KNEE, dx, 0.1 * dx)
+def forgetting(x, b, h, q_pos, k_pos, forgotten):
+    row = forgotten + (b * 4 + h) * 128  # of [B, HEADS, T]
+    return x + tl.load(row + q_pos) - tl.load(row + k_pos)
 
 
-class Lookup(nn.Module):
-    """Keys and queries are learned; values are what is to be found."""
+class Forgetting(nn.Module):
+    """Attention with forget gates, in place of `block.attention`."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, dense: bool) -> None:
         super().__init__()
-        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
-        self.heads = heads
+        self.dense, self.out = dense, nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.gates = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, HEADS)
 
-    def forward(self, x: Tensor, values: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in (self.q(x), self.k(x), values)
-        )
-        mods = {"score_mod": thresholded, "score_mod_grad": thresholded_grad}
-        return attention(q, k, v, **mods).transpose(1, 2).flatten(2)
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        forgotten = nn.functional.logsigmoid(self.gates(x)).cumsum(1).mT.contiguous()
+        if self.dense:
+            x = q @ k.mT * q.shape[-1] ** -0.5 + forgotten[..., None] - forgotten[:, :, None]
+            o = x.masked_fill(torch.ones_like(x).triu(1) > 0, -torch.inf).softmax(-1) @ v
+        else:
+            o = attention(q, k, v, causal=True, score_mod=forgetting, mod_tensors=(forgotten,))
+        return self.out(o.transpose(1, 2).flatten(2))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--attention", choices=("plain", "gates", "dense"), default="gates")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--text", type=Path, help="default: Python's standard library")
     options = parser.parse_args()
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text = options.text.read_text() if options.text else standard_library_text(300_000)
+    numbers = {letter: i for i, letter in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([numbers[x] for x in text])
     torch.manual_seed(0)
-    model = Lookup(32, 2).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(options.steps):
-        x = torch.randn(16, options.length, 32, device=device)
-        marked = torch.randint(options.length, (16,), device=device)
-        x[:, :, 0] = 1.0
-        x[range(16), marked, 1] = 4.0
-        values = torch.randn(16, options.length, 32, device=device)
-        wanted = values[range(16), marked][:, None].expand_as(values)
-        loss = (model(x, values) - wanted).square().mean()
+    model = GPT(GPTConfig(len(numbers), positions="none", **SHAPE))
+    for block in model.blocks if options.attention != "plain" else ():
+        block.attention = Forgetting(options.attention == "dense")
+    model.initialise_weights()
+    print(f"{options.attention}: {model.num_parameters()} parameters")  # noqa: T201
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, options.steps + 1):
+        rows = torch.randint(len(tokens) - T, (4, 1), generator=generator) + torch.arange(T + 1)
+        _, loss = model(tokens[rows[:, :-1]], tokens[rows[:, 1:]])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 20 == 0 or step + 1 == options.steps:
-            print(f"step {step:4}  mean squared error {loss.item():.3f}")
+        if step % 10 == 0 or step == options.steps:
+            print(f"step {step:4}  loss {loss.item():.4f}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "additive", "append", "arguments", "backward", "backward_bias", "backward_relative", "combine",
-    "decode", "decode_splits", "forward", "fp8_quantize", "fp8_values", "hopper_backward",
-    "hopper_forward", "hopper_host", "paged", "pages", "selected_backward", "selected_choose",
-    "selected_forward", "statistics", "tangent", "tiles",
+    "additive", "append", "arguments", "backward", "backward_bias", "backward_mods",
+    "backward_relative", "combine", "decode", "decode_splits", "forward", "fp8_quantize",
+    "fp8_values", "hopper_backward", "hopper_forward", "hopper_host", "paged", "pages",
+    "selected_backward", "selected_choose", "selected_forward", "statistics", "tangent", "tiles",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         append,
         backward,
         backward_bias,
+        backward_mods,
         backward_relative,
         combine,
         decode,

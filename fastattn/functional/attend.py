@@ -140,8 +140,8 @@ def attention(
             -> gradient of score_mod's x, from the gradient dx of its result. Default: derived from
             score_mod.
         mod_tensors: contiguous tensors, passed to mask_mod, score_mod and score_mod_grad as
-            pointers for tl.load. Those that score_mod reads are differentiable, once: by torch, in
-            chunks of queries, in fp32.
+            pointers for tl.load. Those that score_mod reads are differentiable, once, in fp32: by a
+            kernel, or by torch in chunks of queries if no derivative of score_mod is known.
         sinks: float [H_q], differentiable: per head, the score of one more key with value 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
             Always applied: pass 0 for evaluation.

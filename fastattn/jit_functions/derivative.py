@@ -333,8 +333,8 @@ def _accumulated(root: Symbol, dy: Any) -> dict[Symbol, Any]:
     return of
 
 
-def source(name: str, tensors: int, root: Any) -> str:
-    """Source of a @triton.jit function (dx, x, b, h, q_pos, k_pos, *tensors): the root."""
+def source(name: str, tensors: int, *roots: Any) -> str:
+    """Source of a @triton.jit function (dx, x, b, h, q_pos, k_pos, *tensors): the roots."""
     names: dict[Symbol, str] = {}
     lines: list[str] = []
 
@@ -343,7 +343,7 @@ def source(name: str, tensors: int, root: Any) -> str:
             return names[x]
         return f'float("{x}")' if isinstance(x, float) and not math.isfinite(x) else repr(x)
 
-    for x in _ordered(root):
+    for x in _ordered(*roots):
         if not x.operands:
             names[x] = x.text
             continue
@@ -351,7 +351,7 @@ def source(name: str, tensors: int, root: Any) -> str:
         lines.append(f"    {names[x]} = {x.text.format(*map(text, x.operands))}\n")
     parameters = ", ".join(("dx", *ARGUMENTS, *(f"tensor_{n}" for n in range(tensors))))
     head = f"@triton.jit\ndef {name}({parameters}):\n"
-    return f"{head}{''.join(lines)}    return {text(root)}\n"
+    return f"{head}{''.join(lines)}    return {', '.join(map(text, roots))}\n"
 
 
 def score_mod_grad(mod: Any, tensors: Sequence[Tensor]) -> Any:
@@ -363,6 +363,28 @@ def score_mod_grad(mod: Any, tensors: Sequence[Tensor]) -> Any:
         NotDifferentiable: an operation has no known derivative.
     """
     return _function(source("NAME", len(tensors), differentiated(mod, tensors).dx))
+
+
+def load_gradients(
+    mod: Any, tensors: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Any, list[int]]:
+    """Gradients of the loads from wanted tensors: a @triton.jit function, and each load's tensor.
+
+    The function has the arguments of score_mod_grad, and returns for each load its offset and its
+    gradient, in turn. An offset has size 1 along positions that it does not depend on.
+
+    Raises:
+        NotDifferentiable: an operation has no known derivative.
+    """
+    graph = differentiated(mod, tensors)
+    roots: list[Any] = []
+    read: list[int] = []
+    for load, gradient in zip(graph.loads, graph.of_loads, strict=True):
+        if wanted[load.tensor]:
+            # A constant offset becomes a value too.
+            roots += [Symbol("b", active=False) * 0 + load.offset, gradient]
+            read.append(load.tensor)
+    return _function(source("NAME", len(tensors), *roots)), read
 
 
 def _function(text: str) -> Any:

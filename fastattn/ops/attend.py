@@ -183,6 +183,24 @@ def _(
     return bias, keys
 
 
+@operator(flops.attended(1, 1))
+def attention_backward_mods(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    loads: list[int], options: Options,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the mod_tensors in `loads`, fp32 in their shapes; the others' are empty."""
+    launch = kernels.backward_mods.launch_backward_mods
+    return launch(do, dlse, q, k, v, o, lse, loads, options)
+
+
+@attention_backward_mods.op.register_fake
+def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
+    q, _, _, _, _, loads, *fields = arguments
+    tensors = enumerate(unflat(fields).mod_tensors)
+    shapes = [x.shape if n in loads else (0,) for n, x in tensors]
+    return [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
 def _prepare_portable(
     q: Tensor, k: Tensor, v: Tensor, options: Options, otherwise: Forward
 ) -> Forward | None:
@@ -204,12 +222,14 @@ _OPERATORS = Kernels(
     attention_backward.by_op,
     attention_backward_bias.by_op,
     attention_backward_relative.by_op,
+    attention_backward_mods.by_op,
 )
 PORTABLE = Kernels(
     attention_forward.direct,
     attention_backward.direct,
     attention_backward_bias.direct,
     attention_backward_relative.direct,
+    attention_backward_mods.direct,
     _prepare_portable,
     _OPERATORS,
 )
@@ -260,14 +280,14 @@ class _Attention(torch.autograd.Function):
         # Without learned options there are only q, k and v; with learned mod_tensors, all.
         count = 3 + len(LEARNED)
         needed = (*needs[:count], *(False,) * (count - len(needs)))
-        of_mods = mod_gradients(ctx, needs[count:], do, dlse) if any(needs[count:]) else []
-        if of_mods and not any(needed):
-            return (None, None, *(None,) * count, *of_mods)
         by: Kernels = ctx.by
         # torch's legacy vmap (is_grads_batched=True) calls an op once for each gradient; a mode
         # entered after the forward, such as torch's flop counter, sees only ops.
         if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
             by = by.seen()
+        of_mods = mod_gradients(by, ctx, needs[count:], do, dlse) if any(needs[count:]) else []
+        if of_mods and not any(needed):
+            return (None, None, *(None,) * count, *of_mods)
         return (None, None, *gradients(by, ctx, needed, do, dlse)[: len(needs)], *of_mods)
 
 

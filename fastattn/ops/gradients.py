@@ -35,6 +35,11 @@ Backward: TypeAlias = Callable[
 OfBias: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Tensor]
 OfRelative: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Pair]
 # The last argument serves calls whose rows start between multiples of 16 bytes.
+# do, dlse, q, k, v, o, lse, and the tensor of each load
+OfMods: TypeAlias = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, list[int], Options],
+    list[Tensor],
+]
 Prepare: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options, Forward], Forward | None]
 
 
@@ -49,6 +54,7 @@ class Kernels(NamedTuple):
     backward: Backward
     backward_bias: OfBias
     backward_relative: OfRelative
+    backward_mods: OfMods
     prepare: Prepare | None = None
     operators: "Kernels | None" = None
 
@@ -155,9 +161,9 @@ def gradients_and_delta(
 
 
 def mod_gradients(
-    ctx: Any, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+    kernels: Kernels, ctx: Any, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients of mod_tensors, by torch in chunks of queries.
+    """Gradients of mod_tensors, by a kernel, or by torch if score_mod has an unknown derivative.
 
     Raises:
         NotImplementedError: double backward is required.
@@ -166,18 +172,35 @@ def mod_gradients(
         raise NotImplementedError(
             'gradients of mod_tensors have none of their own by kernels; backend="torch" has them'
         )
+    from ..jit_functions.derivative import NotDifferentiable, load_gradients
+
     q, k, v, o, lse, options = saved(ctx)
     do, dlse = as_read(do, dlse, o)
+    if torch.are_deterministic_algorithms_enabled():
+        options = options._replace(atomic_dq=False)
+    try:
+        function, loads = load_gradients(options.score_mod, options.mod_tensors, wanted)
+    except NotDifferentiable:
+        grads = _mod_gradients_in_chunks(do, dlse, q, k, v, o, lse, options)
+    else:
+        options = options._replace(score_mod_grad=function)
+        grads = kernels.backward_mods(do, dlse, q, k, v, o, lse, loads, options)
+    return [
+        (x.to(of.dtype) if x.numel() else torch.zeros_like(of)) if wants else None
+        for x, of, wants in zip(grads, options.mod_tensors, wanted, strict=True)
+    ]
+
+
+def _mod_gradients_in_chunks(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    options: Options,
+) -> list[Tensor]:  # fmt: skip
     delta = (do.float() * o).sum(-1)
     delta = delta if dlse is None else delta - dlse
     if options.cu_seqlens_q is not None:
         options = laid(options, as_packed)
     grads = iter(block.mod_gradients((do, q, lse, delta, k), v, options))
-    tensors = [next(grads) if x.is_floating_point() else None for x in options.mod_tensors]
-    return [
-        x.to(of.dtype) if x is not None and wants else None
-        for x, of, wants in zip(tensors, options.mod_tensors, wanted, strict=True)
-    ]
+    return [next(grads) if x.is_floating_point() else x for x in options.mod_tensors]
 
 
 def as_read(do: Tensor | None, dlse: Tensor | None, o: Tensor) -> tuple[Tensor, Tensor | None]:

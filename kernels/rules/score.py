@@ -210,11 +210,16 @@ def modified(
             x = x + bias.to(tl.float32)
         before = x
         if score.mod is not None:
-            # The user's function may load by position, so only existing pairs are evaluated.
-            q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-            k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
-            x = score.mod(x, row.b, head_of_whole(h, score), q_pos, k_pos, *score.tensors)
+            x = score.mod(x, *indices(rows, k_pos, h, row, score), *score.tensors)
     return x, factor, before, capped
+
+
+@triton.jit
+def indices(rows, k_pos, h, row, score):
+    """b, h, q_pos and k_pos for the user's function: of existing pairs, as it may load by them."""
+    q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
+    k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
+    return row.b, head_of_whole(h, score), q_pos, k_pos
 
 
 @triton.jit
@@ -226,10 +231,8 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
     """
     dbias = dx
     if score.mod is not None:
-        q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-        k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
-        h = head_of_whole(h, score)
-        dbias = score.mod_grad(dx, before, row.b, h, q_pos, k_pos, *score.tensors)
+        where = indices(rows, k_pos, h, row, score)
+        dbias = score.mod_grad(dx, before, *where, *score.tensors)
         if keep is not None:
             dbias = tl.where(keep, dbias, 0.0)
     ds = dbias
@@ -269,10 +272,7 @@ def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, tangents):
         inside = (rows < row.T_q) & (k_pos < row.T_k)
         t += load_in_place(pointers, inside).to(tl.float32)
     if score.mod is not None:
-        q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-        k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
-        h = head_of_whole(h, score)
-        t = score.mod_grad(t, before, row.b, h, q_pos, k_pos, *score.tensors)
+        t = score.mod_grad(t, before, *indices(rows, k_pos, h, row, score), *score.tensors)
     if score.hides is not None:
         t = tl.where(x == float("-inf"), 0.0, t)
     if keep is not None:

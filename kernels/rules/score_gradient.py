@@ -52,9 +52,9 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
-def tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: tl.constexpr):
-    """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function and of
-    scale * q.k.
+def score_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: tl.constexpr):
+    """dx [BLOCK_M, BLOCK_N], the gradient of the score after the user's function; the score before
+    it, and the softcapped one.
 
     k, v: rows from n_first. keep: visible pairs, or None = all. further: see
     `relative.further_keys`. bias: see `score.modified`.
@@ -62,15 +62,25 @@ def tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: 
     PRECISION: tl.constexpr = const.PRECISION
     h = tile.h
     row = tile.row
-    m_pos = tile.rows[:, None]
     k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
     s = rows_by_rows(rows.q, k, PRECISION)
     if further is not None:
         s += further_products(rows.query, further, score, const)
-    x, factor, before, capped = modified(s, m_pos, k_pos, h, row, score, bias)
+    x, factor, before, capped = modified(s, tile.rows[:, None], k_pos, h, row, score, bias)
     p = weights(x, rows.lse[:, None], factor, keep)
     dp = rows_by_rows(rows.do, v, PRECISION)
     if score.dropout is not None:
         dp = dropped(dp, kept(tile.first, n_first, h, tile.H_q, row, score, const), score)
-    dx = p * (dp - rows.delta[:, None])
-    return gradient(dx, before, capped, m_pos, k_pos, h, row, keep, score)
+    return p * (dp - rows.delta[:, None]), before, capped
+
+
+@triton.jit
+def tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: tl.constexpr):
+    """(dbias, ds) [BLOCK_M, BLOCK_N]: gradients of the score before the user's function and of
+    scale * q.k; arguments as for `score_gradient`.
+    """
+    dx, before, capped = score_gradient(
+        rows, k, v, further, bias, n_first, keep, tile, score, const
+    )
+    k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
+    return gradient(dx, before, capped, tile.rows[:, None], k_pos, tile.h, tile.row, keep, score)

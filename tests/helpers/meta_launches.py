@@ -13,6 +13,7 @@ from fastattn.kernels.additive import launch_additive_backward, launch_additive_
 from fastattn.kernels.append import launch_append
 from fastattn.kernels.backward import launch_backward, launch_backward_one_pass
 from fastattn.kernels.backward_bias import launch_backward_bias
+from fastattn.kernels.backward_mods import launch_backward_mods
 from fastattn.kernels.backward_relative import launch_backward_relative
 from fastattn.kernels.combine import launch_merge, launch_merge_prefix
 from fastattn.kernels.decode import launch_decode
@@ -90,6 +91,13 @@ def bent(x, b, h, q_pos, k_pos):
     return tl.where(x > 1, x, x / (1 + tl.abs(x))) + tl.exp(-x * x)
 
 
+@triton.jit
+def reading(x, b, h, q_pos, k_pos, table):
+    near, row = q_pos - k_pos, table + h * 4096
+    x = x * tl.load(table + h) + tl.load(row + q_pos) - tl.load(row + k_pos)
+    return x + tl.load(row + near, mask=(near >= 0) & (near < 128), other=0.0)
+
+
 def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
                dtype: str = "bf16") -> Options:  # fmt: skip
     """Options by their names, joined by "+"; a causal mask beside those that have none."""
@@ -147,6 +155,7 @@ def options_of(names: str, B: int = 2, T: int = 1000, H: int = 4, D: int = 64,
         "derived": {
             "right": 0, "score_mod": bent, "score_mod_grad": derivative.score_mod_grad(bent, ()),
         },
+        "reading": {"right": 0, "score_mod": reading, "mod_tensors": (floats(H, 4096),)},
         "stride": {"causal": True, "left": 127, "stride": 128},
         "positions": {
             **by_position, "q_positions": integers(1, T), "k_positions": ids,
@@ -184,7 +193,8 @@ def attention(
     """Launch kernels of attention, joined by "+".
 
     "scores": the gradients of biases; "plain-forward": with the tile of a plain call.
-    "max-forward": with the largest score of each row.
+    "max-forward": with the largest score of each row. "mods": the gradients of what a score_mod
+    reads, by exact sums and by atomics.
     """
     given = options_of(options, B, T, 4, D, dtype)
     B = 1 if given.cu_seqlens_q is not None else B
@@ -203,6 +213,12 @@ def attention(
             launch_backward(*backward)
         elif kernel == "one-pass":
             launch_backward_one_pass(*backward)
+        elif kernel == "mods":
+            function, loads = derivative.load_gradients(reading, given.mod_tensors, [True])
+            given = given._replace(score_mod_grad=function)
+            for atomic in (False, True):
+                asked = given._replace(atomic_dq=atomic)
+                launch_backward_mods(q, None, q, k, k, q, lse, loads, asked)
         elif given.attn_bias is not None:
             launch_backward_bias(q, q, k, k, lse, lse, given)
         else:

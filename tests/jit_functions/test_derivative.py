@@ -15,6 +15,8 @@ from triton.language.extra import libdevice
 import fastattn
 from fastattn.jit_functions import derivative, stand_ins
 from fastattn.kernels.launch.tiles import TileConfig, forced
+from fastattn.ops import attend, schema
+from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv, worst_naive
 from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.inputs import draw, draws, to_device
@@ -148,7 +150,8 @@ def tempered(x, b, h, q_pos, k_pos, heat):
 
 @triton.jit
 def bucketed(x, b, h, q_pos, k_pos, table):
-    return x + tl.load(table + h * 8 + tl.minimum(tl.abs(q_pos - k_pos) // 2, 7))
+    apart = (q_pos - k_pos) // 2
+    return x + tl.load(table + h * 8 + apart, mask=(apart >= 0) & (apart < 8), other=0.5)
 
 
 APART = torch.arange(T_q)[:, None] + T_k - T_q - torch.arange(T_k)
@@ -157,16 +160,32 @@ LEARNED: dict[str, tuple[Any, tuple[int, ...], Callable[[Tensor, Tensor], Tensor
     "FoX": (forgetting, (B, H, T_k), lambda x, c: x + c[:, :, T_k - T_q :, None] - c[:, :, None]),
     "ALiBi": (sloped, (H,), lambda x, s: x - s.exp()[:, None, None] * APART.abs().to(x)),
     "temperature": (tempered, (H,), lambda x, t: x / (0.5 + t[:, None, None].square())),
-    "T5": (bucketed, (H, 8), lambda x, t: x + t[:, (APART.abs() // 2).clamp(max=7)]),
+    "T5": (
+        bucketed,
+        (H, 8),
+        lambda x, t: x + torch.where(APART < 16, t[:, (APART // 2).clamp(0, 7)], 0.5),
+    ),
 }
+WAYS = ["triton", "atomics", "formula", "torch"]
 
 
-@pytest.mark.parametrize("name", LEARNED)
-@pytest.mark.parametrize("backend", ["triton", "torch"])
+def not_differentiable(*_: Any) -> None:
+    raise derivative.NotDifferentiable("of nothing a derivative is known")
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*((WAYS[0], name) for name in LEARNED), *((way, "T5") for way in WAYS[1:]), ("torch", "FoX")],
+)
 def test_tensors_that_learn(
-    backend: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+    way: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against autograd of the dense formula; kernels' in chunks of 4 queries, beside dropout."""
+    """Against autograd of the dense formula, beside dropout.
+
+    By exact sums, by atomics, and by the formula in chunks of 4 queries if no derivative is known.
+    """
+    if way == "formula":
+        monkeypatch.setattr(derivative, "load_gradients", not_differentiable)
     monkeypatch.setattr(block, "_SCORES", 4 * B * H * T_k)
     mod, shape, dense = LEARNED[name]
     seed = torch.tensor([3, 5])
@@ -184,13 +203,51 @@ def test_tensors_that_learn(
     q, k, v = make_qkv(B, H, H_k, T_q, T_k, D, device=device)
     learned = draw(*shape).to(device).requires_grad_()
     how = to_device({"dropout": 0.3, "dropout_seed": seed, "causal": True}, device)
-    o = fastattn.attention(q, k, v, score_mod=mod, mod_tensors=(learned,), backend=backend, **how)
+    how |= {"backend": "torch" if way == "torch" else "triton", "deterministic": way != "atomics"}
+    o = fastattn.attention(q, k, v, score_mod=mod, mod_tensors=(learned,), **how)
     actual = torch.autograd.grad(o, (q, learned), direction.to(device), retain_graph=True)
     exact = of(torch.float64)
     naive = worst_naive(exact, lambda: of(torch.float32))
     assert_all_within_budget(("dq", "learned"), [x.cpu() for x in actual], exact, naive)
-    alone = torch.autograd.grad(o, learned, direction.to(device))[0]
-    assert torch.equal(alone, actual[1])
+    if way != "atomics":
+        alone = torch.autograd.grad(o, learned, direction.to(device))[0]
+        assert torch.equal(alone, actual[1])
+
+
+def test_sums_of_loads_do_not_depend_on_their_order(device: str) -> None:
+    """The batch in another order: the same bits. Each element has its own unit, and its own NaN."""
+    q, k, v = (x.detach() for x in make_qkv(5, H, H_k, T_k, T_k, D, device=device))
+    q[3, 2, -1] = torch.nan
+    table, direction = draw(H, 8).to(device).requires_grad_(), draws(seed=1)(*q.shape).to(device)
+    how: dict[str, Any] = {"causal": True, "score_mod": bucketed, "mod_tensors": (table,)}
+    grads = []
+    for order, power in (((0, 1, 2, 3, 4), 0), ((3, 1, 4, 2, 0), -60)):
+        direction[:, 0] *= 2.0**power
+        inputs = (x[list(order)] for x in (q, k, v))
+        o = fastattn.attention(*inputs, backend="triton", **how)
+        grads.append(torch.autograd.grad(o, table, direction[list(order)])[0])
+    first, second = grads
+    assert torch.equal(first[[1, 3]], second[[1, 3]])
+    assert torch.equal(first[0], 2.0**60 * second[0]) and first[0].abs().min() > 0
+    assert first.isnan().any(1).tolist() == [False, False, True, False]
+
+
+def test_tensors_that_learn_by_operator(device: str) -> None:
+    """torch's vmap before torch.func, and opcheck; a tensor that does not learn has no gradient."""
+    q, k, v = (x.detach() for x in make_qkv(1, H, H_k, 16, 16, D, device=device))
+    table, ends = draw(3 * H).to(device).requires_grad_(), draw(B).to(device)
+    how: dict[str, Any] = {"score_mod": arithmetic, "mod_tensors": (table, ends)}
+    o = fastattn.attention(q, k, v, backend="triton", **how)
+    directions = draws(seed=1)(2, *o.shape).to(device)
+    together = torch.autograd.grad(o, table, directions, is_grads_batched=True, retain_graph=True)
+    for x, direction in zip(together[0], directions, strict=True):
+        assert torch.equal(x, torch.autograd.grad(o, table, direction, retain_graph=True)[0])
+    tensors = (table.detach(), ends)
+    function, loads = derivative.load_gradients(arithmetic, tensors, [True, False])
+    assert loads == [0]
+    options = Options(**how | {"mod_tensors": tensors}, score_mod_grad=function, scale=0.25)
+    inputs = (o.detach(), None, q, k, v, *attend.attend(q, k, v, options), loads)
+    torch.library.opcheck(attend.attention_backward_mods.op, (*inputs, *schema.flat(options)))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

@@ -45,6 +45,7 @@ KERNELS = {
     "backward": [DQ, DKV],
     "one-pass": ["start_dq_kernel", DKV, "finish_dq_kernel"],
     "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
+    "mods": ["attention_backward_mods_kernel"] * 3,
     "beside": ["block_sparsity_kernel"] * 2, "tangent": ["attention_tangent_kernel"],
     "block_scores": ["block_scores_kernel"] * 2,
     "selected": ["selected_forward_kernel", "selected_backward_dq_kernel",
