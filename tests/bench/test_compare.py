@@ -127,6 +127,17 @@ def test_the_script_starts_splits(script, tmp_path, monkeypatch):
     assert script.by_tens(losses, min) == {10: 0.1, 12: 0.08333333}
 
 
+def test_the_record_of_scores_shows_what_its_page_says(script):
+    runs = recorded("scores")["runs"]
+    assert list(runs) == [f"attention: {title}" for title in script.SCORES.values()]
+    plain, dense, gates = ([loss for _, loss in run["loss"]] for run in runs.values())
+    page = (FOLDER / "runs.md").read_text(encoding="utf-8")
+    (apart,) = re.findall(r"No loss of the two differs by more than (\S+) nats", page)
+    assert max(abs(x - y) for x, y in zip(dense, gates, strict=True)) <= float(apart) < 0.01
+    (below,) = re.findall(r"at the end both are (\S+) below", page)
+    assert min(plain[-1] - dense[-1], plain[-1] - gates[-1]) >= float(below) > 0
+
+
 def test_the_record_of_attention_is_of_the_example(script, tmp_path, monkeypatch):
     """The runs are fakes that print what the example prints; its own test runs it."""
 
