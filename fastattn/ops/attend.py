@@ -187,18 +187,21 @@ def _(
 def attention_backward_mods(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     loads: list[int], options: Options,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the mod_tensors in `loads`, fp32 in their shapes; the others' are empty."""
+) -> Tensor:  # fmt: skip
+    """Gradients of the mod_tensors in `loads`, fp32, flat and one after the other.
+
+    torch's legacy vmap knows no operator that returns a list.
+    """
     launch = kernels.backward_mods.launch_backward_mods
-    return launch(do, dlse, q, k, v, o, lse, loads, options)
+    grads = launch(do, dlse, q, k, v, o, lse, loads, options)
+    return torch.cat([x.flatten() for x in grads])
 
 
 @attention_backward_mods.op.register_fake
-def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> list[Tensor]:
+def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> Tensor:
     q, _, _, _, _, loads, *fields = arguments
-    tensors = enumerate(unflat(fields).mod_tensors)
-    shapes = [x.shape if n in loads else (0,) for n, x in tensors]
-    return [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    tensors = unflat(fields).mod_tensors
+    return q.new_empty(sum(tensors[n].numel() for n in set(loads)), dtype=torch.float32)
 
 
 def _prepare_portable(

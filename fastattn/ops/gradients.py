@@ -38,7 +38,7 @@ OfRelative: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 # do, dlse, q, k, v, o, lse, and the tensor of each load
 OfMods: TypeAlias = Callable[
     [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, list[int], Options],
-    list[Tensor],
+    Tensor,
 ]
 Prepare: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options, Forward], Forward | None]
 
@@ -184,9 +184,11 @@ def mod_gradients(
         grads = _mod_gradients_in_chunks(do, dlse, q, k, v, o, lse, options)
     else:
         options = options._replace(score_mod_grad=function)
-        grads = kernels.backward_mods(do, dlse, q, k, v, o, lse, loads, options)
+        together = kernels.backward_mods(do, dlse, q, k, v, o, lse, loads, options)
+        sizes = [x.numel() if n in loads else 0 for n, x in enumerate(options.mod_tensors)]
+        grads = together.split(sizes)
     return [
-        (x.to(of.dtype) if x.numel() else torch.zeros_like(of)) if wants else None
+        (x.view(of.shape).to(of.dtype) if x.numel() else torch.zeros_like(of)) if wants else None
         for x, of, wants in zip(grads, options.mod_tensors, wanted, strict=True)
     ]
 
