@@ -138,8 +138,8 @@ def launch_backward_mods(
         return [torch.zeros(shape, dtype=dtype, device=q.device) for shape in shapes]
 
     def add(sums: list[Tensor], scales: list[Tensor] | None = None) -> None:
-        places = [[x[n] for n in loads] for x in (sums, scales or sums)]
-        _launch(do, dlse, q, k, v, o, lse, *places, options)
+        ours, units = ([x[n] for n in loads] for x in (sums, scales or sums))
+        _launch(do, dlse, q, k, v, o, lse, ours, units, options)
 
     if options.atomic_dq:
         add(sums := zeros(torch.float32))

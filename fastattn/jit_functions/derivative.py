@@ -382,7 +382,8 @@ def load_gradients(
     for load, gradient in zip(graph.loads, graph.of_loads, strict=True):
         if wanted[load.tensor]:
             # A constant offset becomes a value too.
-            roots += [Symbol("b", active=False) * 0 + load.offset, gradient]
+            offset = Symbol("{} * 0 + {}", Symbol("b", active=False), load.offset)
+            roots += [offset, gradient]
             read.append(load.tensor)
     return _function(source("NAME", len(tensors), *roots)), read
 

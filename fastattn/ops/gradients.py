@@ -186,7 +186,7 @@ def mod_gradients(
         options = options._replace(score_mod_grad=function)
         together = kernels.backward_mods(do, dlse, q, k, v, o, lse, loads, options)
         sizes = [x.numel() if n in loads else 0 for n, x in enumerate(options.mod_tensors)]
-        grads = together.split(sizes)
+        grads = list(torch.split(together, sizes))
     return [
         (x.view(of.shape).to(of.dtype) if x.numel() else torch.zeros_like(of)) if wants else None
         for x, of, wants in zip(grads, options.mod_tensors, wanted, strict=True)
