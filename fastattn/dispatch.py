@@ -12,7 +12,8 @@ from torch import Tensor
 import fastattn.kernels as kernels
 
 from . import checks, tracing
-from .ops import attend, call, transforms
+from .ops import attend, call
+from .ops.derivatives import transforms
 from .ops.gradients import Kernels
 from .options import Options
 from .tuned import choices

@@ -11,7 +11,8 @@ __all__ = [
     "additive", "append", "arguments", "backward", "backward_bias", "backward_mods",
     "backward_relative", "combine", "decode", "decode_splits", "forward", "fp8_quantize",
     "fp8_values", "hopper_backward", "hopper_forward", "hopper_host", "paged", "pages",
-    "selected_backward", "selected_choose", "selected_forward", "statistics", "tangent", "tiles",
+    "selected_backward", "selected_choose", "selected_forward", "statistics", "tangent",
+    "tangent_backward", "tiles",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         paged,
         statistics,
     )
+    from .forward_mode import backward_dq as tangent_backward
     from .forward_mode import tangent
     from .fp8 import quantize as fp8_quantize
     from .fp8 import values as fp8_values
@@ -53,6 +55,7 @@ else:
         "selected_choose": "selected.choose",
         "selected_forward": "selected.forward",
         "tangent": "forward_mode.tangent",
+        "tangent_backward": "forward_mode.backward_dq",
         "tiles": "launch.tiles",
     }
 

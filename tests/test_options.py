@@ -199,9 +199,9 @@ def places(source: str, option: str) -> list[str]:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (66, 30),
     "prefix_lengths": (24, 14),
-    "softcap": (52, 34),
+    "softcap": (53, 35),
     "alibi_slopes": (37, 25),
-    "sinks": (64, 43),
+    "sinks": (65, 43),
 }
 
 

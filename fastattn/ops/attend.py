@@ -19,15 +19,16 @@ import fastattn.kernels as kernels
 from .. import tracing
 from ..options import LEARNED, Options
 from ..torch_backend import tangents
-from . import call, flops, transforms
+from . import call, flops
 from .call import contiguous, fake_in_layout, fake_output, may_be_kept, operator
+from .derivatives import transforms
+from .derivatives.second_order import gradients
 from .gradients import (
     Forward,
     Gradients,
     Kernels,
     as_batch,
     as_packed,
-    gradients,
     laid,
     mod_gradients,
     needed_of,

@@ -99,32 +99,10 @@ def saved(ctx: Any) -> Saved:
     return q, k, v, o, lse, Options._make(fields)
 
 
-def gradients(
-    kernels: Kernels, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
-) -> list[Tensor | None]:
-    """Compute the gradients of q, k, v and the fields in LEARNED; None where not needed.
-
-    Packed sequences may or may not have a batch dim, as at launch.
-    """
-    q, k, v, o, lse, options = saved(ctx)
-    packed = q.dim() == 3
-    if packed:
-        q, k, v, o, lse = as_batch(q), as_batch(k), as_batch(v), as_batch(o), lse[None]
-        do = None if do is None else as_batch(do)
-        dlse = None if dlse is None else dlse[None]
-    if torch.is_grad_enabled():
-        grads = differentiable_gradients(q, k, v, options, needed, do, dlse)
-    else:
-        grads = kernel_gradients(kernels, (q, k, v, o, lse, options), needed, do, dlse)
-    if packed:
-        grads[:3] = [None if x is None else as_packed(x) for x in grads[:3]]
-    return grads
-
-
 def kernel_gradients(
     kernels: Kernels, inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """`gradients` by the kernels, not differentiable."""
+    """The gradients of q, k, v and the fields in LEARNED by the kernels, not differentiable."""
     return gradients_and_delta(kernels, inputs, needed, do, dlse)[0]
 
 

@@ -13,7 +13,8 @@ from ..options import Options
 from . import flops
 from .attend import HOPPER, PORTABLE, by_hopper, setup_context
 from .call import contiguous, fake_output, operator
-from .gradients import Kernels, as_batch, as_packed, gradients, laid, needed_of, placed
+from .derivatives.second_order import gradients
+from .gradients import Kernels, as_batch, as_packed, laid, needed_of, placed
 from .schema import unflat
 
 

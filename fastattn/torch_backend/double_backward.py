@@ -148,7 +148,7 @@ class _Function(NamedTuple):
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Needed gradients of inputs, differentiable if autograd records."""
-        if not _in_parts((*inputs, *gradients)):
+        if not in_parts((*inputs, *gradients)):
             whole = Part(0, 0, slice(None), slice(None), self.options)
             recorded = torch.is_grad_enabled()
             with torch.enable_grad():  # views made without grad have no graph
@@ -177,8 +177,8 @@ class _Function(NamedTuple):
         return self._replace(compute=compute, inputs=self.inputs + self.results, results=results)
 
 
-def _in_parts(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether `_Parts` supports them: no transform, trace, tangent or legacy vmap."""
+def in_parts(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether `_Parts` and kernels support them: no transform, trace, tangent or legacy vmap."""
     if torch.compiler.is_compiling() or tracing.transforming():
         return False
     present = [x for x in tensors if x is not None]

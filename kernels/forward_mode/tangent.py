@@ -12,7 +12,8 @@ key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -35,7 +36,7 @@ from ..launch.launches import Launch, Stream, cached_plan
 from ..launch.tiles import TileConfig
 from ..rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
 from ..rules.integers import runtime_int
-from ..rules.product import add_weighted_rows, rows_by_rows
+from ..rules.product import add_weighted_rows, product_tangent, rows_by_rows
 from ..rules.score import ScoreTangents, dropped, kept, modified, tangent
 from ..rules.score_gradient import load_lse
 from ..rules.softmax import LOG2E, weights
@@ -76,24 +77,6 @@ class _Operands(NamedTuple):
 
 
 @triton.jit
-def _product_tangent(operands, k, n_first, valid, const: tl.constexpr):
-    """tq.k + q.tk, fp32 [BLOCK_M, BLOCK_N]."""
-    PRECISION: tl.constexpr = const.PRECISION
-    BLOCK_M: tl.constexpr = const.BLOCK_M
-    BLOCK_N: tl.constexpr = const.BLOCK_N
-    ts = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if operands.tq is not None:
-        ts = rows_by_rows(operands.tq, k, PRECISION)
-    if operands.tk_ptr is not None:
-        tk = load_rows(operands.tk, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
-        if operands.tq is not None and const.HALVES:
-            ts = tl.dot(operands.q, tl.trans(tk), ts)
-        else:
-            ts += rows_by_rows(operands.q, tk, PRECISION)
-    return ts
-
-
-@triton.jit
 def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Loop body for one key block: see `blocks.over_key_blocks`.
 
@@ -108,7 +91,10 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
     s = rows_by_rows(operands.q, k, PRECISION)
     rows, k_pos = tile.rows[:, None], (n_first + tl.arange(0, BLOCK_N))[None, :]
     x, factor, before, capped = modified(s, rows, k_pos, h, tile.row, score)
-    ts = _product_tangent(operands, k, n_first, valid, const)
+    tk = None
+    if operands.tk_ptr is not None:
+        tk = load_rows(operands.tk, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+    ts = product_tangent(operands.q, operands.tq, k, tk, PRECISION)
     t = tangent(ts, x, before, capped, rows, k_pos, h, tile.row, keep, score, operands.scores)
     p = weights(x, operands.lse[:, None], factor, keep)
     pt = p * t
@@ -177,14 +163,26 @@ def attention_tangent_kernel(
     tl.store(mu_ptr + tile.statistics + tile.rows, mu, mask=tile.in_rows)
 
 
-def _tile(q: Tensor, width: int) -> TileConfig:
-    """Tile of a kernel with similar register use and traffic, as there are four tensors of keys.
-
-    width: the larger of the padded head dims.
-    """
+def tile_of_tangents(
+    kernel: Literal["backward_dq", "backward_dkv"], q: Tensor, v: Tensor
+) -> TileConfig:
+    """Tile of a kernel with similar register use and traffic, as there are four tensors of keys."""
+    width = max(block_dim(q.shape[3]), block_dim(v.shape[3]))
     if width > 128 or q.element_size() > 2:
         return tiles.lookup("relative", q.element_size(), width)
-    return tiles.lookup("backward_dq", q.element_size(), width, "heavy")
+    tile = tiles.lookup(kernel, q.element_size(), width, "heavy")
+    return replace(tile, apart=kernel == "backward_dkv" and width > 64)
+
+
+def optional_strides(x: Tensor | None) -> tuple[int | None, ...] | None:
+    """`strides`, or None without the tensor."""
+    return None if x is None else strides(x)
+
+
+def score_tangent_strides(tbias: Tensor | None, trelative: Tensor | None) -> tuple[Any, Any]:
+    """Strides in `ScoreTangents`."""
+    of_bias = None if tbias is None else broadcast_strides(tbias)
+    return of_bias, None if trelative is None else runtime_int(trelative.stride(0))
 
 
 @cached_plan(9)
@@ -194,17 +192,15 @@ def _plan(
     o: Tensor,
 ) -> Launch:  # fmt: skip
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
-    tile = _tile(q, max(BLOCK_D, BLOCK_DV))
+    tile = tile_of_tangents("backward_dq", q, v)
     programs = query_programs(options, q, tile.BLOCK_M)
     mask, tables = launch_mask(options, q, k, tile, of_keys=True) if programs else (None, None)
-    rows = (None if x is None else strides(x) for x in (q, k, v, tq, tk, tv))
     return Launch(
         attention_tangent_kernel,
         programs,
         tile,
-        *rows,
-        None if tbias is None else broadcast_strides(tbias),
-        None if trelative is None else runtime_int(trelative.stride(0)),
+        *map(optional_strides, (q, k, v, tq, tk, tv)),
+        *score_tangent_strides(tbias, trelative),
         strides(o),
         mask,
         kernel_score(options, q.dtype),
@@ -220,7 +216,7 @@ def _plan(
     )
 
 
-def _rows(x: Tensor | None) -> Tensor | None:
+def rows_of_tangent(x: Tensor | None) -> Tensor | None:
     """An `aligned` tangent, as torch may make one with any strides."""
     if x is None:
         return None
@@ -236,7 +232,7 @@ def launch_tangent(
     tangents of 0.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
-    tq, tk, tv = map(_rows, moved[:3])
+    tq, tk, tv = map(rows_of_tangent, moved[:3])
     tbias = moved.attn_bias
     trelative, tsinks = (None if x is None else x.contiguous() for x in moved[4:])
     to, mu = torch.empty_like(o), torch.empty_like(lse)

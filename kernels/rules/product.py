@@ -48,6 +48,25 @@ def rows_by_rows(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def product_tangent(a, ta, b, tb, PRECISION: tl.constexpr):
+    """ta b^T + a tb^T, fp32 [M, N]: the tangent of `rows_by_rows`; None: a tangent of 0."""
+    HALVES: tl.constexpr = a.dtype != tl.float32
+    if ta is not None and tb is not None:
+        ts = rows_by_rows(ta, b, PRECISION)
+        if HALVES:
+            ts = tl.dot(a, tl.trans(tb), ts)
+        else:
+            ts += rows_by_rows(a, tb, PRECISION)
+    elif ta is not None:
+        ts = rows_by_rows(ta, b, PRECISION)
+    elif tb is not None:
+        ts = rows_by_rows(a, tb, PRECISION)
+    else:
+        ts = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
+    return ts
+
+
+@triton.jit
 def _add_weighted_rows(acc, weights, rows, PRECISION: tl.constexpr):
     IN_PARTS: tl.constexpr = rows.dtype == tl.float32 and PRECISION == "ieee" and rows.shape[1] > 64
     if IN_PARTS:

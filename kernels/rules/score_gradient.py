@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .product import rows_by_rows
 from .relative import further_products
-from .score import dropped, gradient, kept, modified
+from .score import dropped, gradient, kept, modified, tangent
 from .softmax import weights
 from .tile import load_vector
 
@@ -84,3 +84,47 @@ def tile_gradient(rows, k, v, further, bias, n_first, keep, tile, score, const: 
     )
     k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
     return gradient(dx, before, capped, tile.rows[:, None], k_pos, tile.h, tile.row, keep, score)
+
+
+class DualRows(NamedTuple):
+    """Numbers of rows for `dual_gradient`, which broadcast against scores.
+
+    mu: the tangent of lse. delta = h.o - dmu, eta = do.o + h.to - dlse: see there.
+    """
+
+    lse: Any
+    mu: Any
+    delta: Any
+    eta: Any
+
+
+@triton.jit
+def dual_gradient(
+    s, ts, e, f, numbers, survivors, rows, k_pos, h, row, keep, score, tangents
+):  # fmt: skip
+    """(p, p c, X, u) of a tile of either orientation: weights, their tangents, and gradients of
+    scale * q.k and of its tangent, for gradients do, h of o, to and dlse, dmu of lse, mu.
+
+        t: tangent of x     c = t - mu     e = h.v     f = do.v + h.tv     (after dropout)
+        u = p (e - delta)               gradient of t
+        X = p (f - eta + c (e - delta))    gradient of x
+
+    It is the gradient in dual numbers, as u + eps X, if t, f, eta are tangents of x, e, delta. s,
+    ts: q.k and its tangent. survivors: of dropout, or None. Not for users' functions, as X needs
+    their second derivative.
+    """
+    x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
+    t = tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, tangents)
+    p = weights(x, numbers.lse, factor, keep)
+    if survivors is not None:
+        e, f = dropped(e, survivors, score), dropped(f, survivors, score)
+    c = t - numbers.mu
+    e -= numbers.delta
+    u = p * e
+    X = p * (f - numbers.eta + c * e)
+    if score.softcap is not None:
+        ratio = capped * (1.0 / score.softcap)
+        slope = 1 - ratio * ratio
+        X = slope * (X - (2 / score.softcap) * ratio * (ts * score.scale) * u)
+        u = slope * u
+    return p, p * c, X, u

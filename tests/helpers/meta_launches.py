@@ -22,6 +22,7 @@ from fastattn.kernels.forward import (
     launch_forward,
     launch_forward_with_max,
 )
+from fastattn.kernels.forward_mode.backward_dq import launch_tangent_backward
 from fastattn.kernels.forward_mode.tangent import InputTangents, launch_tangent
 from fastattn.kernels.fp8.quantize import launch_head_codes
 from fastattn.kernels.fp8.values import launch_pack_values
@@ -231,6 +232,17 @@ def tangent(D: int, options: str, dtype: str = "bf16", T: int = 1000, B: int = 2
     q, k = meta(B, 4, T, D, dtype=DTYPES[dtype]), meta(B, 2, T, D, dtype=DTYPES[dtype])
     of = InputTangents(q, k, k, given.attn_bias, given.relative_bias, given.sinks)
     launch_tangent(q, k, k, of, q, floats(B, 4, T), given)
+
+
+def tangent_backward(
+    D: int, options: str, do: str = "do", dtype: str = "bf16", T: int = 1000
+) -> None:
+    """Backward of o and its tangent; do: "-" without a gradient of o, as in a double backward."""
+    given, stats = options_of(options, 2, T, 4, D, dtype), floats(2, 4, T)
+    q, k = meta(2, 4, T, D, dtype=DTYPES[dtype]), meta(2, 2, T, D, dtype=DTYPES[dtype])
+    of = InputTangents(q, k, k, given.attn_bias, given.relative_bias, None)
+    do_dlse = (q, stats) if do else (None, None)
+    launch_tangent_backward(*do_dlse, q, stats, q, k, k, of, q, stats, q, stats, given)
 
 
 def biases(D: int, **shape: int) -> None:
@@ -492,7 +504,7 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (attention, tangent, biases, heads, beside, additive, selected, block_scores,
-              statistics, decode,
-              packed, few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
+    for f in (attention, tangent, tangent_backward, biases, heads, beside, additive, selected,
+              block_scores, statistics, decode, packed,
+              few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip

@@ -47,6 +47,7 @@ KERNELS = {
     "bias": ["attention_backward_bias_kernel"], "relative": ["attention_backward_relative_kernel"],
     "mods": ["attention_backward_mods_kernel"] * 3,
     "beside": ["block_sparsity_kernel"] * 2, "tangent": ["attention_tangent_kernel"],
+    "tangent_backward": ["tangent_backward_dq_kernel", "tangent_backward_dkv_kernel"],
     "block_scores": ["block_scores_kernel"] * 2,
     "selected": ["selected_forward_kernel", "selected_backward_dq_kernel",
                  "selected_backward_dkv_kernel"],
@@ -118,6 +119,8 @@ def kernels_of(case: Case) -> list[str]:
     if case.launch == "attention" and case.arguments[2] == "two" and DKV in kernels:
         kernels.append("finish_dq_kernel")  # adds up the gradient of key2
     if case.launch == "hopper" and case.arguments[0] == "backward" and _width(case) > 128:
+        return [*kernels, kernels[-1]]
+    if case.launch == "tangent_backward" and case.arguments[0] == 128:
         return [*kernels, kernels[-1]]
     if case.launch == "selected" and case.arguments[0] == 256 and case.target != "gfx942":
         return [*kernels, kernels[-1]]

@@ -45,6 +45,8 @@ NO_CALLS = {
 }
 # Called by custom operators whether or not something traces, so here their fakes answer.
 BY_OPERATOR = {"additive_attention", "selected_attention", "moba_attention"}
+# Refused where something traces.
+UNTRACED = {"attention mod_tensors"}
 KERNELS_BY_OPERATOR = {
     "additive_forward_kernel",
     "additive_backward_da_kernel",
@@ -54,6 +56,8 @@ KERNELS_BY_OPERATOR = {
     "selected_forward_kernel",
     "selected_backward_dq_kernel",
     "selected_backward_dkv_kernel",
+    "tangent_backward_dkv_kernel",
+    "tangent_backward_dq_kernel",
 }
 B, H, T, D = 2, 4, 64, 64
 
@@ -103,6 +107,7 @@ def attention_calls() -> Calls:
             "score_mod_grad": far_keys_grad,
             "mod_tensors": (gpu(H),),
         },
+        "mod_tensors": {"score_mod": far_keys, "mod_tensors": (gpu(H).requires_grad_(),)},
         "dropout": {"dropout": 0.1},
         "deterministic": {"deterministic": False},
         "hopper": {"backend": "hopper"},

@@ -1,0 +1,1 @@
+"""Attention under torch.func and forward mode, and its second derivatives."""
