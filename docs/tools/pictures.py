@@ -196,11 +196,31 @@ def overview(theme: str) -> str:
     )
 
 
+def kept_memory() -> str:
+    """Memory that the tutorial's model keeps for the backward pass, by its own blocks."""
+    page = (DOCS / "tutorials" / "hugging_face.md").read_text(encoding="utf-8")
+    make, count = SETUP.findall(page)[:2]
+    count = count.partition("\n\n\neager")[0]
+    values: dict[str, Any] = {}
+    exec(make + count, values)
+    groups: list[charts.Group] = []
+    for T in (128, 256, 512):
+        values["tokens"] = torch.randint(3, 256, (2, T))
+        bars = []
+        for name, colour in (("eager", charts.INK), ("fastattn", charts.SHOWN["fastattn"][0])):
+            values["model"].set_attn_implementation(name)
+            kept, _ = values["kept_for_backward"](values["model"])
+            bars.append((name, kept / 2**20, colour))
+        groups.append((f"{T} tokens", bars, {}))
+    return charts.chart("Kept for the backward pass, MiB", "counted, 2 layers, 2 rows", groups)
+
+
 def pictures() -> dict[str, str]:
     """All pictures by their names."""
     measured = charts.measured(together(reports(RESULTS)))
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
+    drawn["kept-for-backward.svg"] = kept_memory()
     terminal = runpy.run_path(str(Path(__file__).with_name("terminal.py")))
     for name in terminal["COMMANDS"]:
         record = (terminal["RECORDED"] / f"{name}.txt").read_text(encoding="utf-8")

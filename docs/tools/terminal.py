@@ -9,6 +9,7 @@ were recorded on.
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,10 @@ def draw(record: str) -> str:
     # Not by what the environment says of colours and of the terminal.
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), color_system="truecolor", _environ={}
+    )
+    # Of many lines of progress, the first ones and the last.
+    record = re.sub(
+        r"^((?:step .*\n){4})(?:step .*\n){4,}((?:step .*\n){4})", r"\1...\n\2", record, flags=re.M
     )
     for line in record.splitlines():
         console.print(Text(line, style="bold cyan" if line.startswith("$ ") else ""))

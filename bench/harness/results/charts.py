@@ -61,7 +61,7 @@ def measured(data: Mapping[str, Any]) -> dict[str, str]:
     title = "A decoded token against a bf16 cache: GB/s of keys and values"
     groups["decode"] = title, _decoding(data)
     return {
-        f"measured-{name}": _chart(title, source, of_chart)
+        f"measured-{name}": chart(title, source, of_chart)
         for name, (title, of_chart) in groups.items()
         if of_chart
     }
@@ -136,7 +136,7 @@ def _decoding(data: Mapping[str, Any]) -> list[Group]:
     ]
 
 
-def _chart(title: str, source: str, groups: list[Group]) -> str:
+def chart(title: str, source: str, groups: list[Group]) -> str:
     """A chart of horizontal bars with values; near limits are dotted."""
     high = max(value for _, bars, _ in groups for _, value, _ in bars)
     shown = [{n: x for n, x in limits.items() if x < 1.5 * high} for _, _, limits in groups]
