@@ -156,7 +156,7 @@ def _take_block(
         if CODES:
             v = (v,)
     if CODES:
-        DTYPE: tl.constexpr = q[0][0].even.dtype if SHARED else q.even.dtype
+        DTYPE: tl.constexpr = q[0][0][0].dtype if SHARED else q.even.dtype
         acc = add_weighted_groups(
             acc, rescale, p, v, v_scale, GROUPS, DTYPE, INT8, PRECISION, NVIDIA
         )

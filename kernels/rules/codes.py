@@ -244,16 +244,24 @@ def queries_by_groups(
 
 
 @triton.jit
+def group_of(q, g: tl.constexpr):
+    """`Queries` of group g of `queries_by_groups`; in a tuple Triton 3.6 loses fields' names."""
+    return Queries(q[g][0], q[g][1], q[g][2], q[g][3])
+
+
+@triton.jit
 def scores_of_groups(
     q, codes, scales, GROUPS: tl.constexpr, INT8: tl.constexpr, RAISED: tl.constexpr,
     PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Scores fp32 [M, N] of keys by groups, their scales and `Queries.unit` in them."""
-    s = scores_of_codes(q[0], codes[0], INT8, RAISED, PRECISION, NVIDIA)
-    s = s * (q[0].unit * scales[0])[None, :]
+    of_group = group_of(q, 0)
+    s = scores_of_codes(of_group, codes[0], INT8, RAISED, PRECISION, NVIDIA)
+    s = s * (of_group.unit * scales[0])[None, :]
     for g in tl.static_range(1, GROUPS):
-        part = scores_of_codes(q[g], codes[g], INT8, RAISED, PRECISION, NVIDIA)
-        s += part * (q[g].unit * scales[g])[None, :]
+        of_group = group_of(q, g)
+        part = scores_of_codes(of_group, codes[g], INT8, RAISED, PRECISION, NVIDIA)
+        s += part * (of_group.unit * scales[g])[None, :]
     return s
 
 

@@ -219,7 +219,9 @@ def check_attention(case: Case, facts: list[CompiledFacts]) -> None:
             assert full[0].count("SHFL") == 4
         # lse and delta alone come as copies of four bytes each, which take many times their share.
         if "pair" in case.limits and fact.mma:
-            assert full[0].opcodes.get("LDGSTS.E", 0) <= 2
+            # Triton 3.6 does not copy those of dK and dV in one transfer.
+            most = 16 if (RELEASE, fact.name) == ("3.6", DKV) else 2
+            assert full[0].opcodes.get("LDGSTS.E", 0) <= most
     if "once" in case.limits:
         check_products(case, facts)
 
