@@ -148,7 +148,9 @@ def test_added_tensors_and_groups():
     (of_groups,) = torch.autograd.grad(o.square().sum(), added)
     o = door.memory_efficient_attention(q, k, v, added)
     torch.testing.assert_close(of_groups, torch.autograd.grad(o.square().sum(), added)[0])
-    bias = _bias("LowerTriangularMaskWithTensorBias", {"bias": added} if FOLDER else {"_bias": added})
+    bias = _bias(
+        "LowerTriangularMaskWithTensorBias", {"bias": added} if FOLDER else {"_bias": added}
+    )
     _check(q, k, v, bias, added + torch.ones(5, 7).tril().log(), added)
 
 
