@@ -1,13 +1,14 @@
-"""The README of a distribution: its links lead to the repository, for it is read outside of it.
+"""The README and the packages of a distribution.
 
-Everything else about a distribution stands in pyproject.toml.
+Links in the README lead to the repository, because it is read outside of it. Everything else about
+a distribution is in pyproject.toml.
 """
 
 import re
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,10 +32,20 @@ def with_absolute_links(text: str, home: str) -> str:
     return LINK.sub(lead, text)
 
 
+def packages(folders: dict[str, str]) -> list[str]:
+    """Name every package of fastattn/, and of the folders that are installed inside it."""
+    found = {name for name in find_packages(str(CHECKOUT)) if name.split(".")[0] == "fastattn"}
+    for package, folder in folders.items():
+        inside = find_packages(str(CHECKOUT / folder))
+        found |= {package, *(f"{package}.{name}" for name in inside)}
+    return sorted(found)
+
+
 if __name__ == "__main__":
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    told = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     setup(
-        long_description=with_absolute_links(readme, project["urls"]["Source"]),
+        packages=packages(told["tool"]["setuptools"]["package-dir"]),
+        long_description=with_absolute_links(readme, told["project"]["urls"]["Source"]),
         long_description_content_type="text/markdown",
     )
