@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,27 @@ import triton.language as tl
 
 import fastattn
 from fastattn import BlockMask, attention, mods
+from fastattn.testing.compare import assert_all_near
 
 
 def plain(q, k, v, seen=None, bias=None):
     scores = q @ k.mT * q.shape[-1] ** -0.5
     scores = scores if bias is None else scores + bias
     return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1) @ v
+
+
+def assert_same(ours, plainly, *leaves: torch.Tensor, backward: bool = True) -> None:
+    """Check that ours(*leaves) is plainly(*leaves), and its gradients, within the error budget."""
+
+    def results(run, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = [x.detach().to(dtype).requires_grad_(backward) for x in leaves]
+        o = run(*given)
+        return [o, *(torch.autograd.grad(o.square().sum(), given) if backward else ())]
+
+    exact = results(plainly, torch.float64)
+    names = ("o", *(f"d{i}" for i in range(len(leaves))))[: len(exact)]
+    actual = results(ours, torch.float32)
+    assert_all_near(names, actual, exact, lambda: results(plainly, torch.float32))
 
 
 def qkv(T: int, H: int = 2, D: int = 8, T_k: int | None = None):
@@ -114,15 +130,13 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_is_what_plain_torch_has(name: str, backend: str, device: str) -> None:
     mask, tensors, seen = MASKS[name]
-    inputs = [x.detach().to(device).requires_grad_() for x in qkv(seen.shape[-1])]
-    tensors = tuple(x.to(device) for x in tensors)
-    o = attention(*inputs, mask_mod=mask, mod_tensors=tensors, backend=backend)
-    expected = plain(*inputs, seen.to(device))
-    torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-5)
-    if backend == "torch":
-        return
-    actual, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, expected))
-    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    given = {"mask_mod": mask, "mod_tensors": tuple(x.to(device) for x in tensors)}
+    assert_same(
+        partial(attention, **given, backend=backend),
+        partial(plain, seen=seen.to(device)),
+        *(x.to(device) for x in qkv(seen.shape[-1])),
+        backward=backend == "triton",
+    )
 
 
 def test_the_same_parts_give_the_same_function() -> None:
@@ -152,10 +166,10 @@ def test_flamingo_sees_the_last_image() -> None:
     q, k, v = (x.detach() for x in qkv(5, T_k=6))
     images, length = (torch.tensor(x, dtype=torch.int32) for x in ([-1, 0, 0, 1, 1], [3]))
     options = {"mask_mod": mods.flamingo, "mod_tensors": (images, length), "query_offset": 0}
-    o = attention(q, k, v, **options, backend="torch")
     seen = table(5, lambda i, j: images[i] == j // 3, 6)
-    torch.testing.assert_close(o, plain(q, k, v, seen).nan_to_num())
-    assert o[:, :, 0].abs().max() == 0
+    ours = partial(attention, **options, backend="torch")
+    assert_same(ours, lambda *x: plain(*x, seen).nan_to_num(), q, k, v, backward=False)
+    assert ours(q, k, v)[:, :, 0].abs().max() == 0
 
 
 def test_swins_masks_are_those_of_each_image() -> None:
@@ -163,60 +177,57 @@ def test_swins_masks_are_those_of_each_image() -> None:
     masks[1, :2, 2:] = masks[1, 2:, :2] = masks[2, 0, 1] = -100
     q, k, v = (x.detach().expand(6, -1, -1, -1) + torch.arange(6.0)[:, None, None, None] / 6
                for x in qkv(4))  # fmt: skip
-    o = attention(q, k, v, attn_mask=mods.swin_windows(masks, 2))
-    torch.testing.assert_close(o, plain(q, k, v, bias=masks.repeat(2, 1, 1)[:, None]))
+    ours = partial(attention, attn_mask=mods.swin_windows(masks, 2))
+    assert_same(ours, partial(plain, bias=masks.repeat(2, 1, 1)[:, None]), q, k, v)
     with pytest.raises(ValueError, match=r"mask must have shape \[nW, N, N\], got \[3, 4\]"):
         mods.swin_windows(masks[:, 0], 2)
 
 
 def test_alibi_with_learned_slopes() -> None:
-    q, k, v = qkv(6)
-    slopes, ahead = (torch.tensor(x, requires_grad=True) for x in ([0.5, 1.0], [0.25, 2.0]))
-    o = attention(q, k, v, relative_bias=mods.alibi_bias(slopes, 5, ahead))
     far = (torch.arange(6)[:, None] - torch.arange(6)).float()
-    bias = -slopes[:, None, None] * far.clamp(min=0) - ahead[:, None, None] * (-far).clamp(min=0)
-    expected = plain(q, k, v, bias=bias)
-    leaves = (q, slopes, ahead)
-    torch.testing.assert_close(o, expected)
-    actual, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (o, expected))
-    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-4)
+
+    def ours(q, k, v, slopes, ahead):
+        return attention(q, k, v, relative_bias=mods.alibi_bias(slopes, 5, ahead))
+
+    def plainly(q, k, v, slopes, ahead):
+        behind = -slopes[:, None, None] * far.clamp(min=0)
+        return plain(q, k, v, bias=behind - ahead[:, None, None] * (-far).clamp(min=0))
+
+    q, k, v = qkv(6)
+    assert_same(ours, plainly, q, k, v, torch.tensor([0.5, 1.0]), torch.tensor([0.25, 2.0]))
     same = fastattn.alibi_slopes(2)
     o = attention(q, k, v, relative_bias=mods.alibi_bias(same, 5))
     torch.testing.assert_close(o, attention(q, k, v, alibi_slopes=same))
 
 
 def test_forget_gates_weigh_keys_by_their_product() -> None:
-    q, k, v = qkv(6)
-    raw = torch.linspace(-1, 2, 12).reshape(1, 2, 6).requires_grad_()
-    log_gates = torch.nn.functional.logsigmoid(raw)
-    o = attention(q, k, v, causal=True, attn_bias=mods.forgetting_bias(log_gates))
-    gates = log_gates.exp()
-    product = torch.stack(
-        [torch.stack([gates[..., j + 1 : i + 1].prod(-1) for j in range(6)], -1) for i in range(6)],
-        -2,
-    )
-    expected = plain(q, k, v, torch.ones(6, 6).tril() > 0, product.log())
-    torch.testing.assert_close(o, expected)
-    actual, wanted = (
-        torch.autograd.grad(x.square().sum(), raw, retain_graph=True)[0] for x in (o, expected)
-    )
-    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-4)
+    def ours(q, k, v, raw):
+        bias = mods.forgetting_bias(torch.nn.functional.logsigmoid(raw))
+        return attention(q, k, v, causal=True, attn_bias=bias)
+
+    def plainly(q, k, v, raw):
+        gates = raw.sigmoid()
+        between = [[gates[..., j + 1 : i + 1].prod(-1) for j in range(6)] for i in range(6)]
+        product = torch.stack([torch.stack(row, -1) for row in between], -2)
+        return plain(q, k, v, torch.ones(6, 6).tril() > 0, product.log())
+
+    assert_same(ours, plainly, *qkv(6), torch.linspace(-1, 2, 12).reshape(1, 2, 6))
 
 
 def test_decomposed_positions_are_a_bias_by_row_and_column() -> None:
     H, W, D = 3, 4, 8
-    q, k, v = qkv(H * W)
-    rows, columns = (torch.randn(2 * n - 1, D, requires_grad=True) for n in (H, W))
-    wide_q, wide_k, scale = mods.decomposed_positions(q, k, rows, columns)
-    o = attention(wide_q, wide_k, v, scale=scale)
     y, x = torch.arange(H * W) // W, torch.arange(H * W) % W
-    to_rows, to_columns = rows[y[:, None] - y + H - 1], columns[x[:, None] - x + W - 1]
-    bias = torch.einsum("bhid,ijd->bhij", q, to_rows + to_columns)
-    expected = plain(q, k, v, bias=bias)
-    torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-4)
-    leaves = (q, k, rows, columns)
-    actual, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (o, expected))
-    torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+
+    def ours(q, k, v, rows, columns):
+        q, k, scale = mods.decomposed_positions(q, k, rows, columns)
+        return attention(q, k, v, scale=scale)
+
+    def plainly(q, k, v, rows, columns):
+        to_rows, to_columns = rows[y[:, None] - y + H - 1], columns[x[:, None] - x + W - 1]
+        return plain(q, k, v, bias=torch.einsum("bhid,ijd->bhij", q, to_rows + to_columns))
+
+    rows, columns = (torch.randn(2 * n - 1, D) for n in (H, W))
+    assert_same(ours, plainly, *qkv(H * W), rows, columns)
     with pytest.raises(ValueError, match=r"q and k must have 3 \* 4 tokens, got 6 and 6"):
         mods.decomposed_positions(*qkv(6)[:2], rows, columns)
 
