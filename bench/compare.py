@@ -69,8 +69,8 @@ STYLES = (
     {"color": "#009E73", "linestyle": ":", "linewidth": 2.0},
 )
 ATTENTIONS = {
-    "plain": "plain", "latent": "multi-head latent (MLA)", "nsa": "native sparse (NSA)",
-    "moba": "mixture of blocks (MoBA)",
+    "plain": "plain", "plain --seed 1": "plain, another seed", "latent": "multi-head latent (MLA)",
+    "nsa": "native sparse (NSA)", "moba": "mixture of blocks (MoBA)",
 }  # fmt: skip
 SCORES = {"plain": "no gates", "dense": "gates, dense in torch", "gates": "gates, score_mod"}
 Record = dict[str, Any]

@@ -37,13 +37,13 @@ class InBlock(nn.Sequential):
         return self[0](x, rotary_tables=rotary_tables)
 
 
-def make(attention: str, vocab_size: int, hidden_dim: int = 4 * WIDTH) -> GPT:
-    """A GPT from seed 0 with this attention in every block."""
-    torch.manual_seed(0)
+def make(attention: str, vocab_size: int, hidden_dim: int = 4 * WIDTH, seed: int = 0) -> GPT:
+    """A GPT with this attention in every block; equal shapes have equal weights."""
     fields = SIZES | (LATENT if attention == "latent" else {}) | {"hidden_dim": hidden_dim}
     model = GPT(GPTConfig(vocab_size, **fields))
     for block in model.blocks if attention in LAYERS else ():
         block.attention = InBlock(LAYERS[attention]())
+    torch.manual_seed(seed)
     model.initialise_weights()
     return model
 
@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attention", choices=("plain", "latent", *LAYERS), default="nsa")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--text", type=Path, help="default: Python's standard library")
     options = parser.parse_args()
 
@@ -60,7 +61,8 @@ def main() -> None:
     tokens, given = torch.tensor([numbers[x] for x in text]), (options.attention, len(numbers))
     # MLPs make up for what the attention has more or less.
     missing = make("plain", len(numbers)).num_parameters() - make(*given).num_parameters()
-    model = make(*given, 4 * WIDTH + round(missing / (2 * WIDTH * SIZES["num_layers"])))
+    wider = round(missing / (2 * WIDTH * SIZES["num_layers"]))
+    model = make(*given, 4 * WIDTH + wider, options.seed)
     print(f"{options.attention}: {model.num_parameters()} parameters")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     generator = torch.Generator().manual_seed(0)
