@@ -129,7 +129,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     p = weights(x, lse[None, :], factor, keep)
     seen = p  # by do, and dp by p
     if score.dropout is not None:
-        survivors = tl.trans(kept(m_first, n_first, h, tile.H_q, row, score, const))
+        survivors = tl.trans(kept(m_first, n_first, h, tile.H_q, row, score, const, False))
         seen = dropped(p, survivors, score)
         dp = dropped(dp, survivors, score)
     if operands.dv_ptr is not None:

@@ -94,7 +94,7 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     f = product_tangent(of.v, of.tv, dto, do, PRECISION)
     survivors = None
     if score.dropout is not None:
-        survivors = tl.trans(kept(m_first, tile.first, h, tile.H_q, tile.row, score, const))
+        survivors = tl.trans(kept(m_first, tile.first, h, tile.H_q, tile.row, score, const, False))
     p, tp, X, u = dual_gradient(
         s, ts, e, f, numbers, survivors, rows[None, :], tile.k_pos[:, None], h, tile.row, keep,
         score, of.scores,

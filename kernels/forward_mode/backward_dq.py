@@ -92,7 +92,7 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
     f = product_tangent(operands.h, operands.do, v, tv, PRECISION)
     survivors = None
     if score.dropout is not None:
-        survivors = kept(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
+        survivors = kept(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const, False)
     rows, k_pos = tile.rows[:, None], (n_first + tl.arange(0, BLOCK_N))[None, :]
     of = operands.rows
     of = DualRows(of.lse[:, None], of.mu[:, None], of.delta[:, None], of.eta[:, None])

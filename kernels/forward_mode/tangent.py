@@ -107,7 +107,7 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
     seen += here
     pt -= start[:, None] * p
     if score.dropout is not None:
-        survive = kept(tile.first, n_first, h, tile.H_q, tile.row, score, const)
+        survive = kept(tile.first, n_first, h, tile.H_q, tile.row, score, const, False)
         p, pt = dropped(p, survive, score), dropped(pt, survive, score)
     v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
     acc = add_weighted_rows(acc, pt, v, PRECISION)

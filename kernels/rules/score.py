@@ -307,7 +307,9 @@ def with_sink(acc, m, l, h, score):
 
 
 @triton.jit
-def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
+def kept(
+    m_first, n_first, h, H_q, row, score, const: tl.constexpr, WIDE: tl.constexpr = True
+):  # fmt: skip
     """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter
@@ -324,7 +326,7 @@ def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr):
     rows = m_first + tl.arange(0, BLOCK_M)[:, None]
     fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    w0, w1, w2, w3 = _random_words(zeros + fours, zeros + rows, h, H_q, row, score)
+    w0, w1, w2, w3 = _random_words(zeros + fours, zeros + rows, h, H_q, row, score, WIDE)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
     return _survives(words, score)
 
@@ -336,22 +338,44 @@ def kept_at(rows, k_pos, h, H_q, row, score):
         rows += row.offset
         k_pos += row.shift
     zeros = (rows + k_pos) * 0
-    w0, w1, w2, w3 = _random_words(zeros + k_pos // 4, zeros + rows, h, H_q, row, score)
+    fours = zeros + k_pos // 4
+    w0, w1, w2, w3 = _random_words(fours, zeros + rows, h, H_q, row, score, True)
     word = k_pos % 4
     words = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
     return _survives(words, score)
 
 
 @triton.jit
-def _random_words(fours, rows, h, H_q, row, score):
-    """Random words for four keys each, from key 4 fours on; fours and rows have one shape."""
+def _random_words(fours, rows, h, H_q, row, score, WIDE: tl.constexpr):
+    """Random words for four keys each, from key 4 fours on; fours and rows have one shape.
+
+    WIDE: multiply once for both words of a product, where tl.philox multiplies twice. It takes
+    more registers; the words are the same.
+    """
     seed = tl.load(score.seed_ptr)
     salt = tl.load(score.seed_ptr + 1).to(tl.int32)
     zeros = tl.zeros_like(rows)
     if score.first_head is not None:
         H_q = value(score.all_heads)
         h = head_of_whole(h, score)
-    return tl.philox(seed, fours, rows, zeros + (row.b * H_q + h), zeros + salt, 7)
+    c0, c1, c2, c3 = fours, rows, zeros + (row.b * H_q + h), zeros + salt
+    if WIDE:
+        k0, k1 = seed.to(tl.int32), (seed >> 32).to(tl.int32)
+        for _ in tl.static_range(7):
+            high_0, low_0 = _wide_product(c0, 0xD2511F53)
+            high_2, low_2 = _wide_product(c2, 0xCD9E8D57)
+            c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
+            k0, k1 = k0 + (0x9E3779B9 - 2**32), k1 + (0xBB67AE85 - 2**32)
+    else:
+        c0, c1, c2, c3 = tl.philox(seed, c0, c1, c2, c3, 7)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _wide_product(word, factor: tl.constexpr):
+    """High and low word of an unsigned product, by one multiplication."""
+    product = (word.to(tl.int64) & 0xFFFFFFFF) * factor
+    return (product >> 32).to(tl.int32), product.to(tl.int32)
 
 
 @triton.jit
