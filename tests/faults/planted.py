@@ -12,10 +12,13 @@ there once, and what replaces it. `after` names a line above it where it stands 
     + near = near & (ahead < value(mask.right))
 """
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 _FOLDER = Path(__file__).resolve().parent / "planted"
+# More test files than this with one word say nothing of where a fault is seen.
+_FEW = 4
 _GENERATED = "tests/functional/test_generated_calls.py"
 # From the start of a file's name to the backend whose generated calls meet it, and what else looks
 # at it, the likeliest first.
@@ -101,7 +104,11 @@ def changed(text: str, fault: Fault) -> str:
 
 
 def areas_of(fault: Fault, root: Path) -> list[list[str]]:
-    """Arguments of pytest for the area of the fault's file: generated calls, then all else."""
+    """Arguments of pytest for the area of the fault's file, the likeliest to see it first.
+
+    Test files that share a word with the fault, generated calls, and the rest of the area.
+    """
+    namesakes = _namesakes(fault, root)
     longest = max((x for x in _AREAS if fault.file.startswith(x)), key=len)
     backend, names = _AREAS[longest]
     paths = [path for name in names for path in sorted(root.glob(name))]
@@ -110,5 +117,20 @@ def areas_of(fault: Fault, root: Path) -> list[list[str]]:
         for path in paths
         for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
     ]
-    others = [x for x in dict.fromkeys(files) if x not in (*fault.meant, _GENERATED)]
-    return [[_GENERATED, "-k", backend], others] if backend else [others]
+    others = [x for x in dict.fromkeys(files) if x not in (*fault.meant, *namesakes, _GENERATED)]
+    return [namesakes, *([[_GENERATED, "-k", backend]] if backend else []), others]
+
+
+def _namesakes(fault: Fault, root: Path) -> list[str]:
+    """Test files with a word of the fault's name or file, if few have it."""
+    words = _words(fault.name) | _words(fault.file)
+    found: dict[str, list[str]] = {}
+    for path in sorted(root.glob("tests/**/test_*.py")):
+        for word in words & _words(path.stem):
+            found.setdefault(word, []).append(str(path.relative_to(root)))
+    few = dict.fromkeys(x for files in found.values() if len(files) <= _FEW for x in files)
+    return [x for x in few if x not in (*fault.meant, _GENERATED)]
+
+
+def _words(text: str) -> set[str]:
+    return {word.removesuffix("s") for word in re.findall("[a-z]{4,}", text)} - {"test"}
