@@ -20,8 +20,7 @@ from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.data.text import standard_library_text
 
 WIDTH, HEADS, T = 64, 4, 256
-SIZES: dict[str, Any] = {"num_layers": 3, "num_heads": HEADS, "embed_dim": WIDTH}
-SIZES |= {"num_kv_heads": 1, "positions": "rotary", "context_length": T}
+SIZES = {"num_layers": 3, "num_heads": HEADS, "embed_dim": WIDTH, "num_kv_heads": 1}
 LATENT: dict[str, Any] = {"num_kv_heads": None, "kv_latent_dim": 24}
 NSA: dict[str, Any] = {"block_k": 16, "n": 4, "window": 32, "pool": (8, 4)}
 LAYERS: dict[str, Any] = {
@@ -37,10 +36,10 @@ class InBlock(nn.Sequential):
         return self[0](x, rotary_tables=rotary_tables)
 
 
-def make(attention: str, vocab_size: int, hidden_dim: int = 4 * WIDTH, seed: int = 0) -> GPT:
+def make(attention: str, vocab_size: int, seed: int, hidden_dim: int = 4 * WIDTH) -> GPT:
     """A GPT with this attention in every block; equal shapes have equal weights."""
-    fields = SIZES | (LATENT if attention == "latent" else {}) | {"hidden_dim": hidden_dim}
-    model = GPT(GPTConfig(vocab_size, **fields))
+    fields = SIZES | {"hidden_dim": hidden_dim} | (LATENT if attention == "latent" else {})
+    model = GPT(GPTConfig(vocab_size, T, positions="rotary", **fields))
     for block in model.blocks if attention in LAYERS else ():
         block.attention = InBlock(LAYERS[attention]())
     torch.manual_seed(seed)
@@ -55,14 +54,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--text", type=Path, help="default: Python's standard library")
     options = parser.parse_args()
-
     text = options.text.read_text() if options.text else standard_library_text(300_000)
     numbers = {letter: i for i, letter in enumerate(sorted(set(text)))}
-    tokens, given = torch.tensor([numbers[x] for x in text]), (options.attention, len(numbers))
+    tokens = torch.tensor([numbers[x] for x in text])
     # MLPs make up for what the attention has more or less.
-    missing = make("plain", len(numbers)).num_parameters() - make(*given).num_parameters()
-    wider = round(missing / (2 * WIDTH * SIZES["num_layers"]))
-    model = make(*given, 4 * WIDTH + wider, options.seed)
+    plain, other = (make(x, len(numbers), 0).num_parameters() for x in ("plain", options.attention))
+    wider = round((plain - other) / (2 * WIDTH * SIZES["num_layers"]))
+    model = make(options.attention, len(numbers), options.seed, 4 * WIDTH + wider)
     print(f"{options.attention}: {model.num_parameters()} parameters")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     generator = torch.Generator().manual_seed(0)
