@@ -5,9 +5,9 @@ python bench/compare.py splits --steps 20 --out x   # a shorter run, elsewhere
 
 layers: the order of norm and sublayers (post-LN, pre-LN, parallel), without warm-up, and the
 visible keys (all, or a window and a stride, by turns or together). splits: one model on 1, 2 and 4
-ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. attention and
-scores: a program of examples/ with each of its kinds. serving: an `Engine` by its number of
-concurrent requests. The text is the standard library's source, one token per character.
+ranks, by `fastattn train` on the CPU with gloo, under torchrun with several ranks. attention,
+scores and one-step: a program of examples/ with each of its kinds. serving: an `Engine` by its
+number of concurrent requests. The text is the standard library's source, one token per character.
 """
 
 import argparse
@@ -72,6 +72,7 @@ ATTENTIONS = {
     "plain": "plain", "plain --seed 1": "plain, another seed", "latent": "multi-head latent (MLA)",
     "nsa": "native sparse (NSA)", "moba": "mixture of blocks (MoBA)",
 }  # fmt: skip
+ONE_STEP = {"dense": "dense in torch", "fastattn": "fastattn"}
 SCORES = {"plain": "no gates", "dense": "gates, dense in torch", "gates": "gates, score_mod"}
 Record = dict[str, Any]
 
@@ -108,7 +109,11 @@ def layers(steps: int, text: Path, folder: Path) -> Record:
     return {"training": training, "runs": runs}
 
 
-def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
+def draw_layers(
+    record: Mapping[str, Any],
+    figure: matplotlib.figure.Figure,
+    unit: str = "cross-entropy (nats per token)",
+) -> None:
     """One panel per group: training loss over steps, validation losses in the legend."""
     groups = list(dict.fromkeys(name.split(": ")[0] for name in record["runs"]))
     panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
@@ -122,7 +127,7 @@ def draw_layers(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
         axes.set(title=group, xlabel="step")
         axes.grid(alpha=0.3)
         axes.legend()
-    panels[0].set_ylabel("cross-entropy (nats per token)")
+    panels[0].set_ylabel(unit)
 
 
 def command(ranks: int, split: str, steps: int) -> str:
@@ -197,13 +202,14 @@ def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[i
 
 
 def examples(
-    example: str, kinds: Mapping[str, str], steps: int, text: Path, folder: Path
+    example: str, kinds: Mapping[str, str], steps: int, text: Path | None, folder: Path
 ) -> Record:
-    """Trains an example's GPT with each kind of attention; its losses, in nats a token."""
+    """Train an example's model with each kind of attention; its losses."""
     runs = {}
     for name, title in kinds.items():
         line = f"python {example} --attention {name} --steps {steps}"
-        words = [sys.executable, str(CHECKOUT / example), *line.split()[2:], "--text", str(text)]
+        words = [sys.executable, str(CHECKOUT / example), *line.split()[2:]]
+        words += ["--text", str(text)] if text else []
         said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
         ((parameters,), *losses) = (re.findall(r"[\d.]+", x) for x in said.splitlines())
         runs[f"attention: {title}"] = {
@@ -212,6 +218,11 @@ def examples(
             "loss": [[int(step), float(loss)] for step, loss in losses],
         }
     return {"runs": runs}
+
+
+def one_step(steps: int, text: Path, folder: Path) -> Record:
+    """Train a generator by its tangents; the distance of its samples from the data."""
+    return {"text": None, **examples("examples/one_step.py", ONE_STEP, steps, None, folder)}
 
 
 def serving(steps: int, text: Path, folder: Path) -> Record:
@@ -255,6 +266,7 @@ COMPARED = {
     "splits": (splits, draw_splits, 4.4),
     "attention": (partial(examples, "examples/sparse_gpt.py", ATTENTIONS), draw_layers, 4.0),
     "scores": (partial(examples, "examples/own_score.py", SCORES), draw_layers, 4.0),
+    "one-step": (one_step, partial(draw_layers, unit="square distance of samples from data"), 4.0),
     "serving": (serving, draw_serving, 3.6),
 }
 

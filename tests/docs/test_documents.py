@@ -165,6 +165,7 @@ def test_python_example_runs(run_as_a_program, tmp_path, document, code):
 PROGRAMS = {
     "continuous_batching.py": ["--count", "8"],
     "finetune_hugging_face.py": ["--steps", "2", "--length", "32"],
+    "one_step.py": ["--steps", "10"],
     "own_score.py": ["--steps", "2"],
     "sparse_gpt.py": ["--steps", "1"],
 }
