@@ -168,7 +168,8 @@ CACHES = (
 def test_caches(kind: str, backend: str, device: str) -> None:
     """And of the generated calls none has as many tokens of a row as the first of these has."""
     step = MIXED if (kind, backend) == ("blocks-outermost", "triton") else SMALL
-    options = {"sinks": torch.randn(H_Q, device=device)}
+    slopes = torch.rand(len(step.held), H_Q, device=device)
+    options = {"sinks": torch.randn(H_Q, device=device), "alibi_slopes": slopes}
     assert_step(step, kind, options, device, torch.float16, backend)
 
 

@@ -1,11 +1,15 @@
 """Scores of two products: what the pairs of options do not meet."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import fastattn
 from fastattn import attention, reference
-from fastattn.testing import make_qkv
+from fastattn.testing import make_qkv, worst_naive
+from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.inputs import draw
 
 
@@ -17,6 +21,25 @@ def test_no_key_is_repeated_for_its_heads(device: str, monkeypatch: pytest.Monke
     o = attention(q, k, v, query2=query2, key2=key2, backend="triton")
     o.sum().backward()
     assert key2.grad is not None and key2.grad.shape == key2.shape
+
+
+def test_heads_of_key2_in_packed_sequences(device: str) -> None:
+    """Two query heads to each, in the second sequence too."""
+    q, k, v = (x[0].transpose(0, 1) for x in make_qkv(1, 4, 2, 30, 30, 16, device=device))
+    query2, key2 = draw(30, 4, 8).to(device), draw(30, 2, 8).to(device)
+    inputs = (q, k, v, query2, key2)
+    offsets = torch.tensor([0, 13, 30], dtype=torch.int32, device=device)
+
+    def results(module: Any, *inputs: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        second = {"query2": leaves[3], "key2": leaves[4]}
+        o = module.attention_varlen(*leaves[:3], offsets, causal=True, **second, **more)
+        return (o, *torch.autograd.grad(o.square().sum(), leaves))
+
+    exact = results(reference, *(x.double() for x in inputs))
+    naive = worst_naive(exact, lambda: results(reference, *inputs))
+    names = ("o", "dq", "dk", "dv", "dquery2", "dkey2")
+    assert_all_within_budget(names, results(fastattn, *inputs, backend="triton"), exact, naive)
 
 
 @pytest.mark.parametrize("name", ["k", "key2"])
