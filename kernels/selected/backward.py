@@ -29,14 +29,15 @@ from ..rules.score_gradient import QueryRows, load_lse, store_delta, tile_gradie
 from ..rules.softmax import weights
 from ..rules.tile import batch_row, load_vector
 from .lists import (
+    by_queries,
     inverted,
     list_head,
     list_keys,
     list_queries,
     list_tile,
+    listed_pairs,
     lists_argument,
     load_rows_at,
-    programs_of_lists,
     shape_of,
     store_rows_at,
     tile_of_lists,
@@ -66,11 +67,12 @@ def selected_backward_dq_kernel(
     rows = QueryRows(q, None, do, load_lse(lse_ptr + tile.statistics, there, score), delta)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in range(0, tile.steps):
-        k_pos, valid = list_keys(i, tile, mask, shape, const.BLOCK_N)
+        k_pos, valid, word = list_keys(i, tile, mask, shape, const.BLOCK_N)
         k = load_rows_at(k_ptr, b, h_k, k_pos, k_strides, valid, BLOCK_D, const.D)
         v = load_rows_at(v_ptr, b, h_k, k_pos, v_strides, valid, BLOCK_DV, const.D_V)
         across = k_pos[None, :]
         keep = visible(tile.rows[:, None], across, h[:, None], tile.row, mask, valid[None, :])
+        keep = listed_pairs(keep, word, tile, shape)
         _, ds = tile_gradient(rows, k, v, None, None, 0, keep, tile, score, const)
         dq = add_weighted_rows(dq, ds, k, PRECISION)
     dq *= score.scale
@@ -163,22 +165,23 @@ def launch_selected_backward(
     dq = empty_in_layout(q, H_q, T_q, D)
     dk, dv = empty_in_layout(k, H_k, T_k, D), empty_in_layout(v, H_k, T_k, D_v)
     delta = torch.empty_like(lse)
-    count = lists.shape[2]
-    shape = shape_of(lists, block, q, k)
     rules = mask_by_blocks(options), kernel_score(options, q.dtype)
     sizes = H_q, H_k, T_q, T_k
 
+    argument, shape, count = by_queries(lists, counts, block, q, k)
     tile = tile_of_lists("backward_dq", q, D_v, shape)
-    if programs := programs_of_lists(q, lists, shape, tile.BLOCK_M):
+    if programs := count * blocks(shape.rows, tile.BLOCK_M):
         selected_backward_dq_kernel[(programs,)](
             q, k, v, o, do, lse, dlse, dq, delta, *map(strides, (q, k, v, o, do, dq)), *rules,
-            lists_argument(lists, counts, count), *sizes, constants(tile, D, D_v, q.dtype), shape,
+            argument, *sizes, constants(tile, D, D_v, q.dtype), shape,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+    shape = shape_of(lists, block, q, k)
     tile = tile_of_lists("backward_dkv", q, D_v, shape)
     key_blocks = blocks(T_k, block[1])
     if programs := B * H_k * key_blocks * blocks(block[1], tile.BLOCK_N):
-        by_block = lists_argument(*inverted(lists, key_blocks), count)
+        numbers, starts = inverted(lists, key_blocks)
+        by_block = lists_argument(numbers, None, starts, lists.shape[2])
         for into in ((None, dv), (dk, None)) if tile.apart else ((dk, dv),):
             selected_backward_dkv_kernel[(programs,)](
                 q, k, v, do, lse, delta, *into, *map(strides, (q, k, v, do, dk, dv)), *rules,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..launch.arguments import (
     aligned,
+    blocks,
     constants,
     empty_in_layout,
     kernel_score,
@@ -22,12 +23,11 @@ from ..rules.product import add_weighted_rows, rows_by_rows
 from ..rules.score import first_state, modified
 from ..rules.softmax import finish, online_step
 from .lists import (
+    by_queries,
     list_keys,
     list_tile,
-    lists_argument,
+    listed_pairs,
     load_rows_at,
-    programs_of_lists,
-    shape_of,
     store_rows_at,
     tile_of_lists,
 )
@@ -55,11 +55,12 @@ def selected_forward_kernel(
     m, l = first_state(h, m, l, score)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for i in range(0, tile.steps):
-        k_pos, valid = list_keys(i, tile, mask, shape, BLOCK_N)
+        k_pos, valid, word = list_keys(i, tile, mask, shape, BLOCK_N)
         k = load_rows_at(k_ptr, b, tile.h_k, k_pos, k_strides, valid, BLOCK_D, const.D)
         s = rows_by_rows(q, k, PRECISION)
         s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h[:, None], row, score)
         keep = visible(tile.rows[:, None], k_pos[None, :], h[:, None], row, mask, valid[None, :])
+        keep = listed_pairs(keep, word, tile, shape)
         p, rescale, m, l = online_step(tl.where(keep, s, float("-inf")), m, l, factor, True)
         v = load_rows_at(v_ptr, b, tile.h_k, k_pos, v_strides, valid, BLOCK_DV, const.D_V)
         acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)
@@ -84,13 +85,13 @@ def launch_selected_forward(
     H_k, T_k, D_v = v.shape[1:]
     o = empty_in_layout(q, H_q, T_q, D_v)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    shape = shape_of(lists, block, q, k)
+    argument, shape, count = by_queries(lists, counts, block, q, k)
     tile = tile_of_lists("forward", q, D_v, shape)
-    if programs := programs_of_lists(q, lists, shape, tile.BLOCK_M):
+    if programs := count * blocks(shape.rows, tile.BLOCK_M):
         selected_forward_kernel[(programs,)](
             q, k, v, o, lse, *map(strides, (q, k, v, o)), mask_by_blocks(options),
-            kernel_score(options, q.dtype), lists_argument(lists, counts, lists.shape[2]),
-            H_q, H_k, T_q, T_k, constants(tile, D, D_v, q.dtype), shape,
+            kernel_score(options, q.dtype), argument, H_q, H_k, T_q, T_k,
+            constants(tile, D, D_v, q.dtype), shape,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return o, lse

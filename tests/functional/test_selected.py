@@ -163,10 +163,15 @@ PRODUCTS = {"forward": 2, "backward_dq": 3, "backward_dkv": 4}
 
 
 @pytest.mark.skipif(not tiles._INTERPRETING, reason="products are counted in the interpreter")
-def test_work_follows_the_lists(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles met by each kernel: those of the blocks that are named, each once for each list."""
+@pytest.mark.parametrize(("heads", "tiles_met"), [(16, 2 + 2 + 4), (1, 5)])
+def test_work_follows_the_lists(
+    heads: int, tiles_met: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles met by each kernel: those of the blocks that are named, each once for each list of 16
+    rows, and once for all lists of one row.
+    """
     T_k, rows = 320, 4
-    q, k, v = make_qkv(1, 16, 1, rows, T_k, 16, device=device)
+    q, k, v = make_qkv(1, heads, 1, rows, T_k, 16, device=device)
     indices = torch.tensor([[0, 7, 7, -1], [3, 0, -1, -1], [-1, -1, -1, -1], [0, 19, 4, 7]])
     call = partial(selected_attention, q, k, v, indices[None, None].to(device), block=(1, 16))
     call(backend="triton")  # the first call repairs the interpreter
@@ -188,7 +193,7 @@ def test_work_follows_the_lists(device: str, monkeypatch: pytest.MonkeyPatch) ->
     with tiles.forced(forward=tile, backward_dq=tile, backward_dkv=tile):
         torch.autograd.grad(call(backend="triton").sum(), (q, k, v))
     visits = {name: products[name] / count for name, count in PRODUCTS.items()}
-    assert visits == dict.fromkeys(PRODUCTS, 2 + 2 + 4)
+    assert visits == dict.fromkeys(PRODUCTS, tiles_met)
 
 
 def test_explain_names_the_kernels(device: str) -> None:

@@ -67,7 +67,8 @@ def selected_attention(
             H_s divides H_k (1: all heads share), or is a multiple of it that divides H_q (H_q: one
             list per head). No gradient.
         block: (block_q, block_k), each at least 1; kernels are fast if block_k is 16, 32, 64 or a
-            multiple, and H_q / max(H_k, H_s) * block_q is at least 16.
+            multiple, and H_q / max(H_k, H_s) * block_q is at least 16 or neighbouring lists name
+            the same blocks.
         counts: int32 or int64 [B, H_s, R]: number of valid entries at the start of each list. None:
             all.
         return_lse: also return the log of the softmax denominators.
