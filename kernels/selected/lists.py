@@ -210,7 +210,7 @@ def by_queries(
     no more products than those of a list each, and fewer where lists share blocks.
     """
     shape = shape_of(lists, block, q, k)
-    shape = shape._replace(LISTS=max(1, min(_MERGED_ROWS // shape.rows, lists.shape[2])))
+    shape = shape._replace(LISTS=max(1, _MERGED_ROWS // shape.rows))
     words = None
     if shape.LISTS > 1:
         lists, words, counts = merged(lists, blocks(k.shape[2], block[1]), shape.LISTS)

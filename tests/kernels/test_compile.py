@@ -457,8 +457,18 @@ NEW_SIZES: list[tuple[list[str], list[dict[str, int]], list[int]]] = [
     ),
     (
         ["selected 64 bf16"],
-        [{"T": 1}, {"T": 4096}, {"B": 1}, {"B": 16}, {"n": 1}, {"n": 5}],
-        [3, 0, 0, 0, 0, 0, 0],
+        [
+            {"T": 1},
+            {"T": 4096},
+            {"B": 1},
+            {"B": 16},
+            {"n": 1},
+            {"n": 5},
+            {"H_q": 2, "T": 1},
+            {"H_q": 2},
+            {"H_q": 2, "n": 5},
+        ],
+        [3, 0, 0, 0, 0, 0, 0, 3, 0, 0],
     ),
     (["block_scores 64 bf16"], [{"T": 1}, {"T": 4096}, {"B": 1}, {"first": 5}], [2, 0, 0, 0, 0]),
     # Of tops, only the power of two above compiles.
