@@ -18,7 +18,6 @@ import fastattn.kernels as kernels
 
 from .. import tracing
 from ..options import LEARNED, Options
-from ..torch_backend import tangents
 from . import call, flops
 from .call import contiguous, fake_in_layout, fake_output, may_be_kept, operator
 from .derivatives import transforms
@@ -313,7 +312,7 @@ def attend(
     if packed:
         q, k, v = as_batch(q), as_batch(k), as_batch(v)
         options = laid(options, as_batch)
-    if tangents.carried(q, k, v, options) is not None:
+    if tracing.in_forward_mode() and 0 in transforms.levels_of_tangents(q, k, v, options):
         o, lse = transforms.dual(by.seen(), q, k, v, options)
     elif not tracing.may_be_traced(q):
         o, lse = launch(by, q, k, v, options)

@@ -263,6 +263,8 @@ COMPOSITIONS: dict[str, Function] = {
     "vmap(jvp(grad))": lambda f, x: torch.vmap(partial(forward_of, gradient(f)))(rows(x)),
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
     "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "grad(jvp(grad))": lambda f, x: gradient(partial(forward_of, gradient(f)))(x),
+    "backward of jvp(grad)": lambda f, x: moved_tangent(lambda z: gradient(f)(z).sum(), x),
     "jvp(jvp)": lambda f, x: forward_of(partial(forward_of, f), x),
 }
 # In forward_ad the tangent of torch's own softmax has no backward.
@@ -280,10 +282,6 @@ def test_compositions(name: str) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-# Those with tangents of an outer transform, which no kernel carries.
-NESTED = ("jvp(grad)", "jvp(vmap)", "vmap(jvp(grad))", "hessian", "jvp(jvp)")
-
-
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_compositions_by_kernels(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, whose nested derivatives are good to torch's own limits for that dtype."""
@@ -293,13 +291,45 @@ def test_compositions_by_kernels(name: str, device: str, monkeypatch: pytest.Mon
     def by_kernels(x: Tensor) -> Tensor:
         return of_x(fastattn.attention, x, backend="triton")
 
-    if name in NESTED:
-        with pytest.raises(ValueError, match="q has a tangent of an outer transform"):
+    if name == "jvp(jvp)":
+        with pytest.raises(ValueError, match="q has tangents of several transforms"):
             composition(by_kernels, x.to(device))
         return
     by_oracle = BY_TRANSFORMS.get(name, composition)
     expected = by_oracle(partial(of_x, reference.attention), x.double()).float()
     torch.testing.assert_close(composition(by_kernels, x.to(device)).cpu(), expected)
+
+
+@pytest.mark.parametrize("learned", ["sinks", "attn_bias"])
+def test_hessian_vector_products_with_options(learned: str, device: str) -> None:
+    """By the kernels, and with a bias that needs a gradient by the formula."""
+    tensors = qkv(torch.float32) | {"sinks": draw(H_q), "attn_bias": draw(H_q, T_q, T_k)}
+    names = ["q", "k", "v", learned]
+    direction = draws(seed=1)
+    moves = [direction(*tensors[name].shape) for name in names]
+    how: dict[str, Any] = {"causal": True, "softcap": 2.0, "return_lse": True}
+
+    def loss(attend: Function, fixed: dict[str, Tensor], *leaves: Tensor) -> Tensor:
+        o, lse = attend(**fixed | dict(zip(names, leaves, strict=True)), **how)
+        return o.sin().sum() + lse.square().sum()
+
+    def twice_backward(dtype: torch.dtype) -> list[Tensor]:
+        fixed = {name: x.to(dtype) for name, x in tensors.items()}
+        leaves = [fixed[name].requires_grad_() for name in names]
+        first = torch.autograd.grad(
+            loss(reference.attention, fixed, *leaves), leaves, create_graph=True
+        )
+        return [*torch.autograd.grad(first, leaves, [x.to(dtype) for x in moves])]
+
+    exact = twice_backward(torch.float64)
+    naive = worst_naive(exact, lambda: twice_backward(torch.float32))
+    fixed = to_device(tensors, device)
+    by_kernels = partial(loss, partial(fastattn.attention, backend="triton"), fixed)
+    leaves = tuple(fixed[name] for name in names)
+    with tiles.forced(forward=TILE, relative=TILE, backward_dq=TILE, backward_dkv=TILE):
+        of_loss = torch.func.grad(by_kernels, tuple(range(len(names))))
+        products = torch.func.jvp(of_loss, leaves, tuple(x.to(device) for x in moves))[1]
+    assert_all_within_budget(names, products, exact, naive)
 
 
 @pytest.mark.parametrize(

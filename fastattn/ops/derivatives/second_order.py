@@ -6,15 +6,17 @@ doi 10.1162/neco.1994.6.1.147). Kernels compute them, or torch's formula if `why
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fastattn.kernels as launchers
 
 from ... import tracing
-from ...options import FUNCTIONS, Options
+from ...options import FUNCTIONS, LEARNED, Options
 from ...torch_backend.double_backward import gradients_with_graph, in_parts
 from ..call import fake_in_layout, operator
 from ..flops import attended
@@ -32,7 +34,7 @@ from ..gradients import (
     replaced,
     saved,
 )
-from ..schema import flat, unflat
+from ..schema import PLACES, flat, unflat
 
 Dims: TypeAlias = tuple[int | None, ...]
 # Options with tangents in the kernels.
@@ -87,6 +89,13 @@ def why_no_second(options: Options, wanted: Sequence[bool], *tensors: Tensor | N
     """
     if torch.is_grad_enabled():
         return "third derivatives have no kernel"
+    if (reason := _why_no_kernel(options, wanted)) is not None:
+        return reason
+    return None if in_parts(tensors) else "torch traces, maps or transforms the backward"
+
+
+def _why_no_kernel(options: Options, wanted: Sequence[bool]) -> str | None:
+    """Reason that `gradients_of_pushed` cannot serve a call, or None."""
     for name in ("relative_keys", "key2", "score_mod"):
         if getattr(options, name) is not None:
             return f"{name} has no kernel for second derivatives"
@@ -95,7 +104,7 @@ def why_no_second(options: Options, wanted: Sequence[bool], *tensors: Tensor | N
             return f"{name} needs a gradient, which has no kernel for second derivatives"
     if options.fp32_results:
         return "results in float32 have no kernel for second derivatives"
-    return None if in_parts(tensors) else "torch traces, maps or transforms the backward"
+    return None
 
 
 def pushed(inputs: Saved, moves: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -201,6 +210,25 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         keep(ctx, inputs)
+        ctx.save_for_forward(*ctx.to_save)
+
+    @staticmethod
+    def jvp(ctx: Any, *moves: Tensor | None) -> tuple[Tensor, ...]:
+        """Tangents, of a transform that is outside of the one that differentiates."""
+        _, needed, functions, *rest = kept(ctx)
+        do, dlse, q, k, v, o, lse, *fields = map(primal_of, rest)
+        tdo, tdlse, tq, tk, tv, to, tlse, *tfields = map(unless_zero, moves[3:])
+        options = unflat(fields)._replace(**functions)
+        if _why_no_kernel(options, needed) is not None:
+            primals = (do, dlse, q, k, v, *options.differentiable)
+            of_learned = (tfields[PLACES[name]] for name in LEARNED)
+            tangents = (tdo, tdlse, tq, tk, tv, *of_learned)
+            return _tangents_by_formula(options, needed, primals, tangents)
+        of_moved = (tfields[PLACES[name]] for name in MOVED)
+        grads, tangents = (tdo, tdlse, do, dlse), (tq, tk, tv, *of_moved)
+        arguments = (needed, functions, *grads, q, k, v, o, lse, *tangents, to, tlse, *fields)
+        results: tuple[Tensor, ...] = _TangentOfGradients.apply(*arguments)  # type: ignore[no-untyped-call]
+        return results
 
     @staticmethod
     def backward(ctx: Any, *dgrads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -208,6 +236,7 @@ class _Gradients(torch.autograd.Function):
         inputs = (q, k, v, o, lse, unflat(fields)._replace(**functions))
         needs = ctx.needs_input_grad
         wanted = needed_of((*needs[5:8], *needs[10:]))
+        dgrads = tuple(map(unless_zero, dgrads))
         present = iter(dgrads)
         moves = {x: next(present) if need else None for x, need in zip(NAMES, needed, strict=True)}
         if all(x is None for x in dgrads):
@@ -229,6 +258,94 @@ class _Gradients(torch.autograd.Function):
         return mapped(_Gradients.apply, 3, info.batch_size, in_dims, arguments)
 
 
+class _TangentOfGradients(torch.autograd.Function):
+    """Tangents of the needed gradients: the gradients of do . to + tdo . o, and so for lse."""
+
+    @staticmethod
+    def forward(
+        needed: tuple[bool, ...], functions: dict[str, Any], *arguments: Any
+    ) -> tuple[Tensor, ...]:
+        of_o, of_qkv, moves, pushes, fields = _parted(arguments)
+        tdo, tdlse, do, dlse = of_o
+        options = unflat(fields)._replace(**functions)
+        inputs = (*of_qkv, options)
+        results = gradients_of_pushed((tdo, tdlse, do, dlse), inputs, moves, pushes, needed)
+        return tuple(x for x in results if x is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        keep(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *dgrads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Third derivatives, by the formula."""
+        needed, functions, *arguments = kept(ctx)
+        (tdo, tdlse, do, dlse), (q, k, v, _, _), moves, _, fields = _parted(arguments)
+        options = unflat(fields)._replace(**functions)
+        learned = options.differentiable
+        tensors = [do, dlse, q, k, v, *learned, tdo, tdlse, *moves]
+        count = 5 + len(learned)
+
+        def function(*tensors: Any) -> tuple[Tensor, ...]:
+            of_moved = dict(zip(("q", "k", "v", *MOVED), tensors[count + 2 :], strict=True))
+            tangents = (*tensors[count : count + 2], *(of_moved.get(name) for name in NAMES))
+            return _tangents_by_formula(options, needed, tensors[:count], tangents)
+
+        needs = ctx.needs_input_grad[2:]
+        of_o, of_qkv, of_moves, _, of_fields = _parted(needs)
+        learned_needs = needed_of((*of_qkv[:3], *of_fields))
+        wanted = [*of_o[2:], *learned_needs, *of_o[:2], *of_moves]
+        of = _of_formula(function, tensors, wanted, tuple(map(unless_zero, dgrads)))
+        rest = placed(of[2:count], 3 + len(of_fields))
+        of_tangents = of[count:]
+        of_call = (*of_tangents[:2], *of[:2], *rest[:3], None, None, *of_tangents[2:])
+        return (None, None, *of_call, None, None, *rest[3:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], Dims]:
+        return mapped(_TangentOfGradients.apply, 2, info.batch_size, in_dims, arguments)
+
+
+def _parted(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of `_TangentOfGradients`: gradients of o and lse and their tangents first, then q,
+    k, v, o and lse, tangents of q, k, v and MOVED, those of o and lse, and fields.
+    """
+    sizes = (4, 5, 3 + len(MOVED), 2)
+    ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    return (*(arguments[a:b] for a, b in pairwise(ends)), arguments[ends[-1] :])
+
+
+def _tangents_by_formula(
+    options: Options,
+    needed: Sequence[bool],
+    primals: Sequence[Tensor | None],
+    moves: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """Tangents of the needed gradients; primals and moves: of do, dlse, q, k, v and LEARNED."""
+    function = _gradients_of(options, needed)
+    places = [n for n, x in enumerate(moves) if x is not None]
+
+    def of_moved(*moved: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(places, moved, strict=True))
+        return function(*(values.get(n, x) for n, x in enumerate(primals)))
+
+    starts, directions = (tuple(x[n] for n in places) for x in (primals, moves))
+    tangents: tuple[Tensor, ...] = torch.func.jvp(of_moved, starts, directions)[1]
+    return tangents
+
+
+def _gradients_of(options: Options, needed: Sequence[bool]) -> Callable[..., tuple[Tensor, ...]]:
+    """The needed gradients by the formula, as a function of do, dlse, q, k, v and LEARNED."""
+
+    def function(do: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        q, k, v, *fields = rest
+        call_options = replaced(options, fields)
+        grads = differentiable_gradients(q, k, v, call_options, needed, do, dlse)
+        return tuple(x for x in grads if x is not None)
+
+    return function
+
+
 def _by_formula(
     grads: tuple[Tensor, Tensor | None],
     inputs: Saved,
@@ -238,18 +355,30 @@ def _by_formula(
     """Gradients of do, dlse, q, k, v and the fields in LEARNED."""
     q, k, v, _, _, options = inputs
     tensors = [*grads, q, k, v, *options.differentiable]
-
-    def function(do: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        q, k, v, *fields = rest
-        call_options = replaced(options, fields)
-        grads = differentiable_gradients(q, k, v, call_options, needed, do, dlse)
-        return tuple(x for x in grads if x is not None)
-
     wanted = [x is not None and x.requires_grad for x in tensors]
+    return _of_formula(_gradients_of(options, needed), tensors, wanted, dgrads)
+
+
+def _of_formula(
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    dgrads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
     recorded = torch.is_grad_enabled()
     # Views made without grad have no graph.
     with torch.set_grad_enabled(recorded or in_parts((*tensors, *dgrads))):
         return gradients_with_graph(function, tensors, wanted, dgrads, create_graph=recorded)
+
+
+def primal_of(x: Any) -> Any:
+    """x without its tangent of the current level."""
+    return forward_ad.unpack_dual(x).primal if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
+
+
+def unless_zero(x: Tensor | None) -> Tensor | None:
+    """x, or None for one of torch's zero tensors, which have no memory."""
+    return None if x is None or x._is_zerotensor() else x
 
 
 def keep(ctx: Any, arguments: Sequence[Any], *outputs: Tensor) -> None:

@@ -1,9 +1,10 @@
 """Attention under `torch.func`: grad, vmap and their compositions.
 
 torch.func cannot differentiate an op with its own gradients, as torch's autograd function for it
-does not support transforms. These functions do. Gradients come from the kernels, and inside a
-transform double backward comes from torch's formula; otherwise `torch.func.grad`, which always
-requires differentiable gradients, would never use the kernels.
+does not support transforms. These functions do. Gradients and tangents come from the kernels, of
+one another too (Hessian-vector products), but the backward of gradients inside a transform from
+torch's formula; otherwise `torch.func.grad`, which always requires differentiable gradients, would
+never use the kernels.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from ..gradients import (
     save,
     saved,
 )
-from ..schema import flat, unflat
+from ..schema import PLACES, flat, unflat
 from .second_order import (
     MOVED,
     Dims,
@@ -39,6 +40,8 @@ from .second_order import (
     keep,
     kept,
     mapped,
+    primal_of,
+    unless_zero,
     why_no_second,
 )
 
@@ -62,6 +65,18 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.kernels, q, k, v, *fields = inputs
         save(ctx, q, k, v, unflat(fields), output)
+        ctx.save_for_forward(*ctx.to_save)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *moves: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tangents of an outer transform: those of an inner one are taken apart in `dual`."""
+        q, k, v, _, _, options = saved(ctx)
+        tq, tk, tv, *tfields = map(unless_zero, moves)
+        of_learned = [tfields[PLACES[name]] for name in MOVED]
+        tensors = [primal_of(x) for x in (q, k, v)]
+        fields = [primal_of(x) for x in flat(options)]
+        arguments = (ctx.kernels, *tensors, tq, tk, tv, *of_learned, *fields)
+        return _Dual.apply(*arguments)[2:]  # type: ignore[no-untyped-call, no-any-return]
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -84,10 +99,18 @@ def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
     for second in ("relative_keys", "key2"):
         if getattr(options, second) is not None:
             return f"{name} has a tangent, and {second} has no kernel for that"
-    inputs = (q, k, v, *options.differentiable)
-    if any(set(tracing.tangent_levels(x)) - {0} for x in inputs if x is not None):
-        return f"{name} has a tangent of an outer transform, and kernels know the innermost alone"
+    levels = levels_of_tangents(q, k, v, options)
+    if len(levels) > 1:
+        return f"{name} has tangents of several transforms, and kernels carry those of one"
+    if 0 not in levels and options.score_mod is not None:
+        return f"{name} has a tangent of an outer transform, and score_mod has no kernel for that"
     return None
+
+
+def levels_of_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> set[int]:
+    """Indices of the transforms at which an input has a tangent; the innermost is 0."""
+    inputs = (q, k, v, *options.differentiable)
+    return {level for x in inputs if x is not None for level in tracing.tangent_levels(x)}
 
 
 def dual(
@@ -107,7 +130,7 @@ def _taken_apart(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if x is None:
         return None, None
     primal, move = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
-    return primal, None if move is None or move._is_zerotensor() else move
+    return primal, unless_zero(move)
 
 
 class _Dual(torch.autograd.Function):
