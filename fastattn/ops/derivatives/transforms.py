@@ -68,15 +68,15 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_forward(*ctx.to_save)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *moves: Tensor | None) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Any, *moves: Tensor | None) -> tuple[Tensor, Tensor]:
         """Tangents of an outer transform: those of an inner one are taken apart in `dual`."""
         q, k, v, _, _, options = saved(ctx)
-        tq, tk, tv, *tfields = map(unless_zero, moves)
+        tq, tk, tv, *tfields = map(unless_zero, moves[1:])
         of_learned = [tfields[PLACES[name]] for name in MOVED]
         tensors = [primal_of(x) for x in (q, k, v)]
         fields = [primal_of(x) for x in flat(options)]
         arguments = (ctx.kernels, *tensors, tq, tk, tv, *of_learned, *fields)
-        return _Dual.apply(*arguments)[2:]  # type: ignore[no-untyped-call, no-any-return]
+        return _Dual.apply(*arguments)[2:]  # type: ignore[no-untyped-call]
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
