@@ -51,6 +51,16 @@ def test_parts_are_added_in_one_order(summed: list[int], device: str) -> None:
     assert torch.equal(runs[0][2], total)
 
 
+def test_the_last_part_has_fewer_heads(
+    summed: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of seven heads each, and one."""
+    monkeypatch.setattr(backward_dkv, "head_parts", lambda *_: 4)
+    q, k, v = make_qkv(2, 14, 2, 19, 27, 16, device=device)
+    assert_matches_reference(attend, q, k, v, causal=True)
+    assert set(summed) == {4}
+
+
 @pytest.mark.parametrize("deterministic", [True, False], ids=["two-pass", "one-pass"])
 @pytest.mark.parametrize(("D", "heads"), [(16, 1), (40, 2)])
 def test_a_launch_for_each_gradient(D: int, heads: int, deterministic: bool, device: str) -> None:
