@@ -78,6 +78,11 @@ def test_torch_matches_the_oracle(name: str) -> None:
     assert_statistics(*make(), "torch", OPTIONS[name])
 
 
+def test_query_heads_read_the_keys_of_their_group(device: str) -> None:
+    q, k, _ = make_qkv(1, 6, 3, 5, 9, D, device=device, requires_grad=False)
+    assert_statistics(q, k, "triton", {"relative_keys": draw(3, 9, D).to(device)})
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_of_equal_scores_the_first_keys_are_listed(backend: str, device: str) -> None:
     """Blocks at the left edge of a window are visited after those inside it."""
