@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from fastattn.compat.flash_attn import version_3
-from fastattn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from fastattn.compat.flash_mla import (
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
 from fastattn.testing import assert_within_budget
 from fastattn.testing.inputs import draw
 
@@ -116,6 +120,39 @@ def test_flash_mla_of_records(
     ref, naive = sums(torch.float64), sums(torch.bfloat16)
     for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
         assert_within_budget(name, x.cpu(), exact, rough)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_chosen_latents_of_a_prompt(
+    backend: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Latents out of order and twice, past the end, behind a token's count, and of no token."""
+    monkeypatch.setenv("FASTATTN_BACKEND", backend)
+    q, kv, sink = draw(4, H, C + R), draw(9, 1, C + R, seed=1), draw(H, seed=2)
+    indices = torch.tensor([[8, 0, 3, 3], [-1, 2, 9, 1], [5, 6, 7, 2], [-1, -1, 9, -1]]).int()
+    counts = torch.tensor([4, 3, 2, 4]).int()
+    named = [[8, 0, 3, 3], [2], [5, 6], []]
+    kv[4] = torch.nan
+    moved = (x.to(device) for x in (q, kv, indices[:, None]))
+    o, largest, lse = flash_mla_sparse_fwd(
+        *moved, 0.2, C, sink.to(device), topk_length=counts.to(device)
+    )
+    assert largest is None
+
+    def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scores = [0.2 * x @ kv[n, 0].to(dtype).T for x, n in zip(q.to(dtype), named, strict=True)]
+        totals = torch.stack([s.exp().sum(-1) for s in scores])
+        share = totals + sink.to(dtype).exp()
+        weighed = [s.exp() @ kv[n, 0, :C].to(dtype) for s, n in zip(scores, named, strict=True)]
+        return torch.stack(weighed) / share[..., None], totals.log()
+
+    ref, naive = sums(torch.float64), sums(torch.float32)
+    for name, x, exact, rough in zip(("o", "lse"), (o, lse), ref, naive, strict=True):
+        assert_within_budget(name, x.cpu(), exact, rough)
+    with pytest.raises(ValueError, match=r"kv must have shape \[T_k, 1, D\], got \[9, 2, 24\]"):
+        flash_mla_sparse_fwd(q, kv.expand(9, 2, C + R), indices[:, None], 0.2, C)
+    with pytest.raises(ValueError, match=r"indices must have shape \[4, 1, 4\]"):
+        flash_mla_sparse_fwd(q, kv, indices[:3, None], 0.2, C)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,4 +1,4 @@
-"""FlashMLA's functions for decoding from latent caches.
+"""FlashMLA's functions for attention to latents: caches in pages, and chosen latents of a prompt.
 
 import fastattn.compat.flash_mla as flash_mla
 """
@@ -13,7 +13,7 @@ from ...cache.latent import view_of_records
 from ...cache.views import view_of_tensors
 from ...functional.decode import decode_attention
 
-__all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 def get_mla_metadata(*_: Any, **__: Any) -> tuple[None, None]:
@@ -101,6 +101,49 @@ def flash_mla_with_kvcache(
         o = (o * share.unsqueeze(-1)).to(o.dtype)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)  # of each row, or with indices of each token
     return o.reshape(B, T_q, H_q, D_v), lse.reshape(B, T_q, H_q).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, None, Tensor]:
+    """Attention of a prompt's tokens to the latents that each names: DeepSeek's sparse attention.
+
+    `flash_mla_with_kvcache` with indices, without a batch dimension. No gradient.
+
+    Args:
+        q: [T_q, H_q, D], such as 512 + 64 columns, absorbed.
+        kv: [T_k, 1, D] in q's dtype, whose first d_v columns are the values.
+        indices: int32 [T_q, 1, n]: a latent each; a number that is none, such as -1, names none.
+            One named twice counts twice.
+        sm_scale: the model's scale before absorption: (128 + 64) ** -0.5 times YaRN's factor.
+        d_v: D_v.
+        attn_sink: float [H_q], the score of one more key of value 0, not included in the lse.
+        topk_length: int32 [T_q]: how many of a token's indices count, from their start.
+
+    Returns:
+        o [T_q, H_q, D_v], None in place of FlashMLA's largest scores, and lse, fp32 [T_q, H_q],
+        natural log; 0 and -inf without a key.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices disagree.
+    """
+    for name, x in (("q", q), ("kv", kv), ("indices", indices)):
+        if checks.check_tensor(name, x).dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions, got {list(x.shape)}")
+    if kv.shape[1] != 1:
+        raise ValueError(f"kv must have shape [T_k, 1, D], got {list(kv.shape)}")
+    checks.check_placement("indices", indices, (q.shape[0], 1, indices.shape[2]), q)
+    o, lse = flash_mla_with_kvcache(
+        q.unsqueeze(1), kv.unsqueeze(0), None, None, d_v, softmax_scale=sm_scale, indices=indices,
+        attn_sink=attn_sink, topk_length=topk_length,
+    )  # fmt: skip
+    return o.squeeze(1), None, lse.squeeze(2)
 
 
 def _chosen(
