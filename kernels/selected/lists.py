@@ -231,7 +231,7 @@ def merged(lists: Tensor, key_blocks: int, count: int) -> tuple[Tensor, Tensor, 
     """
     B, H_s, R, n = lists.shape
     lists = F.pad(lists, (0, 0, 0, -R % count), value=key_blocks)
-    numbers, places = lists.reshape(B, H_s, -1, count * n).sort(dim=-1)
+    numbers, places = lists.reshape(B, H_s, blocks(R, count), count * n).sort(dim=-1)
     sums = (1 << places // max(n, 1)).cumsum(-1)
     more = F.pad(numbers[..., 1:] == numbers[..., :-1], (0, min(1, n)))
     numbers, order = numbers.masked_fill(more, key_blocks).sort(dim=-1, stable=True)

@@ -109,6 +109,16 @@ def test_results_and_gradients(
         assert_matches_reference(partial(ours, backend=backend), q, k, v, **given)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("heads", [1, 16])
+def test_lists_without_entries(heads: int, backend: str, device: str) -> None:
+    q, k, v = make_qkv(1, heads, 1, 5, 20, 16, device=device)
+    indices = torch.zeros(1, 1, 5, 0, dtype=torch.int32, device=device)
+    o = selected_attention(q, k, v, indices, block=(1, 8), backend=backend)
+    assert not o.count_nonzero()
+    assert not any(x.count_nonzero() for x in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
 def test_gradients_repeat_to_the_bit_and_are_differentiated_again(device: str) -> None:
     q, k, v = make_qkv(1, 4, 2, 6, 20, 16, device=device)
     indices = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device).repeat(2, 1).expand(1, 2, 6, 2)
