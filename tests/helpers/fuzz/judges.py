@@ -242,7 +242,7 @@ def _multiplicative(case: Case) -> None:
 def _selected(case: Case) -> None:
     draw = case.random("lists")
     of_q, of_k = block = draw.choice(1, 1, 3, 16), draw.choice(16, 32, 5, 1, 64)
-    H_q, H_k, n = case.H_q, case.H_k, draw.integer(1, 5)
+    H_q, H_k, n = case.H_q, case.H_k, draw.integer(0, 5)
     lists = [x for x in range(1, H_q + 1) if not H_k % x or not (x % H_k or H_q % x)]
     shape = case.B, draw.choice(*lists), -(-case.T_q // of_q)
     indices = draw.integers(-1, -(-case.T_k // of_k) - 1, *shape, n)
