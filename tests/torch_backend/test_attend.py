@@ -5,6 +5,7 @@ import torch
 
 import fastattn
 from fastattn.testing import make_qkv
+from fastattn.testing.option_examples import option_examples
 from fastattn.torch_backend import attend as torch_backend
 
 
@@ -32,6 +33,18 @@ def test_no_mask_is_built_where_torch_has_a_flag(monkeypatch: pytest.MonkeyPatch
         (True, False, False),
         (False, False, False),
     ]
+
+
+EXAMPLES = option_examples(4, 2, 12, 12, 8, reach=4)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_output_is_that_beside_an_lse(name: str) -> None:
+    """torch's fused kernel returns no lse: the formula computes both."""
+    q, k, v = make_qkv(2, 4, 2, 12, 12, 8)
+    for options in (EXAMPLES[name], {"causal": True, **EXAMPLES[name]}):
+        o, _ = torch_attention(q, k, v, return_lse=True, **options)
+        torch.testing.assert_close(torch_attention(q, k, v, **options), o)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
