@@ -44,7 +44,10 @@ def test_the_output_is_that_beside_an_lse(name: str) -> None:
     q, k, v = make_qkv(2, 4, 2, 12, 12, 8)
     for options in (EXAMPLES[name], {"causal": True, **EXAMPLES[name]}):
         o, _ = torch_attention(q, k, v, return_lse=True, **options)
-        torch.testing.assert_close(torch_attention(q, k, v, **options), o)
+        alone = torch_attention(q, k, v, **options)
+        torch.testing.assert_close(alone, o)
+        grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (alone, o))
+        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
