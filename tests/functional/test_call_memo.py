@@ -61,6 +61,20 @@ def test_what_is_equal_but_wrong_is_still_refused(device: str, first: dict, wron
         attention(q, k, v, **{"backend": "triton", **first, **wrong})
 
 
+def test_a_known_packed_call_has_gradients_of_its_lse(device: str) -> None:
+    q, k, v = (x.detach()[0].transpose(0, 1).contiguous() for x in inputs(device))
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        _, lse = attention_varlen(*leaves, starts, return_lse=True, backend="triton")
+        return torch.autograd.grad(lse.sin().sum(), leaves)
+
+    once, again = gradients(), gradients()
+    assert once[0].count_nonzero()
+    assert all(map(torch.equal, once, again))
+
+
 def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[int]) -> None:
     tensors = inputs(device)
     torch.manual_seed(3)
