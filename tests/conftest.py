@@ -39,6 +39,7 @@ _COSTLY = (
     "docs/test_documents.py",
     "parallel/test_context_attention.py",
     "kernels/test_compile.py",
+    "kernels/test_new_sizes.py",
     "functional/test_few_queries.py",
     "training/test_sharded.py",
     "parallel/test_tensor_parallel.py",

@@ -34,6 +34,7 @@ CHECKS = {
     ],
     "compile": [
         "kernels/test_compile.py",
+        "kernels/test_new_sizes.py",
         "testing/test_cross_compile.py",
     ],
     "emulator": [
