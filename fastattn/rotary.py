@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import checks
 from .rotary_scaling import RotaryScaling, plain_frequencies
-from .tracing import may_keep
+from .tracing import may_keep, transforming
 
 RotaryStyle = Literal["half", "interleaved"]
 
@@ -155,7 +155,8 @@ class RotaryPositions:
             # A later backward pass cannot save an inference tensor.
             with torch.inference_mode(False):
                 kept = self._tables(torch.arange(n, device=device))
-            if may_keep(device):
+            # In a transform of torch.func they are wrapped, and no use after it.
+            if may_keep(device) and not transforming():
                 self._kept = kept
         return kept
 

@@ -126,6 +126,19 @@ def test_tables_made_for_inference_serve_training() -> None:
     assert x.grad is not None
 
 
+def test_tables_made_in_a_transform_are_not_kept() -> None:
+    """torch wraps them, and says `escaped?` where they are used after it."""
+    kept = RotaryPositions(4)
+    x = torch.randn(1, 2, 3, 4)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return apply_rotary(x, *kept.at(0, 3, 3, x.device)).square().sum()
+
+    grads = [torch.func.grad(rotated)(x) for _ in range(2)]
+    assert torch.equal(*grads)
+    torch.testing.assert_close(rotated(x), x.square().sum())
+
+
 def test_tables_that_a_graph_records_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     kept = RotaryPositions(4)
