@@ -54,6 +54,23 @@ def test_gradient_of_o_alone_and_of_lse_alone(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_nan_in_padding_reaches_no_gradient_of_a_projection(backend: str, device: str) -> None:
+    q, k, v, u, w_query, w_key = (x.detach() for x in inputs(device))
+    mask = torch.arange(T_k, device=device).expand(B, T_k) % 4 > 0
+    unseen = ~mask[:, None, :, None]
+
+    def gradient(value: float) -> Tensor:
+        weight = w_key.clone().requires_grad_()
+        rows = (q, k.masked_fill(unseen, value), v, u, w_query, weight)
+        o = fastattn.additive_attention(*rows, key_padding_mask=mask, backend=backend)
+        return torch.autograd.grad(o.square().sum(), weight)[0]
+
+    clean = gradient(0.0)
+    assert clean.count_nonzero()
+    assert torch.equal(gradient(torch.nan), clean)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_second_derivatives(backend: str, device: str) -> None:
     def penalty(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
         o, lse = function(*tensors, causal=True, **arguments)
