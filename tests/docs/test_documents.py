@@ -271,7 +271,7 @@ def test_the_line_of_each_family_works(monkeypatch) -> None:
     for _, block in find_blocks(read("docs/latent.md"), "python"):
         exec(block, scope)
     lines = re.findall(r"^\| .* \| `(.*)` \|$", read("docs/latent.md"), re.MULTILINE)
-    assert len(lines) == 10
+    assert len(lines) == 11
     for line in lines:
         assert eval(line, scope).isfinite().all(), line
 
