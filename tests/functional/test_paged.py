@@ -293,6 +293,14 @@ def test_caches_themselves_and_tensors_are_taken(device: str) -> None:
             torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "torch"), (torch.half, "triton")])
+def test_lse_is_in_fp32(dtype: torch.dtype, backend: str, device: str) -> None:
+    filled, q = fill("3", SMALL, dtype, device), query(SMALL, device, dtype)
+    how = {"return_lse": True, "backend": backend}
+    o, lse = attention_paged(q, filled.view, SMALL.offsets.to(device), **how)
+    assert (o.dtype, lse.dtype) == (dtype, torch.float32)
+
+
 def test_a_known_call_brings_its_own_tensors(device: str) -> None:
     """Other rows, lengths and tokens in tensors of the same layout, as a replay has them."""
     first = fill("3", SMALL, torch.float32, device)
