@@ -120,8 +120,7 @@ def attention_block_backward(
         choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS, training=True)
         results = (do, dlse, q, k, v, o.to(q.dtype), lse)
         if choice.backend == "torch":
-            if not q.is_cpu:
-                dispatch.warn_if_slow(choice, q.device)
+            dispatch.warn_if_slow(choice, q.device)
             gradients, delta = formula.gradients(*results, checked, list(learned))
         else:
             kernels, checked = dispatch.launched(choice, q, v, checked)
