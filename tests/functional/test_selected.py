@@ -40,6 +40,7 @@ CASES = {
     # One list a K/V head and query; blocks of a tile, and of two.
     "nsa": Lists((4, 2, 2), (9, 40), (1, 16), 3, {"causal": True, "sinks": draws()(4)}),
     "whole": Lists((4, 2, 2), (5, 70), (1, 32), 2, {"softcap": 3.0}),
+    "one": Lists((2, 1, 1), (6, 20), (1, 8), 1, {"causal": True}),
     # A list a query head.
     "moba": Lists((4, 2, 4), (20, 20), (1, 4), 2, {"causal": True}, (8, 24)),
     # Lists for blocks of queries, which all heads share.
