@@ -25,6 +25,9 @@ from ..rules.integers import runtime_int, value
 from ..rules.mask import valid_keys
 from ..rules.tile import batch_row, load_at
 
+# Rows to which lists are merged: the least of a matrix product.
+_MERGED_ROWS = 16
+
 
 class Lists(NamedTuple):
     """Lists, or inverted lists, as a kernel argument; integers as `runtime_int`s.
@@ -206,8 +209,8 @@ def by_queries(
 ) -> tuple[Lists, Shape, int]:
     """Argument and shape of a kernel over tiles of queries, and its number of lists.
 
-    Lists of few rows are merged to at most 16 rows, the least of a matrix product: their tiles have
-    no more products than those of a list each, and fewer where lists share blocks.
+    Lists of few rows are merged: their tiles have no more products than those of a list each, and
+    fewer where lists share blocks.
     """
     shape = shape_of(lists, block, q, k)
     shape = shape._replace(LISTS=max(1, _MERGED_ROWS // shape.rows))
@@ -217,9 +220,6 @@ def by_queries(
     count = lists.shape[2]
     argument = lists_argument(lists, words, counts, count)
     return argument, shape, q.shape[0] * q.shape[1] // shape.HEADS * count
-
-
-_MERGED_ROWS = 16
 
 
 def merged(lists: Tensor, key_blocks: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -302,7 +302,7 @@ def test_compositions_by_kernels(name: str, device: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("learned", ["sinks", "attn_bias"])
 def test_hessian_vector_products_with_options(learned: str, device: str) -> None:
-    """By the kernels, and with a bias that needs a gradient by the formula."""
+    """Kernels compute them; with a bias that needs a gradient, the formula does."""
     tensors = qkv(torch.float32) | {"sinks": draw(H_q), "attn_bias": draw(H_q, T_q, T_k)}
     names = ["q", "k", "v", learned]
     direction = draws(seed=1)

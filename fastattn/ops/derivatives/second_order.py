@@ -265,11 +265,9 @@ class _TangentOfGradients(torch.autograd.Function):
     def forward(
         needed: tuple[bool, ...], functions: dict[str, Any], *arguments: Any
     ) -> tuple[Tensor, ...]:
-        of_o, of_qkv, moves, pushes, fields = _parted(arguments)
-        tdo, tdlse, do, dlse = of_o
-        options = unflat(fields)._replace(**functions)
-        inputs = (*of_qkv, options)
-        results = gradients_of_pushed((tdo, tdlse, do, dlse), inputs, moves, pushes, needed)
+        grads, tensors, moves, pushes, fields = _parted(arguments)
+        inputs = (*tensors, unflat(fields)._replace(**functions))
+        results = gradients_of_pushed(grads, inputs, moves, pushes, needed)
         return tuple(x for x in results if x is not None)
 
     @staticmethod
@@ -282,9 +280,8 @@ class _TangentOfGradients(torch.autograd.Function):
         needed, functions, *arguments = kept(ctx)
         (tdo, tdlse, do, dlse), (q, k, v, _, _), moves, _, fields = _parted(arguments)
         options = unflat(fields)._replace(**functions)
-        learned = options.differentiable
-        tensors = [do, dlse, q, k, v, *learned, tdo, tdlse, *moves]
-        count = 5 + len(learned)
+        primals = (do, dlse, q, k, v, *options.differentiable)
+        count = len(primals)
 
         def function(*tensors: Any) -> tuple[Tensor, ...]:
             of_moved = dict(zip(("q", "k", "v", *MOVED), tensors[count + 2 :], strict=True))
@@ -295,6 +292,7 @@ class _TangentOfGradients(torch.autograd.Function):
         of_o, of_qkv, of_moves, _, of_fields = _parted(needs)
         learned_needs = needed_of((*of_qkv[:3], *of_fields))
         wanted = [*of_o[2:], *learned_needs, *of_o[:2], *of_moves]
+        tensors = (*primals, tdo, tdlse, *moves)
         of = _of_formula(function, tensors, wanted, tuple(map(unless_zero, dgrads)))
         rest = placed(of[2:count], 3 + len(of_fields))
         of_tangents = of[count:]
