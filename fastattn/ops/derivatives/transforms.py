@@ -7,7 +7,7 @@ torch's formula; otherwise `torch.func.grad`, which always requires differentiab
 never use the kernels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,13 +70,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *moves: Tensor | None) -> tuple[Tensor, Tensor]:
         """Tangents of an outer transform: those of an inner one are taken apart in `dual`."""
-        q, k, v, _, _, options = saved(ctx)
+        *tensors, options = saved(ctx)
         tq, tk, tv, *tfields = map(unless_zero, moves[1:])
         of_learned = [tfields[PLACES[name]] for name in MOVED]
-        tensors = [primal_of(x) for x in (q, k, v)]
-        fields = [primal_of(x) for x in flat(options)]
-        arguments = (ctx.kernels, *tensors, tq, tk, tv, *of_learned, *fields)
-        return _Dual.apply(*arguments)[2:]  # type: ignore[no-untyped-call]
+        q, k, v, o, lse, *fields = map(primal_of, (*tensors, *flat(options)))
+        pushes: tuple[Tensor, Tensor] = _Tangent.apply(  # type: ignore[no-untyped-call]
+            ctx.kernels, q, k, v, o, lse, tq, tk, tv, *of_learned, *fields
+        )
+        return pushes
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -157,38 +158,83 @@ class _Dual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Use the kernels, or the formula's tangents if `why_no_second`."""
         o, lse, to, tlse, kernels, q, k, v, *rest = kept(ctx)
-        count = 3 + len(MOVED)
-        moves, options = rest[:count], unflat(tuple(rest[count:]))
-        inputs = (q, k, v, o, lse, options)
         needs = ctx.needs_input_grad[1:]
-        needed = needed_of((*needs[:3], *needs[3 + count :]))
-        of_moves: list[Tensor | None] = [None] * count
-        do, dlse, dto, dtlse = grads
-        if dto is None and dtlse is None:
-            of_inputs = gradients_by_kernels(kernels, inputs, needed, do, dlse)
-        elif why_no_second(options, needed, *inputs[:5], *grads, *moves) is None:
-            of_inputs = gradients_of_pushed(grads, inputs, moves, (to, tlse), needed)
-            wanted = dict(zip(("q", "k", "v", *MOVED), needs[3:], strict=False))
-            if any(wanted.values()):
-                places = [wanted.get(name, False) for name in NAMES]
-                of = dict(
-                    zip(NAMES, kernel_gradients(kernels, inputs, places, dto, dtlse), strict=True)
-                )
-                of_moves = [of[name] if need else None for name, need in wanted.items()]
-        else:
-            tensors = [q, k, v, *options.differentiable, *moves]
-            names = (*NAMES, "q", "k", "v", *MOVED)
-            needed += needs[3 : 3 + count]
-            of_all = gradients_in_parts(_pushed, options, names, tensors, needed, grads)
-            of_inputs, of_moves = of_all[:-count], of_all[-count:]
-        of_call = placed(of_inputs, len(needs) - count)
-        return (None, *of_call[:3], *of_moves, *of_call[3:])
+        tensors, pushes = (q, k, v, o, lse), (to, tlse)
+        return (None, *_dual_gradients(kernels, tensors, rest, pushes, needs, grads))
 
     @staticmethod
     def vmap(info: Any, in_dims: Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], Dims]:
         return mapped(_Dual.apply, 1, info.batch_size, in_dims, arguments)
+
+
+class _Tangent(torch.autograd.Function):
+    """Tangents of o and lse, beside their `_Attention`."""
+
+    @staticmethod
+    def forward(
+        kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        tq, tk, tv, tbias, trelative, tsinks, *fields = rest
+        return attention_tangent.by_op(
+            q, k, v, tq, tk, tv, tbias, trelative, tsinks, o, lse, unflat(fields)
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        keep(ctx, inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dto: Tensor | None, dtlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        to, tlse, kernels, q, k, v, o, lse, *rest = kept(ctx)
+        needs = ctx.needs_input_grad
+        needs, grads = (*needs[1:4], *needs[6:]), (None, None, dto, dtlse)
+        of = _dual_gradients(kernels, (q, k, v, o, lse), rest, (to, tlse), needs, grads)
+        return (None, *of[:3], None, None, *of[3:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, *arguments: Any) -> tuple[tuple[Tensor, ...], Dims]:
+        return mapped(_Tangent.apply, 1, info.batch_size, in_dims, arguments)
+
+
+def _dual_gradients(
+    kernels: Kernels,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    rest: Sequence[Any],
+    pushes: tuple[Tensor, Tensor],
+    needs: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and `rest`, by the kernels, or by the formula if `why_no_second`.
+
+    tensors: q, k, v, o and lse. rest: tangents of q, k, v and the fields in MOVED, and fields.
+    pushes: tangents of o and lse. needs: of q, k, v and rest. grads: of o, lse and pushes.
+    """
+    count = 3 + len(MOVED)
+    moves, options = rest[:count], unflat(tuple(rest[count:]))
+    inputs = (*tensors, options)
+    needed = needed_of((*needs[:3], *needs[3 + count :]))
+    of_moves: list[Tensor | None] = [None] * count
+    do, dlse, dto, dtlse = grads
+    if dto is None and dtlse is None:
+        of_inputs = gradients_by_kernels(kernels, inputs, needed, do, dlse)
+    elif why_no_second(options, needed, *tensors, *grads, *moves) is None:
+        of_inputs = gradients_of_pushed(grads, inputs, moves, pushes, needed)
+        wanted = dict(zip(("q", "k", "v", *MOVED), needs[3:], strict=False))
+        if any(wanted.values()):
+            places = [wanted.get(name, False) for name in NAMES]
+            of = dict(
+                zip(NAMES, kernel_gradients(kernels, inputs, places, dto, dtlse), strict=True)
+            )
+            of_moves = [of[name] if need else None for name, need in wanted.items()]
+    else:
+        all_tensors = [*tensors[:3], *options.differentiable, *moves]
+        names = (*NAMES, "q", "k", "v", *MOVED)
+        needed += needs[3 : 3 + count]
+        of_all = gradients_in_parts(_pushed, options, names, all_tensors, needed, grads)
+        of_inputs, of_moves = of_all[:-count], of_all[-count:]
+    of_call = placed(of_inputs, len(needs) - count)
+    return (*of_call[:3], *of_moves, *of_call[3:])
 
 
 def _pushed(part: Part) -> Callable[..., tuple[Tensor, ...]]:
