@@ -10,7 +10,6 @@ import compiled_cases
 import machine_code
 import meta_launches
 import pytest
-import torch
 from compiled_cases import Case
 from machine_code import Loop, sass_of
 from nightly import gate_cases
@@ -139,7 +138,7 @@ def tile_of(case: Case, kernel: str) -> tiles.TileConfig:
     if case.launch == "decode":
         kind = "decode_chunk_shared" if "latent" in str(how) else "decode_chunk"
         return tiles.tile_of(case.target, kind, 4 if "fp32" in others else 2, D)
-    q = meta_launches.meta(2, 4, 1000, D, dtype=torch.float32 if "fp32" in others else torch.half)
+    q = meta_launches.meta(2, 4, 1000, D, dtype="fp32" if "fp32" in others else "fp16")
     kind = "backward_one_pass" if how == "one-pass" and kernel == DKV else KINDS[kernel]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "current_arch", lambda: case.target)
