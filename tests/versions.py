@@ -39,7 +39,6 @@ CHECKS = {
     ],
     "emulator": [
         "testing/test_gluon_emulator.py",
-        "testing/test_gluon_emulator_additions.py",
         "kernels/test_hopper_attention.py",
         "kernels/test_hopper_parts.py",
     ],
