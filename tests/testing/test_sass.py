@@ -1,16 +1,8 @@
 """Parsers of what ptxas and the disassembler print, and of AMD's assembly."""
 
-from machine_code import (
-    exponentials_under_wgmma,
-    product_loops,
-    read_sass,
-)
+from machine_code import exponentials_under_wgmma, product_loops, read_sass
 
-from fastattn.testing.compiling.cross_compile import (
-    matrix_ops,
-    read_ptxas,
-    wgmma_with_register_a,
-)
+from fastattn.testing.compiling.cross_compile import matrix_ops, read_ptxas, wgmma_with_register_a
 
 
 def test_ptxas_log_is_read() -> None:
@@ -95,20 +87,6 @@ def test_the_shortest_pass_takes_every_jump_ahead() -> None:
     """)
     (loop,) = product_loops(function)
     assert (loop.total, loop.least) == (9, 5)
-
-
-# A loop that stores what another one multiplied, and has one multiplication of its own.
-FFMA = """
-        /*0000*/                   LDS.128 R4, [R2] ;
-        /*0010*/                   FFMA R0, R4, R5, R0 ;
-        /*0020*/                   MUFU.EX2 R5, R5 ;
-        /*0030*/              @!P0 BRA 0x0 ;
-        /*0040*/                   FFMA R8, R8, R9, R10 ;
-        /*0050*/                   STG.E [R2], R8 ;
-        /*0060*/                   IADD3 R2, R2, 0x4, RZ ;
-        /*0070*/                   ISETP.GE.AND P0, PT, R2, R3, PT ;
-        /*0080*/               @P0 BRA 0x40 ;
-"""
 
 
 UNDER_PRODUCTS = """

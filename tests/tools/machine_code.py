@@ -8,10 +8,10 @@ import itertools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -28,14 +28,12 @@ def loops(fact: CompiledFacts) -> "tuple[Loop, ...]":
 
 @cache
 def _loops(code: str) -> "tuple[Loop, ...]":
-    actual = kept(code, "loops", lambda: [asdict(loop) for loop in _read(code)], _READER)
-    return tuple(Loop(**loop) for loop in actual)
+    def read() -> list[dict[str, Any]]:
+        amd = code.endswith(".amdgcn")
+        functions = [read_amdgcn(Path(code).read_text("utf-8"))] if amd else sass_of(code)
+        return [asdict(loop) for function in functions for loop in product_loops(function)]
 
-
-def _read(code: str) -> "tuple[Loop, ...]":
-    if code.endswith(".amdgcn"):
-        return product_loops(read_amdgcn(Path(code).read_text("utf-8")))
-    return tuple(loop for function in sass_of(code) for loop in product_loops(function))
+    return tuple(Loop(**loop) for loop in kept(code, "loops", read, _READER))
 
 
 def sass_of(code: str) -> "list[list[Instruction]]":
@@ -45,12 +43,6 @@ def sass_of(code: str) -> "list[list[Instruction]]":
     functions = read_sass(sass)
     assert functions, f"no instructions in what {command[0]} printed"
     return functions
-
-
-def is_matrix_op(opcode: str) -> bool:
-    """Whether a matrix unit does it, with its modifiers or without."""
-    base = opcode.split(".")[0]
-    return base.endswith("MMA") or base == "v_mfma"
 
 
 @dataclass(frozen=True)
@@ -68,11 +60,7 @@ class Instruction:
 
     @property
     def is_matrix_op(self) -> bool:
-        return is_matrix_op(self.opcode)
-
-    @property
-    def is_ffma(self) -> bool:
-        return self.base in ("FFMA", "FFMA2")
+        return self.base.endswith("MMA") or self.base == "v_mfma"
 
     @property
     def target(self) -> int | None:
@@ -91,10 +79,7 @@ class Instruction:
 
 
 # Some versions end the operands with scheduling notes (&wr=0x1 ?trans1) in place of a semicolon.
-_INSTRUCTION = re.compile(
-    r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<predicate>@!?U?P\w+\s+)?"
-    r"(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;&?/]*)"
-)
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;&?/]*)")
 
 
 def read_sass(text: str) -> list[list[Instruction]]:
@@ -108,13 +93,9 @@ def read_sass(text: str) -> list[list[Instruction]]:
         if "Function :" in line:
             functions.append([])
         elif match := _INSTRUCTION.match(line):
+            address, predicate, opcode, operands = match.groups()
             functions[-1].append(
-                Instruction(
-                    address=int(match["address"], 16),
-                    opcode=match["opcode"],
-                    operands=match["operands"].strip(),
-                    predicated=match["predicate"] is not None,
-                )
+                Instruction(int(address, 16), opcode, operands.strip(), predicate is not None)
             )
     return [_with_shapes(function) for function in functions if function]
 
@@ -184,18 +165,24 @@ def product_loops(function: list[Instruction]) -> tuple[Loop, ...]:
     NVIDIA GPUs, many FFMA. A natural loop: all instructions that reach a backward jump without
     passing its target.
     """
-    bodies: dict[int, set[int]] = {}
-    predecessors = _predecessors(function)
     index = {instruction.address: i for i, instruction in enumerate(function)}
-    for last, instruction in enumerate(function):
-        first = index.get(-1 if instruction.target is None else instruction.target, last + 1)
-        if first < last:
+    targets = [index.get(-1 if x.target is None else x.target) for x in function]
+    predecessors: list[list[int]] = [[] for _ in function]
+    for i, target in enumerate(targets):
+        if target is not None:
+            predecessors[target].append(i)
+        if function[i].falls_through and i + 1 < len(function):
+            predecessors[i + 1].append(i)
+    bodies: dict[int, set[int]] = {}
+    for last, first in enumerate(targets):
+        if first is not None and first < last:
             bodies.setdefault(first, {first}).update(_reaching(last, first, predecessors))
     by_ffma = not any(instruction.is_matrix_op for instruction in function)
 
     def multiplies(body: set[int]) -> bool:
         if by_ffma:
-            return _ONE_FFMA_OF * sum(function[i].is_ffma for i in body) >= len(body)
+            ffma = sum(function[i].base in ("FFMA", "FFMA2") for i in body)
+            return _ONE_FFMA_OF * ffma >= len(body)
         return any(function[i].is_matrix_op for i in body)
 
     # A loop is entered at its first instruction only, so the function's entry can only be that.
@@ -205,21 +192,10 @@ def product_loops(function: list[Instruction]) -> tuple[Loop, ...]:
         if multiplies(body) and (first == 0 or 0 not in body)
     }
     return tuple(
-        _count(function, results[first])
+        _count([function[i] for i in sorted(results[first])])
         for first in sorted(results)
         if not any(other < results[first] for other in results.values())
     )
-
-
-def _predecessors(function: list[Instruction]) -> list[list[int]]:
-    index = {instruction.address: i for i, instruction in enumerate(function)}
-    predecessors: list[list[int]] = [[] for _ in function]
-    for i, instruction in enumerate(function):
-        if instruction.target in index:
-            predecessors[index[instruction.target]].append(i)
-        if instruction.falls_through and i + 1 < len(function):
-            predecessors[i + 1].append(i)
-    return predecessors
 
 
 def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
@@ -232,17 +208,11 @@ def _reaching(last: int, first: int, predecessors: list[list[int]]) -> set[int]:
     return actual
 
 
-def _count(function: list[Instruction], body: Iterable[int]) -> Loop:
-    opcodes = Counter(function[i].opcode for i in body)
-    ordered = [function[i] for i in sorted(body)]
-    matrix = any(instruction.is_matrix_op for instruction in ordered)
-    overlap = exponentials_under_wgmma(ordered) if matrix else None
-    return Loop(
-        function[min(body)].address,
-        dict(sorted(opcodes.items())),
-        overlap,
-        _shortest_pass(ordered),
-    )
+def _count(body: list[Instruction]) -> Loop:
+    opcodes = dict(sorted(Counter(instruction.opcode for instruction in body).items()))
+    matrix = any(instruction.is_matrix_op for instruction in body)
+    overlap = exponentials_under_wgmma(body) if matrix else None
+    return Loop(body[0].address, opcodes, overlap, _shortest_pass(body))
 
 
 def _shortest_pass(body: list[Instruction]) -> int:
@@ -279,9 +249,7 @@ def exponentials_under_wgmma(body: list[Instruction]) -> float | None:
 
 
 _LABEL = re.compile(r"^(\.LBB\w+):")
-_AMD_INSTRUCTION = re.compile(
-    r"^\s+(?P<opcode>[sv]_\w+|(?:ds|global|buffer|flat|scratch)_\w+)\s*(.*)$"
-)
+_AMD_INSTRUCTION = re.compile(r"^\s+([sv]_\w+|(?:ds|global|buffer|flat|scratch)_\w+)\s*(.*)$")
 _JUMPS = {"s_branch": "BRA", "s_endpgm": "EXIT", "s_setpc_b64": "RET"}
 
 
@@ -295,14 +263,11 @@ def read_amdgcn(text: str) -> list[Instruction]:
             labels[label[1]] = len(lines)
         elif match := _AMD_INSTRUCTION.match(code):
             lines.append((match[1], match[2]))
-    return list(_of_amd(lines, labels))
-
-
-def _of_amd(lines: list[tuple[str, str]], labels: dict[str, int]) -> Iterator[Instruction]:
+    instructions = []
     for number, (opcode, operands) in enumerate(lines):
         predicated = opcode.startswith("s_cbranch")
-        if operands in labels:
-            operands = hex(labels[operands])
+        operands = hex(labels[operands]) if operands in labels else operands
         jump = "BRA" if predicated else _JUMPS.get(opcode)
         name = jump or re.sub(r"^([a-z]+_[a-z0-9]+)_", r"\1.", opcode)
-        yield Instruction(number, name, operands, predicated)
+        instructions.append(Instruction(number, name, operands, predicated))
+    return instructions
