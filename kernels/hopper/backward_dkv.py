@@ -38,7 +38,7 @@ from .one_pass import (
     start_dq,
     wait_read,
 )
-from .partitions import run_partitions
+from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
     Output,
@@ -379,7 +379,7 @@ def hopper_backward_dkv_kernel(
     dq_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, minus_lse_ptr, minus_delta_ptr, q_desc,
     k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, bias_desc, dk_strides, dv_strides,
     stats_stride, mask, order_ptr, score, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group,
-    parts, config: gl.constexpr,
+    parts, given: gl.constexpr,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 128 keys of each K/V head, and their parts.
 
@@ -389,6 +389,7 @@ def hopper_backward_dkv_kernel(
     it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. bias_desc:
     None without attn_bias. parts: None with dq_ptr, whose kernel lacks registers for them.
     """
+    config: gl.constexpr = configured(given)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
     dq_tiles: gl.constexpr = None
     if dq_desc is not None:

@@ -19,7 +19,7 @@ from ..rules.tile import at_keys
 from .bias import allocate_bias, load_bias, take_bias
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
-from .partitions import run_partitions
+from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
     Output,
@@ -258,13 +258,14 @@ def hopper_backward_dq_kernel(
     group,
     pairs,
     pair_group,
-    config: gl.constexpr,
+    given: gl.constexpr,
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
 
     dq_desc, dq_strides: see `Output`. bias_desc: None without attn_bias. dlse_ptr,
     delta_ptr: None if not given and not wanted, respectively.
     """
+    config: gl.constexpr = configured(given)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     landed = allocate_landed(mask)
     k, v = allocate_rings(k_desc, v_desc, config)

@@ -36,7 +36,7 @@ from .host import (
     to_send,
     walkable,
 )
-from .partitions import run_partitions
+from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
     Output,
@@ -307,7 +307,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_forward_kernel(
     o_ptr, lse_ptr, max_ptr, q_desc, k_desc, v_desc, o_desc, bias_desc, o_strides, mask, order_ptr,
-    score, scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, config: gl.constexpr,
+    score, scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, given: gl.constexpr,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
@@ -315,6 +315,7 @@ def hopper_forward_kernel(
     `Output`. bias_desc: None without attn_bias. scales: of e4m3 q [B, H_q], k and v [B, H_k], else
     None; b counts packed sequences too. v_desc is then of v packed by `kernels.fp8.values`.
     """
+    config: gl.constexpr = configured(given)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dims of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS

@@ -9,6 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .schedule import number_of_tiles
+from .tile_table import HopperConfig
+
+
+@gluon.constexpr_function
+def configured(config):
+    """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields."""
+    *fields, columns = config
+    return HopperConfig(*fields, columns and tuple(columns))
 
 
 @gluon.jit
