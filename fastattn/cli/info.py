@@ -16,8 +16,8 @@ def add_info(commands: Any) -> None:
     info.add_argument(
         "--distributed",
         action="store_true",
-        help="under torchrun: the backends of torch.distributed, how fast ranks reach each other, "
-        "by a short test, and how attention to a long sequence would be shared out",
+        help="under torchrun: the backends of torch.distributed, and how attention to a long "
+        "sequence would be shared out, by assumed rates of the links",
     )
     text = "show problems of the GPU, C compiler, caches and packages, with remedies"
     info.add_argument("--doctor", action="store_true", help=text)
@@ -62,22 +62,25 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _distributed() -> int:
-    """Report the ranks that torchrun started; one of them prints."""
+    """Report what the ranks that torchrun started would do, by assumed rates; one prints."""
+    import os
+
     import torch.distributed as dist
 
     from ..parallel.cost import MODELS, Rates, Shape, choice
-    from ..parallel.cost.measure import measure, process_group
 
-    with process_group():
-        measured = measure(Rates())
-        backend, world, first = dist.get_backend(), dist.get_world_size(), dist.get_rank() == 0
-    if not first:
+    if not dist.is_torchelastic_launched():
+        raise ValueError("there are no ranks: torchrun --nproc-per-node 4 -m ... starts some")
+    world, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if int(os.environ["RANK"]):
         return 0
     able = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
-    lines = [f"torch.distributed: {backend}, of {', '.join(able)}", *measured.lines()]
+    rates = Rates(node=node)
+    lines = [f"torch.distributed: {', '.join(able)}; {world} ranks, {node} on a node"]
+    lines.append(f"assumed: {', '.join(f'{name} {x:.3g}' for name, x in rates._asdict().items())}")
     for name, (H_q, H_k, D) in MODELS.items():
         chosen = [
-            f"{choice(Shape(T, H_q, H_k, D), world, measured.rates)} for {T} tokens"
+            f"{choice(Shape(T, H_q, H_k, D), world, rates)} for {T} tokens"
             for T in (1 << 13, 1 << 17, 1 << 20)
         ]
         lines.append(f"{name} on {world} ranks, modelled: {', '.join(chosen)}")

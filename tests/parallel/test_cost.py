@@ -3,7 +3,6 @@
 import pytest
 
 from fastattn.parallel.cost import Messages, Rates, Shape, cost, messages, serves
-from fastattn.parallel.cost.measure import Link, Measured, fit, process_group
 
 LLAMA = Shape(32768, 32, 8, 128)
 
@@ -40,25 +39,3 @@ def test_the_busiest_rank_is_waited_for():
 def test_methods_that_cannot_share_out_heads_are_left_out():
     assert serves("ulysses", LLAMA, 32, Rates()) and not serves("ulysses", LLAMA, 64, Rates())
     assert serves("usp", LLAMA, 1024, Rates()) and not serves("usp", LLAMA, 12, Rates())
-
-
-def test_a_line_through_messages_is_their_latency_and_bandwidth():
-    samples = [(n, 3e-5 + n / 2e9) for n in (1 << 10, 1 << 16, 1 << 22)]
-    latency, bandwidth = fit(samples)
-    assert latency == pytest.approx(3e-5) and bandwidth == pytest.approx(2e9)
-    assert fit([(1 << 10, 1e-3), (1 << 20, 1e-4)]).latency > 0  # noise: larger is faster
-
-
-def test_what_was_not_measured_is_said_to_be_assumed():
-    measured = Measured((1, 4), {"intra": Link(3e-5, 2e9)}, Rates(flops=5e9))
-    assert list(measured.lines()) == [
-        "ranks: 1 x 4 (nodes x ranks of a node)",
-        "intra: 30.0 us, 2 GB/s, measured",
-        "inter: 15.0 us, 50 GB/s, assumed",
-        "attention: 0.005 TFLOP/s a rank, measured",
-    ]
-
-
-def test_measuring_wants_ranks():
-    with pytest.raises(ValueError, match="there are no ranks: torchrun"), process_group():
-        pass

@@ -2,7 +2,7 @@
 
 A message takes a latency plus its bytes over a bandwidth, which differ within and between nodes.
 Compute takes its operations over a rate. Of overlapping parts the longer one counts. All constants
-are in `Rates`; `measure` measures them.
+are in `Rates`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rates(NamedTuple):
 
     The defaults describe a DGX H100 (NVIDIA, "DGX H100/H200 User Guide": NVLink 900 GB/s in both
     directions together, one ConnectX-7 of 400 Gb/s a GPU). The rate of attention and the latencies
-    are assumed: measure and pass your own.
+    are assumed: pass measured ones, such as those of NVIDIA's nccl-tests.
     """
 
     flops: float = 500e12
