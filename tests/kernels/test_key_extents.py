@@ -9,33 +9,18 @@ from fastattn.kernels.launch.key_extents import launch_padding_extents
 interpreter.mend()
 
 
-@pytest.mark.parametrize("pattern", ["11110000", "00011100", "01110110", "00000000", "11111111"])
-def test_padding_extents(pattern: str, device: str) -> None:
-    mask = torch.tensor([[c == "1" for c in pattern]], device=device)
-    extents = launch_padding_extents(mask)
-    if "1" not in pattern:
-        assert extents[0, :3].tolist() == [0, 0, 0]
-        return
-    first, end = pattern.index("1"), pattern.rindex("1") + 1
-    assert extents[0, :3].tolist() == [first, end, pattern[first:end].count("0")]
-
-
-def test_padding_extents_across_blocks(device: str) -> None:
-    mask = torch.zeros(2, 3000, dtype=torch.bool, device=device)
-    mask[0, 1500:2900] = True
-    mask[1, 7] = mask[1, 2999] = True
-    extents = launch_padding_extents(mask)[:, :3]
-    assert extents.tolist() == [[1500, 2900, 0], [7, 3000, 2991]]
-
-
-@pytest.mark.parametrize("T_k", [1, 31, 64, 100, 1024, 2500])
-def test_padding_bits(T_k: int, device: str) -> None:
-    """A bit a key, and hidden ones to the end of the last block."""
-    torch.manual_seed(0)
-    mask = torch.rand(3, T_k, device=device) < 0.6
-    words = launch_padding_extents(mask)[:, 3:]
+@pytest.mark.parametrize("T_k", [1, 8, 31, 64, 100, 1024, 3000])
+def test_extents_and_bits_of_padding(T_k: int, device: str) -> None:
+    """A bit a key, and hidden ones to the end of the last block of 128."""
+    keys, holes = torch.arange(T_k, device=device), torch.rand(5, T_k, device=device) < 0.6
+    holes[1] = (keys >= T_k // 3) & (keys < 9 * T_k // 10)
+    holes[2], holes[3] = True, False
+    holes[4] = (keys == T_k // 2) | (keys == T_k - 1)
+    extents, words = launch_padding_extents(holes).tensor_split([3], dim=1)
+    for mask, extent in zip(holes, extents.tolist(), strict=True):
+        places = mask.nonzero().flatten().tolist() or [0]
+        first, end = places[0], places[-1] + bool(mask.any())
+        assert extent == [first, end, int((~mask[first:end]).sum())]
     bits = (words[:, :, None] >> torch.arange(32, device=device)) & 1
     assert bits.shape[1] * 32 == -(-T_k // 128) * 128
-    shown = bits.flatten(1).bool()
-    assert torch.equal(shown[:, :T_k], mask)
-    assert not shown[:, T_k:].any()
+    assert torch.equal(bits.flatten(1).bool(), torch.nn.functional.pad(holes, (0, -T_k % 128)))

@@ -1,7 +1,8 @@
-"""The block rules against the element rule, by brute force."""
+"""Blocks that kernels visit, by ranges and by tables, against the masks by brute force."""
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,21 +11,23 @@ import triton
 import triton.language as tl
 
 import fastattn
-from fastattn.kernels.launch import interpreter
+from fastattn import block_mask, reference
+from fastattn.functional.call_options import dense_options, packed_options
+from fastattn.kernels.launch import interpreter, tiles
 from fastattn.kernels.launch.arguments import kernel_mask
-from fastattn.kernels.rules.mask import valid_keys, visible
-from fastattn.kernels.rules.plans import (
-    boundary_block,
-    full_block,
-    key_plan,
-    masked_block,
-    query_plan,
-)
+from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
+from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.kernels.rules.plans import full_block, key_plan, masked_block, query_plan
 from fastattn.kernels.rules.tile import batch_row
 from fastattn.options import Options
-from fastattn.testing import make_qkv
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import to_device
 
+Blocks = list[tuple[list[int], list[int]]]
 BLOCK_M, BLOCK_N = 4, 8
+B, H, T_q, T_k = 2, 2, 14, 27
+TILE = TileConfig(BLOCK_M, BLOCK_N)
+LARGE_TILE = TileConfig(16, 16)
 interpreter.mend()
 
 
@@ -54,29 +57,9 @@ def plan_kernel(
         tl.store(blocks_ptr + at * width + full + i, masked_block(i, place, mask))
 
 
-@triton.jit
-def visible_kernel(out_ptr, mask, T_q, T_k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """visible & valid_keys of batch row program_id(0), head program_id(1): [ROWS, COLS]."""
-    row = batch_row(tl.program_id(0), T_q, T_k, mask)
-    rows = tl.arange(0, ROWS)
-    k_pos = tl.arange(0, COLS)
-    keep = visible(rows[:, None], k_pos[None, :], tl.program_id(1), row, mask)
-    keep = keep & valid_keys(k_pos, row, mask)[None, :]
-    # As dK/dV asks, which transposes.
-    across = visible(rows[None, :], k_pos[:, None], tl.program_id(1), row, mask)
-    across = tl.trans(across & valid_keys(k_pos, row, mask)[:, None])
-    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    places = (place * ROWS + rows)[:, None] * COLS + k_pos[None, :]
-    tl.store(out_ptr + places, keep.to(tl.int32) + 2 * across.to(tl.int32))
-
-
-@triton.jit
-def boundary_block_kernel(out_ptr, lo, full_lo, full_hi, hi):
-    for i in range(0, (full_lo - lo) + (hi - full_hi)):
-        tl.store(out_ptr + i, boundary_block(i, lo, full_lo, full_hi))
-
-
-def plans(options: Options, T_q: int, T_k: int, B: int, device: str, *, of_keys: bool) -> list:
+def plans(
+    options: Options, T_q: int, T_k: int, B: int, device: str, *, of_keys: bool
+) -> list[Blocks]:
     """[b][tile] -> (full blocks, boundary blocks), each in the order of the visit."""
     lengths = (T_q, T_k)
     if options.cu_seqlens_q is not None:
@@ -97,86 +80,50 @@ def plans(options: Options, T_q: int, T_k: int, B: int, device: str, *, of_keys:
     ]
 
 
-def sees(i: int, j: int, T_q: int, T_k: int, b: int, mask: dict[str, Any]) -> bool:
-    """The definition, for one pair of batch row b."""
-    given = mask.get("query_offset", T_k - T_q)
-    p = i + (int(given[b]) if isinstance(given, torch.Tensor) else given)
-    left, right = mask.get("window", (None, None))
-    near = (left is None or p - j <= left) and (right is None or j - p <= right)
-    if "stride" in mask:
-        on_stride = (p - j) % mask["stride"] == 0
-        near = on_stride if left is None and right is None else near or on_stride
-    near = near or j < mask.get("keep_first", 0)
-    prefix = int(mask["prefix_lengths"][b]) if "prefix_lengths" in mask else 0
-    in_time = not mask.get("causal") or j <= p or j < prefix
-    length = int(mask["key_lengths"][b]) if "key_lengths" in mask else T_k
-    padded = "key_padding_mask" in mask and not mask["key_padding_mask"][b, j]
-    return near and in_time and j < length and not padded
+def expected(keep: torch.Tensor, hidden: torch.Tensor, tile: int, block: int) -> Blocks:
+    """Full blocks and others that are seen, for each tile of rows: pairs that are seen, and pairs
+    that must be hidden, [rows, columns].
+    """
+    surplus = -keep.shape[1] % block
+    hidden = torch.nn.functional.pad(hidden, (0, surplus), value=True)
+    rows_of_blocks = []
+    for rows in map(slice, range(0, len(keep), tile), range(tile, len(keep) + tile, tile)):
+        used = [n for n, x in enumerate(keep[rows].split(block, 1)) if x.any()]
+        full = [n for n, x in enumerate(hidden[rows].split(block, 1)) if n in used and not x.any()]
+        rows_of_blocks.append((full, [n for n in used if n not in full]))
+    return rows_of_blocks
 
 
-def seen(T_q: int, T_k: int, b: int, mask: dict[str, Any]) -> torch.Tensor:
-    """bool [T_q, T_k] of one batch row."""
-    keep = [[sees(i, j, T_q, T_k, b, mask) for j in range(T_k)] for i in range(T_q)]
-    return torch.tensor(keep, dtype=torch.bool).reshape(T_q, T_k)
-
-
-def options_of(mask: dict[str, Any], T_q: int, T_k: int, B: int, device: str) -> Options:
-    q, k, v = make_qkv(B, 1, 1, T_q, T_k, 4, device=device, requires_grad=False)
-    mask = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in mask.items()}
-    return fastattn.functional.call_options.dense_options(q, k, v, **mask)
-
-
-def hand_count(keep: torch.Tensor, exists: torch.Tensor, BLOCK: int) -> tuple[list, list]:
-    """Blocks of columns of keep [rows of a tile, columns]: wholly seen ones, and others seen."""
-    full, part = [], []
-    for n, start in enumerate(range(0, keep.shape[1], BLOCK)):
-        columns = slice(start, start + BLOCK)
-        whole = start + BLOCK <= keep.shape[1] and bool(exists[columns].all())
-        if keep.shape[0] and keep[:, columns].all() and whole:
-            full.append(n)
-        elif keep[:, columns].any():
-            part.append(n)
-    return full, part
-
-
-def check_plan(
-    plan: tuple[list, list], keep: torch.Tensor, exists: torch.Tensor, BLOCK: int, *, exact: bool
-) -> None:
-    full, boundary = plan
-    must_full, must_part = hand_count(keep, exists, BLOCK)
-    assert len({*full, *boundary}) == len(full) + len(boundary), "a block is visited twice"
-    assert {*must_full, *must_part} <= {*full, *boundary}, "a visible block is left out"
-    assert {*full} <= {*must_full}, "a full block hides something"
-    assert all(0 <= n * BLOCK < keep.shape[1] for n in boundary), "a block that does not exist"
-    if exact:
-        assert sorted(full) == must_full, "a full block is masked for nothing"
-        assert sorted(boundary) == must_part, "a block without visible pairs is visited"
+def both_ways(keep: torch.Tensor, exists: torch.Tensor) -> tuple[Blocks, Blocks]:
+    """Blocks of keys for tiles of queries, and of queries for tiles of those keys."""
+    # Gradients of keys that do not exist are not kept, so nothing of them has to be hidden.
+    hidden = ~keep.T & exists[:, None]
+    return expected(keep, ~keep, BLOCK_M, BLOCK_N), expected(keep.T, hidden, BLOCK_N, BLOCK_M)
 
 
 def check_plans_of_row(
-    of_keys: list, of_queries: list, T_q: int, T_k: int, b: int, mask: dict[str, Any], exact: bool
+    actual: list[Blocks], T_q: int, T_k: int, b: int, mask: dict[str, Any], exact: bool | None
 ) -> None:
-    """The plans of every tile of queries, and those of every tile of keys, of batch row b."""
-    keep = seen(T_q, T_k, b, mask)
+    """The plans of all tiles of queries, and of keys, of batch row b; exact: that they visit
+    nothing else, nor mask it; None: of strides, that they leave out nothing.
+    """
     existence = {n: x for n, x in mask.items() if n in ("key_lengths", "key_padding_mask")}
-    exists = seen(1, T_k, b, existence)[0]
-    for tile, plan in enumerate(of_keys):
-        check_plan(plan, keep[tile * BLOCK_M :][:BLOCK_M], exists, BLOCK_N, exact=exact)
-    every_row = torch.ones(T_q, dtype=torch.bool)
-    for tile, plan in enumerate(of_queries):
-        # Keys that do not exist are no reason to mask: their gradients are not kept.
-        keys = torch.arange(T_k)[tile * BLOCK_N :][:BLOCK_N]
-        keys = keys[exists[keys]]
-        if len(keys):
-            check_plan(plan, keep[:, keys].T, every_row, BLOCK_M, exact=exact)
-
-
-def check_plans(mask: dict[str, Any], T_q: int, T_k: int, device: str, *, exact: bool) -> None:
-    """Both directions, of both batch rows."""
-    options = options_of(mask, T_q, T_k, 2, device)
-    both_plans = [plans(options, T_q, T_k, 2, device, of_keys=of_keys) for of_keys in (True, False)]
-    for b in range(2):
-        check_plans_of_row(both_plans[0][b], both_plans[1][b], T_q, T_k, b, mask, exact)
+    masks = (reference.visible_mask(T_q, T_k, **mask), reference.visible_mask(1, T_k, **existence))
+    keep, exists = (x[b % len(x), 0] for x in masks)
+    for way, wanted in enumerate(both_ways(keep, exists[0])):
+        for tile, (must_full, must_part) in enumerate(wanted):
+            if way and not exists[0, tile * BLOCK_N :][:BLOCK_N].any():
+                continue
+            full, boundary = actual[way][tile]
+            assert len({*full, *boundary}) == len(full) + len(boundary), "a block is visited twice"
+            assert {*must_full, *must_part} <= {*full, *boundary}, "a visible block is left out"
+            blocks = -(-(T_q if way else T_k) // (BLOCK_M if way else BLOCK_N))
+            assert all(0 <= n < blocks for n in boundary), "a block that does not exist"
+            if exact is not None:
+                assert {*full} <= {*must_full}, "a full block hides something"
+            if exact:
+                assert sorted(full) == must_full, "a full block is masked for nothing"
+                assert sorted(boundary) == must_part, "a block without visible pairs is visited"
 
 
 BANDS: dict[str, dict[str, Any]] = {
@@ -222,10 +169,12 @@ SIZES = [
 ]
 
 
-def plan_cases() -> Iterator[tuple[str, dict[str, Any], int, int, bool]]:
+def plan_cases() -> Iterator[tuple[str, dict[str, Any], int, int, bool | None]]:
     """Masks by name, T_q, T_k, and whether ranges know all of the mask."""
     for name, (T_q, T_k, offset) in itertools.product((*BANDS, *FIRST), SIZES):
         yield name, {"query_offset": offset}, T_q, T_k, name in BANDS
+    for name, (T_q, T_k, offset) in itertools.product(STRIDES, SIZES[:4]):
+        yield name, {"query_offset": offset}, T_q, T_k, None
     ends = torch.zeros(2, 40, dtype=torch.bool)
     ends[0, 11:30] = ends[1, 16:] = True
     for name in ("all", "causal", "window-both", "window-causal", "prefix"):
@@ -243,34 +192,20 @@ def plan_cases() -> Iterator[tuple[str, dict[str, Any], int, int, bool]]:
 
 @pytest.mark.parametrize(("mask", "beside", "T_q", "T_k", "exact"), list(plan_cases()))
 def test_plans(
-    mask: str, beside: dict[str, Any], T_q: int, T_k: int, exact: bool, device: str
+    mask: str, beside: dict[str, Any], T_q: int, T_k: int, exact: bool | None, device: str
 ) -> None:
-    check_plans({**MASKS[mask], **beside}, T_q, T_k, device, exact=exact)
+    given = {**MASKS[mask], **beside}
+    qkv = make_qkv(2, 1, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    options = dense_options(*qkv, **to_device(given, device))
+    ways = [plans(options, T_q, T_k, 2, device, of_keys=of_keys) for of_keys in (True, False)]
+    for b in range(2):
+        check_plans_of_row([of_rows[b] for of_rows in ways], T_q, T_k, b, given, exact)
 
 
 def test_first_keys_cost_their_own_blocks_alone(device: str) -> None:
-    mask = {"window": (3, 0), "keep_first": 9, "query_offset": 60}
-    options = options_of(mask, 4, 64, 1, device)
-    [[(full, boundary)]] = plans(options, 4, 64, 1, device, of_keys=True)
-    assert full == []
-    assert boundary == [0, 1, 7]
-
-
-@pytest.mark.parametrize("sizes", SIZES[:4], ids=str)
-@pytest.mark.parametrize("mask", STRIDES)
-def test_ranges_of_strides(mask: str, sizes: tuple[int, int, int], device: str) -> None:
-    T_q, T_k, offset = sizes
-    given = {**STRIDES[mask], "query_offset": offset}
-    keep = seen(T_q, T_k, 0, given)
-    options = options_of(given, T_q, T_k, 2, device)
-    for of_keys in (True, False):
-        actual = plans(options, T_q, T_k, 2, device, of_keys=of_keys)[0]
-        rows, BLOCK = (BLOCK_M, BLOCK_N) if of_keys else (BLOCK_N, BLOCK_M)
-        for tile, (full, boundary) in enumerate(actual):
-            part = (keep if of_keys else keep.T)[tile * rows :][:rows]
-            every = torch.ones(part.shape[1], dtype=torch.bool)
-            seen_full, seen_part = hand_count(part, every, BLOCK)
-            assert {*seen_full, *seen_part} <= {*full, *boundary}
+    qkv = make_qkv(1, 1, 1, 4, 64, 4, device=device, requires_grad=False)
+    options = dense_options(*qkv, window=(3, 0), keep_first=9, query_offset=60)
+    assert plans(options, 4, 64, 1, device, of_keys=True) == [[([], [0, 1, 7])]]
 
 
 PACKED_Q, PACKED_K = (0, 7, 7, 20), (0, 20, 25, 29)
@@ -284,57 +219,187 @@ def test_plans_of_packed_sequences(mask: str, device: str) -> None:
         given["prefix_lengths"] = torch.tensor([9, 0, 3])
     q, k = torch.zeros(20, 1, 4), torch.zeros(29, 1, 4)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (PACKED_Q, PACKED_K))
-    options = fastattn.functional.call_options.packed_options(q, k, k, cu_q, cu_k, **given)
-    options = Options(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in options))
-    both_plans = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
+    options = packed_options(q, k, k, cu_q, cu_k, **given)
+    options = Options(**to_device(options._asdict(), device))
+    ways = [plans(options, 20, 29, 3, device, of_keys=of_keys) for of_keys in (True, False)]
     for b in range(3):
         T_q, T_k = (x[b + 1] - x[b] for x in (PACKED_Q, PACKED_K))
-        check_plans_of_row(both_plans[0][b], both_plans[1][b], T_q, T_k, b, given, exact=False)
-        assert all(plan == ([], []) for plan in both_plans[0][b][triton.cdiv(T_q, BLOCK_M) :])
+        check_plans_of_row([of_rows[b] for of_rows in ways], T_q, T_k, b, given, exact=False)
+        assert all(plan == ([], []) for plan in ways[0][b][triton.cdiv(T_q, BLOCK_M) :])
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_visible(mask: str, device: str) -> None:
-    T_q, T_k = 16, 32
-    padding = torch.rand(2, T_k, generator=torch.Generator().manual_seed(0)) < 0.7
-    for offset in (0, 5, -3):
-        given = {**MASKS[mask], "query_offset": offset, "key_padding_mask": padding}
-        given["key_lengths"] = torch.tensor([27, 40])
-        out = torch.full((2, 1, T_q, T_k), -1, dtype=torch.int32, device=device)
-        options = options_of(given, T_q, T_k, 2, device)
-        visible_kernel[(2, 1)](out, kernel_mask(options), T_q, T_k, T_q, T_k)
-        for b in range(2):
-            assert torch.equal(out[b, 0].cpu(), 3 * seen(T_q, T_k, b, given).int())
+def chance(*shape: int, of: float = 0.5) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) < of
+
+
+def patches(*shape: int) -> torch.Tensor:
+    """A mask whose True and False come in patches, so that blocks of every kind are found."""
+    rows, columns = -(-T_q // 5), -(-T_k // 11)
+    coarse = chance(*shape[:2], rows, columns)
+    wide = coarse.repeat_interleave(5, 2).repeat_interleave(11, 3)
+    return wide[:, :, : shape[2], : shape[3]].clone()
 
 
 @triton.jit
-def of_places(b, h, q_pos, k_pos, table):
-    return (q_pos + 2 * k_pos + b) % 3 != tl.load(table + h)
+def by_key(b, h, q_pos, k_pos):
+    return (k_pos // 7) % 2 == 0
 
 
-def test_visible_of_tensors_and_functions(device: str) -> None:
-    """Documents, an attn_mask and a mask_mod, each of batch row, head, query and key."""
-    B, H, T_q, T_k = 2, 2, 16, 32
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(-1, 3, (B, T), generator=generator) for T in (T_q, T_k)]
-    attn_mask = torch.rand(B, H, T_q, T_k, generator=generator) < 0.8
-    table = torch.tensor([0, 2], dtype=torch.int32)
+@triton.jit
+def by_head(b, h, q_pos, k_pos, table):
+    return (q_pos - k_pos >= tl.load(table + h)) | (k_pos < 8)
+
+
+@triton.jit
+def by_row(b, h, q_pos, k_pos):
+    return (q_pos // 6 + k_pos // 9) % 2 == b
+
+
+def ids(T: int) -> torch.Tensor:
+    rows = [[0] * 9 + [1] * 8 + [2] * 10, [3] * 17 + [5] * 4 + [-1] * 6]
+    return torch.tensor(rows)[:, :T]
+
+
+HEADS = (torch.tensor([3, 17], dtype=torch.int32),)
+# A name, what is given, and whether the table has rows for each batch row and for each head.
+CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "mask": ({"attn_mask": patches(B, H, T_q, T_k)}, True, True),
+    "mask-of-rows": ({"attn_mask": patches(B, 1, T_q, T_k)}, True, False),
+    "mask-of-heads": ({"attn_mask": patches(1, H, T_q, T_k)}, False, True),
+    "mask-of-pairs": ({"attn_mask": patches(1, 1, T_q, T_k)[0, 0]}, False, False),
+    "mask-of-queries": ({"attn_mask": patches(1, H, T_q, 1)}, False, True),
+    "documents": ({"documents": (ids(T_q), ids(T_k))}, True, False),
+    "documents-window": (
+        {"documents": (ids(T_q), ids(T_k)), "window": (9, 2), "query_offset": 0}, True, False,
+    ),
+    "stride": ({"stride": 5}, False, False),
+    "stride-window": ({"stride": 16, "window": 5, "keep_first": 3}, False, False),
+    "offsets": ({"stride": 9, "query_offset": torch.tensor([0, 30])}, True, False),
+    "lengths": ({"stride": 2, "key_lengths": torch.tensor([20, 3])}, True, False),
+    "prefix": (
+        {"stride": 1, "causal": True, "prefix_lengths": torch.tensor([20, 3])}, True, False,
+    ),
+    "padding": ({"attn_mask": patches(1, 1, T_q, T_k), "key_padding_mask": chance(B, T_k, of=0.9)},
+                True, False),
+    "function": ({"mask_mod": by_row}, True, True),
+    "function-of-keys": (
+        {"mask_mod": fastattn.BlockMask(by_key, per_batch=False, per_head=False)}, False, False,
+    ),
+    "function-of-heads": (
+        {"mask_mod": fastattn.BlockMask(by_head, per_batch=False), "mod_tensors": HEADS},
+        False, True,
+    ),
+    "function-of-rows": ({"mask_mod": fastattn.BlockMask(by_row, per_head=False)}, True, False),
+}  # fmt: skip
+
+
+def shown(given: dict[str, Any]) -> torch.Tensor:
+    """bool [B, H, T_q, T_k]: which pairs the oracle weighs."""
+    zeros = torch.zeros(B, H, T_q, 1), torch.zeros(B, 1, T_k, 1)
+    one_hot = torch.eye(T_k).expand(B, 1, T_k, T_k)
+    weights = reference.attention(*zeros, one_hot, **given)
+    return weights > 0
+
+
+def existing(given: dict[str, Any]) -> torch.Tensor:
+    """bool [B, T_k]: the keys that are there."""
+    documents = given.get("documents", (None, None))[1]
+    return reference.existing_keys(
+        B, T_k, given.get("key_padding_mask"), given.get("key_lengths"), documents=documents
+    )
+
+
+def lists(mask: Any, tiles: int, b: int, h: int) -> Blocks:
+    """For each tile its full blocks and the others, as the kernels read them."""
+    to_b, to_h, width = (x >> 2 for x in mask.table_strides)
+    counts, blocks = mask.counts_ptr.reshape(-1, 2).tolist(), mask.blocks_ptr.reshape(-1, width)
+    rows_of_blocks = []
+    for tile in range(tiles):
+        n = b * to_b + h * to_h + tile
+        full, part = counts[n]
+        row = blocks[n].tolist()
+        rows_of_blocks.append((row[:full], row[width - part :][::-1]))
+    return rows_of_blocks
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_list_what_is_seen(case: str, device: str) -> None:
+    given, per_batch, per_head = CASES[case]
     q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
-    options = fastattn.functional.call_options.dense_options(
-        q, k, v, documents=tuple(x.to(device) for x in ids), attn_mask=attn_mask.to(device),
-        mask_mod=of_places, mod_tensors=(table.to(device),), query_offset=4,
-    )  # fmt: skip
-    out = torch.full((B, H, T_q, T_k), -1, dtype=torch.int32, device=device)
-    visible_kernel[(B, H)](out, kernel_mask(options), T_q, T_k, T_q, T_k)
-    expected = attn_mask & (ids[0][:, None, :, None] == ids[1][:, None, None, :])
-    expected &= (ids[1] >= 0)[:, None, None, :]
-    b, h, i, j = torch.meshgrid(*map(torch.arange, (B, H, T_q, T_k)), indexing="ij")
-    expected &= (i + 4 + 2 * j + b) % 3 != table[h]
-    assert torch.equal(out.cpu(), 3 * expected.int())
-    assert expected.any()
+    options = dense_options(q, k, v, **to_device(given, device))
+    tables = mask_for_queries(options, q, k, TILE), mask_for_keys(options, q, k, TILE)
+    for mask in tables:
+        assert mask.counts_ptr.shape[0] == (B if per_batch else 1) * (H if per_head else 1)
+    seen, exists = shown(given), existing(given)
+    for b, h in itertools.product(range(B), range(H)):
+        for mask, wanted in zip(tables, both_ways(seen[b, h], exists[b]), strict=True):
+            assert lists(mask, len(wanted), b, h) == wanted
+    assert seen.any() and not seen.all()
 
 
-def test_boundary_blocks_are_those_around_the_full_ones(device: str) -> None:
-    out = torch.full((8,), -1, dtype=torch.int32, device=device)
-    boundary_block_kernel[(1,)](out, 2, 4, 7, 9)
-    assert out.tolist() == [2, 3, 7, 8, -1, -1, -1, -1]
+def test_tables_of_packed_sequences(device: str) -> None:
+    starts_q, starts_k = torch.tensor([0, 5, 5, 14]), torch.tensor([0, 18, 22, 27])
+    q, k = torch.zeros(14, H, 4, device=device), torch.zeros(27, 1, 4, device=device)
+    starts = starts_q.to(device), starts_k.to(device)
+    options = packed_options(q, k, k, *starts, mask_mod=by_row, causal=True)
+    q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+    tables = mask_for_queries(options, q, k, TILE), mask_for_keys(options, q, k, TILE)
+    for b, h in itertools.product(range(3), range(H)):
+        rows, keys = (int(x[b + 1] - x[b]) for x in (starts_q, starts_k))
+        i, j = torch.arange(rows)[:, None], torch.arange(keys)
+        p = i + keys - rows
+        pairs = (j <= p) & ((p // 6 + j // 9) % 2 == b)
+        ways = both_ways(pairs, torch.ones(keys, dtype=torch.bool))
+        for mask, wanted in zip(tables, ways, strict=True):
+            assert lists(mask, len(wanted), b, h) == wanted
+
+
+@pytest.mark.parametrize("starts", [(0, 8, 16), (0, 32)], ids=str)
+def test_packed_sequences_that_fill_their_last_tile(starts: tuple[int, ...], device: str) -> None:
+    """A program then has a slot past the end of its sequence: its row of the table is empty."""
+    offsets = torch.tensor(starts, device=device)
+    q, k, v = (
+        x[0].detach().transpose(0, 1)
+        for x in make_qkv(1, 2, 1, starts[-1], starts[-1], 16, device=device)
+    )
+    with tiles.forced(**dict.fromkeys(tiles.KINDS, LARGE_TILE)):
+        assert_matches_reference(
+            partial(fastattn.attention_varlen, backend="triton"), q, k, v, offsets, offsets,
+            oracle=reference.attention_varlen, stride=2,
+        )  # fmt: skip
+
+
+def test_masks_that_ranges_describe_have_no_table(device: str) -> None:
+    q, k, _ = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    padding = chance(B, T_k).to(device)
+    options = Options(key_padding_mask=padding, left=3, right=0, keep_first=2)
+    assert mask_for_queries(options, q, k, TILE).counts_ptr is None
+    assert mask_for_keys(options, q, k, TILE).counts_ptr is None
+
+
+def test_a_block_mask_keeps_its_tables(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until something changes that they were made from; those that a graph records are not kept."""
+    q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
+    heads = HEADS[0].to(device, copy=True)
+    mod = fastattn.BlockMask(by_head, per_batch=False)
+
+    def table(T_q: int = T_q, of_keys: bool = False, **arguments: Any) -> torch.Tensor:
+        rows = q[:, :, :T_q]
+        options = dense_options(rows, k, v, mask_mod=mod, mod_tensors=(heads,), **arguments)
+        make = mask_for_keys if of_keys else mask_for_queries
+        return make(options, rows, k, LARGE_TILE).blocks_ptr
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_mask, "may_keep", lambda device: False)
+        recorded = table()
+    assert mod.tables == {}
+    first = table()
+    assert first is not recorded and table() is first
+    assert table(T_q=9) is not first
+    assert table(causal=True) is not first
+    assert table(query_offset=3) is not first
+    assert table() is first
+    heads[0] = 20
+    changed = table()
+    assert not torch.equal(changed, first)
+    assert table(of_keys=True).shape != changed.shape
