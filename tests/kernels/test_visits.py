@@ -62,85 +62,59 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, flo
     return run
 
 
-def blocks_with_pairs(H: int, T_q: int, T_k: int, **masks: Any) -> int:
-    """Blocks of all batch rows and heads that hold a pair which is seen."""
-    keep = reference.visible_mask(T_q, T_k, **masks)
-    rows, columns = -(-T_q // BLOCK), -(-T_k // BLOCK)
-    whole = torch.zeros(len(keep), rows * BLOCK, columns * BLOCK, dtype=torch.bool)
-    whole[:, :T_q, :T_k] = keep[:, 0]
-    return H * int(
-        whole.unflatten(2, (columns, BLOCK)).unflatten(1, (rows, BLOCK)).any(4).any(2).sum()
-    )
+def blocks_with_pairs(keep: torch.Tensor) -> int:
+    """Blocks of all rows of a mask [B, 1, T, T] that hold a pair which is seen."""
+    surplus = -T % BLOCK
+    whole = torch.nn.functional.pad(keep[:, 0], (0, surplus, 0, surplus))
+    return int(whole.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).any(4).any(2).sum())
 
 
-B, H, T = 3, 1, 29
-
-
-def padding(kind: str) -> dict[str, torch.Tensor]:
-    key = torch.arange(T)
-    if kind == "lengths":
-        return {"key_lengths": torch.tensor([29, 9, 0])}
-    if kind == "right":
-        return {"key_padding_mask": key < torch.tensor([[29], [13], [0]])}
-    if kind == "left":
-        return {"key_padding_mask": key >= torch.tensor([[0], [18], [29]])}
-    return {"key_padding_mask": (key < 7) | (key > torch.tensor([[20], [24], [4]]))}
-
-
-def with_holes_filled(there: torch.Tensor) -> torch.Tensor:
-    """Keys between the first and the last of a row: forward and dQ load one block after another."""
-    return (there.cumsum(1) > 0) & (there.flip(1).cumsum(1).flip(1) > 0)
-
-
-def with_small_holes_filled(there: torch.Tensor) -> torch.Tensor:
-    """Fill holes, but only in blocks with a key that is there: dK/dV visits these blocks."""
-    between = with_holes_filled(there)
-    block = torch.nn.functional.pad(there, (0, -there.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    shared = block.any(2).repeat_interleave(BLOCK, 1)
-    return between & shared[:, : there.shape[1]]
-
-
-@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (6, 3)}], ids=str)
-@pytest.mark.parametrize("kind", ["lengths", "right", "left", "holes"])
-def test_padding_is_not_computed(kind: str, band: dict[str, Any], count_blocks: Any) -> None:
-    """Nor, for dK and dV, are blocks of keys that a hole in the padding mask empties."""
-    inputs = make_qkv(B, H, 1, T, D=16)
-    masks = {**band, **padding(kind)}
-    counted = count_blocks(inputs, **masks)
-    of_keys = masks
-    if kind == "holes":
-        there = masks["key_padding_mask"].expand(B, T)
-        masks = {**masks, "key_padding_mask": with_holes_filled(there)}
-        of_keys = {**masks, "key_padding_mask": with_small_holes_filled(there)}
-    expected = blocks_with_pairs(H, T, T, **masks)
-    del counted["backward_bias"]
-    met_by_keys = blocks_with_pairs(H, T, T, **of_keys)
-    assert counted.pop("backward_dkv") == met_by_keys
-    assert counted == dict.fromkeys(counted, expected)
-    everything = blocks_with_pairs(H, T, T, key_lengths=torch.full((B,), T), **band)
-    assert met_by_keys < everything
-
-
+B, T = 3, 29
+KEYS = torch.arange(T)
+HOLES = (KEYS < 7) | (torch.tensor([[20], [24], [4]]) < KEYS)
+PADDING: dict[str, dict[str, torch.Tensor]] = {
+    "lengths": {"key_lengths": torch.tensor([29, 9, 0])},
+    "right": {"key_padding_mask": torch.tensor([[29], [13], [0]]) > KEYS},
+    "left": {"key_padding_mask": torch.tensor([[0], [18], [29]]) <= KEYS},
+    "holes": {"key_padding_mask": HOLES},
+}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
-    "prefix": {"causal": True, "prefix_lengths": torch.tensor([13, 3])},
+    "prefix": {"causal": True, "prefix_lengths": torch.tensor([13, 3, 0])},
     "first": {"window": 4, "keep_first": 3},
     "stride": {"stride": 25, "window": 3, "causal": True},
     "offset": {"causal": True, "query_offset": -12},
+    **PADDING,
+    **{f"{name}-causal": {**x, "causal": True} for name, x in PADDING.items()},
+    **{f"{name}-window": {**x, "window": (6, 3)} for name, x in PADDING.items()},
 }
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_hidden_blocks_are_not_computed(mask: str, count_blocks: Any) -> None:
-    inputs = make_qkv(2, H, 1, T, D=16)
-    like_rows = {"key_lengths": torch.tensor([T, T])}
-    bias = torch.zeros(2, H, T, T, requires_grad=True)
-    counted = count_blocks(inputs, attn_bias=bias, **MASKS[mask])
-    expected = blocks_with_pairs(H, T, T, **like_rows, **MASKS[mask])
+    """Forward and dQ load one block after another between the first key and the last of a row;
+    dK and dV leave out blocks of keys that a hole in the padding empties.
+    """
+    given = MASKS[mask]
+    biased = not {"key_lengths", "key_padding_mask"} & given.keys()
+    bias = {"attn_bias": torch.zeros(B, 1, T, T, requires_grad=True)} if biased else {}
+    counted = count_blocks(make_qkv(B, 1, 1, T, D=16), **bias, **given)
+    by_queries = by_keys = given
+    if mask.startswith("holes"):
+        between = (HOLES.cumsum(1) > 0) & (HOLES.flip(1).cumsum(1).flip(1) > 0)
+        met = torch.nn.functional.pad(HOLES, (0, -T % BLOCK)).unflatten(1, (-1, BLOCK)).any(2)
+        by_queries = {**given, "key_padding_mask": between}
+        by_keys = {
+            **given, "key_padding_mask": between & met.repeat_interleave(BLOCK, 1)[:, :T],
+        }  # fmt: skip
+    expected, of_keys = (
+        blocks_with_pairs(reference.visible_mask(T, T, **x).expand(B, 1, T, T))
+        for x in (by_queries, by_keys)
+    )
     assert counted["forward"] == counted["backward_dq"] == expected
-    assert counted["backward_dkv"] == expected
+    assert counted["backward_dkv"] == of_keys
     # The gradient of the bias goes by ranges, which know no strides.
-    assert counted["backward_bias"] == expected or mask == "stride"
+    assert not biased or counted["backward_bias"] == expected or mask == "stride"
 
 
 @triton.jit
@@ -149,12 +123,10 @@ def islands(b, h, q_pos, k_pos):
 
 
 def test_a_mask_function_skips_what_it_empties(count_blocks: Any) -> None:
-    inputs = make_qkv(1, H, 1, T, D=16)
+    inputs = make_qkv(1, 1, 1, T, D=16)
     counted = count_blocks(inputs, mask_mod=islands)
-    same = torch.arange(T)[:, None] // 11 == torch.arange(T) // 11
-    used = torch.nn.functional.pad(same, (0, 3, 0, 3)).unflatten(1, (4, BLOCK))
-    expected = H * int(used.unflatten(0, (4, BLOCK)).any(3).any(1).sum())
+    same = KEYS[:, None] // 11 == KEYS // 11
+    expected = blocks_with_pairs(same[None, None])
     assert counted["forward"] == counted["backward_dq"] == counted["backward_dkv"] == expected
-    ids = (torch.arange(T) // 11)[None]
-    assert count_blocks(inputs, documents=ids) == counted
+    assert count_blocks(inputs, documents=(KEYS // 11)[None]) == counted
     assert count_blocks(inputs, attn_mask=same) == counted
