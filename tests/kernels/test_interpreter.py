@@ -1,22 +1,31 @@
-"""The interpreter's repairs, seen through small kernels that a GPU would run the same, and what it
-refuses: reads and writes outside of all arguments.
+"""The interpreter's repairs, seen through small kernels that a GPU would run the same, its short
+ways beside Triton's own, and what it refuses: accesses outside of all arguments.
 """
 
+import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as stock
 
+from fastattn import attention
+from fastattn.kernels.launch import emulation
 from fastattn.kernels.launch.emulation import OutOfBoundsError
 from fastattn.kernels.launch.interpreter import mend
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"
 )
-
-BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -53,47 +62,37 @@ def test_float32_dot_keeps_the_bits_its_precision_keeps(precision: str, product:
     assert torch.equal(c, torch.full((16, 16), product))
 
 
-def float32_of_bits(*bits: int) -> torch.Tensor:
-    return torch.tensor([b - (b >> 31 << 32) for b in bits], dtype=torch.int32).view(torch.float32)
-
-
-# Of float32 and of the nearest bfloat16: ties to even, infinities, a subnormal, minus zero.
+# Bits of float32 and of the nearest bfloat16: ties to even, infinities, a subnormal, minus zero.
 ROUNDED = {
     0x3F808000: 0x3F80, 0x3F818000: 0x3F82, 0x3F808001: 0x3F81, 0x3F817FFF: 0x3F81,
     0xBF818000: 0xBF82, 0x7F7FFFFF: 0x7F80, 0x7F800000: 0x7F80, 0xFF800000: 0xFF80,
     0x00018000: 0x0002, 0x80000000: 0x8000,
 }  # fmt: skip
+NANS = [0x7FC00000, 0xFFFFFFFF, 0x7F800001]
 
 
 def test_float32_rounds_to_the_nearest_bfloat16() -> None:
-    numbers = float32_of_bits(*ROUNDED, *[0] * (16 - len(ROUNDED)))
-    actual = cast(numbers, BF16).view(torch.int16)[: len(ROUNDED)]
-    assert [x & 0xFFFF for x in actual.tolist()] == [*ROUNDED.values()]
-
-
-@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001], ids=hex)
-def test_nan_stays_nan_in_bfloat16(bits: int) -> None:
-    assert cast(float32_of_bits(bits), BF16).isnan().all()
-
-
-@triton.jit
-def max_kernel(x_ptr, out_ptr, N: tl.constexpr):
-    tl.store(out_ptr, tl.max(tl.load(x_ptr + tl.arange(0, N)), 0))
+    bits = torch.tensor([*ROUNDED, *NANS, 0, 0, 0]).to(torch.int32)
+    actual = cast(bits.view(torch.float32), torch.bfloat16)
+    numbers, nans, _ = actual.split((len(ROUNDED), len(NANS), 3))
+    assert [x & 0xFFFF for x in numbers.view(torch.int16).tolist()] == [*ROUNDED.values()]
+    assert nans.isnan().all()
 
 
 def test_a_launch_leaves_the_language_as_it_found_it() -> None:
-    before = (tl.load, tl.core.load, tl.range, tl.reduce, tl.core.reduce, tl.tensor.__dict__.copy())
-    max_kernel[(1,)](torch.ones(8), torch.zeros(1), 8)
+    def language() -> tuple[Any, ...]:
+        functions = (tl.load, tl.core.load, tl.range, tl.reduce, tl.core.reduce)
+        return (*functions, tl.tensor.__dict__.copy())
+
+    before = language()
+    cast(torch.ones(8), torch.float16)
     with pytest.raises(OutOfBoundsError):
         cast_kernel[(1,)](torch.zeros(1), torch.zeros(2), 2)
-    after = (tl.load, tl.core.load, tl.range, tl.reduce, tl.core.reduce, tl.tensor.__dict__.copy())
-    assert after == before
+    assert language() == before
 
 
 def test_threads_launch_one_after_another() -> None:
     """Forward in some threads and backward, which autograd runs in threads of its own, at once."""
-    from fastattn import attention
-
     q, k, v = (torch.randn(1, 1, 20, 16) for _ in range(3))
 
     def gradient(row: int) -> torch.Tensor:
@@ -120,22 +119,10 @@ def test_a_launch_starts_another_from_its_own_thread() -> None:
 
 
 def test_compiled_kernels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastattn.kernels.launch import emulation
-
     monkeypatch.setattr(emulation, "install", lambda: pytest.fail("installed for compiled kernels"))
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = False
         mend()
-
-
-@triton.jit
-def copy_kernel(ptrs, n, MASKED: tl.constexpr, N: tl.constexpr):
-    offs = tl.program_id(0) * N + tl.arange(0, N)
-    mask = offs < n
-    if MASKED:
-        tl.store(ptrs[1] + offs, tl.load(ptrs[0] + offs, mask=mask), mask=mask)
-    else:
-        tl.store(ptrs[1] + offs, tl.load(ptrs[0] + offs))
 
 
 @triton.jit
@@ -164,19 +151,98 @@ def test_an_access_outside_every_argument_raises(kind: str, offset: int) -> None
         access_kernel[(1,)](x, out, offset, kind)
 
 
-def test_a_program_past_the_end_of_a_tensor_in_a_tuple_raises() -> None:
+@triton.jit
+def copy_kernel(ptrs, n, MASKED: tl.constexpr, N: tl.constexpr):
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    mask = offs < n
+    if MASKED:
+        tl.store(ptrs[1] + offs, tl.load(ptrs[0] + offs, mask=mask), mask=mask)
+    else:
+        tl.store(ptrs[1] + offs, tl.load(ptrs[0] + offs))
+
+
+def test_tensors_in_a_tuple_have_bounds() -> None:
+    """Of their storage, whose rest is inside; masked lanes may point anywhere."""
     x, out = torch.arange(20.0), torch.zeros(32)
     with pytest.raises(OutOfBoundsError, match=r"load of 12 element.*program \(1, 0, 0\).*ptrs"):
         copy_kernel[(2,)]((x, out), 20, False, 16)
+    copy_kernel[(2,)]((x, out[:20]), 20, True, 16)
+    assert torch.equal(out[:20], x)
+    copy_kernel[(1,)]((x[4:8], out), 20, False, 16)
+    assert torch.equal(out[:16], x[4:])
 
 
-def test_masked_lanes_may_point_anywhere() -> None:
-    x, out = torch.arange(20.0), torch.zeros(20)
-    copy_kernel[(2,)]((x, out), 20, True, 16)
-    assert torch.equal(out, x)
+SHAPES = ((), (4,), (4, 1), (1, 4))
+DTYPES = (tl.int1, tl.int32, tl.int64, tl.uint32, tl.float16, tl.bfloat16, tl.float32)
+POINTERS = (tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16))
+NUMBERS = (True, 0, 3, -1, 2**31 - 1, 2**31, -(2**31) - 1, 2**40, 2**70, -0.0, 2.5, 1e300)
+# By tensors and numbers, as Triton has them outside a launch.
+ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+OPERATORS = {
+    name: getattr(tl.tensor, name)
+    for name in (
+        *(f"__{operator}__" for operator in (*ARITHMETIC, *COMPARISONS)),
+        *(f"__r{operator}__" for operator in ARITHMETIC),
+    )
+}
 
 
-def test_the_rest_of_a_viewed_storage_is_inside() -> None:
-    x, out = torch.arange(32.0), torch.zeros(32)
-    copy_kernel[(1,)]((x[8:16], out), 32, False, 16)
-    assert torch.equal(out[:16], x[8:24])
+@pytest.fixture
+def launched() -> Iterator[None]:
+    """The language as it is during a launch."""
+    scope = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl}))
+    yield
+    scope.restore()
+
+
+def operands() -> list[Any]:
+    made: list[Any] = list(NUMBERS)
+    for dtype, shape in product((*DTYPES, *POINTERS), SHAPES):
+        sizes = shape or (1,)
+        data = np.resize([3, 0, -2, 7], sizes).astype(np.int64).astype(stock._get_np_dtype(dtype))
+        of = tl.block_type(dtype, list(shape)) if shape else dtype
+        made.append(tl.tensor(stock.TensorHandle(data, dtype), of))
+    return made
+
+
+def described(x: Any) -> object:
+    return str(x.type), str(x.handle.dtype), x.handle.data.dtype, x.handle.data.tolist()
+
+
+def result(function: Any, *arguments: Any) -> object:
+    """Type and numbers of what an operator gives, or that it raises something."""
+    try:
+        return described(function(*arguments))
+    except Exception:
+        return "an error"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.filterwarnings("ignore")
+def test_operators_give_the_numbers_of_triton(launched: None, name: str) -> None:
+    stock_way = partial(OPERATORS[name], _semantic=TritonSemantic(stock.interpreter_builder))
+    short = getattr(tl.tensor, name)
+    given = operands()
+    tensors = [x for x in given if isinstance(x, tl.tensor)]
+    with np.errstate(all="ignore"):
+        differ = [
+            (x, y)
+            for x, y in product(tensors, [*given, tl.constexpr(3), tl.constexpr(-0.5)])
+            if repr(result(short, x, y)) != repr(result(stock_way, x, y))
+        ]
+    assert differ == []
+
+
+@triton.jit
+def even_ones(x_ptr, y_ptr, N: tl.constexpr, OTHER: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, i % 2 == 0, other=OTHER))
+
+
+@pytest.mark.parametrize("other", [0, 0.0, 2.5, -math.inf], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_masked_numbers_are_what_the_load_says(dtype: torch.dtype, other: float) -> None:
+    x, y = torch.randn(8).to(dtype), torch.full((8,), math.nan, dtype=dtype)
+    even_ones[(1,)](x, y, 8, other)
+    assert torch.equal(y, torch.where(torch.arange(8) % 2 == 0, x, other))
