@@ -4,7 +4,6 @@
 The harness times all calls, and pytest-benchmark shows its samples.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -13,29 +12,13 @@ import pytest
 
 from fastattn.bench.cases.case import Case
 from fastattn.bench.cases.correctness import Expected, expect
-from fastattn.bench.cases.implementation import Implementation
-from fastattn.bench.cases.inputs import make_inputs
+from fastattn.bench.cases.inputs import Implementation, make_inputs
 from fastattn.bench.cases.registry import OURS
-from fastattn.bench.time.attention import FAILED, TIMED, WRONG, run_case
-from fastattn.bench.time.samples import (
-    Announce,
-    Bench,
-    Effort,
-    Function,
-    HostTimer,
-    gpu_bench,
-    silent,
-)
+from fastattn.bench.time.attention import run_case
+from fastattn.bench.time.failures import FAILED, TIMED, WRONG
+from fastattn.bench.time.samples import Bench, Effort, HostTimer, gpu_bench
 
 _MOST_MEMORY = 1.05  # of the least
-
-
-class _Kept(Bench):
-    """Instruments that keep the samples they took last, in milliseconds."""
-
-    def samples(self, functions: Mapping[str, Function], announce: Announce = silent) -> Any:
-        self.last = super().samples(functions, announce)
-        return self.last
 
 
 @lru_cache(maxsize=1)
@@ -79,13 +62,13 @@ def test_attention(
         target_ms=min(bench.effort.target_ms, 1e3 * float(option("benchmark_max_time"))),
         least=min(bench.effort.least, option("benchmark_min_rounds")),
     )
-    kept = _Kept(**{**vars(bench), "effort": effort, "expected": lambda x, _: _expected(x)})
+    bench = replace(bench, effort=effort, expected=lambda case, _: _expected(case))
     benchmark.group = case.name
-    (record,) = run_case(case, [implementation], kept)
+    (record,) = run_case(case, [implementation], bench)
     if record["status"] != TIMED:
         ours = implementation.name.startswith(OURS) and record["status"] in (WRONG, FAILED)
         (pytest.fail if ours else pytest.skip)(f"{implementation.name}: {record['reason']}")
-    samples = kept.last[implementation.name]
+    samples = bench.taken[implementation.name]
     benchmark.extra_info.update({n: x for n, x in record.items() if n not in ("case", "status")})
     benchmark.pedantic(_Samples(samples), rounds=len(samples))
     assert implementation.name != OURS or record.get("memory_ratio", 1.0) <= _MOST_MEMORY

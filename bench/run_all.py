@@ -1,4 +1,4 @@
-"""Run all measurements on a machine with a GPU.
+"""Run all measurements on a machine with a GPU, within a time: numeric tests, figures, tuning.
 
     python bench/run_all.py --out DIR --quick --budget-minutes 9
 
@@ -9,16 +9,118 @@ first. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` add
 """
 
 import argparse
+import json
 import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fastattn.bench.results.tables import reports
+from fastattn.bench.results import charts
+from fastattn.bench.results.report import DONE, Report, newest, untimed, write_whole
+from fastattn.bench.results.tables import markdown, reports
+from fastattn.bench.time import numeric_tests
 from fastattn.bench.time.environment import command_line
-from fastattn.bench.time.full_run import PARTS, run_all, summary
+from fastattn.bench.time.jobs import gpu_jobs
+from fastattn.bench.time.measure import measure
+from fastattn.bench.time.supervise import ChildProcess, python, variables
+from fastattn.tuned.store import CACHE_DIR
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+PARTS = ("tests", "suite", "tuning")
+# Seconds reserved for the tables and pictures.
+RESERVE = 20.0
+
+
+def run_all(
+    out: Path,
+    which: str,
+    seconds: float,
+    command: str,
+    skip: Collection[str] = (),
+    earlier: Iterable[Mapping[str, Any]] = (),
+    start: Callable[..., ChildProcess] = ChildProcess,
+) -> dict[str, Any]:
+    """Test, measure and tune on this machine's GPU, within a time; return the report's data.
+
+    Args:
+        out: folder for the files, created if missing; continues an earlier run.
+        which: case set; "quick" excludes tuning.
+        seconds: for the whole run.
+        command: for the report.
+        skip: of PARTS.
+        earlier: reports of this GPU; measurements that they lack, or of changed kernels, come
+            first.
+        start: starts a process, as `ChildProcess` does.
+    """
+    end = time.monotonic() + seconds
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = set(PARTS) - set(skip) - ({"tuning"} if which == "quick" else set())
+    kept = RESERVE + (0.2 * seconds if "tuning" in wanted else 0.0)
+    report = Report.at(out / "results.json", command)
+    begin = partial(start, log=out / "log.txt")
+
+    def left(reserve: float = RESERVE) -> float:
+        return end - time.monotonic() - reserve
+
+    def code_of(command: list[str], settings: dict[str, str], until: float) -> int | None:
+        """The exit code of a command; None: it was stopped with `until` seconds left."""
+        process = begin(command, variables() | settings, listen=False)
+        while (code := process.poll()) is None and left(until) > 0:
+            time.sleep(0.2)
+        process.kill()
+        return code
+
+    if "tests" in wanted and report.data["tests"].get("status") != "finished":
+        most = min(150.0, 0.25 * seconds) if "suite" in wanted else left()
+        say(f"numeric tests, at most {most:.0f} s")
+        path = out / "tests.jsonl"
+        settings = numeric_tests.variables(path)
+        code = code_of(numeric_tests.command(CHECKOUT), settings, left(0.0) - most)
+        report.data["tests"] = numeric_tests.summary(path, code)
+        report.save()
+    if "suite" in wanted:
+        say(f"measurements, at most {left(kept):.0f} s")
+        records, jobs = newest(earlier), gpu_jobs(which)
+        kinds = {
+            name: jobs[name].kinds for name in sorted(jobs, key=lambda x: not untimed(x, records))
+        }
+
+        def suite(names: list[str]) -> ChildProcess:
+            program = python("fastattn.bench.time.jobs", which, json.dumps(names))
+            return begin(program, variables())
+
+        ended = measure(kinds, report.data, report.save, suite, lambda: left(kept))
+        report.data["suite"] = ended
+        report.save()
+    if "tuning" in wanted and left() >= 10:
+        say(f"tiles, at most {left():.0f} s")
+        tune = [sys.executable, "-m", "fastattn", "tune", "--export", str(out / "tuned.json")]
+        # It has its own deadline; ours stops a hang.
+        tune += ["--seconds", f"{left() - 5:.0f}"]
+        code_of(tune, {CACHE_DIR: str(out / "findings")}, RESERVE)
+    write_whole(out / "results.md", markdown(report.data))
+    try:
+        charts.write(charts.measured(report.data), out)
+    except Exception as error:  # the figures are safe; pictures can be drawn again
+        say(f"no pictures: {error}")
+    return report.data
+
+
+def summary(data: Mapping[str, Any]) -> str:
+    """Last lines of a log: outcomes of tests and measurements."""
+    jobs, tests = data["jobs"].values(), data["tests"]
+    done = sum(job["status"] == DONE for job in jobs)
+    lines = []
+    if tests:
+        lines = [f"tests: {tests['status']}; {tests['passed']} passed, {tests['failed']} failed"]
+        lines += [f"  {name}" for name in tests["failures"][:10]]
+    lines.append(f"suite: {data.get('suite', 'not run')}; {done} of {len(jobs)} jobs done")
+    return "\n".join(lines)
 
 
 def say(line: str) -> None:
@@ -34,25 +136,18 @@ def main() -> int:
         "--budget-minutes", type=float, help="for everything (9 with --quick, else 60)"
     )
     parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="leave out")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.stderr.write("no GPU: torch sees no CUDA device, so there is nothing to measure here\n")
         return 2
-    minutes = arguments.budget_minutes or (9 if arguments.quick else 60)
+    seconds = 60 * (options.budget_minutes or (9 if options.quick else 60))
     name = torch.cuda.get_device_name()
-    records = reports(CHECKOUT / "bench" / "results")
-    report = run_all(
-        arguments.out,
-        CHECKOUT,
-        "quick" if arguments.quick else "full",
-        60 * minutes,
-        command_line(),
-        skip=arguments.skip,
-        earlier=[data for data in records if data["environment"]["gpu"]["name"] == name],
-        say=say,
-    )
-    sys.stdout.write((arguments.out / "results.md").read_text(encoding="utf-8")[-6000:])
-    sys.stdout.write(summary(report.data) + "\n")
+    every = reports(CHECKOUT / "bench" / "results")
+    earlier = [data for data in every if data["environment"]["gpu"]["name"] == name]
+    which = "quick" if options.quick else "full"
+    data = run_all(options.out, which, seconds, command_line(), options.skip, earlier)
+    say((options.out / "results.md").read_text(encoding="utf-8")[-6000:])
+    say(summary(data))
     return 0
 
 

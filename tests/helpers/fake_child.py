@@ -11,6 +11,18 @@ class Hang(BaseException):
     """A call that never returns."""
 
 
+class Clock:
+    """A module's `time`, which passes only where somebody sleeps, by `step` seconds if given."""
+
+    now, step = 0.0, None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += self.step or seconds
+
+
 class FakeChild:
     """`work(tell, jobs)` is its life, for one job after another, until it raises Crash or Hang."""
 

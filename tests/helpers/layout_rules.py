@@ -66,9 +66,10 @@ MOST_FILES = 14  # directly in one folder
 # What a user or a script imports, and what a process is started with.
 ENTRIES = {
     "fastattn.__main__",
-    "fastattn.bench.time.full_run",
-    "fastattn.bench.time.suite",
-    "fastattn.bench.tune.tuner",
+    "fastattn.bench.results.charts",
+    "fastattn.bench.results.tables",
+    "fastattn.bench.time.jobs",
+    "fastattn.bench.time.numeric_tests",
     "fastattn.compat.diffusers",
     "fastattn.compat.flash_mla",
     "fastattn.compat.flex_attention",

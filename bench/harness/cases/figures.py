@@ -87,12 +87,3 @@ def figures(case: Case, ms: float) -> dict[str, float]:
     if case.family == "decode":
         rates["kv_gbps"] = key_value_bytes(case) / ms / 1e6
     return rates
-
-
-def exponential_limit(D: int, sm_count: int, clock_mhz: float) -> float:
-    """TFLOP/s of a forward pass limited only by its exponentials, one per visible pair.
-
-    A multiprocessor starts 16 exponentials per clock (CUDA C++ Programming Guide, "Arithmetic
-    Instructions", compute capabilities 8.0 to 9.0).
-    """
-    return 4.0 * D * 16 * sm_count * clock_mhz / 1e6

@@ -13,8 +13,7 @@ from ...options import Options
 from ...testing.fp8 import assert_output_within_fp8_bounds, dequantized
 from .case import Case
 from .correctness import rows_at_once, sampled_heads
-from .implementation import Attention, Implementation
-from .inputs import Inputs
+from .inputs import Attention, Implementation, Inputs
 
 
 def _serves(case: Case) -> str | None:

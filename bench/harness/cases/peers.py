@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .case import Case
-from .implementation import Attention, Implementation
-from .inputs import Inputs
+from .inputs import Attention, Implementation, Inputs
 
 
 def _installed(module: str) -> bool:

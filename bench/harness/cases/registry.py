@@ -22,8 +22,7 @@ from ...ops import attend as ops
 from ...options import Options
 from .case import Case
 from .fp8 import EIGHT_BITS
-from .implementation import Attention, Implementation, Unserved
-from .inputs import Inputs, option_shapes, visible_mask
+from .inputs import Attention, Implementation, Inputs, Unserved, option_shapes, visible_mask
 from .peers import PEERS
 
 # The backend that `auto` selects.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cases.case import Case
-from ..cases.figures import exponential_limit, input_bytes, least_memory
+from ..cases.figures import input_bytes, least_memory
 from .report import timed, write_whole
 
 # Name in a report to colour and label.
@@ -100,7 +100,7 @@ def _sweep(data: Mapping[str, Any], direction: str, figure: str) -> list[Group]:
     names = SHOWN if figure == "tflops" else SHOWN | UNFUSED
     for (D, full, T, H), bars in _groups(data, figure, chosen, key, names).items():
         if figure == "tflops":
-            limits = _limits(data, D, direction)
+            limits = _limit(data, "matrix product", "matmul_tflops")
         else:
             case = Case(direction, direction, 16384 // T, H, H, T, T, D)  # type: ignore[arg-type]
             limits = {"outputs and lse": (least_memory(case) - input_bytes(case)) / 2**20}
@@ -108,21 +108,14 @@ def _sweep(data: Mapping[str, Any], direction: str, figure: str) -> list[Group]:
     return groups
 
 
-def _limits(data: Mapping[str, Any], D: int, direction: str) -> dict[str, float]:
-    """Upper limits in TFLOP/s: the run's matrix product, and the exponentials."""
-    limits = {}
-    if data["ceilings"]:
-        limits["matrix product"] = data["ceilings"]["matmul_tflops"]
-    gpu = data["environment"].get("gpu") or {}
-    clock, count = gpu.get("max_sm_clock_mhz"), gpu.get("sm_count")
-    if direction == "forward" and clock and count:
-        limits["exponentials"] = exponential_limit(D, count, clock)
-    return limits
+def _limit(data: Mapping[str, Any], name: str, figure: str) -> dict[str, float]:
+    """An upper limit that the run measured, if it did."""
+    return {name: data["ceilings"][figure]} if data["ceilings"] else {}
 
 
 def _decoding(data: Mapping[str, Any]) -> list[Group]:
     """Groups for cache, batch, and call or graph."""
-    limits = {"a copy": data["ceilings"]["copy_gbps"]} if data["ceilings"] else {}
+    limits = _limit(data, "a copy", "copy_gbps")
 
     def chosen(case: Mapping[str, Any]) -> bool:
         return case["dtype"] == "bfloat16" and not case["label"]

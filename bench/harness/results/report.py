@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...files.replace import replacing
-from ..time.attention import TIMED
 from ..time.environment import SOURCES, fingerprints
+from ..time.failures import TIMED
 
 FORMAT = 1
 DONE, BROKEN, LEFT = "done", "broken off", "not reached"

@@ -14,7 +14,7 @@ from ...kernels.launch.tiles import TileConfig
 from ...tuned import findings
 from ...tuned.findings import Unreadable
 from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
-from ..time.attention import TIMED
+from ..time.failures import TIMED
 from ..tune import tables as tuning
 from ..tune.candidates import names_of
 from .report import DONE, Record, Report, newest, timed, write_whole

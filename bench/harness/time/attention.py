@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,84 +15,65 @@ from ...tracing import record_cuda_graph
 from ..cases import figures
 from ..cases.case import Case
 from ..cases.correctness import Expected, check
-from ..cases.implementation import Attention, Implementation, Unserved
-from ..cases.inputs import Inputs, make_inputs
-from .failures import log, raise_if_lost, reason
-from .samples import Announce, Bench, Function, Timing, silent
+from ..cases.inputs import Attention, Implementation, Inputs, make_inputs
+from .failures import FAILED, TIMED, UNSERVED, Failure, failure, release
+from .samples import Bench, Function, summary
 from .supervise import PREPARES, RUNS
 
-TIMED, UNSERVED, WRONG = "timed", "cannot serve", "wrong"
-FAILED, NO_MEMORY = "failed", "out of memory"
 Record = dict[str, Any]
 Results = tuple[Tensor, tuple[Tensor, ...] | None]
 # Announced while the oracle computes the expected results.
 REFERENCE = "the reference"
 
 
-def run_case(
-    case: Case,
-    implementations: Iterable[Implementation],
-    bench: Bench,
-    *,
-    broken: Mapping[str, str] | None = None,
-    announce: Announce = silent,
-) -> list[Record]:
+def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench) -> list[Record]:
     """Measure implementations on a case, in this order; a record for each.
 
-    A record has implementation, status (one of the names above) and reason; if timed, ms and the
-    figures of `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU; alone if it
-    took no turns.
-
-    Args:
-        bench: the instruments.
-        broken: implementations that broke an earlier process, with reasons.
-        announce: progress callback, as in `Bench.samples`; called with REFERENCE first.
+    A record has implementation, status (see `failures`) and reason; if timed, ms and the figures of
+    `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU; alone if it took no
+    turns.
 
     Raises:
         DeviceLost: an implementation broke the CUDA context; named TIMING if several took turns.
     """
     outcomes: dict[str, Record] = {}
-    works: dict[str, Function] = {}
-    served = []
+    served: list[Implementation] = []
     for implementation in implementations:
         name = implementation.name
         outcomes[name] = {}
-        if broken and name in broken:
-            outcomes[name] = {"status": FAILED, "reason": broken[name]}
-        elif (reason := implementation.why_not(case)) is not None:
-            outcomes[name] = {"status": UNSERVED, "reason": reason}
+        if name in bench.broken:
+            outcomes[name] = Failure(FAILED, bench.broken[name])._asdict()
+        elif (why_not := implementation.why_not(case)) is not None:
+            outcomes[name] = Failure(UNSERVED, why_not)._asdict()
         else:
             served.append(implementation)
-    announce(REFERENCE, PREPARES)
+
+    def ready(one: Implementation) -> Function:
+        issued = partial(bench.announce, one.name, RUNS)
+        work, outcomes[one.name] = prepare(one, case, inputs, expected, issued)
+        return work
+
+    results: dict[str, Any]
+    bench.announce(REFERENCE, PREPARES)
     try:
         inputs = make_inputs(case)
         expected = bench.expected(case, inputs)
         bench.timer.synchronize()
     except Exception as error:
-        outcome = _failure(error, case, REFERENCE, bench)
-        outcomes.update({i.name: outcome for i in served})
-        served = []
-    for implementation in served:
-        name = implementation.name
-        announce(name, PREPARES)
-        try:
-            works[name], outcomes[name] = prepare(
-                implementation, case, inputs, expected, issued=partial(announce, name, RUNS)
-            )
-            bench.timer.synchronize()
-        except Exception as error:
-            outcomes[name] = _failure(error, case, name, bench)
-    timings = bench.compare(works, announce)
-    readings = bench.readings() | ({"alone": True} if bench.alone else {})
-    for name, timing in timings.items():
-        if isinstance(timing, Timing):
-            numbers = figures.figures(case, timing.median).items()
-            outcomes[name].update(status=TIMED, ms=timing.to_dict())
-            outcomes[name].update({n: float(f"{x:.4g}") for n, x in numbers}, **readings)
+        failed = failure(error, REFERENCE, bench.timer.synchronize)
+        results = {one.name: failed for one in served}
+    else:
+        results = bench.samples({one.name: partial(ready, one) for one in served})
+    about = bench.readings | ({"alone": True} if bench.alone else {})
+    for name, result in results.items():
+        if isinstance(result, Failure):
+            outcomes[name] = result._asdict()
         else:
-            outcomes[name] = _failure(timing, case, name, bench)
-    works.clear()
-    release(case.device)
+            ms = summary(result)
+            numbers = figures.figures(case, ms["median"]).items()
+            outcomes[name].update(status=TIMED, ms=ms)
+            outcomes[name].update({n: float(f"{x:.4g}") for n, x in numbers}, **about)
+    release()
     described = case.to_dict()
     return [{"case": described, "implementation": n, **facts} for n, facts in outcomes.items()]
 
@@ -103,7 +83,7 @@ def prepare(
     case: Case,
     inputs: Inputs,
     expected: Expected,
-    issued: Function = lambda: None,
+    issued: Callable[[], object] = lambda: None,
 ) -> tuple[Function, Record]:
     """Check an implementation against the oracle; return the function to time and its memory.
 
@@ -202,24 +182,3 @@ def _memory(case: Case, work: Function) -> Record:
         "peak_mib": round(peak / 2**20, 1),
         "memory_ratio": round((peak + inputs) / figures.least_memory(case), 3),
     }
-
-
-def _failure(error: Exception, case: Case, name: str, bench: Bench) -> Record:
-    raise_if_lost(error, name, bench.timer.synchronize)
-    text = reason(error)
-    if isinstance(error, Unserved) or "No available kernel" in text:
-        return {"status": UNSERVED, "reason": text.partition(": ")[2]}
-    if isinstance(error, torch.OutOfMemoryError):
-        release(case.device)
-        return {"status": NO_MEMORY, "reason": text.partition(": ")[2]}
-    log(f"{name} on {case.name}", error)
-    if isinstance(error, AssertionError):
-        return {"status": WRONG, "reason": text.partition(": ")[2]}
-    return {"status": FAILED, "reason": text}
-
-
-def release(device: str) -> None:
-    """Return unreferenced memory to the device."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

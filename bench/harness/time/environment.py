@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,39 +116,12 @@ def _query(run: Run, *fields: str) -> list[str]:
     return output.splitlines()[0].split(", ")
 
 
-class ClockReader:
-    """Reads SM clock (MHz) and power (W) while the device works.
-
-    torch reads them by NVML, if its bindings are installed, in microseconds; else nvidia-smi runs
-    only once, since the device is idle meanwhile.
-    """
-
-    def __init__(self, run: Run = _run, nvml: bool | None = None) -> None:
-        self._run, self._nvml = run, find_spec("pynvml") is not None if nvml is None else nvml
-        self._readings: list[tuple[float, float]] = []
-
-    def __call__(self) -> None:
-        """Take a reading; failures are ignored."""
-        if self._readings and not self._nvml:
-            return
-        with contextlib.suppress(Exception):
-            if self._nvml:
-                clock, power = float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
-            else:
-                clock, power = map(float, _query(self._run, "clocks.sm", "power.draw"))
-            self._readings.append((clock, power))
-
-    def take(self) -> dict[str, float]:
-        """Least and largest sm_clock_mhz and largest power_w since the last call, or {}."""
-        readings, self._readings = self._readings, []
-        if not readings:
-            return {}
-        clocks, powers = zip(*readings, strict=True)
-        return {
-            "sm_clock_mhz": max(clocks),
-            "least_sm_clock_mhz": min(clocks),
-            "power_w": max(powers),
-        }
+def clocks(run: Run = _run) -> dict[str, float]:
+    """The current sm_clock_mhz and power_w; {} without nvidia-smi."""
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        clock, power = map(float, _query(run, "clocks.sm", "power.draw"))
+        return {"sm_clock_mhz": clock, "power_w": power}
+    return {}
 
 
 def command_line() -> str:

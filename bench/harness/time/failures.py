@@ -1,14 +1,29 @@
-"""Errors of implementations: log, line of the report, lost devices."""
+"""Outcomes of implementations: statuses of records, failures and their log, lost devices."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
+
+from ..cases.inputs import Unserved
+
+TIMED, UNSERVED, WRONG = "timed", "cannot serve", "wrong"
+FAILED, NO_MEMORY = "failed", "out of memory"
 # Exit code of a process whose CUDA context is lost; a new process can continue.
 LOST = 3
 _MOST, _BEGINNING = 400, 120  # characters of a reason, and of its start if it is longer
+
+
+class Failure(NamedTuple):
+    """Why an implementation was not timed; status: one of the names above."""
+
+    status: str
+    reason: str
 
 
 class DeviceLost(RuntimeError):
@@ -19,16 +34,31 @@ class DeviceLost(RuntimeError):
         self.implementation, self.reason = implementation, reason
 
 
-def raise_if_lost(error: Exception, who: str, synchronize: Callable[[], object]) -> None:
-    """Raise `DeviceLost` if an error of `who` has lost the CUDA context.
+def failure(
+    error: Exception, who: str, synchronize: Callable[[], object], suspect: str = ""
+) -> Failure:
+    """The failure of `who` by an error, which the log has whole if it is unexpected.
 
-    synchronize: waits for the device; raises if the context is lost.
+    synchronize: waits for the device; raises if its context is lost. suspect: who may have lost it;
+    default: `who`.
+
+    Raises:
+        DeviceLost: the context is lost.
     """
+    text = reason(error)
     try:
         synchronize()
     except Exception as broken:
         log(who, error)
-        raise DeviceLost(who, reason(error)) from broken
+        raise DeviceLost(suspect or who, text) from broken
+    _, _, message = text.partition(": ")
+    if isinstance(error, Unserved) or "No available kernel" in text:
+        return Failure(UNSERVED, message)
+    if isinstance(error, torch.OutOfMemoryError):
+        release()
+        return Failure(NO_MEMORY, message)
+    log(who, error)
+    return Failure(WRONG, message) if isinstance(error, AssertionError) else Failure(FAILED, text)
 
 
 def reason(error: BaseException) -> str:
@@ -47,3 +77,9 @@ def log(where: str, error: BaseException) -> None:
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"\n{where}:\n{''.join(lines)}")
     sys.stderr.flush()
+
+
+def release() -> None:
+    """Return unreferenced memory to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()

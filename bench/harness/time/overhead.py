@@ -6,8 +6,6 @@ code up to the driver is real.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -42,29 +40,24 @@ _CALLS = 40  # averaged in a run
 _STAND_IN_TILE = tiles.TileConfig(16, 16, num_warps=4, num_stages=1)
 
 
-def host_costs(
-    functions: Mapping[str, Function],
-    rounds: int = 20,
-    *,
-    of: Callable[[list[float]], float] = min,
-    synchronize: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
-    """Host microseconds of a call of each function, from alternating runs.
+def host_costs(functions: Mapping[str, Function], rounds: int = 20) -> dict[str, float]:
+    """Host microseconds of a call of each function: the least mean of alternating runs.
 
-    of: reduces the means of the runs; default: the least, since other load only adds time.
+    Other load only adds time.
     """
+    on_gpu = torch.cuda.is_available()
     means: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, call in functions.items():
             for _ in range(10):
                 call()
-            synchronize()
+            if on_gpu:
+                torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(_CALLS):
                 call()
             means[name].append(1e6 * (time.perf_counter() - begin) / _CALLS)
-    synchronize()
-    return {name: of(times) for name, times in means.items()}
+    return {name: min(times) for name, times in means.items()}
 
 
 def calls(device: str, row: str = "plain") -> dict[str, Function]:
@@ -152,10 +145,9 @@ ROWS: dict[str, Callable[[str], Call]] = {
 
 
 def call_costs() -> dict[str, float]:
-    """Host microseconds of each of `calls` on a GPU: the median."""
+    """Host microseconds of each of `calls` on a GPU."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        functions = calls("cuda")
-        return host_costs(functions, of=statistics.median, synchronize=torch.cuda.synchronize)
+        return host_costs(calls("cuda"))
 
 
 def bare_launch(call: Function) -> Function:
@@ -199,27 +191,21 @@ def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
 
 
 _IMPORT = """
-import json, sys, time
-import torch
-try:
-    import triton
-except ImportError:
-    pass
+import time, torch, triton
 begin = time.perf_counter()
 import fastattn
-json.dump(1e3 * (time.perf_counter() - begin), sys.stdout)
+print(1e3 * (time.perf_counter() - begin))
 """
 
 _FIRST_CALL = """
-import json, sys
 from fastattn.bench.time.overhead import first_call
-json.dump(first_call(sys.argv[1]), sys.stdout)
+print(first_call())
 """
 
 
 def import_ms(repeats: int = 3) -> float:
     """Milliseconds that `import fastattn` adds to importing torch and triton: the median."""
-    return statistics.median(float(_python(_IMPORT)) for _ in range(repeats))
+    return statistics.median(_python(_IMPORT) for _ in range(repeats))
 
 
 # Triton resolves neither this module's names nor annotations, so the kernel has none.
@@ -228,43 +214,36 @@ def _nothing_kernel(x_ptr):  # type: ignore[no-untyped-def]
     tl.store(x_ptr, 0.0)
 
 
-def first_call(device: str) -> float:
+def first_call() -> float:
     """Milliseconds of this process's first attention call, which compiles or loads kernels.
 
     An empty kernel is launched first, to exclude Triton's hash over its installation, made once per
     process. The import of our kernels is excluded too.
     """
-    q = torch.randn(_SHAPE, device=device, dtype=torch.bfloat16)
-    gpu: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    synchronize: Callable[[], object] = torch.cuda.synchronize
-    if device != "cuda":
-        gpu, synchronize = stand_in_gpu(), lambda: None
-    with torch.no_grad(), gpu:
-        _nothing_kernel[(1,)](torch.empty(1, device=device))
-        import_module("fastattn.kernels.forward")
-        synchronize()
-        begin = time.perf_counter()
-        attend.attention(q, q, q, causal=True, backend="triton")
-        synchronize()
+    q = torch.randn(_SHAPE, device="cuda", dtype=torch.bfloat16)
+    _nothing_kernel[(1,)](torch.empty(1, device="cuda"))
+    import_module("fastattn.kernels.forward")
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    attend.attention(q, q, q, causal=True, backend="triton")
+    torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begin)
 
 
-def first_call_ms(device: str) -> dict[str, float]:
+def first_call_ms() -> dict[str, float]:
     """Milliseconds of the first call: with an empty Triton cache, and with a filled one."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {"TRITON_CACHE_DIR": folder}
-        return {
-            name: float(_python(_FIRST_CALL, device, environment=environment))
-            for name in ("empty cache", "warm cache")
-        }
+        caches = ("empty cache", "warm cache")
+        return {name: _python(_FIRST_CALL, **environment) for name in caches}
 
 
-def _python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
-    """The JSON that code prints in a fresh interpreter, without TRITON_INTERPRET."""
-    variables = {**os.environ, **(environment or {})}
+def _python(code: str, **environment: str) -> float:
+    """The number that code prints in a fresh interpreter, without TRITON_INTERPRET."""
+    variables = {**os.environ, **environment}
     variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code],
         env=variables,
         cwd=tempfile.gettempdir(),
         capture_output=True,
@@ -274,4 +253,4 @@ def _python(code: str, *arguments: str, environment: dict[str, str] | None = Non
     )
     if done.returncode:
         raise RuntimeError(f"a measuring process failed: {done.stderr.strip()}")
-    return json.loads(done.stdout)
+    return float(done.stdout)

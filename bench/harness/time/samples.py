@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,41 +22,22 @@ from ..cases.case import Case
 from ..cases.correctness import Expected, expect
 from ..cases.inputs import Inputs
 from . import environment
-from .failures import raise_if_lost
+from .failures import Failure, failure
 from .supervise import PREPARES, RUNS
 
 Function = Callable[[], object]
-# Progress callback: the running implementation, and its phase.
-Announce = Callable[[str, str], None]
+Summary = dict[str, float]
 _MOST_FLUSHES = 50
 # Announced while functions take turns.
 TIMING = "the timing"
 
 
-def silent(who: str, doing: str) -> None:
-    """Announce nothing."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of a call: median, 20th and 80th percentile, least, number of samples."""
-
-    median: float
-    p20: float
-    p80: float
-    least: float
-    samples: int
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
-        """Summary of samples in milliseconds, at least one."""
-        several = samples if len(samples) > 1 else [*samples, *samples]
-        p20, _, _, p80 = statistics.quantiles(several, n=5, method="inclusive")
-        return cls(statistics.median(samples), p20, p80, min(samples), len(samples))
-
-    def to_dict(self) -> dict[str, float]:
-        """The fields as JSON values, rounded to a tenth of a microsecond."""
-        return {name: round(value, 4) for name, value in asdict(self).items()}
+def summary(samples: Sequence[float]) -> Summary:
+    """Median, p20, p80 (percentiles), least and number of samples, rounded to 1e-4."""
+    several = samples if len(samples) > 1 else [*samples, *samples]
+    p20, _, _, p80 = statistics.quantiles(several, n=5, method="inclusive")
+    numbers = {"median": statistics.median(samples), "p20": p20, "p80": p80, "least": min(samples)}
+    return {**{name: round(ms, 4) for name, ms in numbers.items()}, "samples": len(samples)}
 
 
 # Issues one call; returns a function for its milliseconds, valid after synchronization.
@@ -108,20 +89,20 @@ class DeviceTimer(HostTimer):
 
     def prepare(self, function: Function) -> Start:
         flushes = self._flushes_to_hide(function)
-
-        def start() -> Callable[[], float]:
-            for _ in range(flushes):
-                self._flush()
-            begin, end = self._event(), self._event()
-            begin.record()
-            function()
-            end.record()
-            return lambda: float(begin.elapsed_time(end))
-
-        return start
+        return lambda: self._time([self._flush] * flushes, [function])
 
     def synchronize(self) -> None:
         self._synchronize()
+
+    def _time(self, before: list[Function], timed: list[Function]) -> Callable[[], float]:
+        for function in before:
+            function()
+        begin, end = self._event(), self._event()
+        begin.record()
+        for function in timed:
+            function()
+        end.record()
+        return lambda: float(begin.elapsed_time(end))
 
     def _flushes_to_hide(self, function: Function) -> int:
         """Number of flushes that take twice as long as the host's work for a call."""
@@ -130,19 +111,11 @@ class DeviceTimer(HostTimer):
         function()
         host_ms = 1e3 * (self._clock() - begin)
         self.synchronize()
-        return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_ms / self._time_of_flush())))
-
-    def _time_of_flush(self) -> float:
         if self._flush_ms is None:
-            self._flush()
-            begin, end = self._event(), self._event()
-            begin.record()
-            for _ in range(4):
-                self._flush()
-            end.record()
+            read = self._time([self._flush], [self._flush] * 4)
             self.synchronize()
-            self._flush_ms = max(1e-3, float(begin.elapsed_time(end)) / 4)
-        return self._flush_ms
+            self._flush_ms = max(1e-3, read() / 4)
+        return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_ms / self._flush_ms)))
 
 
 def device_timer() -> DeviceTimer:
@@ -173,75 +146,72 @@ class Effort:
 
 @dataclass
 class Bench:
-    """The instruments of `pytest bench`, full runs and `tune`.
+    """The instruments of a measurement in `pytest bench`, full runs and `tune`.
 
     Args:
         timer: times single calls.
         effort: duration of each measurement.
-        while_busy: reads clocks while the device works.
-        readings: clock readings since the last call, for the records.
-        sleep: waits for some seconds.
+        clocks: reads clocks, while the device works.
         expected: computes the oracle's results.
         alone: time functions one after the other, to find one that breaks the device.
+        broken: implementations that broke an earlier process, with reasons.
+        announce: progress callback with an implementation, or TIMING for all, and its phase.
+
+    `readings` are the clocks, and `taken` the samples of the last measurement.
     """
 
     timer: HostTimer
     effort: Effort = field(default_factory=Effort)
-    while_busy: Callable[[], None] = lambda: None
-    readings: Callable[[], dict[str, float]] = dict
-    sleep: Callable[[float], None] = time.sleep
+    clocks: Callable[[], dict[str, float]] = dict
     expected: Callable[[Case, Inputs], Expected] = expect
     alone: bool = False
+    broken: Mapping[str, str] = field(default_factory=dict)
+    announce: Callable[[str, str], None] = lambda who, doing: None
+    readings: dict[str, float] = field(init=False, default_factory=dict)
+    taken: dict[str, list[float]] = field(init=False, default_factory=dict)
 
-    def compare(
-        self, functions: Mapping[str, Function], announce: Announce = silent
-    ) -> dict[str, Timing | Exception]:
-        """Summaries of `samples`."""
-        results = self.samples(functions, announce)
-        return {n: x if isinstance(x, Exception) else Timing.of(x) for n, x in results.items()}
+    def compare(self, functions: Mapping[str, Function]) -> dict[str, Summary | Failure]:
+        """Summaries of `samples` of functions that are ready."""
+        ready = {name: partial(lambda own: own, function) for name, function in functions.items()}
+        results = self.samples(ready)
+        return {n: x if isinstance(x, Failure) else summary(x) for n, x in results.items()}
 
     def samples(
-        self, functions: Mapping[str, Function], announce: Announce = silent
-    ) -> dict[str, list[float] | Exception]:
-        """Time functions in turns.
+        self, prepares: Mapping[str, Callable[[], Function]]
+    ) -> dict[str, list[float] | Failure]:
+        """Time functions in turns; return the milliseconds of each one's calls, or its failure.
 
-        Args:
-            functions: by name.
-            announce: progress callback with a name, or TIMING for all, and PREPARES or RUNS.
-
-        Returns:
-            The milliseconds of each function's calls, or its error.
+        prepares: make the functions, by name.
 
         Raises:
             DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
         """
-        if self.alone and len(functions) > 1:
-            each = (self.samples({n: function}, announce) for n, function in functions.items())
+        if self.alone and len(prepares) > 1:
+            each = [self.samples({name: prepare}) for name, prepare in prepares.items()]
             return {name: x for timed in each for name, x in timed.items()}
-        errors: dict[str, list[float] | Exception] = {}
+        failures: dict[str, Failure] = {}
         starts: dict[str, tuple[Start, int]] = {}
-        for name, function in functions.items():
+        for name, prepare in prepares.items():
+            self.announce(name, PREPARES)
             try:
-                starts[name] = self._warm_up(name, function, announce)
+                starts[name] = self._warm_up(name, prepare())
             except Exception as error:
-                errors[name] = error
-                raise_if_lost(error, name, self.timer.synchronize)
-        self.sleep(self.effort.pause)
-        who = next(iter(functions)) if len(functions) == 1 else TIMING
-        announce(who, RUNS)
-        samples: dict[str, list[float]] = {name: [] for name in starts}
+                failures[name] = failure(error, name, self.timer.synchronize)
+        time.sleep(self.effort.pause)
+        who = next(iter(prepares)) if len(prepares) == 1 else TIMING
+        self.announce(who, RUNS)
+        self.readings, self.taken = {}, {name: [] for name in starts}
         for turn in range(max((count for _, count in starts.values()), default=0)):
-            due = {n: s for n, (s, count) in starts.items() if turn < count and n not in errors}
-            for name, ms in self._turn(turn, due, errors, who):
-                samples[name].append(ms)
-        return {n: errors[n] if n in errors else samples[n] for n in functions}
+            due = {n: s for n, (s, count) in starts.items() if turn < count and n not in failures}
+            for name, ms in self._turn(turn, due, failures, who):
+                self.taken[name].append(ms)
+        return {n: failures.get(n) or self.taken[n] for n in prepares}
 
-    def _warm_up(self, name: str, function: Function, announce: Announce) -> tuple[Start, int]:
+    def _warm_up(self, name: str, function: Function) -> tuple[Start, int]:
         """Issuer of a function's samples, and their number."""
-        announce(name, PREPARES)
         for _ in range(self.effort.warm_up):
             function()
-            announce(name, RUNS)
+            self.announce(name, RUNS)
         self.timer.synchronize()
         start = self.timer.prepare(function)
         first = start()
@@ -249,29 +219,27 @@ class Bench:
         return start, self.effort.samples(first())
 
     def _turn(
-        self, turn: int, starts: dict[str, Start], errors: dict[str, Any], who: str
+        self, turn: int, starts: dict[str, Start], failures: dict[str, Failure], who: str
     ) -> list[tuple[str, float]]:
-        """Milliseconds of one call of each function; errors go to `found`."""
+        """Milliseconds of one call of each function; adds failures."""
         pending: list[tuple[str, Callable[[], float]]] = []
         for name in starts if turn % 2 == 0 else reversed(starts):
             try:
                 pending.append((name, starts[name]()))
             except Exception as error:
-                errors[name] = error
-                # An earlier function may be at fault: calls of a turn run asynchronously.
-                raise_if_lost(error, who, self.timer.synchronize)
-        if turn % 4 == 3:
-            self.while_busy()
+                # Another may have lost the device: calls of a turn run asynchronously.
+                failures[name] = failure(error, name, self.timer.synchronize, who)
+        if turn == 3:
+            self.readings = self.clocks()
         try:
             self.timer.synchronize()
         except Exception as error:
-            raise_if_lost(error, who, self.timer.synchronize)
+            failure(error, who, self.timer.synchronize)
             raise
         return [(name, read()) for name, read in pending]
 
 
 def gpu_bench(which: str) -> Bench:
-    """Timer, effort and clock readings of a run on the current CUDA device."""
-    reader = environment.ClockReader()
+    """Timer, effort and clocks of a run on the current CUDA device."""
     effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
-    return Bench(device_timer(), effort, while_busy=reader, readings=reader.take)
+    return Bench(device_timer(), effort, environment.clocks)

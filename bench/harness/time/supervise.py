@@ -17,9 +17,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .failures import LOST
 
@@ -30,24 +30,6 @@ STARTS, PREPARES, RUNS, WAITS = "starts", "prepares", "runs", "waits"
 # Seconds without a message until a process is killed. Compilation is slow; kernels are not.
 STALL = {STARTS: 180.0, PREPARES: 90.0, RUNS: 25.0, WAITS: math.inf}
 _INTERVAL = 0.05
-
-
-class Child(Protocol):
-    """A process that does jobs."""
-
-    def send(self, job: Any) -> None: ...
-
-    def messages(self) -> list[Message]:
-        """New messages since the last call."""
-        ...
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    def last_words(self) -> str:
-        """Its last line on stderr."""
-        ...
 
 
 class Ended(NamedTuple):
@@ -66,16 +48,13 @@ class Ended(NamedTuple):
 
 def supervise(
     waiting: deque[Any],
-    start: Callable[[], Child],
+    start: Callable[[], ChildProcess],
     *,
     request: Callable[[Any], Any] = lambda job: job,
     heard: Callable[[Any, Message], None] = lambda job, message: None,
     children: int = 1,
     left: Callable[[], float] = lambda: math.inf,
     grace: float = 0.0,
-    stall: Mapping[str, float] = STALL,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Ended]:
     """Yield each job at its end, until no job or no time is left.
 
@@ -87,15 +66,11 @@ def supervise(
         children: number of concurrent processes.
         left: returns the seconds left; at 0 no job begins.
         grace: further seconds for running jobs.
-        stall: seconds without a message until a child is killed, by phase.
-        sleep, clock: of the host.
 
     Raises:
         ChildProcessError: a child cannot start; the message has its last line.
     """
-    workers = [
-        _Worker(start, request, heard, stall, clock) for _ in range(min(children, len(waiting)))
-    ]
+    workers = [_Worker(start, request, heard) for _ in range(min(children, len(waiting)))]
     try:
         while workers:
             for worker in tuple(workers):
@@ -111,7 +86,7 @@ def supervise(
                 if (ended := worker.look()) is not None:
                     yield ended
             if workers:
-                sleep(_INTERVAL)
+                time.sleep(_INTERVAL)
     finally:
         for worker in workers:
             worker.end()
@@ -122,20 +97,17 @@ class _Worker:
 
     def __init__(
         self,
-        start: Callable[[], Child],
+        start: Callable[[], ChildProcess],
         request: Callable[[Any], Any],
         heard: Callable[[Any, Message], None],
-        stall: Mapping[str, float],
-        clock: Callable[[], float],
     ) -> None:
         self._start, self._request, self._tell = start, request, heard
-        self._stall, self._clock = stall, clock
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self.job: Any = None
 
     def begin(self, job: Any) -> None:
         self.job, self._told, self._at = job, list[Message](), ""
-        self._begun = self._heard = self._clock()
+        self._begun = self._heard = time.monotonic()
         self._doing = PREPARES
         if self._child is None:
             self._child, self._doing = self._start(), STARTS
@@ -147,7 +119,7 @@ class _Worker:
         assert self._child is not None
         code = self._child.poll()  # before its last messages are read
         for message in self._child.messages():
-            self._heard = self._clock()
+            self._heard = time.monotonic()
             if "ready" in message:
                 self._doing = PREPARES
                 self._child.send(self._request(self.job))
@@ -160,7 +132,7 @@ class _Worker:
                 return self._ended()
         if code is not None:
             return self._died(self._how(code))
-        if self._clock() - self._heard > (limit := self._stall[self._doing]):
+        if time.monotonic() - self._heard > (limit := STALL[self._doing]):
             return self._died(f"made no progress for {limit:.0f} s", hung=True)
         return None
 
@@ -170,7 +142,7 @@ class _Worker:
         self._child = None
 
     def _ended(self, why: str = "", hung: bool = False) -> Ended:
-        seconds = round(self._clock() - self._begun, 2)
+        seconds = round(time.monotonic() - self._begun, 2)
         ended = Ended(self.job, self._told, self._at, seconds, why, hung)
         self.job = None
         return ended
@@ -279,6 +251,7 @@ class ChildProcess:
             self._process.stdin.flush()
 
     def messages(self) -> list[Message]:
+        """New messages since the last call."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         os.set_blocking(descriptor, False)
@@ -289,6 +262,7 @@ class ChildProcess:
         return [json.loads(line) for line in lines]
 
     def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -302,6 +276,7 @@ class ChildProcess:
                 file.close()
 
     def last_words(self) -> str:
+        """Its last line on stderr."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no message")

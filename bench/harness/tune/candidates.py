@@ -81,6 +81,12 @@ class TableEntry:
     BLOCK_D: int
     calls: str = "plain"
 
+    @property
+    def key(self) -> dict[str, Any]:
+        """The key of a stored finding."""
+        sizes = {"element_size": self.element_size, "BLOCK_D": self.BLOCK_D}
+        return {"kernel": self.kernel, "calls": self.calls, **sizes}
+
     def shipped(self, arch: str) -> TileConfig:
         """The shipped tile for an architecture."""
         kind = self.kernel if self.calls == "plain" else f"{self.kernel}_{self.calls}"

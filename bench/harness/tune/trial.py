@@ -18,11 +18,11 @@ from ..cases.case import Case
 from ..cases.correctness import Expected, all_heads, expect
 from ..cases.inputs import Inputs, make_inputs
 from ..cases.registry import IMPLEMENTATIONS
-from ..time.attention import REFERENCE, prepare, release
-from ..time.failures import raise_if_lost, reason
-from ..time.samples import Announce, Bench, Effort, Function
+from ..time.attention import REFERENCE, prepare
+from ..time.failures import Failure, release
+from ..time.samples import Bench, Effort, Function
 from ..time.supervise import PREPARES, RUNS
-from .choices import Candidate, Choice
+from .plan import Candidate, Choice
 
 _FINALISTS = 4
 _GLANCE = Effort(warm_up=1, target_ms=8, least=3, most=6, pause=0)
@@ -31,6 +31,8 @@ _FEWEST = 10
 MARGIN = 0.03
 # Milliseconds of each call, in temporal order, by case.
 Samples = Sequence[Sequence[float]]
+# Milliseconds of calls in turns, by candidate, or its failure.
+Trial = Callable[[Iterable[Candidate], Effort], Mapping[str, "list[float] | Failure"]]
 
 
 def expect_all(case: Case, inputs: Inputs) -> Expected:
@@ -38,54 +40,17 @@ def expect_all(case: Case, inputs: Inputs) -> Expected:
     return expect(case, inputs, all_heads(case))
 
 
-class Trial:
-    """Candidates on one case.
+def trial(case: Case, bench: Bench) -> Trial:
+    """A function that checks and times candidates on a case."""
+    bench.announce(REFERENCE, PREPARES)
+    inputs = make_inputs(case)
+    expected = bench.expected(case, inputs)
 
-    Args:
-        case: the call.
-        bench: the instruments, with the oracle.
-        announce: progress callback, as in `run_case`.
-    """
-
-    def __init__(self, case: Case, bench: Bench, announce: Announce) -> None:
-        self._case, self._bench, self._announce = case, bench, announce
-        announce(REFERENCE, PREPARES)
-        inputs = make_inputs(case)
-        self._checked = (case, inputs, bench.expected(case, inputs))
-
-    def samples(
-        self, candidates: Iterable[Candidate], effort: Effort
-    ) -> dict[str, list[float] | str]:
-        """Milliseconds of calls in turns, by candidate, or the reason that there are none.
-
-        Raises:
-            DeviceLost: a candidate broke the CUDA context.
-        """
-        taken: dict[str, list[float] | str] = {}
-        works: dict[str, Function] = {}
-        for candidate in candidates:
-            self._announce(candidate.name, PREPARES)
-            try:
-                works[candidate.name] = self._work(candidate)
-            except Exception as error:
-                raise_if_lost(error, candidate.name, self._bench.timer.synchronize)
-                taken[candidate.name] = reason(error)
-        timed = replace(self._bench, effort=effort).samples(works, self._announce)
-        for name, samples in timed.items():
-            taken[name] = reason(samples) if isinstance(samples, Exception) else samples
-        return taken
-
-    def glance(self, candidate: Candidate) -> float | str:
-        """The median of a few samples, or the reason that there are none."""
-        samples = self.samples([candidate], _GLANCE)[candidate.name]
-        return samples if isinstance(samples, str) else round(statistics.median(samples), 4)
-
-    def _work(self, candidate: Candidate) -> Function:
-        """A call of the candidate, after the check of its results."""
+    def ready(candidate: Candidate) -> Function:
         ours = next(i for i in IMPLEMENTATIONS if i.name == candidate.implementation)
-        issued = partial(self._announce, candidate.name, RUNS)
+        issued = partial(bench.announce, candidate.name, RUNS)
         with tiles.forced(**candidate.forced):
-            work, _ = prepare(ours, *self._checked, issued=issued)
+            work, _ = prepare(ours, case, inputs, expected, issued=issued)
         if attend.uncompiled:
             # The portable kernels served the call in place of the shape.
             raise RuntimeError(attend.uncompiled.pop())
@@ -95,6 +60,10 @@ class Trial:
                 return work()
 
         return call
+
+    return lambda candidates, effort: replace(bench, effort=effort).samples(
+        {candidate.name: partial(ready, candidate) for candidate in candidates}
+    )
 
 
 def score(samples: Samples) -> float:
@@ -145,31 +114,36 @@ class Outcome:
             # The shipped one could not be timed: it is wrong on this GPU, or does not compile.
             self.winner = min(others, key=lambda name: score(others[name])), 1.0
 
-    @property
-    def best(self) -> Candidate | None:
-        """The candidate to use, or None if none could be timed."""
+    def row(self) -> dict[str, Any] | None:
+        """The row to store, of the winner or the shipped one; None if none could be timed."""
         if not self.finals:
             return None
-        name = self.winner[0] if self.winner else self.choice.shipped.name
-        return next(c for c in self.choice.candidates if c.name == name)
-
-    def row(self) -> dict[str, Any] | None:
-        """The row to store, of the winner or the shipped one."""
-        best = self.best
-        if best is None:
-            return None
-        gain = round(self.winner[1], 4) if self.winner else 0.0
-        row = {**self.choice.key, **best.row, "gain": gain}
+        shipped = self.choice.shipped.name
+        name, gain = self.winner or (shipped, 0.0)
+        best = next(c for c in self.choice.candidates if c.name == name)
+        row = {**self.choice.key, **best.row, "gain": round(gain, 4)}
         medians = {
             name: [round(statistics.median(times), 4) for times in samples]
             for name, samples in self.finals.items()
         }
         if self.choice.kind != "tiles":
             return {**row, "ms": {name: ms[0] for name, ms in medians.items()}}
-        for name, of in (("", best.name), ("_shipped", self.choice.shipped.name)):
+        for ending, of in (("", name), ("_shipped", shipped)):
             for full, ms in zip(("ms", "ms_full"), medians.get(of, ()), strict=False):
-                row[f"{full}{name}"] = ms
+                row[f"{full}{ending}"] = ms
         return row
+
+    def __str__(self) -> str:
+        """The outcome in a line, for readers."""
+        shipped = self.choice.shipped.name
+        if not self.finals:
+            reasons = [x for x in self.times.values() if isinstance(x, str)]
+            return f"nothing was compared: {reasons[0] if reasons else 'the time was up'}"
+        if self.winner is None:
+            return f"{shipped} stays: nothing else saves more than 3 %"
+        name, gain = self.winner
+        saved = f"{100 * gain:.1f} % less time" if shipped in self.finals else self.times[shipped]
+        return f"{name} in place of {shipped}: {saved}"
 
 
 def decide(
@@ -178,7 +152,6 @@ def decide(
     left: Callable[[], float],
     why_not: Callable[[Candidate], str | None],
     seen: Callable[[Candidate, float | str], None],
-    announce: Announce,
 ) -> Outcome:
     """Time the candidates of a choice.
 
@@ -186,31 +159,38 @@ def decide(
         left: returns the seconds left; at 0 no further candidate is tried.
         why_not: returns the reason not to launch a candidate, or None.
         seen: called with each candidate and its milliseconds or the reason that there are none.
-        announce: as for `Trial`.
     """
     times: dict[str, float | str] = {}
     finals: dict[str, list[list[float]]] = {}
     finalists: list[Candidate] = []
-    for number, case in enumerate(choice.cases):
-        trial = Trial(case, bench, announce)
-        if number == 0:
+    effort = replace(bench.effort, least=max(_FEWEST, bench.effort.least))
+    for case in choice.cases:
+        timed = trial(case, bench)
+        if not times:
             for candidate in choice.candidates:
                 if times and left() <= 0:
                     break
-                times[candidate.name] = why_not(candidate) or trial.glance(candidate)
+                times[candidate.name] = why_not(candidate) or _glance(timed, candidate)
                 seen(candidate, times[candidate.name])
             finalists = _finalists(choice, times)
-        effort = replace(bench.effort, least=max(_FEWEST, bench.effort.least))
         compared = len(finalists) > 1 or left() > 0
-        for name, samples in (trial.samples(finalists, effort) if compared else {}).items():
-            if isinstance(samples, str):
-                times[name] = samples
+        for name, samples in (timed(finalists, effort) if compared else {}).items():
+            if isinstance(samples, Failure):
+                times[name] = samples.reason
             else:
                 finals.setdefault(name, []).append(samples)
-        del trial
-        release(case.device)
+        del timed
+        release()
     whole = {name: each for name, each in finals.items() if len(each) == len(choice.cases)}
     return Outcome(choice, times, dict(whole))
+
+
+def _glance(timed: Trial, candidate: Candidate) -> float | str:
+    """The median of a few samples, or the reason that there are none."""
+    samples = timed([candidate], _GLANCE)[candidate.name]
+    if isinstance(samples, Failure):
+        return samples.reason
+    return round(statistics.median(samples), 4)
 
 
 def _finalists(choice: Choice, times: Mapping[str, float | str]) -> list[Candidate]:

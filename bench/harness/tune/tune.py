@@ -1,10 +1,17 @@
-"""`fastattn.tune`: measure on this machine's GPU which tiles, shapes and backends are fastest."""
+"""`fastattn.tune`: measure on this machine's GPU which tiles, shapes and backends are fastest.
+
+`main` is the process that verifies and times; others compile the candidates before. Winners are
+stored at once.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +20,19 @@ import torch
 from ... import dispatch
 from ...kernels.launch import tiles
 from ...ops import attend
+from ...testing.verify import verification
+from ...testing.verify.verdicts import RIGHT
 from ...tuned import choices
 from ...tuned.environment import environment
 from ...tuned.store import Store
-from ..time.jobs import Job
-from ..time.measure import FINISHED, TIME_IS_UP, measure
-from ..time.supervise import ChildProcess, Message, python, variables
-from .choices import Choice
-from .plan import Gpu, Step, shapes_of, steps
+from ..time import attention
+from ..time.ahead import Ahead
+from ..time.measure import FINISHED, TIME_IS_UP, measure, serve
+from ..time.samples import Bench, Effort, gpu_bench
+from ..time.supervise import WAITS, ChildProcess, Message, Tell, python, talk, variables
+from .candidates import Shape
+from .plan import Candidate, Choice, Gpu, Step, Verification, shapes_of, steps
+from .trial import decide, expect_all
 
 # A run of fewer seconds verifies only the most important families.
 QUICK_SECONDS = 600.0
@@ -122,7 +134,7 @@ def tune(
 
     def start(names: list[str]) -> ChildProcess:
         request = json.dumps({**settings, "names": names, "seconds": left()})
-        return ChildProcess(python("fastattn.bench.tune.tuner", request), variables())
+        return ChildProcess(python(__name__, request), variables())
 
     def heard(name: str, message: Message) -> None:
         done = "done" in message
@@ -133,7 +145,7 @@ def tune(
 
     data: dict[str, Any] = {"jobs": {}, "broken": {}, "results": []}
     try:
-        jobs = [Job(step.name, run=lambda *_: []) for step in plan]
+        jobs = {name: (name,) for name in numbers}
         ended = measure(jobs, data, lambda: None, start, left, grace=_GRACE, heard=heard)
     finally:
         choices.forget()  # they have changed
@@ -167,3 +179,160 @@ def gpu_of(device: torch.device) -> Gpu:
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
     hopper = dispatch.on_hopper(device) and not attend.uncompiled
     return Gpu(tiles.current_arch(), shared, properties.multi_processor_count, hopper)
+
+
+@dataclass
+class Tuner:
+    """The steps of a plan as jobs. A record has step and text, and for a choice kind, row (of the
+    winner, or None) and tried: all candidates with their times or reasons.
+
+    Args:
+        device: to tune.
+        left: seconds left.
+        ahead: compiles the candidates.
+        store: of winners and verdicts.
+        arch: of the GPU, for the rows.
+        quick: whether to verify only the most important families.
+        tell: sends a message to the parent: `note` is how far a step is.
+    """
+
+    device: torch.device
+    left: Callable[[], float]
+    ahead: Ahead
+    store: Store
+    arch: str
+    quick: bool
+    tell: Tell
+
+    def compile(self, choice: Choice) -> None:
+        """Start to compile the candidates; decoding with one row, which has the same kernels."""
+        few = [replace(c, B=1) if c.family == "decode" else c for c in choice.cases]
+        for candidate in choice.candidates:
+            if candidate.implementation != "fastattn-torch":
+                ours = (candidate.implementation,)
+                self.ahead.submit((choice.name, candidate.name), few, ours, candidate.forced)
+
+    def run(self, step: Step, bench: Bench) -> list[attention.Record]:
+        """Do a step; return its record."""
+        return self._choose(step, bench) if isinstance(step, Choice) else self._verify(step, bench)
+
+    def _verdict(self, backend: str, family: str, dtype: str, head_dim: int) -> str:
+        key = {"backend": backend, "family": family, "dtype": dtype, "head_dim": head_dim}
+        rows = [row for row in self.store.read("verification") if key.items() <= row.items()]
+        return rows[-1]["verdict"] if rows else "not verified"
+
+    def _verify(self, step: Verification, bench: Bench) -> list[attention.Record]:
+        def verdicts() -> dict[tuple[str, str], str]:
+            size = (step.dtype, step.head_dim)
+            return {pair: self._verdict(*pair, *size) for pair in step.families}
+
+        bench.announce("the verification", WAITS)  # it ends hangs itself
+        unknown = [pair for pair, verdict in verdicts().items() if verdict == "not verified"]
+        if unknown:
+            filters: dict[str, Any] = {"dtypes": [step.dtype], "head_dims": [step.head_dim]}
+            for n, name in enumerate(("backends", "families")):
+                filters[name] = list(dict.fromkeys(pair[n] for pair in unknown))
+            scope = verification.scope_of(self.device, quick=self.quick, **filters)
+
+            def progress(count: int, of: int, result: object) -> None:
+                self.tell(note=f"{count} of {of}")
+
+            for _ in verification.run(scope, self.device, store=self.store, progress=progress):
+                pass
+        bad = [f"{' '.join(pair)}: {x}" for pair, x in verdicts().items() if x != RIGHT]
+        return [{"step": step.name, "text": "; ".join(bad) or "all right"}]
+
+    def _choose(self, choice: Choice, bench: Bench) -> list[attention.Record]:
+        if (why_not := self._why_wrong(choice, choice.shipped)) and choice.kind != "backends":
+            return [{"step": choice.name, "text": why_not}]
+        # Other kernels use their stored tiles; the candidate's tiles are forced.
+        rows = {kind: self.store.read(kind) for kind in ("tiles", "splits")}
+        choices.adopt(self.device, rows)
+        times: dict[str, float] = {}
+        tried: list[dict[str, Any]] = []
+
+        def remember(candidate: Candidate, outcome: float | str) -> None:
+            field = "ms" if isinstance(outcome, float) else "reason"
+            tried.append({**choice.key, **candidate.row, field: outcome})
+            if isinstance(outcome, float):
+                times[candidate.name] = outcome
+            best = _best_so_far(choice, times)
+            self.tell(note=f"{len(tried)} of {len(choice.candidates)}{best}")
+
+        def why_passed_over(candidate: Candidate) -> str | None:
+            if candidate.name in bench.broken:
+                return f"ended its process: {bench.broken[candidate.name]}"
+            bench.announce(candidate.name, WAITS)
+            key = (choice.name, candidate.name)
+            return self._why_wrong(choice, candidate) or self.ahead.why_not(key, self.left())
+
+        outcome = decide(choice, bench, self.left, why_passed_over, remember)
+        row = outcome.row()
+        if row is not None:
+            self.store.put(choice.kind, row | {"arch": self.arch})
+        passed = ", ".join(c.name for c in choice.candidates if c.name in bench.broken)
+        text = f"{outcome}; ended their processes: {passed}" if passed else str(outcome)
+        about = {"step": choice.name, "text": text}
+        return [{**about, "kind": choice.kind, "row": row, "tried": tried}]
+
+    def _why_wrong(self, choice: Choice, candidate: Candidate) -> str | None:
+        head_dim = choice.key.get("BLOCK_D") or choice.key["head_dim"]
+        for pair in candidate.verified:
+            verdict = self._verdict(*pair, choice.cases[0].dtype, head_dim)
+            if verdict not in (RIGHT, "not verified"):
+                return f"verification of {' '.join(pair)} says: {verdict}"
+        return None
+
+
+def _best_so_far(choice: Choice, times: Mapping[str, float]) -> str:
+    if not times:
+        return ""
+    best = min(times, key=times.__getitem__)
+    shipped = times.get(choice.shipped.name)
+    gained = "" if shipped is None else f", {1 - times[best] / shipped:.1%} less".replace("%", " %")
+    return f"; best so far {best} {times[best]:.4g} ms{gained}"
+
+
+def main() -> None:
+    """Do steps of a plan on a GPU; the argument is the settings of `run` as JSON."""
+    settings = json.loads(sys.argv[1])
+    talk(lambda tell, requests: run(tell=tell, requests=requests, **settings))
+
+
+def run(
+    device: int,
+    gpu: list[Any],
+    shapes: list[list[Any]],
+    names: list[str],
+    seconds: float,
+    folder: str | None,
+    quick: bool,
+    tell: Tell,
+    requests: Iterator[Any],
+) -> int:
+    """The work of the process; its exit code.
+
+    gpu, shapes: fields for the plan. names: remaining steps, which are compiled ahead. seconds: for
+    all of them. folder: of findings. quick: for verification.
+    """
+    end = time.monotonic() + seconds
+    torch.cuda.set_device(device)
+    here = torch.device("cuda", device)
+    tell(ready=True)
+    # Measures the shipped choices, not the findings of an earlier run.
+    choices.adopt(here, {})
+    effort = replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
+    bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
+    properties = Gpu(*gpu)
+    plan = {step.name: step for step in steps((Shape(*x) for x in shapes), properties)}
+    ahead, store = Ahead(properties.arch), Store(environment(here), folder)
+    about = (ahead, store, properties.arch, quick, tell)
+    tuner = Tuner(here, lambda: end - time.monotonic(), *about)
+    for step in (plan[name] for name in names):
+        if isinstance(step, Choice):
+            tuner.compile(step)
+    runs = {name: partial(tuner.run, step) for name, step in plan.items()}
+    try:
+        return serve(runs, bench, tell, requests)
+    finally:
+        ahead.close()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import dispatch
-from ...bench.time.supervise import Child, ChildProcess, Ended, python, supervise
+from ...bench.time.supervise import ChildProcess, Ended, python, supervise
 from ...ops import call
 from ...tuned import choices
 from ...tuned.environment import environment
@@ -90,7 +90,7 @@ def run(
     device: torch.device,
     *,
     store: Store | None = None,
-    start: Callable[[], Child] | None = None,
+    start: Callable[[], ChildProcess] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Finding]:
     """Run a scope, and yield and store its verdicts.
@@ -166,7 +166,7 @@ def _children(device: torch.device) -> int:
     return max(1, min(_MOST_CHILDREN, cores * 3 // 4, free // _CHILD_BYTES))
 
 
-def _start(device: torch.device, children: int) -> Child:
+def _start(device: torch.device, children: int) -> ChildProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // children))}
     # Cases name their backend.
     environment.pop("FASTATTN_BACKEND", None)

@@ -51,8 +51,6 @@ def test_figures_of_a_time():
     assert "kv_gbps" not in results
     results = figures.figures(cases.decode(32, 4096), ms=0.5)
     assert results["kv_gbps"] == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 0.5e-3 / 1e9)
-    # A multiprocessor at 1 GHz: 16e9 exponentials, each for 4 * 64 operations.
-    assert figures.exponential_limit(64, 1, 1000) == pytest.approx(16e9 * 256 / 1e12)
 
 
 def test_full_set_holds_the_quick_one_and_all_of_its_sweeps():

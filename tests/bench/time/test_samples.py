@@ -1,9 +1,12 @@
 """The loop that times, with fake clocks, events and functions."""
 
+from functools import partial
+
 import pytest
 
-from fastattn.bench.time.failures import DeviceLost
-from fastattn.bench.time.samples import Bench, DeviceTimer, Effort, HostTimer, Timing
+from fastattn.bench.time import samples
+from fastattn.bench.time.failures import DeviceLost, Failure
+from fastattn.bench.time.samples import Bench, DeviceTimer, Effort, HostTimer, summary
 
 
 class Device:
@@ -42,26 +45,25 @@ def once(least=4, warm_up=0):
     return Effort(warm_up=warm_up, target_ms=0, least=least, most=least, pause=0)
 
 
+def of(ms, count):
+    return dict.fromkeys(("median", "p20", "p80", "least"), ms) | {"samples": count}
+
+
 def test_summary_of_samples():
-    timing = Timing.of([5.0, 1.0, 2.0, 4.0, 3.0])
-    assert timing == Timing(median=3.0, p20=1.8, p80=4.2, least=1.0, samples=5)
-    assert Timing.of([7.0]) == Timing(7.0, 7.0, 7.0, 7.0, 1)
+    expected = {"median": 3.0, "p20": 1.8, "p80": 4.2, "least": 1.0, "samples": 5}
+    assert summary([5.0, 1.00001, 2.0, 4.0, 3.0]) == expected
+    assert summary([7.0]) == of(7.0, 1)
 
 
-def test_device_times_hold_the_call_and_not_the_flush():
+def test_a_sample_is_the_call_alone_with_the_cache_overwritten():
     device = Device()
-    results = Bench(device.timer(flush_ms=50.0), once()).compare({"a": device.work("a", 3.0)})
-    assert results["a"] == Timing(3.0, 3.0, 3.0, 3.0, 4)
-
-
-def test_every_sample_finds_the_cache_overwritten():
-    device = Device()
-    works = {"a": device.work("a", 1.0), "b": device.work("b", 1.0)}
-    Bench(device.timer(), once()).samples(works)
+    works = {"a": device.work("a", 3.0), "b": device.work("b", 1.0)}
+    results = Bench(device.timer(flush_ms=50.0), once()).compare(works)
+    assert results == {"a": of(3.0, 4), "b": of(1.0, 4)}
     # Learning how long a call occupies the host is no sample: it comes first.
-    samples = device.log[device.log.index("a") + 1 :]
-    last = samples.index("b") + 1
-    for previous, name in zip(samples[last:], samples[last + 1 :], strict=False):
+    timed = device.log[device.log.index("a") + 1 :]
+    last = timed.index("b") + 1
+    for previous, name in zip(timed[last:], timed[last + 1 :], strict=False):
         assert name not in works or previous == "flush"
 
 
@@ -76,7 +78,7 @@ def test_flushes_outlast_the_host():
 def test_functions_take_turns_forwards_and_backwards():
     device = Device()
     works = {name: device.work(name, 1.0) for name in "abc"}
-    Bench(HostTimer(lambda: device.host), once()).samples(works)
+    Bench(HostTimer(lambda: device.host), once()).compare(works)
     # One call each to learn the time of a call, then four rounds.
     assert "".join(device.log) == "abc" + "abccba" * 2
 
@@ -88,10 +90,10 @@ def test_number_of_samples_follows_the_time_of_a_call():
     works = {"long": device.work("long", 30.0), "short": device.work("short", 1.0)}
     effort = Effort(warm_up=0, target_ms=10, least=2, most=40, pause=0)
     results = Bench(device.timer(), effort).compare(works)
-    assert (results["long"].samples, results["short"].samples) == (2, 10)
+    assert (results["long"]["samples"], results["short"]["samples"]) == (2, 10)
 
 
-def test_a_function_that_raises_does_not_stop_the_others():
+def test_a_function_that_raises_does_not_stop_the_others(capsys):
     device, calls = Device(), []
 
     def fails_late():
@@ -104,23 +106,29 @@ def test_a_function_that_raises_does_not_stop_the_others():
 
     works = {"bad": fails, "late": fails_late, "good": device.work("good", 2.0)}
     results = Bench(device.timer(), once(least=6)).compare(works)
-    assert isinstance(results["bad"], ValueError)
-    assert isinstance(results["late"], RuntimeError)
-    assert results["good"] == Timing(2.0, 2.0, 2.0, 2.0, 6)
-    assert list(results) == ["bad", "late", "good"]
+    assert list(results.items()) == [
+        ("bad", Failure("failed", "ValueError: no")),
+        ("late", Failure("failed", "RuntimeError: worn out")),
+        ("good", of(2.0, 6)),
+    ]
+    assert "\nlate:\nTraceback" in capsys.readouterr().err
 
 
-def test_rest_warm_up_and_readings():
+def test_rest_warm_up_and_clocks(monkeypatch):
     device, pauses, readings = Device(), [], []
-    bench = Bench(
-        HostTimer(lambda: device.host),
-        Effort(warm_up=3, target_ms=0, least=8, most=8, pause=0.5),
-        while_busy=lambda: readings.append(len(device.log)),
-        sleep=pauses.append,
-    )
-    results = bench.samples({"a": device.work("a", 0.0, host_ms=2.5)})
-    assert results["a"] == pytest.approx([2.5] * 8)
-    assert (pauses, len(device.log), readings) == ([0.5], 3 + 1 + 8, [8, 12])
+    monkeypatch.setattr(samples.time, "sleep", pauses.append)
+
+    def clocks():
+        readings.append(len(device.log))
+        return {"power_w": 600.0}
+
+    effort = Effort(warm_up=3, target_ms=0, least=8, most=8, pause=0.5)
+    bench = Bench(HostTimer(lambda: device.host), effort, clocks)
+    results = bench.compare({"a": device.work("a", 0.0, host_ms=2.5)})
+    assert results["a"] == of(2.5, 8) and len(bench.taken["a"]) == 8
+    # In the fourth turn, while the device works.
+    assert (pauses, len(device.log), readings) == ([0.5], 3 + 1 + 8, [8])
+    assert bench.readings == {"power_w": 600.0}
 
 
 class Fragile(HostTimer):
@@ -151,10 +159,26 @@ def test_a_device_that_is_lost_in_a_turn_is_nobody_s_fault_yet(at, alone, who):
     timer = Fragile()
 
     def meets():  # the error of another
-        if timer.lost:
-            raise RuntimeError("an illegal memory access was encountered")
+        timer.synchronize()
 
     works = {"good": lambda: None, "bad": timer.breaking(at), "meets": meets}
     with pytest.raises(DeviceLost, match="illegal memory access") as lost:
-        Bench(timer, once(warm_up=1), alone=alone).samples(works)
+        Bench(timer, once(warm_up=1), alone=alone).compare(works)
     assert lost.value.implementation == who
+
+
+def test_a_function_is_made_and_warm_before_the_next_is_made():
+    """Of implementations that take no turns one is measured before the next is made."""
+    for alone, order in (
+        (False, "made a, a, made b, b, a, b"),
+        (True, "made a, a, a, made b, b, b"),
+    ):
+        log = []
+
+        def made(name, log=log):
+            log.append(f"made {name}")
+            return partial(log.append, name)
+
+        bench = Bench(HostTimer(), once(least=1), alone=alone)
+        bench.samples({name: partial(made, name) for name in "ab"})
+        assert ", ".join(log) == order

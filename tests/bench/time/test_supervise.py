@@ -3,16 +3,17 @@
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_child import Clock
 
+from fastattn.bench.time import supervise as module
 from fastattn.bench.time.failures import LOST
 from fastattn.bench.time.supervise import STALL, ChildProcess, Ended, supervise
 
-LIMITS = {**STALL, "starts": 30.0, "prepares": 10.0, "runs": 5.0}
 READY, DONE = {"ready": True}, {"done": True}
 A, B = {"at": "a"}, {"at": "b", "doing": "runs"}
 
@@ -41,36 +42,42 @@ class Planned:
         return "its last line"
 
 
-class Host:
-    """Starts planned children, and has a clock that moves when somebody sleeps."""
+class Host(Clock):
+    """Starts planned children; a look at them takes a second."""
 
-    def __init__(self, *plans: list[Any]) -> None:
-        self.now, self._plans, self.step = 0.0, iter(plans), 1.0
-        self.children: list[Planned] = []
+    step = 1.0
 
-    def start(self) -> Planned:
-        self.children.append(Planned(next(self._plans)))
-        return self.children[-1]
+    def run(self, plans: list[list[Any]], waiting: deque[str], **how: Any) -> list[Ended]:
+        self.children: list[Any] = []
 
-    def sleep(self, seconds: float) -> None:
-        self.now += self.step
+        def start() -> Any:
+            self.children.append(Planned(plans[len(self.children)]))
+            return self.children[-1]
 
-    def run(self, waiting: deque[str], **how: Any) -> list[Ended]:
-        host = {"sleep": self.sleep, "clock": lambda: self.now, "stall": LIMITS}
-        actual = list(supervise(waiting, self.start, **host, **how))
+        actual = list(supervise(waiting, start, **how))
         assert all(child.killed for child in self.children)
         return actual
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    monkeypatch.setattr(module, "time", host)
+    for phase, limit in {"starts": 30.0, "prepares": 10.0, "runs": 5.0}.items():
+        monkeypatch.setitem(STALL, phase, limit)
+    return host
 
 
 def ends(jobs: list[Ended]) -> list[tuple[str, str, str]]:
     return [(ended.job, ended.at, ended.why) for ended in jobs]
 
 
-def test_one_child_does_all_jobs() -> None:
-    host, heard = Host([READY, A, DONE, A, DONE]), []
-    actual = host.run(
-        deque(["x", "y"]), request=str.upper, heard=lambda job, told: heard.append((job, told))
-    )
+def test_one_child_does_all_jobs(host: Host) -> None:
+    heard: list[tuple[str, Any]] = []
+    how: dict[str, Callable[..., Any]] = {
+        "request": str.upper, "heard": lambda *told: heard.append(told),
+    }  # fmt: skip
+    actual = host.run([[READY, A, DONE, A, DONE]], deque(["x", "y"]), **how)
     assert ends(actual) == [("x", "a", ""), ("y", "a", "")]
     assert actual[0].messages == [A, DONE] and actual[0].seconds > 0
     assert host.children[0].sent == ["X", "Y"]
@@ -88,28 +95,27 @@ def test_one_child_does_all_jobs() -> None:
     ],
 )
 def test_who_ends_a_process_is_named_and_the_next_job_has_a_new_one(
-    end: list[Any], why: str
+    host: Host, end: list[Any], why: str
 ) -> None:
-    host = Host([READY, A, B, *end], [READY, A, DONE])
-    actual = host.run(deque(["x", "y"]))
+    actual = host.run([[READY, A, B, *end], [READY, A, DONE]], deque(["x", "y"]))
     assert ends(actual) == [("x", "b", why), ("y", "a", "")]
     assert actual[0].hung == (not end)
 
 
-def test_every_message_is_progress_and_some_work_may_take_its_time() -> None:
+def test_every_message_is_progress_and_some_work_may_take_its_time(host: Host) -> None:
     """Nine messages with six seconds between them: longer than a stall, and none is one."""
-    host = Host([READY, A, *[{"compiled": True}] * 9, DONE])
     host.step = 6.0
-    assert ends(host.run(deque("x"))) == [("x", "a", "")]
-    host = Host([READY, {"at": "a", "doing": "waits"}])
-    assert host.run(deque("x"), left=lambda: 999 - host.now) == []
+    plans: list[list[Any]] = [[READY, A, *[{"compiled": True}] * 9, DONE]]
+    assert ends(host.run(plans, deque("x"))) == [("x", "a", "")]
+    plans = [[READY, {"at": "a", "doing": "waits"}]]
+    assert host.run(plans, deque("x"), left=lambda: 999 - host.now) == []
 
 
-def test_the_time_is_kept_and_what_is_not_done_is_left() -> None:
+def test_the_time_is_kept_and_what_is_not_done_is_left(host: Host) -> None:
+    plans: list[list[Any]] = [[READY, A, DONE, A, *[{}] * 3, DONE, A, DONE]]
     for grace, done in ((0.0, ["x"]), (9.0, ["x", "y"])):
-        host = Host([READY, A, DONE, A, *[{}] * 3, DONE, A, DONE])
-        waiting = deque("xyz")
-        actual = host.run(waiting, left=lambda host=host: 5 - host.now, grace=grace)
+        waiting, host.now = deque("xyz"), 0.0
+        actual = host.run(plans, waiting, left=lambda: 5 - host.now, grace=grace)
         assert [ended.job for ended in actual] == done
         assert [*waiting] == [job for job in "xyz" if job not in done]
 
@@ -122,10 +128,9 @@ def test_the_time_is_kept_and_what_is_not_done_is_left() -> None:
         ([READY, 0], "ended with exit code 0"),
     ],
 )
-def test_a_child_that_cannot_do_anything_ends_it(plan: list[Any], message: str) -> None:
-    host = Host(plan)
+def test_a_child_that_cannot_do_anything_ends_it(host: Host, plan: list[Any], message: str) -> None:
     with pytest.raises(ChildProcessError, match=message):
-        host.run(deque("xyz"))
+        host.run([plan], deque("xyz"))
     assert host.children[0].killed
 
 
@@ -150,26 +155,23 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture
-def processes() -> Iterator[list[ChildProcess]]:
-    started: list[ChildProcess] = []
-    yield started
-    assert all(child.poll() is not None for child in started), "a process was left behind"
+def test_processes_that_sleep_and_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[ChildProcess] = []
 
-
-def test_processes_that_sleep_and_die(processes: list[ChildProcess]) -> None:
     def start() -> ChildProcess:
         processes.append(ChildProcess([sys.executable, "-S", "-c", PROGRAM]))
         return processes[-1]
 
+    monkeypatch.setitem(STALL, "prepares", 1.0)
     jobs = deque([("a", "sleeps", "b"), ("dies", "c"), ("d", "e")])
-    actual = list(supervise(jobs, start, stall={**STALL, "prepares": 1.0}))
+    actual = list(supervise(jobs, start))
     assert [(ended.at, ended.why) for ended in actual] == [
         ("sleeps", "made no progress for 1 s"),
         ("dies", "ended by SIGSEGV: the kernel reads what is not there"),
         ("e", ""),
     ]
     assert len(processes) == 3
+    assert all(child.poll() is not None for child in processes), "a process was left behind"
 
 
 def test_a_process_without_messages_prints_to_the_log_and_is_killed_with_its_children(

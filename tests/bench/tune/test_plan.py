@@ -5,8 +5,14 @@ import json
 import pytest
 
 from fastattn.bench.tune.candidates import Shape, usual_shape
-from fastattn.bench.tune.choices import backend_choice
-from fastattn.bench.tune.plan import USUAL_SHAPES, Gpu, Verification, shapes_of, steps
+from fastattn.bench.tune.plan import (
+    USUAL_SHAPES,
+    Gpu,
+    Verification,
+    backend_choice,
+    shapes_of,
+    steps,
+)
 
 H100 = Gpu("sm_90", 227 * 1024, 132, hopper=True)
 A100 = Gpu("sm_80", 163 * 1024, 108, hopper=False)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fastattn.bench.tune.candidates import CALLS, Shape, TableEntry
-from fastattn.bench.tune.choices import (
+from fastattn.bench.tune.candidates import CALLS, Shape
+from fastattn.bench.tune.plan import (
+    Gpu,
     backend_choice,
     hopper_choice,
     pass_choice,
@@ -19,7 +20,7 @@ from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
 
 SHAPE = Shape(64, 16, 16)
-SHARED = 227 * 1024
+GPU = Gpu("sm_90", 227 * 1024, 132, hopper=True)
 
 
 def stored(tmp_path, choice) -> dict:
@@ -44,7 +45,7 @@ def nothing_installed():
 
 @pytest.mark.parametrize("calls", CALLS)
 def test_tiles_of_every_class_are_looked_up(tmp_path, calls):
-    choice = tile_choice(TableEntry("backward_dq", 2, 64, calls), "sm_90", SHARED)
+    choice = tile_choice("backward_dq", calls, SHAPE, GPU)
     tiles.install([stored(tmp_path, choice)], tiles.current_device())
     actual = tiles.lookup("backward_dq", 2, 64, calls)
     assert actual == choice.candidates[-1].forced["backward_dq"]

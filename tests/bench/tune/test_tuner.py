@@ -3,6 +3,8 @@
 import contextlib
 import json
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,9 @@ from fastattn.bench.time.ahead import Ahead
 from fastattn.bench.time.failures import LOST
 from fastattn.bench.time.measure import serve
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
-from fastattn.bench.tune import trial, tune, tuner
-from fastattn.bench.tune.choices import Candidate, Choice, tile_candidate
-from fastattn.bench.tune.plan import Gpu, Verification
-from fastattn.bench.tune.tuner import Tuner
+from fastattn.bench.tune import trial, tune
+from fastattn.bench.tune.plan import Candidate, Choice, Gpu, Verification, tile_candidate
+from fastattn.bench.tune.tune import Tuner, verification
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -113,9 +114,7 @@ class Run:
         by_kernel = {
             ("forward", key) if isinstance(key, TileConfig) else key: x for key, x in times.items()
         }
-        self.bench = Bench(
-            Planned(by_kernel), QUICK, sleep=lambda seconds: None, expected=trial.expect_all
-        )
+        self.bench = Bench(Planned(by_kernel), QUICK, expected=trial.expect_all)
         self.store, self.ahead, self.verdict = store or Kept(), NothingAhead(refused), verdict
         self.broken, self.verified, self.notes, self.announced = broken or {}, [], [], []
         self._left, self._done = left, []
@@ -125,19 +124,18 @@ class Run:
         self.announced += [(message["at"], message.get("doing"))] if "at" in message else []
         self._done += message.get("records", [])
 
-    def verify(self, step, show):
-        self.verified.append(step.families)
-        show("1 of 1")
-        for backend, family in step.families:
-            about = {"backend": backend, "family": family, "verdict": self.verdict}
-            self.store.put("verification", {**about, "dtype": step.dtype, "head_dim": 64})
+    def verify(self, scope, device, *, store, progress):
+        progress(1, 1, None)
+        self.verified.append((scope.backends, scope.families, scope.dtypes, scope.quick))
+        for family in scope.families:
+            about = {"backend": "triton", "family": family, "verdict": self.verdict}
+            store.put("verification", {**about, "dtype": scope.dtypes[0], "head_dim": 64})
+            yield about
 
     def run(self, plan):
         """The records of the steps, and the exit code of the process if that is not 0."""
-        device = torch.device("cpu")
-        tuner = Tuner(
-            device, self._left, self.ahead, self.store, "imaginary", self.verify, self.tell
-        )
+        about = (self.ahead, self.store, "imaginary", True, self.tell)
+        tuner = Tuner(torch.device("cpu"), self._left, *about)
         for step in plan:
             if isinstance(step, Choice):
                 tuner.compile(step)
@@ -145,8 +143,10 @@ class Run:
             {"job": step.name, "broken": self.broken.get(step.name, {}), "alone": False}
             for step in plan
         ]
+        runs = {step.name: partial(tuner.run, step) for step in plan}
         try:
-            code = serve([tuner.job(step) for step in plan], self.bench, self.tell, requests)
+            with mock.patch.object(verification, "run", self.verify):
+                code = serve(runs, self.bench, self.tell, requests)
         finally:
             choices.forget()
             tiles.install((), -1)
@@ -169,7 +169,7 @@ WINS = "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time"
 @pytest.fixture
 def lookups_alone(monkeypatch):
     monkeypatch.setattr(trial, "prepare", prepare_lookups)
-    monkeypatch.setattr(trial, "release", lambda device: None)
+    monkeypatch.setattr(trial, "release", lambda: None)
 
 
 @pytest.mark.parametrize("kernel", [*tiles.KERNELS, "decode"])
@@ -250,7 +250,7 @@ def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(
     known = {"backend": "triton", "family": "forward", "dtype": "float32", "head_dim": 64}
     run.store.before["verification"] = [known | {"verdict": "right"}]
     records = run.run([VERIFY, choice(), choice("backward_dq"), VERIFY])
-    assert run.verified == [(("triton", "backward"),)]
+    assert run.verified == [(("triton",), ("backward",), ("float32",), True)]
     assert ("the verification", "waits") in run.announced and "1 of 1" in run.notes
     assert records[0]["text"] == records[3]["text"] == "triton backward: hang"
     assert records[1]["text"] == WINS
@@ -319,10 +319,10 @@ def test_a_shape_in_whose_place_the_portable_kernels_served_was_not_timed(monkey
 
 
 def child(command, environment):
-    """`tuner.run` with what `tune` gives it."""
-    assert tuner.__name__ in command[2] and environment["PYTHONSAFEPATH"] == "1"
+    """`tune.run` with what `tune` gives it."""
+    assert tune.__name__ in command[2] and environment["PYTHONSAFEPATH"] == "1"
     settings = json.loads(command[3])
-    return FakeChild(lambda tell, requests: tuner.run(tell=tell, requests=requests, **settings))
+    return FakeChild(lambda tell, requests: tune.run(tell=tell, requests=requests, **settings))
 
 
 @pytest.fixture
@@ -337,11 +337,10 @@ def imaginary_gpu(monkeypatch):
     gpu = Gpu("an unknown architecture", 2**16, 4, hopper=False)
     monkeypatch.setattr(tune, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(tune, "ChildProcess", child)
-    for module in (tune, tuner):
-        monkeypatch.setattr(module, "environment", lambda device: HERE)
-        monkeypatch.setattr(module, "steps", lambda shapes, gpu: [VERIFY, choice()])
-    monkeypatch.setattr(tuner, "gpu_bench", lambda which: Run(TIMES).bench)
-    monkeypatch.setattr(tuner, "Ahead", lambda arch: Run({}).ahead)
+    monkeypatch.setattr(tune, "environment", lambda device: HERE)
+    monkeypatch.setattr(tune, "steps", lambda shapes, gpu: [VERIFY, choice()])
+    monkeypatch.setattr(tune, "gpu_bench", lambda which: Run(TIMES).bench)
+    monkeypatch.setattr(tune, "Ahead", lambda arch: Run({}).ahead)
     asked = []
 
     def verify(scope, device, *, store, progress):
@@ -353,7 +352,7 @@ def imaginary_gpu(monkeypatch):
             store.put("verification", actual._asdict())
             yield actual
 
-    monkeypatch.setattr(tuner.verification, "run", verify)
+    monkeypatch.setattr(verification, "run", verify)
     yield asked
     choices.forget()
 
