@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,7 @@ interpreted = pytest.mark.skipif(
 SIZES: dict[str, Any] = {"B": 2, "H_q": 2, "H_k": 1, "T_q": 19, "T_k": 27, "D": 16}
 
 
-def one_pass(q: Tensor, k: Tensor, v: Tensor, *starts: Tensor, **options: Any) -> Any:
-    function = fastattn.attention_varlen if starts else fastattn.attention
-    return function(q, k, v, *starts, backend="triton", deterministic=False, **options)
+one_pass = partial(fastattn.attention, backend="triton", deterministic=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -124,15 +123,20 @@ def test_atomics_run_where_they_are_permitted_alone(run: Any, atomics: list[str]
     for _ in range(2):  # a call that is made for the first time, and one that is known
         run(q, k, v)
         run(q, k, v, deterministic=True)
-        with deterministic_algorithms():
-            run(q, k, v, deterministic=False)
+        for how in ({}, {"warn_only": True}):
+            with deterministic_algorithms(**how):
+                run(q, k, v, deterministic=False)
         assert atomics == []
         run(q, k, v, deterministic=False)
         assert atomics != []
         del atomics[:]
-    with deterministic_algorithms(warn_only=True):
-        run(q, k, v, deterministic=False)
+    # Asked when the backward runs.
+    o = loss(q, k, v, deterministic=False)
+    with deterministic_algorithms():
+        torch.autograd.grad(o, q, retain_graph=True)
     assert atomics == []
+    torch.autograd.grad(o, q)
+    assert atomics != []
 
 
 @interpreted
@@ -145,17 +149,6 @@ def test_a_compiled_call_is_one_graph_and_keeps_the_permission(atomics: list[str
     assert all(map(torch.equal, actual, expected))
 
 
-@interpreted
-def test_torchs_flag_is_asked_when_the_backward_runs(atomics: list[str]) -> None:
-    q, k, v = make_qkv(**SIZES)
-    o = one_pass(q, k, v)
-    with deterministic_algorithms():
-        torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
-    assert atomics == []
-    torch.autograd.grad(o.sum(), (q, k, v))
-    assert atomics != []
-
-
 def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
     inputs = make_qkv(**{**SIZES, "D": D}, dtype=torch.bfloat16, device=device)
     return fastattn.explain(*inputs, **{"backend": "triton", "deterministic": False, **options})
@@ -163,36 +156,24 @@ def explain(device: str, D: int = 64, **options: Any) -> fastattn.Explanation:
 
 def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
-    actual = explain(device)
+    actual, default = explain(device), explain(device, deterministic=True)
     assert (actual.one_pass, actual.reasons) == (True, {})
     assert str(actual) == "backend: triton\nbackward: one-pass"
-    default = explain(device, deterministic=True)
     assert (default.one_pass, str(default)) == (False, "backend: triton")
-
-
-def why_not(explanation: fastattn.Explanation) -> str:
-    assert not explanation.one_pass
-    return explanation.reasons["one-pass"]
-
-
-def test_explain_tells_why_there_are_two_passes(device: str) -> None:
-    keys = draw(1, 9, 64).to(device, torch.bfloat16)
-    assert why_not(explain(device, relative_keys=keys)) == "its kernel does not know relative_keys"
-    other = explain(device, backend="torch")
-    assert why_not(other) == "the torch backend has a backward of its own"
-    with deterministic_algorithms():
-        actual = explain(device)
-    assert why_not(actual) == "torch.use_deterministic_algorithms(True) rules it out"
-
-
-def test_explain_of_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     assert explain(device, backend="hopper").one_pass
-    actual = explain(device, 128, backend="hopper", softcap=3.0)
-    assert "softcap and head dim 128" in why_not(actual)
-    actual = explain(device, 256, backend="hopper")
-    assert (actual.backend, actual.one_pass) == ("hopper", False)
-    assert why_not(actual) == "dK and dV of head dim 256 take a kernel each"
+    assert explain(device, 256, backend="hopper").backend == "hopper"
+    keys = draw(1, 9, 64).to(device, torch.bfloat16)
+    reasons = {
+        "its kernel does not know relative_keys": explain(device, relative_keys=keys),
+        "the torch backend has a backward of its own": explain(device, backend="torch"),
+        "softcap and head dim 128": explain(device, 128, backend="hopper", softcap=3.0),
+        "dK and dV of head dim 256 take a kernel each": explain(device, 256, backend="hopper"),
+    }
+    with deterministic_algorithms():
+        reasons["torch.use_deterministic_algorithms(True) rules it out"] = explain(device)
+    for reason, explanation in reasons.items():
+        assert not explanation.one_pass and reason in explanation.reasons["one-pass"]
 
 
 @pytest.mark.gpu
