@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -94,12 +93,6 @@ def test_a_warp_follows_its_own_rows(rescaling: list[list[bool]]) -> None:
     assert torch.equal(actual[:, :, others], alone[:, :, others])
 
 
-@pytest.mark.parametrize("sink", gate_cases([-30.0, 3.0], [0.5, 40.0]))
-def test_sinks_are_what_the_first_block_rises_from(sink: float) -> None:
-    q, k, v = rising([0.0, 5.0, 12.0], torch.linspace(-1, 4, 70))
-    assert_matches_reference(attention, q, k, v, scale=1.0, sinks=torch.tensor([sink]))
-
-
 @pytest.mark.parametrize("where", gate_cases(["query", "last-block"], ["first-block"]))
 def test_nan_is_not_skipped(where: str) -> None:
     """NaN is in a query, or in keys that all queries or those from 290 on see."""
@@ -119,21 +112,19 @@ def test_nan_is_not_skipped(where: str) -> None:
     assert torch.equal(actual[:, :, ~expected], clean[:, :, ~expected])
 
 
-@pytest.mark.parametrize("D", gate_cases([256], [128]))
-def test_wider_heads(D: int, rescaling: list[list[bool]]) -> None:
-    q, k, v = rising([0.0, 5.0, 12.0], torch.linspace(-1, 4, 64))
-    wide = [torch.cat([x.detach()] * (D // 64), -1) / (D // 64) ** 0.5 for x in (q, k, v)]
-    inputs = [x.requires_grad_() for x in wide]
-    assert_matches_reference(attention, *inputs, scale=1.0)
-    assert any(any(flags) and not all(flags) for flags in rescaling)
-
-
-def test_no_slack_rescales_every_block(
+def test_wider_heads_sinks_and_no_slack(
     rescaling: list[list[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    q, k, v = rising([0.0, 5.0, 12.0], torch.linspace(-1, 4, 70))
+    wide = [torch.cat([x.detach()] * 4, -1).div(2).requires_grad_() for x in (q, k, v)]
+    for inputs, sink in ((wide, None), ([q, k, v], -30.0), ([q, k, v], 3.0)):
+        sinks = {} if sink is None else {"sinks": torch.tensor([sink])}
+        rescaling.clear()
+        assert_matches_reference(attention, *inputs, scale=1.0, **sinks)
+        assert any(any(flags) and not all(flags) for flags in rescaling)
     configured: Callable[..., Any] = forward.forward_config
-    with mock.patch.object(forward, "forward_config", lambda *a: configured(*a)._replace(SLACK=0)):
-        forget()
-        inputs = rising([0.0, 5.0, 12.0], torch.linspace(-1, 4, 70))
-        assert_matches_reference(attention, *inputs, scale=1.0)
+    monkeypatch.setattr(forward, "forward_config", lambda *a: configured(*a)._replace(SLACK=0))
+    forget()
+    rescaling.clear()
+    assert_matches_reference(attention, q, k, v, scale=1.0)
     assert rescaling == []
