@@ -27,16 +27,9 @@ pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def drawn(
-    B: int,
-    H_q: int,
-    H_k: int,
-    T_q: int,
-    T_k: int,
-    D: int,
-    *,
-    lengths: list[int] | None = None,
+    B: int, H_q: int, H_k: int, T_q: int, T_k: int, D: int, lengths: list[int] | None = None,
     layout: str = "bhtd",
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:  # fmt: skip
     """Codes and scales; every head has a size of its own. What lies behind `lengths` is NaN."""
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, layout=layout, requires_grad=False)
     grow = 3.0 ** torch.arange(H_q)
@@ -48,40 +41,26 @@ def drawn(
     (k, k_scale), (v, v_scale) = quantize_fp8(k, ends), quantize_fp8(v, ends)
     for b, length in enumerate(lengths or ()):
         k[b, :, length:] = v[b, :, length:] = torch.full((), math.nan).to(E4M3)
-    return (q, k, v), (q_scale, k_scale, v_scale)
+    return (q, k, v), {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
 
 
-def attention(codes: Any, scales: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
-    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    arguments = {"return_lse": True, "backend": "hopper"} | named | arguments
-    o, lse = fastattn.attention_fp8(*codes, **arguments)
-    return o, lse
+attention = partial(fastattn.attention_fp8, return_lse=True, backend="hopper")
 
 
 def check(
-    B: int = 1,
-    H_q: int = 2,
-    H_k: int = 1,
-    T_q: int = 150,
-    T_k: int | None = None,
-    D: int = 64,
-    *,
-    lengths: list[int] | None = None,
-    layout: str = "bhtd",
-    packed: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    **arguments: Any,
-) -> None:
+    B: int = 1, H_q: int = 2, H_k: int = 1, T_q: int = 150, T_k: int | None = None, D: int = 64,
+    *, lengths: list[int] | None = None, layout: str = "bhtd", packed: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16, **arguments: Any,
+) -> None:  # fmt: skip
     """o and lse within the bound."""
-    T_k = T_q if T_k is None else T_k
-    codes, scales = drawn(B, H_q, H_k, T_q, T_k, D, lengths=lengths, layout=layout)
+    codes, scales = drawn(B, H_q, H_k, T_q, T_q if T_k is None else T_k, D, lengths, layout)
     if lengths is not None:
         arguments["key_lengths"] = torch.tensor(lengths, dtype=torch.int32)
     arguments = {"causal": True} | arguments
     given = (*codes[:2], fastattn.pack_values(codes[2])) if packed else codes
-    o, lse = attention(given, scales, out_dtype=out_dtype, **arguments)
+    o, lse = attention(*given, **scales, out_dtype=out_dtype, **arguments)
     assert o.dtype == out_dtype
-    assert_within_fp8_bounds(o, lse, codes, scales, **arguments)
+    assert_within_fp8_bounds(o, lse, codes, tuple(scales.values()), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +86,6 @@ def test_is_within_the_bound(case: dict[str, Any]) -> None:
     check(**case)
 
 
-def doubling(
-    B: int, H_q: int, H_k: int, T_q: int, T_k: int, D: int, least: int = -8
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes whose scores are integers from `least` to 0: times ln 2, weights are powers of two."""
-    generator = torch.Generator().manual_seed(0)
-    q = torch.eye(D)[torch.randint(D, (B, H_q, T_q), generator=generator)]
-    k = torch.randint(least, 1, (B, H_k, T_k, D), generator=generator)
-    v = torch.randn(B, H_k, T_k, D, generator=generator)
-    q, k, v = (x.to(E4M3) for x in (q, k, v))
-    return q, k, v
-
-
 @pytest.mark.parametrize(
     ("sizes", "arguments"),
     [
@@ -131,16 +98,22 @@ def doubling(
     ],
 )
 def test_weights_that_e4m3_holds_cost_nothing(sizes: Any, arguments: dict[str, Any]) -> None:
-    """Then o is exact to sums in fp32 and its own rounding: every key and value in its place."""
-    B, H_q, H_k, *_ = sizes
-    codes = doubling(*sizes)
+    """Scores are integers: times ln 2, weights are powers of two. Then o is exact to sums in fp32
+    and its own rounding: every key and value in its place.
+    """
+    B, H_q, H_k, T_q, T_k, D = sizes
+    generator = torch.Generator().manual_seed(0)
+    q = torch.eye(D)[torch.randint(D, (B, H_q, T_q), generator=generator)]
+    k = torch.randint(-8, 1, (B, H_k, T_k, D), generator=generator)
+    v = torch.randn(B, H_k, T_k, D, generator=generator)
+    codes = [x.to(E4M3) for x in (q, k, v)]
     # Scales differ by head, and those of q and k cancel.
     of_keys = 2.0 ** torch.arange(B * H_k).view(B, H_k)
     of_queries = of_keys.repeat_interleave(H_q // H_k, 1)
-    scales = (of_queries, 1 / of_keys, 3 * of_keys)
+    scales = {"q_scale": of_queries, "k_scale": 1 / of_keys, "v_scale": 3 * of_keys}
     arguments = {"scale": math.log(2)} | arguments
-    o, lse = attention(codes, scales, out_dtype=torch.float16, **arguments)
-    numbers = (dequantized(x, scale) for x, scale in zip(codes, scales, strict=True))
+    o, lse = attention(*codes, **scales, out_dtype=torch.float16, **arguments)
+    numbers = (dequantized(x, scale) for x, scale in zip(codes, scales.values(), strict=True))
     exact, exact_lse = reference.attention(*numbers, return_lse=True, **arguments)
     assert_within_budget("o", o, exact, exact.half())
     assert_within_budget("lse", lse, exact_lse, exact_lse.float())
@@ -157,20 +130,17 @@ def drawn_packed(
     q_lengths: list[int], k_lengths: list[int], D: int
 ) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
     """Codes and scales of 2 heads of queries and 1 of keys, and offsets."""
-    offsets = []
-    for lengths in (q_lengths, k_lengths):
-        offsets.append(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
-    codes, scales = [], []
-    for lengths, cu_seqlens, H in ((q_lengths, offsets[0], 2), *((k_lengths, offsets[1], 1),) * 2):
+    starts = [
+        torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (q_lengths, k_lengths)
+    ]
+    coded = []
+    for lengths, cu_seqlens, H in ((q_lengths, starts[0], 2), *((k_lengths, starts[1], 1),) * 2):
         # Every sequence has a size of its own, so that another's scale shows.
-        size = torch.cat([torch.full((length,), 3.0**n) for n, length in enumerate(lengths)])
-        x = torch.randn(sum(lengths), H, D) * size[:, None, None]
-        if H == 2:
-            x = x / size[:, None, None] ** 2
-        code, scale = quantize_fp8(x, cu_seqlens=cu_seqlens)
-        codes.append(code)
-        scales.append(scale)
-    return tuple(codes), tuple(scales), (offsets[0], offsets[1])
+        size = torch.cat([torch.full((n,), 3.0**i) for i, n in enumerate(lengths)])
+        x = torch.randn(sum(lengths), H, D) * size[:, None, None] ** (-1 if H == 2 else 1)
+        coded.append(quantize_fp8(x, cu_seqlens=cu_seqlens))
+    codes, scales = zip(*coded, strict=True)
+    return codes, scales, (starts[0], starts[1])
 
 
 @pytest.mark.parametrize(
@@ -208,11 +178,12 @@ def test_scales_that_vanish_together(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scales = drawn(1, 2, 2, 70, 70, 64)
     codes[0][:, 1] = codes[1][:, 1] = 0
     tiny = torch.tensor([[1.0, 2.0**-100]])
-    o, lse = attention(codes, (tiny, tiny, scales[2]), causal=True)
-    assert_within_fp8_bounds(o, lse, codes, (tiny, tiny, scales[2]), causal=True)
+    scales |= {"q_scale": tiny, "k_scale": tiny}
+    o, lse = attention(*codes, **scales, causal=True)
+    assert_within_fp8_bounds(o, lse, codes, tuple(scales.values()), causal=True)
     monkeypatch.setattr("fastattn.tracing.host_knows", lambda x: False)
-    spoilt = torch.tensor([[1.0, math.nan]])
-    o, _ = attention(codes, (spoilt, tiny, scales[2]), causal=True)
+    scales["q_scale"] = torch.tensor([[1.0, math.nan]])
+    o, _ = attention(*codes, **scales, causal=True)
     assert o[:, 0].isfinite().all() and o[:, 1].isnan().all()
 
 
@@ -221,10 +192,10 @@ def test_traced_calls_go_through_the_op(layout: str) -> None:
     """It gives the same bits, and its fake the same shapes, strides and dtypes."""
     codes, scales = drawn(1, 2, 1, 70, 90, 64, layout=layout)
     values = fp8.pack_values.op(codes[2], None)
-    tensors = (*codes[:2], values, *scales)
+    tensors = (*codes[:2], values, *scales.values())
     options = schema.flat(Options(right=20, scale=0.2))
     results = fp8.hopper_forward_fp8.op(*tensors, torch.bfloat16, *options)
-    for x, y in zip(results, attention(codes, scales, causal=True, scale=0.2), strict=True):
+    for x, y in zip(results, attention(*codes, **scales, causal=True, scale=0.2), strict=True):
         assert torch.equal(x, y)
     fakes = (
         *fp8.hopper_forward_fp8.op(*(x.to("meta") for x in tensors), torch.bfloat16, *options),

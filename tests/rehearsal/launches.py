@@ -3,27 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+import calls
 import posing
 import torch
-from calls import (
-    SMALL,
-    additive,
-    chosen,
-    dense,
-    far_keys,
-    far_keys_grad,
-    fp8,
-    merged,
-    ones,
-    packed,
-    packed_fp8,
-    paged,
-    random,
-    rotated,
-    selected,
-    train,
-    zeros,
-)
+from calls import SMALL, dense, fp8, ones, packed, packed_fp8, paged, random, train, zeros
 from posing import stage
 
 import fastattn
@@ -52,20 +35,20 @@ def attention_calls() -> None:
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
-        shapes("additive", additive)
-        shapes("selected", selected)
-        stage.play("chosen", lambda: chosen(2, 64), [lambda: chosen(3, 77), lambda: chosen(1, 130)])
+        shapes("additive", calls.additive)
+        shapes("selected", calls.selected)
+        stage.play(
+            "chosen",
+            lambda: calls.chosen(2, 64),
+            [lambda: calls.chosen(3, 77), lambda: calls.chosen(1, 130)],
+        )
 
 
 def scored(B: int, T: int) -> None:
     train(
-        B,
-        T,
-        attn_bias=zeros(B, 4, T, T + -T % 8)[..., :T],
-        score_mod=far_keys,
-        score_mod_grad=far_keys_grad,
-        mod_tensors=(torch.ones(4, device="cuda"),),
-    )
+        B, T, attn_bias=zeros(B, 4, T, T + -T % 8)[..., :T], score_mod=calls.far_keys,
+        score_mod_grad=calls.far_keys_grad, mod_tensors=(torch.ones(4, device="cuda"),),
+    )  # fmt: skip
 
 
 def hopper_calls() -> None:
@@ -96,8 +79,8 @@ def cache_calls() -> None:
         stage.play(
             "paged cache", lambda: paged(2, 16), [lambda: paged(2, 32), lambda: paged(1, 16)]
         )
-        shapes("rotary append", rotated)
-        shapes("merge", merged)
+        shapes("rotary append", calls.rotated)
+        shapes("merge", calls.merged)
         shapes(
             "statistics",
             lambda B, T: fastattn.attention_statistics(

@@ -4,24 +4,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import calls
 import torch
 import torch.nn.functional as F
 import triton
 from calls import (
-    additive,
     chosen,
     dense,
     far_keys,
-    far_keys_grad,
     fp8,
-    merged,
     ones,
     packed,
     packed_fp8,
     paged,
     random,
-    rotated,
-    selected,
     train,
     zeros,
 )
@@ -29,36 +25,33 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import BlockMask, KVCache, QuantizedKVCache
+from fastattn.testing.compare import DIFFERENTIABLE
+from fastattn.testing.inputs import to_device
+from fastattn.testing.option_examples import option_examples
 
 Calls = dict[str, Callable[[], object]]
 # What others return, raise or are given; and what looks at numbers and times, of which a rehearsal
 # has none.
 NO_CALLS = {
-    "AttentionStatistics",
-    "BlockGradients",
-    "CacheView",
-    "Explanation",
-    "OutOfPages",
-    "PackedValues",
-    "tune",
-    "verify",
-}
+    "AttentionStatistics", "BlockGradients", "CacheView", "Explanation", "OutOfPages",
+    "PackedValues", "tune", "verify",
+}  # fmt: skip
 # Called by custom operators whether or not something traces, so here their fakes answer.
 BY_OPERATOR = {"additive_attention", "selected_attention", "moba_attention"}
 # Refused where something traces.
 UNTRACED = {"attention mod_tensors"}
 KERNELS_BY_OPERATOR = {
-    "additive_forward_kernel",
-    "additive_backward_da_kernel",
-    "additive_backward_dbv_kernel",
-    "attention_tangent_kernel",
-    "block_scores_kernel",
-    "selected_forward_kernel",
-    "selected_backward_dq_kernel",
-    "selected_backward_dkv_kernel",
-    "tangent_backward_dkv_kernel",
+    "additive_forward_kernel", "additive_backward_da_kernel", "additive_backward_dbv_kernel",
+    "attention_tangent_kernel", "block_scores_kernel", "selected_forward_kernel",
+    "selected_backward_dq_kernel", "selected_backward_dkv_kernel", "tangent_backward_dkv_kernel",
     "tangent_backward_dq_kernel",
-}
+}  # fmt: skip
+# Of `option_examples`, one for each option.
+EXAMPLES = (
+    "window-first", "stride", "prefix", "documents", "lengths", "padding", "mask", "mask-mod",
+    "offsets", "positions", "softcap", "alibi", "relative-bias", "relative-query", "two-products",
+    "bias", "sinks", "score-mod", "heads",
+)  # fmt: skip
 B, H, T, D = 2, 4, 64, 64
 
 
@@ -79,54 +72,41 @@ def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(*shape, device="cuda", dtype=dtype)
 
 
+def learned(option: dict[str, Any]) -> dict[str, Any]:
+    """An option on the GPU, whose gradients are asked."""
+    on_gpu = to_device(option, "cuda")
+    for name in on_gpu.keys() & set(DIFFERENTIABLE):
+        if on_gpu[name].is_floating_point():
+            on_gpu[name] = on_gpu[name].bfloat16().requires_grad_()
+    return on_gpu
+
+
 def attention_calls() -> Calls:
-    seen = gpu(B, T, dtype=torch.bool)
-    documents = gpu(B, T, dtype=torch.int32)
+    examples = option_examples(H, 2, T, T, D, reach=16)
     options: dict[str, dict[str, Any]] = {
         "causal": {},
         "full": {"causal": False},
-        "window": {"window": 16, "keep_first": 4},
-        "stride": {"window": 8, "stride": 8},
-        "prefix": {"prefix_lengths": ones(B)},
-        "documents": {"documents": documents},
-        "key_lengths": {"key_lengths": ones(B)},
-        "padding": {"key_padding_mask": seen},
-        "attn_mask": {"attn_mask": gpu(H, 1, T) > 0},
-        "mask_mod": {"mask_mod": checkered},
-        "query_offset": {"query_offset": ones(B)},
-        "positions": {"positions": (ones(T)[None], ones(T)[None])},
-        "softcap": {"softcap": 30.0},
-        "alibi": {"alibi_slopes": gpu(H)},
-        "relative_bias": {"relative_bias": zeros(H, 33)},
-        "relative_keys": {"relative_keys": random(H, 33, D, grad=True)},
-        "key2": {"query2": random(B, H, T, D, grad=True), "key2": random(B, 1, T, D, grad=True)},
+        **{name: learned(examples[name]) for name in EXAMPLES},
         "attn_bias": {"attn_bias": zeros(1, H, 1, T)},
-        "sinks": {"sinks": zeros(H)},
-        "score_mod": {
-            "score_mod": far_keys,
-            "score_mod_grad": far_keys_grad,
-            "mod_tensors": (gpu(H),),
-        },
         "mod_tensors": {"score_mod": far_keys, "mod_tensors": (gpu(H).requires_grad_(),)},
-        "dropout": {"dropout": 0.1},
         "deterministic": {"deterministic": False},
         "hopper": {"backend": "hopper"},
         "hopper,one_pass": {"backend": "hopper", "deterministic": False},
     }
-    calls: Calls = {
+    calls_by_name: Calls = {
         f"attention {name}": partial(train, B, T, **{"causal": True, **given})
         for name, given in options.items()
     }
     mask = BlockMask(checkered)
-    return calls | {
+    return calls_by_name | {
         "BlockMask": lambda: train(B, T, mask_mod=mask),
         "attention twice": differentiated_twice,
         "attention_varlen": lambda: packed(10, 54),
         "attention_varlen dropout": lambda: packed(10, 54, dropout=0.1),
         "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
         "attention_varlen hopper, tiles in order": lambda: packed(50000, 54, backend="hopper"),
-        "additive_attention": lambda: additive(B, T),
-        "selected_attention": lambda: selected(B, T),
+        "additive_attention": lambda: calls.additive(B, T),
+        "selected_attention": lambda: calls.selected(B, T),
         "native_sparse_attention": lambda: chosen(B, T),
         "moba_attention": lambda: chosen(B, T),
         "decode_selected": selected_pages,
@@ -137,7 +117,7 @@ def attention_calls() -> Calls:
         "attention_block_backward": lambda: of_a_part(torch.float32, sinks=zeros(H)),
         "dot_product_attention": lambda: scored(fastattn.dot_product_attention),
         "multiplicative_attention": lambda: scored(fastattn.multiplicative_attention, (D, D)),
-        "merge": lambda: merged(B, T),
+        "merge": lambda: calls.merged(B, T),
         "warmup": lambda: fastattn.warmup(D, calls=("causal", "varlen+causal")),
     }
 
@@ -161,16 +141,18 @@ def differentiated_twice() -> None:
 
 
 def cache_calls() -> Calls:
+    pages = random(9, 2, 16, D), random(9, 2, 16, D)
     quantized = partial(dense, B, T, QuantizedKVCache)
     return {
         "KVCache": lambda: dense(B, T),
         "KVCache ring": lambda: dense(B, T, window=8, keep_first=2, steps=70),
         "KVCache books": keep_books,
-        "KVCache rotary": lambda: rotated(B, 3),
+        "KVCache rotary": lambda: calls.rotated(B, 3),
         "QuantizedKVCache int8": lambda: quantized(quantize="int8"),
         "QuantizedKVCache fp8": lambda: quantized(quantize="fp8"),
         "PagedKVCache": lambda: paged(B, 16),
-        "decode_attention options": lambda: fastattn.decode_attention(
+        "decode_attention options": partial(
+            fastattn.decode_attention,
             random(B, 8, 3, D),
             filled(),
             window=8,
@@ -186,7 +168,7 @@ def cache_calls() -> Calls:
         ),
         "shared_pages": lambda: paged_step(share=True, softcap=2.0),
         "append_paged": lambda: fastattn.append_paged(
-            (random(9, 2, 16, D), random(9, 2, 16, D)), random(70, 2, D), random(70, 2, D), ones(70)
+            pages, random(70, 2, D), random(70, 2, D), ones(70)
         ),
         "cascade_attention": lambda: fastattn.cascade_attention(
             random(3, 8, 1, D), filled(1), filled(3)
@@ -239,8 +221,8 @@ def module_calls() -> Calls:
         "MoBAttention": partial(fastattn.MoBAttention, block_k=16, n=2),
         "swap": swapped_layer,
     }
-    calls: Calls = {name: partial(forward_backward, make) for name, make in layers.items()}
-    return calls | {
+    of_layers: Calls = {name: partial(forward_backward, make) for name, make in layers.items()}
+    return of_layers | {
         "CausalGQAttention cached": cached_layer,
         "MultiheadLatentAttention": lambda: forward_backward(latent_layer),
         "LatentCache": latents,
