@@ -30,11 +30,10 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
     """Measure implementations on a case, in this order; a record for each.
 
     A record has implementation, status (see `failures`) and reason; if timed, ms and the figures of
-    `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU; alone if it took no
-    turns.
+    `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU.
 
     Raises:
-        DeviceLost: an implementation broke the CUDA context; named TIMING if several took turns.
+        DeviceLost: an implementation broke the CUDA context.
     """
     outcomes: dict[str, Record] = {}
     served: list[Implementation] = []
@@ -64,7 +63,6 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
         results = {one.name: failed for one in served}
     else:
         results = bench.samples({one.name: partial(ready, one) for one in served})
-    about = bench.readings | ({"alone": True} if bench.alone else {})
     for name, result in results.items():
         if isinstance(result, Failure):
             outcomes[name] = result._asdict()
@@ -72,7 +70,7 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
             ms = summary(result)
             numbers = figures.figures(case, ms["median"]).items()
             outcomes[name].update(status=TIMED, ms=ms)
-            outcomes[name].update({n: float(f"{x:.4g}") for n, x in numbers}, **about)
+            outcomes[name].update({n: float(f"{x:.4g}") for n, x in numbers}, **bench.readings)
     release()
     described = case.to_dict()
     return [{"case": described, "implementation": n, **facts} for n, facts in outcomes.items()]

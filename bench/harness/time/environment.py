@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -19,14 +20,13 @@ from ... import kernels
 from ...training.usage import dense_bf16_tflops
 
 _PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn")
-# Fields of nvidia-smi, and ours.
-_FIELDS = {
-    "driver_version": "driver",
-    "clocks.max.sm": "max_sm_clock_mhz",
-    "clocks.max.mem": "max_memory_clock_mhz",
-    "power.limit": "power_limit_w",
-    "temperature.gpu": "temperature_c",
+# Our names of fields of nvidia-smi.
+_DEVICE = {
+    "driver": "driver_version",
+    "max_sm_clock_mhz": "clocks.max.sm",
+    "power_limit_w": "power.limit",
 }
+_CLOCKS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw"}
 # Groups of kernels, and their files of kernels/ in addition to _COMMON.
 SOURCES = {
     "hopper": ("hopper/*.py",),
@@ -95,33 +95,24 @@ def _gpu(run: Run) -> dict[str, Any]:
         "memory_mib": properties.total_memory >> 20,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
         "dense_bf16_tflops": dense_bf16_tflops(properties.name),
-        **smi(run),
+        **smi(run=run),
     }
 
 
-def smi(run: Run = _run) -> dict[str, Any]:
-    """nvidia-smi's _FIELDS that have values; {} without nvidia-smi."""
+def smi(fields: Mapping[str, str] = _DEVICE, run: Run = _run) -> dict[str, Any]:
+    """Fields of the first GPU that have a value, by our names; {} without nvidia-smi."""
+    query = f"--query-gpu={','.join(fields.values())}"
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
-        values = dict(zip(_FIELDS.values(), _query(run, *_FIELDS), strict=True))
-        driver = values.pop("driver")
-        numbers = {name: float(x) for name, x in values.items() if x.replace(".", "").isdigit()}
-        return {"driver": driver, **numbers}
+        output = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", query])
+        texts = dict(zip(fields, output.splitlines()[0].split(", "), strict=True))
+        number = re.compile(r"\d+(\.\d+)?")
+        return {n: float(x) if number.fullmatch(x) else x for n, x in texts.items() if x[:1] != "["}
     return {}
 
 
-def _query(run: Run, *fields: str) -> list[str]:
-    """Ask nvidia-smi for fields of the first GPU."""
-    names = f"--query-gpu={','.join(fields)}"
-    output = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", names])
-    return output.splitlines()[0].split(", ")
-
-
-def clocks(run: Run = _run) -> dict[str, float]:
-    """The current sm_clock_mhz and power_w; {} without nvidia-smi."""
-    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
-        clock, power = map(float, _query(run, "clocks.sm", "power.draw"))
-        return {"sm_clock_mhz": clock, "power_w": power}
-    return {}
+def clocks() -> dict[str, Any]:
+    """The current sm_clock_mhz and power_w."""
+    return smi(_CLOCKS)
 
 
 def command_line() -> str:

@@ -34,13 +34,10 @@ class DeviceLost(RuntimeError):
         self.implementation, self.reason = implementation, reason
 
 
-def failure(
-    error: Exception, who: str, synchronize: Callable[[], object], suspect: str = ""
-) -> Failure:
+def failure(error: Exception, who: str, synchronize: Callable[[], object]) -> Failure:
     """The failure of `who` by an error, which the log has whole if it is unexpected.
 
-    synchronize: waits for the device; raises if its context is lost. suspect: who may have lost it;
-    default: `who`.
+    synchronize: waits for the device; raises if its context is lost.
 
     Raises:
         DeviceLost: the context is lost.
@@ -50,7 +47,7 @@ def failure(
         synchronize()
     except Exception as broken:
         log(who, error)
-        raise DeviceLost(suspect or who, text) from broken
+        raise DeviceLost(who, text) from broken
     _, _, message = text.partition(": ")
     if isinstance(error, Unserved) or "No available kernel" in text:
         return Failure(UNSERVED, message)

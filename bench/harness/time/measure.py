@@ -14,7 +14,7 @@ from typing import Any
 from ..results.report import BROKEN, DONE, LEFT
 from .attention import REFERENCE, Record
 from .failures import LOST, DeviceLost, failure
-from .samples import TIMING, Bench
+from .samples import Bench
 from .supervise import PREPARES, ChildProcess, Message, Tell, supervise
 
 FINISHED, TIME_IS_UP = "finished", "the time was up"
@@ -59,7 +59,7 @@ def measure(
 
     def request(name: str) -> dict[str, Any]:
         out = {who: why for kind in kinds[name] for who, why in broken.get(kind, {}).items()}
-        return {"job": name, "broken": out, "alone": statuses.get(name, {}).get("alone", False)}
+        return {"job": name, "broken": out}
 
     waiting = deque(open_jobs())
     how: dict[str, Any] = {"request": request, "heard": heard, "left": left, "grace": grace}
@@ -72,7 +72,7 @@ def measure(
             elif "failed" in last:
                 statuses[name] = {"status": BROKEN, "reason": last["failed"]}
             else:
-                statuses[name] = {"status": DONE, "seconds": ended.seconds}
+                statuses[name] = {"status": DONE}
                 for record in last.get("records", ()):
                     if "environment" in record:
                         data.update(record)
@@ -87,19 +87,15 @@ def measure(
 
 
 def blame(data: dict[str, Any], job: str, kind: str, who: str, why: str) -> None:
-    """Record why a job's process ended, and how the job continues.
+    """Record why a job's process ended: all jobs of this kind exclude who was running.
 
-    All jobs of this kind exclude the running implementation. If implementations took turns, the job
-    runs again with one after the other. If there is none to exclude, the job is abandoned.
+    If there is none to exclude, the job is abandoned.
     """
-    alone = data["jobs"].get(job, {}).get("alone", False)
     broken = data["broken"].setdefault(kind, {})
-    settled = {"status": LEFT, "reason": f"{who} {why}", "alone": alone or who == TIMING}
-    if who in NOBODY or who in broken or (who == TIMING and alone):
-        settled["status"] = BROKEN
-    elif who != TIMING:
+    nobody = who in NOBODY or who in broken
+    if not nobody:
         broken[who] = f"{why} (in {job})"
-    data["jobs"][job] = settled
+    data["jobs"][job] = {"status": BROKEN if nobody else LEFT, "reason": f"{who} {why}"}
 
 
 def serve(
@@ -113,7 +109,7 @@ def serve(
 
     Args:
         runs: the jobs, by name.
-        requests: of each job its name; broken and alone for `Bench`.
+        requests: of each job its name, and the broken implementations with reasons.
         tell: sends a message to the parent.
         ready: waits for the compilation of a job's kernels.
     """
@@ -128,10 +124,10 @@ def serve(
         sys.stderr.write(f"\n{name}\n")  # a heading in the log
         announce(COMPILER, PREPARES)
         ready(name)
-        about = {"broken": request["broken"], "alone": request["alone"]}
+        own = replace(bench, announce=announce, broken=request["broken"])
         try:
             try:
-                records = runs[name](replace(bench, announce=announce, **about))
+                records = runs[name](own)
                 bench.timer.synchronize()
             except DeviceLost:
                 raise

@@ -28,8 +28,6 @@ from .supervise import PREPARES, RUNS
 Function = Callable[[], object]
 Summary = dict[str, float]
 _MOST_FLUSHES = 50
-# Announced while functions take turns.
-TIMING = "the timing"
 
 
 def summary(samples: Sequence[float]) -> Summary:
@@ -153,9 +151,8 @@ class Bench:
         effort: duration of each measurement.
         clocks: reads clocks, while the device works.
         expected: computes the oracle's results.
-        alone: time functions one after the other, to find one that breaks the device.
         broken: implementations that broke an earlier process, with reasons.
-        announce: progress callback with an implementation, or TIMING for all, and its phase.
+        announce: progress callback with an implementation and its phase.
 
     `readings` are the clocks, and `taken` the samples of the last measurement.
     """
@@ -164,7 +161,6 @@ class Bench:
     effort: Effort = field(default_factory=Effort)
     clocks: Callable[[], dict[str, float]] = dict
     expected: Callable[[Case, Inputs], Expected] = expect
-    alone: bool = False
     broken: Mapping[str, str] = field(default_factory=dict)
     announce: Callable[[str, str], None] = lambda who, doing: None
     readings: dict[str, float] = field(init=False, default_factory=dict)
@@ -184,11 +180,8 @@ class Bench:
         prepares: make the functions, by name.
 
         Raises:
-            DeviceLost: a function broke the CUDA context; named TIMING if they took turns.
+            DeviceLost: a function broke the CUDA context.
         """
-        if self.alone and len(prepares) > 1:
-            each = [self.samples({name: prepare}) for name, prepare in prepares.items()]
-            return {name: x for timed in each for name, x in timed.items()}
         failures: dict[str, Failure] = {}
         starts: dict[str, tuple[Start, int]] = {}
         for name, prepare in prepares.items():
@@ -198,13 +191,22 @@ class Bench:
             except Exception as error:
                 failures[name] = failure(error, name, self.timer.synchronize)
         time.sleep(self.effort.pause)
-        who = next(iter(prepares)) if len(prepares) == 1 else TIMING
-        self.announce(who, RUNS)
         self.readings, self.taken = {}, {name: [] for name in starts}
         for turn in range(max((count for _, count in starts.values()), default=0)):
-            due = {n: s for n, (s, count) in starts.items() if turn < count and n not in failures}
-            for name, ms in self._turn(turn, due, failures, who):
-                self.taken[name].append(ms)
+            for name in starts if turn % 2 == 0 else reversed(starts):
+                start, count = starts[name]
+                if turn >= count or name in failures:
+                    continue
+                # Each call ends before the next: who hangs or loses the device is known.
+                self.announce(name, RUNS)
+                try:
+                    read = start()
+                    if turn == 3 and not self.readings:
+                        self.readings = self.clocks()
+                    self.timer.synchronize()
+                    self.taken[name].append(read())
+                except Exception as error:
+                    failures[name] = failure(error, name, self.timer.synchronize)
         return {n: failures.get(n) or self.taken[n] for n in prepares}
 
     def _warm_up(self, name: str, function: Function) -> tuple[Start, int]:
@@ -217,26 +219,6 @@ class Bench:
         first = start()
         self.timer.synchronize()
         return start, self.effort.samples(first())
-
-    def _turn(
-        self, turn: int, starts: dict[str, Start], failures: dict[str, Failure], who: str
-    ) -> list[tuple[str, float]]:
-        """Milliseconds of one call of each function; adds failures."""
-        pending: list[tuple[str, Callable[[], float]]] = []
-        for name in starts if turn % 2 == 0 else reversed(starts):
-            try:
-                pending.append((name, starts[name]()))
-            except Exception as error:
-                # Another may have lost the device: calls of a turn run asynchronously.
-                failures[name] = failure(error, name, self.timer.synchronize, who)
-        if turn == 3:
-            self.readings = self.clocks()
-        try:
-            self.timer.synchronize()
-        except Exception as error:
-            failure(error, who, self.timer.synchronize)
-            raise
-        return [(name, read()) for name, read in pending]
 
 
 def gpu_bench(which: str) -> Bench:

@@ -41,7 +41,6 @@ class Ended(NamedTuple):
     job: Any
     messages: list[Message]
     at: str
-    seconds: float
     why: str = ""
     hung: bool = False
 
@@ -107,7 +106,7 @@ class _Worker:
 
     def begin(self, job: Any) -> None:
         self.job, self._told, self._at = job, list[Message](), ""
-        self._begun = self._heard = time.monotonic()
+        self._heard = time.monotonic()
         self._doing = PREPARES
         if self._child is None:
             self._child, self._doing = self._start(), STARTS
@@ -142,8 +141,7 @@ class _Worker:
         self._child = None
 
     def _ended(self, why: str = "", hung: bool = False) -> Ended:
-        seconds = round(time.monotonic() - self._begun, 2)
-        ended = Ended(self.job, self._told, self._at, seconds, why, hung)
+        ended = Ended(self.job, self._told, self._at, why, hung)
         self.job = None
         return ended
 

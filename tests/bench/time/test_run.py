@@ -117,7 +117,7 @@ def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(error):
             raise error
 
     told = []
-    requests = [{"job": name, "broken": {}, "alone": False} for name in "ab"]
+    requests = [{"job": name, "broken": {}} for name in "ab"]
     runs = {"a": run_of("a", act), "b": run_of("b")}
     code = serve(runs, Bench(timer), lambda **x: told.append(x), iter(requests))
     assert (code, told[-1]["at"]) == (LOST, "ours")
@@ -125,13 +125,10 @@ def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(error):
 
 
 def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, capsys, monkeypatch):
-    """One crashes, one hangs, one loses the device while all take turns: each in its own job."""
+    """One crashes, one hangs, one loses the device: each in its own job."""
     commands = []
 
     def turns(bench):
-        bench.announce("the timing", "runs")
-        if not bench.alone:
-            raise DeviceLost("the timing", "illegal access")
         bench.announce("loses", "runs")
         if "loses" not in bench.broken:
             raise DeviceLost("loses", "illegal access")
@@ -160,8 +157,7 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
     monkeypatch.setattr(script, "gpu_jobs", lambda which: every)
     data = script.run_all(tmp_path / "out", "quick", 1000, "x", ("tests",), start=start)
     assert data["suite"] == "finished"
-    # One behind each end: who loses the device in a turn is found in a second run of its job.
-    assert len(commands) == 5
+    assert len(commands) == 4  # one behind each end
     command, log, safe = commands[0]
     assert jobs.__name__ in command[2] and command[3] == "quick"
     assert json.loads(command[4]) == list(every)

@@ -150,35 +150,26 @@ class Fragile(HostTimer):
         return run
 
 
-@pytest.mark.parametrize(
-    ("at", "alone", "who"),
-    [(1, False, "bad"), (2, False, "bad"), (3, False, "the timing"), (4, True, "bad")],
-)
-def test_a_device_that_is_lost_in_a_turn_is_nobody_s_fault_yet(at, alone, who):
-    """The warm-up and the first sample have a name; in a turn it may have been any of them."""
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_who_loses_the_device_is_named(at):
+    """In the warm-up, the first sample or a turn, in which others follow."""
     timer = Fragile()
-
-    def meets():  # the error of another
-        timer.synchronize()
-
-    works = {"good": lambda: None, "bad": timer.breaking(at), "meets": meets}
+    works = {"good": lambda: None, "bad": timer.breaking(at), "meets": timer.synchronize}
     with pytest.raises(DeviceLost, match="illegal memory access") as lost:
-        Bench(timer, once(warm_up=1), alone=alone).compare(works)
-    assert lost.value.implementation == who
+        Bench(timer, once(warm_up=1)).compare(works)
+    assert lost.value.implementation == "bad"
 
 
 def test_a_function_is_made_and_warm_before_the_next_is_made():
-    """Of implementations that take no turns one is measured before the next is made."""
-    for alone, order in (
-        (False, "made a, a, made b, b, a, b"),
-        (True, "made a, a, a, made b, b, b"),
-    ):
-        log = []
+    log = []
 
-        def made(name, log=log):
-            log.append(f"made {name}")
-            return partial(log.append, name)
+    def made(name):
+        log.append(f"made {name}")
+        return partial(log.append, name)
 
-        bench = Bench(HostTimer(), once(least=1), alone=alone)
-        bench.samples({name: partial(made, name) for name in "ab"})
-        assert ", ".join(log) == order
+    bench = Bench(HostTimer(), once(least=1), announce=lambda *told: log.append(told))
+    bench.samples({name: partial(made, name) for name in "ab"})
+    a, b = (("a", "runs"), ("b", "runs"))
+    assert log == [
+        ("a", "prepares"), "made a", "a", ("b", "prepares"), "made b", "b", a, "a", b, "b",
+    ]  # fmt: skip

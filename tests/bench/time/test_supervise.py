@@ -79,7 +79,7 @@ def test_one_child_does_all_jobs(host: Host) -> None:
     }  # fmt: skip
     actual = host.run([[READY, A, DONE, A, DONE]], deque(["x", "y"]), **how)
     assert ends(actual) == [("x", "a", ""), ("y", "a", "")]
-    assert actual[0].messages == [A, DONE] and actual[0].seconds > 0
+    assert actual[0].messages == [A, DONE]
     assert host.children[0].sent == ["X", "Y"]
     assert heard == [("x", A), ("x", DONE), ("y", A), ("y", DONE)]
 

@@ -23,9 +23,8 @@ from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.ops import attend
-from fastattn.testing.verify import Finding
 from fastattn.tuned import choices
-from fastattn.tuned.environment import Environment, environment
+from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
 
 QUICK = Effort(warm_up=0, target_ms=0, least=1, most=10, pause=0)
@@ -35,12 +34,16 @@ FORWARD = Case("forward", "forward", 1, 1, 1, 20, 20, 16, True, dtype="float32",
 BACKWARD = replace(FORWARD, family="backward", direction="backward")
 DECODE = replace(FORWARD, family="decode", T_q=1, layout="bhtd")
 VERIFY = Verification((("triton", "forward"), ("triton", "backward")), "float32", 64)
+HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
+TIMES = {("forward", A): 3.0, ("forward", B): 1.0, ("forward", C): 2.0}
+OF_DQ = {("backward_dq", tile): ms for (_, tile), ms in TIMES.items()}
+WINS = "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time"
 
 
 def choice(kernel="forward") -> Choice:
     """Three tiles of a kernel; A is the shipped one."""
     case = {"forward": FORWARD, "decode": DECODE}.get(kernel, BACKWARD)
-    cases = (case,) if kernel == "decode" else (case, replace(case, causal=False))
+    cases = (case, replace(case, causal=False)) if kernel == "forward" else (case,)
     made = [tile_candidate(kernel, "plain", tile) for tile in (A, B, C)]
     key = {"kernel": kernel, "calls": "plain", "element_size": 4, "BLOCK_D": 64}
     return Choice("tiles", key, cases, tuple(made))
@@ -87,35 +90,16 @@ class NothingAhead(Ahead):
         return "does not compile: no" if key[1] in self.refused else None
 
 
-class Kept:
-    """Findings in memory. rows: what a run stored. before: what earlier ones did, by kind."""
-
-    def __init__(self, before=None):
-        self.rows, self.before = [], dict(before or {})
-
-    def read(self, kind):
-        stored = [{"date": "2000-01-01", **row} for row in self.before.get(kind, ())]
-        return stored + [{"date": "2000-01-02", **row} for of, row in self.rows if of == kind]
-
-    def put(self, kind, row):
-        self.rows.append((kind, row))
-
-
 class Run:
     """A run in which tiles take the given milliseconds.
 
-    notes: told on the way. announced: who was at work, and at what. store: what was stored.
-    verdict: of every family that is verified.
+    notes: told on the way. announced: who was at work, and at what. rows: what was stored.
+    verified: scopes. verdict: of every family that is verified.
     """
 
-    def __init__(
-        self, times, left=lambda: 1.0, refused=(), store=None, verdict="right", broken=None
-    ):
-        by_kernel = {
-            ("forward", key) if isinstance(key, TileConfig) else key: x for key, x in times.items()
-        }
-        self.bench = Bench(Planned(by_kernel), QUICK, expected=trial.expect_all)
-        self.store, self.ahead, self.verdict = store or Kept(), NothingAhead(refused), verdict
+    def __init__(self, folder, times, refused=(), verdict="right", broken=None, left=lambda: 1.0):
+        self.bench = Bench(Planned(times), QUICK, expected=trial.expect_all)
+        self.store, self.ahead, self.verdict = Store(HERE, folder), NothingAhead(refused), verdict
         self.broken, self.verified, self.notes, self.announced = broken or {}, [], [], []
         self._left, self._done = left, []
 
@@ -132,17 +116,14 @@ class Run:
             store.put("verification", {**about, "dtype": scope.dtypes[0], "head_dim": 64})
             yield about
 
-    def run(self, plan):
+    def run(self, *plan):
         """The records of the steps, and the exit code of the process if that is not 0."""
         about = (self.ahead, self.store, "imaginary", True, self.tell)
         tuner = Tuner(torch.device("cpu"), self._left, *about)
         for step in plan:
             if isinstance(step, Choice):
                 tuner.compile(step)
-        requests = [
-            {"job": step.name, "broken": self.broken.get(step.name, {}), "alone": False}
-            for step in plan
-        ]
+        requests = [{"job": step.name, "broken": self.broken.get(step.name, {})} for step in plan]
         runs = {step.name: partial(tuner.run, step) for step in plan}
         try:
             with mock.patch.object(verification, "run", self.verify):
@@ -153,36 +134,43 @@ class Run:
         return self._done + [code] * (code != 0)
 
 
-def prepare_lookups(implementation, case, inputs, expected, issued=None):
+@pytest.fixture
+def run_of(tmp_path, monkeypatch):
+    """Makes runs that store in one folder."""
+    monkeypatch.setattr(trial, "release", lambda: None)
+    return partial(Run, tmp_path)
+
+
+def lookups(implementation, case, inputs, expected, issued=None):
     """In place of kernels, which the interpreter takes seconds for: what they look up."""
     kernels = ["forward"] if case.direction == "forward" else ["forward", "backward_dq"]
     ours = implementation.name == "fastattn-triton"
     return (lambda: [tiles.lookup(kernel, 4, 16) for kernel in kernels if ours]), {}
 
 
-HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
-TIMES = {A: 3.0, B: 1.0, C: 2.0}
-OF_DQ = {("backward_dq", tile): ms for tile, ms in TIMES.items()}
-WINS = "(16, 32, 4, 1) in place of (32, 16, 4, 1): 66.7 % less time"
-
-
 @pytest.fixture
-def lookups_alone(monkeypatch):
-    monkeypatch.setattr(trial, "prepare", prepare_lookups)
-    monkeypatch.setattr(trial, "release", lambda: None)
+def prepares(monkeypatch):
+    """`prepare` of trials is `lookups`, after a call of `before` with its arguments."""
+
+    def install(before=lambda *arguments: None):
+        def prepare(*arguments, issued):
+            before(*arguments)
+            return lookups(*arguments)
+
+        monkeypatch.setattr(trial, "prepare", prepare)
+
+    install()
+    return install
 
 
 @pytest.mark.parametrize("kernel", [*tiles.KERNELS, "decode"])
-def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
-    run = Run({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
-    one = choice(kernel)
-    if kernel.startswith("backward"):
-        one = replace(one, cases=one.cases[:1])
-    (record,) = run.run([one])
+def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel, run_of):
+    run = run_of({(kernel, A): 3.0, (kernel, B): 1.0, (kernel, C): 2.0})
+    (record,) = run.run(choice(kernel))
     assert (record["step"], record["text"]) == (f"tiles: {kernel} plain 4 bytes D 64", WINS)
-    ((kind, row),) = run.store.rows
-    assert kind == record["kind"] == "tiles" and row.items() >= choice(kernel).key.items()
-    assert row == record["row"] | {"arch": "imaginary"}
+    (row,) = run.store.read("tiles")
+    assert row.items() >= choice(kernel).key.items() and record["kind"] == "tiles"
+    assert row == record["row"] | {"arch": "imaginary", "date": row["date"]}
     assert (row["BLOCK_M"], row["BLOCK_N"], row["gain"]) == (16, 32, 0.6667)
     assert (row["ms"], row["ms_shipped"]) == (1.0, 3.0)
     assert ("ms_full" in row) == (kernel == "forward")
@@ -191,131 +179,136 @@ def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel):
     assert run.notes[1:] == [
         f"{n} of 3; best so far (16, 32, 4, 1) 1 ms, 66.7 % less" for n in (2, 3)
     ]
+    firsts = [("the compiler", "prepares"), ("the reference", "prepares")]
+    assert run.announced[:4] == [*firsts, (NAMES[A], "waits"), (NAMES[A], "prepares")]
+    assert run.announced[-1] == (NAMES[A], "runs")
 
 
-def test_what_is_not_surely_faster_does_not_win(lookups_alone):
-    """The shipped tile is stored as measured, and as what stays."""
-    run = Run({A: 3.0, B: 2.95, C: 9.0})
-    (record,) = run.run([choice()])
-    assert record["text"] == "(32, 16, 4, 1) stays: nothing else saves more than 3 %"
-    ((_, row),) = run.store.rows
-    assert (row["BLOCK_M"], row["gain"], row["ms"], row["ms_shipped"]) == (32, 0.0, 3.0, 3.0)
+@pytest.mark.parametrize(
+    ("change", "refused", "text", "stored"),
+    [
+        # The shipped tile is stored as measured, and as what stays.
+        (
+            {("forward", B): 2.95, ("forward", C): 9.0},
+            (),
+            "(32, 16, 4, 1) stays: nothing else saves more than 3 %",
+            {"BLOCK_M": 32, "gain": 0.0, "ms": 3.0, "ms_shipped": 3.0},
+        ),
+        (
+            {},
+            (NAMES[B],),
+            "(16, 16, 4, 1) in place of (32, 16, 4, 1): 33.3 % less time",
+            {"BLOCK_N": 16, "ms_shipped": 3.0},
+        ),
+        # Where the shipped tile does not run, the fastest other one does.
+        (
+            {},
+            (NAMES[A],),
+            "(16, 32, 4, 1) in place of (32, 16, 4, 1): does not compile: no",
+            {"BLOCK_M": 16, "gain": 1.0},
+        ),
+        ({}, NAMES.values(), "nothing was compared: does not compile: no", None),
+    ],
+)
+def test_what_is_surely_faster_wins(change, refused, text, stored, run_of, prepares):
+    run = run_of(TIMES | change, refused)
+    (record,) = run.run(choice())
+    assert record["text"] == text
+    assert [x.get("reason") for x in record["tried"]] == [
+        "does not compile: no" if name in refused else None for name in NAMES.values()
+    ]
+    rows = run.store.read("tiles")
+    assert [row.items() >= stored.items() for row in rows] == [True] if stored else rows == []
+    assert not rows or ("ms_shipped" in rows[0]) == (NAMES[A] not in refused)
 
 
-def test_a_tile_that_won_is_in_use_where_backends_are_compared(lookups_alone):
+def test_a_tile_that_won_is_in_use_where_backends_are_compared(run_of, prepares):
     """Its own time is that of the backend then."""
     names = ("triton", "torch")
     made = [Candidate(name, f"fastattn-{name}", {}, {"backend": name}) for name in names]
-    key = {"direction": "forward", "dtype": "float32", "head_dim": 64}
-    backends = Choice("backends", key, (FORWARD,), tuple(made))
-    run = Run(TIMES)
-    run.run([choice(), backends])
-    assert run.store.rows[1][1]["ms"]["triton"] == 1.0
-    assert run.store.rows[1][0] == "backends"
+    key = {"direction": "forward", "dtype": "float32", "head_dim": 64, "causal": True}
+    backends = Choice("backends", {**key, "waves": "few"}, (FORWARD,), tuple(made))
+    run = run_of(TIMES)
+    run.run(choice(), backends)
+    assert run.store.read("backends")[0]["ms"]["triton"] == 1.0
 
 
-def test_tiles_that_do_not_compile_are_not_tried(lookups_alone):
-    run = Run(TIMES, refused=(NAMES[B],))
-    (record,) = run.run([choice()])
-    assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
-    assert record["tried"][1]["reason"] == "does not compile: no"
-
-
-def test_candidates_that_compute_something_else_are_not_timed(monkeypatch):
+def wrong(implementation, case, inputs, expected):
     """In a head that no sample would have had."""
-
-    def prepare(implementation, case, inputs, expected, issued):
-        assert len(expected.exact) == case.B * case.H_k
-        if tiles.lookup("forward", 4, 16) == B:
-            raise AssertionError("o: error 1 exceeds the budget 0")
-        return prepare_lookups(implementation, case, inputs, expected)
-
-    monkeypatch.setattr(trial, "prepare", prepare)
-    many = replace(choice(), cases=(replace(FORWARD, B=3, H_q=4, H_k=2),))
-    run = Run(TIMES)
-    (record,) = run.run([many])
-    assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
-    assert "exceeds the budget" in record["tried"][1]["reason"]
+    assert len(expected.exact) == case.B * case.H_k
+    if tiles.lookup("forward", 4, 16) == B:
+        raise AssertionError("o: error 1 exceeds the budget 0")
 
 
-def test_where_the_shipped_tile_does_not_run_the_fastest_other_one_does(lookups_alone):
-    run = Run({B: 1.0, C: 2.0}, refused=(NAMES[A],))
-    (record,) = run.run([choice()])
-    assert record["text"] == "(16, 32, 4, 1) in place of (32, 16, 4, 1): does not compile: no"
-    assert run.store.rows[0][1]["gain"] == 1.0 and "ms_shipped" not in run.store.rows[0][1]
+def replaced(*arguments):
+    if tiles.lookup("forward", 4, 16) == B:
+        attend.uncompiled.append("a kernel of it does not compile here")
 
 
-def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(lookups_alone):
-    run = Run(TIMES, verdict="hang")
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [(wrong, "o: error 1 exceeds the budget 0"),
+     (replaced, "RuntimeError: a kernel of it does not compile here")],
+)  # fmt: skip
+def test_what_computes_something_else_or_elsewhere_is_not_timed(before, reason, run_of, prepares):
+    prepares(before)
+    run = run_of(TIMES)
+    (record,) = run.run(replace(choice(), cases=(replace(FORWARD, B=3, H_q=4, H_k=2),)))
+    assert run.store.read("tiles")[0]["BLOCK_N"] == C.BLOCK_N
+    assert record["tried"][1]["reason"] == reason and not attend.uncompiled
+
+
+def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(run_of, prepares):
+    run = run_of(TIMES, verdict="hang")
     known = {"backend": "triton", "family": "forward", "dtype": "float32", "head_dim": 64}
-    run.store.before["verification"] = [known | {"verdict": "right"}]
-    records = run.run([VERIFY, choice(), choice("backward_dq"), VERIFY])
+    run.store.put("verification", known | {"verdict": "right"})
+    records = run.run(VERIFY, choice(), choice("backward_dq"), VERIFY)
     assert run.verified == [(("triton",), ("backward",), ("float32",), True)]
     assert ("the verification", "waits") in run.announced and "1 of 1" in run.notes
     assert records[0]["text"] == records[3]["text"] == "triton backward: hang"
     assert records[1]["text"] == WINS
     assert records[2]["text"] == "verification of triton backward says: hang"
-    assert [kind for kind, _ in run.store.rows] == ["verification", "tiles"]
+    assert [row["kernel"] for row in run.store.read("tiles")] == ["forward"]
 
 
-def test_a_choice_ends_in_time(lookups_alone):
+def test_a_choice_ends_in_time(run_of, prepares):
     """The shipped tile alone says nothing."""
     left = iter([1.0, *[-1.0] * 100])
-    run = Run(TIMES, left=lambda: next(left))
-    (record,) = run.run([choice()])
+    run = run_of(TIMES, left=lambda: next(left))
+    (record,) = run.run(choice())
     assert record["text"] == "nothing was compared: the time was up"
-    assert len(record["tried"]) == 1 and not run.store.rows
+    assert len(record["tried"]) == 1 and not run.store.read("tiles")
 
 
-def test_who_loses_the_device_is_named_and_not_tried_in_the_next_process(monkeypatch):
+def test_who_loses_the_device_is_named_and_not_tried_in_the_next_process(
+    run_of, prepares, monkeypatch
+):
     """Only in the choice where it did."""
-    run = Run({**TIMES, **OF_DQ})
+    run = run_of({**TIMES, **OF_DQ})
 
-    def prepare(*arguments, issued):
+    def breaks(*arguments):
         if tiles.lookup("backward_dq", 4, 16) == B:
             monkeypatch.setattr(run.bench.timer, "synchronize", lost)
             raise RuntimeError("an illegal memory access was encountered")
-        return prepare_lookups(*arguments)
 
     def lost():
         raise RuntimeError("the context is lost")
 
-    monkeypatch.setattr(trial, "prepare", prepare)
+    prepares(breaks)
     plan = [choice(), choice("backward_dq"), choice("backward_dkv")]
-    (first, code) = run.run(plan)
+    (first, code) = run.run(*plan)
     assert (first["text"], code, run.announced[-1][0]) == (WINS, LOST, NAMES[B])
-    again = Run({**TIMES, **OF_DQ}, broken={plan[1].name: {NAMES[B]: "broke the device"}})
-    (second, third) = again.run([plan[1], plan[0]])
+    # Each winner is on disk before the next step begins; another run goes on with the others.
+    assert [row["kernel"] for row in run.store.read("tiles")] == ["forward"]
+    assert tune.unknown_first([VERIFY, *plan], run.store) == [VERIFY, plan[1], plan[2], plan[0]]
+    again = run_of({**TIMES, **OF_DQ}, broken={plan[1].name: {NAMES[B]: "broke the device"}})
+    (second, third) = again.run(plan[1], plan[0])
     assert second["text"] == (
-        "(16, 16, 4, 1) in place of (32, 16, 4, 1): 33.3 % less time; "
+        "(16, 16, 4, 1) in place of (32, 16, 4, 1): 25.0 % less time; "
         "ended their processes: (16, 32, 4, 1)"
     )
     assert second["tried"][1]["reason"] == "ended its process: broke the device"
     assert third["row"]["BLOCK_N"] == B.BLOCK_N
-
-
-def test_who_is_at_work_is_announced(lookups_alone):
-    run = Run(TIMES)
-    run.run([choice()])
-    firsts = [("the compiler", "prepares"), ("the reference", "prepares"), (NAMES[A], "waits")]
-    assert run.announced[:3] == firsts
-    assert run.announced[3] == (NAMES[A], "prepares")
-    # The finalists take turns.
-    assert run.announced[-1] == ("the timing", "runs")
-
-
-def test_a_shape_in_whose_place_the_portable_kernels_served_was_not_timed(monkeypatch):
-    def prepare(*arguments, issued):
-        if tiles.lookup("forward", 4, 16) == B:
-            attend.uncompiled.append("a kernel of it does not compile here")
-        return prepare_lookups(*arguments)
-
-    monkeypatch.setattr(trial, "prepare", prepare)
-    run = Run(TIMES)
-    (record,) = run.run([choice()])
-    assert run.store.rows[0][1]["BLOCK_N"] == C.BLOCK_N
-    assert record["tried"][1]["reason"] == "RuntimeError: a kernel of it does not compile here"
-    assert not attend.uncompiled
 
 
 def child(command, environment):
@@ -325,90 +318,61 @@ def child(command, environment):
     return FakeChild(lambda tell, requests: tune.run(tell=tell, requests=requests, **settings))
 
 
-@pytest.fixture
-def imaginary_gpu(monkeypatch):
-    """A GPU with one step to verify and one choice; what is known about it, when it is asked."""
-    monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
-    for name, value in {
-        "is_available": True, "current_device": 0, "device": contextlib.nullcontext(),
-        "set_device": None,
-    }.items():  # fmt: skip
+def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monkeypatch):
+    """A made-up GPU with one step to verify and one choice.
+
+    Earlier findings count for nothing meanwhile, and are read again afterwards.
+    """
+    cuda = {"is_available": True, "current_device": 0, "set_device": None}
+    for name, value in {**cuda, "device": contextlib.nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     gpu = Gpu("an unknown architecture", 2**16, 4, hopper=False)
-    monkeypatch.setattr(tune, "gpu_of", lambda device: gpu)
+    run = run_of(TIMES)
+    for module, name, value in (
+        (dispatch, "on_hopper", False),
+        (tune, "gpu_of", gpu),
+        (tune, "environment", HERE),
+        (tune, "gpu_bench", run.bench),
+        (tune, "Ahead", run.ahead),
+    ):
+        monkeypatch.setattr(module, name, lambda _, value=value: value)
     monkeypatch.setattr(tune, "ChildProcess", child)
-    monkeypatch.setattr(tune, "environment", lambda device: HERE)
     monkeypatch.setattr(tune, "steps", lambda shapes, gpu: [VERIFY, choice()])
-    monkeypatch.setattr(tune, "gpu_bench", lambda which: Run(TIMES).bench)
-    monkeypatch.setattr(tune, "Ahead", lambda arch: Run({}).ahead)
-    asked = []
-
-    def verify(scope, device, *, store, progress):
-        assert choices.choices(device) == choices.Choices({}, {}, {}, {}, {}, 0)
-        progress(1, 1, None)
-        asked.append((scope.backends, scope.families, scope.dtypes, scope.head_dims, scope.quick))
-        for family in scope.families:
-            actual = Finding("triton", family, "float32", 64, 1, 0.5, "right", "case", "")
-            store.put("verification", actual._asdict())
-            yield actual
-
-    monkeypatch.setattr(verification, "run", verify)
-    yield asked
-    choices.forget()
-
-
-def test_on_a_gpu_it_verifies_times_and_stores(imaginary_gpu, lookups_alone, tmp_path, monkeypatch):
-    """Earlier findings count for nothing meanwhile, and are read again afterwards."""
     device = torch.device("cuda", 0)
     key = {"backend": "triton", "dtype": "float32", "head_dim": 64}
     rows = {"passes": [{**key, "passes": "two", "date": "2000-01-01"}]}
     monkeypatch.setattr(choices, "applies", lambda device: True)
     monkeypatch.setattr(choices, "read", lambda device: rows)
     assert choices.choices(device).passes
+
+    def verify(*arguments, **options):
+        assert choices.choices(device) == choices.Choices({}, {}, {}, {}, {}, 0)
+        yield from run.verify(*arguments, **options)
+
+    monkeypatch.setattr(verification, "run", verify)
     shown = []
     actual = tune.tune(seconds=100, folder=tmp_path, show=shown.append)
     assert actual.steps == [
         tune.Record(VERIFY.name, "done", "all right"), tune.Record(choice().name, "done", WINS),
     ]  # fmt: skip
-    assert imaginary_gpu == [(("triton",), ("forward", "backward"), ("float32",), (64,), True)]
-    (row,) = Store(HERE, tmp_path).read("tiles")
+    assert run.verified == [(("triton",), ("forward", "backward"), ("float32",), True)]
+    (row,) = run.store.read("tiles")
     assert (row["BLOCK_M"], row["arch"]) == (16, "an unknown architecture")
     assert actual.rows[0][1].items() <= row.items() and len(actual.tried) == 3
-    assert actual.folder == Store(HERE, tmp_path).folder
+    assert actual.folder == run.store.folder
     assert [(p.number, p.steps, p.text) for p in shown if p.done] == [
         (1, 2, "all right"),
         (2, 2, WINS),
     ]
-    assert "1 of 1" in [progress.text for progress in shown]
+    assert "1 of 3; best so far (32, 16, 4, 1) 3 ms, 0.0 % less" in [p.text for p in shown]
     assert choices.choices(device).passes
+    choices.forget()
     # Another run knows what is right.
     tune.tune(seconds=100, folder=tmp_path)
-    assert len(imaginary_gpu) == 1
+    assert len(run.verified) == 1
     # And one without time does nothing.
     nothing = tune.tune(seconds=0, folder=tmp_path)
     assert {step.status for step in nothing.steps} == {"not reached"} and not nothing.rows
-
-
-def test_what_was_found_survives_an_end_in_the_middle(lookups_alone, tmp_path):
-    """Each winner is on disk before the next step begins, whatever ends the process then."""
-
-    class Killed(BaseException):
-        pass
-
-    class Cut(Run):
-        def tell(self, **message):
-            if message.get("at") == "the compiler" and self._done:
-                raise Killed
-            super().tell(**message)
-
-    store = Store(environment("cpu"), tmp_path)
-    plan = [VERIFY, choice(), choice("backward_dq")]
-    with pytest.raises(Killed):
-        Cut(TIMES, store=store).run(plan[1:])
-    (row,) = store.read("tiles")
-    assert (row["kernel"], row["BLOCK_M"], row["arch"]) == ("forward", 16, "imaginary")
-    # Another run goes on with what has no finding yet.
-    assert tune.unknown_first(plan, store) == [VERIFY, plan[2], plan[1]]
 
 
 def test_without_a_gpu_nothing_is_tuned(monkeypatch):

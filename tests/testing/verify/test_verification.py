@@ -197,7 +197,7 @@ def test_a_case_that_ends_its_process_has_an_outcome(told: Any, ended: Any, wors
     at, why, hung = ended
     messages = [{"outcome": x} for x in told]
     subject, actual = verification.outcomes_of(
-        Ended((SUBJECT, ["a", "b"]), messages, at, 1.0, why, hung)
+        Ended((SUBJECT, ["a", "b"]), messages, at, why, hung)
     )
     assert (subject, actual[-1].verdict, actual[-1].case) == (SUBJECT, worst, at)
     assert len(actual) == len({x.case for x in actual})
