@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from fastattn.bench.results import charts
-from fastattn.bench.results.report import Report
+from fastattn.bench.results.report import load
 from fastattn.bench.results.tables import add, check, draw
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> str:
     """Run the command; return an error message or ""."""
     if arguments.charts:
         path, folder = arguments.charts
-        written = charts.write(charts.measured(Report.load(path).data), folder)
+        written = charts.write(charts.measured(load(path)), folder)
         sys.stdout.writelines(f"{file}\n" for file in written)
         return "" if written else f"{path} has no figure that a chart shows"
     for path in arguments.add:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fastattn.bench.results import charts
-from fastattn.bench.results.report import DONE, Report, newest, untimed, write_whole
+from fastattn.bench.results.report import DONE, empty, load, newest, save, untimed, write_whole
 from fastattn.bench.results.tables import markdown, reports
 from fastattn.bench.time import numeric_tests
 from fastattn.bench.time.environment import command_line
@@ -61,7 +61,9 @@ def run_all(
     out.mkdir(parents=True, exist_ok=True)
     wanted = set(PARTS) - set(skip) - ({"tuning"} if which == "quick" else set())
     kept = RESERVE + (0.2 * seconds if "tuning" in wanted else 0.0)
-    report = Report.at(out / "results.json", command)
+    file = out / "results.json"
+    data = load(file) if file.exists() else empty(command)
+    save(file, data)
     begin = partial(start, log=out / "log.txt")
 
     def left(reserve: float = RESERVE) -> float:
@@ -75,14 +77,14 @@ def run_all(
         process.kill()
         return code
 
-    if "tests" in wanted and report.data["tests"].get("status") != "finished":
+    if "tests" in wanted and data["tests"].get("status") != "finished":
         most = min(150.0, 0.25 * seconds) if "suite" in wanted else left()
         say(f"numeric tests, at most {most:.0f} s")
         path = out / "tests.jsonl"
         settings = numeric_tests.variables(path)
         code = code_of(numeric_tests.command(CHECKOUT), settings, left(0.0) - most)
-        report.data["tests"] = numeric_tests.summary(path, code)
-        report.save()
+        data["tests"] = numeric_tests.summary(path, code)
+        save(file, data)
     if "suite" in wanted:
         say(f"measurements, at most {left(kept):.0f} s")
         records, jobs = newest(earlier), gpu_jobs(which)
@@ -94,21 +96,20 @@ def run_all(
             program = python("fastattn.bench.time.jobs", which, json.dumps(names))
             return begin(program, variables())
 
-        ended = measure(kinds, report.data, report.save, suite, lambda: left(kept))
-        report.data["suite"] = ended
-        report.save()
+        data["suite"] = measure(kinds, data, lambda: save(file, data), suite, lambda: left(kept))
+        save(file, data)
     if "tuning" in wanted and left() >= 10:
         say(f"tiles, at most {left():.0f} s")
         tune = [sys.executable, "-m", "fastattn", "tune", "--export", str(out / "tuned.json")]
         # It has its own deadline; ours stops a hang.
         tune += ["--seconds", f"{left() - 5:.0f}"]
         code_of(tune, {CACHE_DIR: str(out / "findings")}, RESERVE)
-    write_whole(out / "results.md", markdown(report.data))
+    write_whole(out / "results.md", markdown(data))
     try:
-        charts.write(charts.measured(report.data), out)
+        charts.write(charts.measured(data), out)
     except Exception as error:  # the figures are safe; pictures can be drawn again
         say(f"no pictures: {error}")
-    return report.data
+    return data
 
 
 def summary(data: Mapping[str, Any]) -> str:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 import fastattn
 from fastattn.bench.results import charts
-from fastattn.bench.results.report import together
 from fastattn.bench.results.tables import reports
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -217,7 +216,7 @@ def kept_memory() -> str:
 
 def pictures() -> dict[str, str]:
     """All pictures by their names."""
-    measured = charts.measured(together(reports(RESULTS)))
+    measured = charts.measured(*reports(RESULTS))
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
     drawn["kept-for-backward.svg"] = kept_memory()

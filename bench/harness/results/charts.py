@@ -13,7 +13,7 @@ from typing import Any
 
 from ..cases.case import Case
 from ..cases.figures import input_bytes, least_memory
-from .report import timed, write_whole
+from .report import newest, timed, write_whole
 
 # Name in a report to colour and label.
 SHOWN = {
@@ -43,12 +43,13 @@ def write(charts: Mapping[str, str], folder: Path) -> list[Path]:
     return list(files)
 
 
-def measured(data: Mapping[str, Any]) -> dict[str, str]:
-    """The charts that a report has figures for, by name.
+def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
+    """The charts that reports of one GPU have figures for, by name.
 
     measured-forward and -backward: TFLOP/s. measured-memory-forward and -backward: peak memory.
     measured-decode: GB/s.
     """
+    data = {**reports[-1], "results": newest(reports)}
     device = (data["environment"].get("gpu") or {}).get("name", "a CPU")
     source = f"measured, {device}, {data['started'][:10]}"
     groups: dict[str, tuple[str, list[Group]]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,56 +17,43 @@ DONE, BROKEN, LEFT = "done", "broken off", "not reached"
 Record = dict[str, Any]
 
 
-class Report:
-    """The results of a run, in memory and in a JSON file.
+def load(path: Path) -> dict[str, Any]:
+    """The report in a file.
 
-    `data` holds format, command, started, environment (see `environment.collect`), ceilings, tests,
-    jobs (name to status, seconds, reason), results (records of measurements, with their commit if
-    it differs from the environment's), and broken (kind of job to implementation to how it ended
-    the process, see `jobs.Job`).
+    It holds format, command, started, environment (see `environment.collect`), ceilings, tests,
+    jobs (name to status and reason), results (records of measurements, with their commit if it
+    differs from the environment's), and broken (kind of job to implementation to how it ended the
+    process, see `measure`).
+
+    Raises:
+        ValueError: the file is not a report of this format.
     """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path.name} is not a benchmark report of format {FORMAT}")
+    return data
 
-    def __init__(self, path: Path, data: dict[str, Any]) -> None:
-        self.path, self.data = path, data
 
-    @classmethod
-    def at(cls, path: Path, command: str) -> Report:
-        """The report of an earlier run to continue, or a new one, saved."""
-        if path.exists():
-            return cls.load(path)
-        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        empty: dict[str, Any] = {"format": FORMAT, "command": command, "started": started}
-        empty |= {name: {} for name in ("environment", "ceilings", "tests", "jobs")}
-        report = cls(path, {**empty, "results": [], "broken": {}})
-        report.save()
-        return report
+def empty(command: str) -> dict[str, Any]:
+    """A new report."""
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    parts: dict[str, Any] = {name: {} for name in ("environment", "ceilings", "tests", "jobs")}
+    about = {"format": FORMAT, "command": command, "started": started}
+    return {**about, **parts, "results": [], "broken": {}}
 
-    @classmethod
-    def load(cls, path: Path) -> Report:
-        """Read a saved report.
 
-        Raises:
-            ValueError: the file is not a report of this format.
-        """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path.name} is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"{path.name} is not a benchmark report of format {FORMAT}")
-        return cls(path, data)
-
-    def save(self) -> None:
-        """Replace the file atomically, with one line per record."""
-
-        def dump(value: Any) -> str:
-            return json.dumps(value, allow_nan=False)
-
-        parts = []
-        for key, value in self.data.items():
-            rows = ",\n".join(f" {dump(row)}" for row in value) if isinstance(value, list) else ""
-            parts.append(f"{dump(key)}: " + (f"[\n{rows}\n]" if rows else dump(value)))
-        write_whole(self.path, "{\n" + ",\n".join(parts) + "\n}\n")
+def save(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace a file by a report atomically, with one line per record."""
+    parts = []
+    for key, value in data.items():
+        text = json.dumps(value, allow_nan=False)
+        if value and isinstance(value, list):
+            text = "[\n " + ",\n ".join(json.dumps(x, allow_nan=False) for x in value) + "\n]"
+        parts.append(f"{json.dumps(key)}: {text}")
+    write_whole(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -109,11 +96,6 @@ def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
             kept.pop(key, None)
             kept[key] = record | {"commit": commit, "stale": stale}
     return list(kept.values())
-
-
-def together(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last of several reports of one GPU, with the merged records of all."""
-    return {**reports[-1], "results": newest(reports)}
 
 
 def untimed(job: str, records: Iterable[Mapping[str, Any]]) -> bool:

@@ -17,7 +17,7 @@ from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
 from ..time.failures import TIMED
 from ..tune import tables as tuning
 from ..tune.candidates import names_of
-from .report import DONE, Record, Report, newest, timed, write_whole
+from .report import DONE, Record, load, newest, save, timed, write_whole
 
 _NOTHING = "## Measured\n\nThere is no such file yet."
 _LEGEND = (
@@ -187,7 +187,7 @@ def page(folder: Path) -> str:
 
 def reports(folder: Path) -> list[dict[str, Any]]:
     """The reports of a folder, by start time."""
-    loaded = (Report.load(path).data for path in folder.glob("*.json"))
+    loaded = (load(path) for path in folder.glob("*.json"))
     return sorted(loaded, key=lambda data: str(data["started"]))
 
 
@@ -283,14 +283,14 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
         stored = findings.read(path)
     except Unreadable as error:
         try:
-            data = Report.load(path).data
+            data = load(path)
         except ValueError:
             raise ValueError(f"{path} is neither a report nor findings: {error}") from None
         gpu = data.get("environment", {}).get("gpu")
         if not gpu:
             raise ValueError(f"{path} is a report of no GPU") from None
         copy = results / f"{slug(gpu['name'])}-{data['started'][:10]}.json"
-        Report(copy, data).save()
+        save(copy, data)
         return [copy]
     environment, rows = stored
     if not rows or environment.gpu == "interpreter":

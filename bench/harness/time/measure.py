@@ -41,7 +41,7 @@ def measure(
         kinds: jobs in their order, with the parts of an implementation that each runs, such as
             ("forward", "backward"). A job measures the last one: implementations that break its
             process are excluded from jobs of that kind.
-        data: of a `Report`; jobs, results and broken are filled in.
+        data: of a report; jobs, results and broken are filled in.
         save: called after each job.
         start: starts a process that calls `serve` with the names of the remaining jobs.
         left: returns the seconds left; at 0 no job begins.

@@ -35,21 +35,18 @@ def test_charts_name_their_gpu_and_no_wrong_figure_is_drawn(report: Any) -> None
     assert sorted(drawn) == [f"measured-{kind}" for kind in kinds]
     for chart in drawn.values():
         assert "measured, NVIDIA H100 80GB HBM3, 2026-11-22" in words(chart)
-    said = words(drawn["measured-decode"])
-    calls = said.index("32 heads, 4096 keys, batch 32, call")
-    graphs = said.index("32 heads, 4096 keys, batch 32, graph")
-    ours = [n for n, word in enumerate(said) if word == "fastattn, portable kernels"]
-    assert [n for n in ours if calls < n < graphs] and not [n for n in ours if n > graphs]
-
-
-def test_bars_are_as_long_as_their_figures(report: Any) -> None:
-    for chart in charts.measured(report).values():
+        # Bars are as long as their figures.
         lengths = [float(x) for x in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
         values = [int(x) for x in words(chart) if x.isdigit()]
         assert len(lengths) == len(values) > 5
         longest = max(range(len(values)), key=values.__getitem__)
         for length, value in zip(lengths, values, strict=True):
             assert length / lengths[longest] == pytest.approx(value / values[longest], abs=0.004)
+    said = words(drawn["measured-decode"])
+    calls = said.index("32 heads, 4096 keys, batch 32, call")
+    graphs = said.index("32 heads, 4096 keys, batch 32, graph")
+    ours = [n for n, word in enumerate(said) if word == "fastattn, portable kernels"]
+    assert [n for n in ours if calls < n < graphs] and not [n for n in ours if n > graphs]
 
 
 def test_a_chart_follows_its_file_and_shows_the_sweep_alone(report: Any) -> None:
@@ -71,15 +68,13 @@ def test_a_chart_follows_its_file_and_shows_the_sweep_alone(report: Any) -> None
     assert "measured-memory-backward" not in after
 
 
-@pytest.mark.parametrize(
-    ("direction", "limits"),
-    [
-        ("forward", "matrix product 793"),
+def test_limits(report: Any) -> None:
+    drawn = charts.measured(report)
+    for direction, limits in {
+        "forward": "matrix product 793",
         # o, dq, dk and dv of 16384 tokens, 2048 wide, in bf16, and lse in fp32 of 16 heads.
-        ("memory-forward", "outputs and lse 65"),
-        ("memory-backward", "outputs and lse 257"),
-    ],
-)
-def test_limits(report: Any, direction: str, limits: str) -> None:
-    said = words(charts.measured(report)[f"measured-{direction}"])
-    assert said[said.index("head dim 128, causal, 4096 tokens") + 1] == limits
+        "memory-forward": "outputs and lse 65",
+        "memory-backward": "outputs and lse 257",
+    }.items():
+        said = words(drawn[f"measured-{direction}"])
+        assert said[said.index("head dim 128, causal, 4096 tokens") + 1] == limits

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch
 from fastattn.bench.cases import case as cases
 from fastattn.bench.cases.figures import figures
 from fastattn.bench.results import charts, tables
-from fastattn.bench.results.report import Report, newest
+from fastattn.bench.results.report import empty, load, newest, save
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 RESULTS = CHECKOUT / "bench" / "results"
+CASE = cases.sweep("forward", 128, 4096, causal=True)
 
 
 def timed(case, implementation, ms):
@@ -28,135 +30,122 @@ def report(tmp_path):
     """A report of a machine that does not exist, with round numbers."""
     folder = tmp_path / "results"
     folder.mkdir()
-    report = Report.at(folder / "fake-2000-01-01.json", "python run_all.py --out x")
     gpu = {"name": "Imaginary GPU", "capability": "9.0", "driver": 1.0}
-    clocks = {"sm_count": 100, "max_sm_clock_mhz": 1000.0}
-    report.data |= {
+    data = empty("python run_all.py --out x") | {
         "started": "2000-01-01T00:00:00+00:00",
-        "environment": {"gpu": {**gpu, **clocks}, "versions": {"torch": "0"}, "cudnn": 1},
+        "environment": {"gpu": gpu, "versions": {"torch": "0"}, "cudnn": 1},
         "ceilings": {"matmul_tflops": 500.0, "copy_gbps": 2000.0, "empty_ms": 0.001},
         "tests": {"status": "finished", "passed": 10, "failed": 0, "failures": []},
         "jobs": {"late": {"status": "not reached", "reason": "the time was up"}},
     }
-    for T in (4096, 16384):
-        for direction in ("forward", "backward"):
-            case = cases.sweep(direction, 128, T, causal=True)
-            ours, theirs = timed(case, "fastattn-triton", 2.0), timed(case, "sdpa-flash", 3.0)
-            report.data["results"] += [ours, theirs]
+    for direction in ("forward", "backward"):
+        case = cases.sweep(direction, 128, 4096, causal=True)
+        data["results"] += [timed(case, "fastattn-triton", 2.0), timed(case, "sdpa-flash", 3.0)]
     decode = timed(cases.decode(32, 4096), "fastattn-triton", 0.5)
     absent = {"status": "cannot serve", "reason": "flash_attn_interface is not installed"}
-    peer = {"case": decode["case"], "implementation": "flash-attn-3", **absent}
-    report.data["results"] += [decode, peer]
-    report.save()
-    return report
+    data["results"] += [decode, {**decode, "implementation": "flash-attn-3", **absent}]
+    path = folder / "fake-2000-01-01.json"
+    save(path, data)
+    assert load(path) == data
+    return SimpleNamespace(path=path, data=data)
 
 
-def test_a_report_is_read_back_and_gone_on_with(report):
-    assert Report.load(report.path).data == report.data
-    assert Report.at(report.path, "another command").data == report.data
-
-
-def test_table_has_every_figure_and_every_gap(report):
-    text = tables.markdown(report.data)
-    case = cases.sweep("forward", 128, 4096, causal=True)
-    assert f"| {case.name} | {figures(case, 2.0)['tflops']:.3g} |" in text
-    # 3 ms against 2 ms, no cuDNN, no flex.
-    assert f"| {case.name} | fastattn-triton | 1.50 |  |  |" in text
-    assert "decode, GB/s of keys and values:" in text
-    assert "flash-attn-3, cannot serve" in text
-    assert "- late: not reached. the time was up" in text
-    assert "10 passed, 0 failed" in text
-
-
-def test_page_names_what_ran_where(report, tmp_path):
+def test_the_page_has_every_figure_and_every_gap_and_what_ran_where(report, tmp_path):
     nothing = tables.page(tmp_path)
     assert "There is no such file yet" in nothing
     assert nothing.count("| not run | not run |") == 5
     (report.path.parent / "notes.md").write_text("before\n<!-- tables -->\nbehind\n")
     text = tables.page(report.path.parent)
-    assert "There is no such file yet" not in text
-    ran = "Imaginary GPU: 10 passed, 0 failed (finished) | Imaginary GPU, 2000-01-01"
-    assert f"| sm_90 | {ran} |" in text
-    assert "| sm_80 | not run | not run |" in text
     assert text.startswith("before\n\n## Measured") and text.endswith("|\n\nbehind\n")
+    ran = "Imaginary GPU: 10 passed, 0 failed (finished) | Imaginary GPU, 2000-01-01"
+    for said in (
+        f"| {CASE.name} | {figures(CASE, 2.0)['tflops']:.3g} |",
+        # 3 ms against 2 ms, no cuDNN, no flex.
+        f"| {CASE.name} | fastattn-triton | 1.50 |  |  |",
+        "decode, GB/s of keys and values:",
+        "flash-attn-3, cannot serve",
+        "- late: not reached. the time was up",
+        f"| sm_90 | {ran} |",
+        "| sm_80 | not run | not run |",
+    ):
+        assert said in text
 
 
 def test_of_several_runs_the_newest_figure_is_shown_with_its_commit(report):
-    case = cases.sweep("forward", 128, 4096, causal=True)
     report.data["environment"]["commit"] = "0123456789"
     later = {**report.data, "started": "2001", "environment": {"commit": "abcdef012345"}}
-    ours = timed(case, "fastattn-hopper", 1.0)
-    wrong = {**timed(case, "fastattn-triton", 1.0), "status": "wrong", "reason": "too far off"}
-    later["results"] = [ours | {"commit": "fedcba9"}, wrong, timed(case, "sdpa-flash", 1.5)]
+    ours = timed(CASE, "fastattn-hopper", 1.0) | {"commit": "fedcba9"}
+    wrong = {**timed(CASE, "fastattn-triton", 1.0), "status": "wrong", "reason": "too far off"}
+    later["results"] = [ours, wrong, timed(CASE, "sdpa-flash", 1.5)]
     text = tables.markdown(later, report.data)
     # The kernels of neither commit are known, so that they may have changed.
-    hopper, triton = (figures(case, ms)["tflops"] for ms in (1.0, 2.0))
-    flash = f"{figures(case, 1.5)['tflops']:.0f}"
-    row = f"| {case.name} | *{hopper:.0f}* fedcba9 | *{triton:.0f}* 0123456 | {flash} |"
-    assert row in text
+    hopper, triton, flash = (f"{figures(CASE, ms)['tflops']:.0f}" for ms in (1.0, 2.0, 1.5))
+    assert f"| {CASE.name} | *{hopper}* fedcba9 | *{triton}* 0123456 | {flash} |" in text
     # What `auto` takes there.
-    assert f"| {case.name} | fastattn-hopper | 1.50 |  |  |" in text
-    assert sum(x["case"]["name"] == case.name for x in newest([later, report.data])) == 3
+    assert f"| {CASE.name} | fastattn-hopper | 1.50 |  |  |" in text
+    assert sum(x["case"]["name"] == CASE.name for x in newest([later, report.data])) == 3
 
 
-def run_script(monkeypatch, name, *arguments):
-    """The exit code of a script of bench/."""
-    path = str(CHECKOUT / "bench" / name)
-    monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(path, run_name="__main__")
-    return ended.value.code
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Runs a script of bench/; its exit code, and what it wrote."""
+
+    def run(name, *arguments):
+        path = str(CHECKOUT / "bench" / name)
+        monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(path, run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
-def test_the_page_in_the_repository_agrees_with_its_files(monkeypatch):
-    assert run_script(monkeypatch, "results_table.py", "--check") == 0
+def test_the_page_in_the_repository_agrees_with_its_files(script):
+    assert script("results_table.py", "--check") == (0, "", "")
 
 
 @pytest.mark.parametrize("changed", ["page", "file"])
-def test_check_fails_on_a_figure_that_was_changed(report, changed, monkeypatch, capsys):
-    folder = report.path.parent
-    assert run_script(monkeypatch, "results_table.py", "--results", folder) == 0
-    assert tables.check(folder) == ""
-    readme = folder / "README.md"
+def test_check_fails_on_a_figure_that_was_changed(report, changed, script):
+    folder = ("--results", report.path.parent)
+    assert script("results_table.py", *folder)[0] == 0
+    assert script("results_table.py", *folder, "--check")[0] == 0
+    readme = report.path.parent / "README.md"
     if changed == "page":
         assert "| 1.50 |" in readme.read_text()
         readme.write_text(readme.read_text().replace("| 1.50 |", "| 1.60 |", 1))
     else:
         report.data["results"][0]["tflops"] *= 2
-        report.save()
+        save(report.path, report.data)
     written = readme.read_text()
-    assert run_script(monkeypatch, "results_table.py", "--results", folder, "--check") == 1
-    assert "--- README.md" in capsys.readouterr().err
+    code, _, error = script("results_table.py", *folder, "--check")
+    assert code == 1 and "--- README.md" in error
     assert readme.read_text() == written
 
 
-def test_charts_are_drawn_of_what_there_is(report, monkeypatch, capsys, tmp_path):
+def test_charts_are_drawn_of_what_there_is(report, script, tmp_path):
     def draw(folder):
-        return run_script(monkeypatch, "results_table.py", "--charts", report.path, folder)
+        return script("results_table.py", "--charts", report.path, tmp_path / folder)
 
-    assert draw(tmp_path / "a") == 0
     names = ["measured-forward", "measured-backward", "measured-decode"]
-    files = [str(tmp_path / "a" / f"{name}.svg") for name in names]
-    assert capsys.readouterr().out.splitlines() == files
+    files = "".join(f"{tmp_path / 'a' / name}.svg\n" for name in names)
+    assert draw("a") == (0, files, "")
     assert {p.name: p.read_text() for p in (tmp_path / "a").iterdir()} == {
         f"{name}.svg": chart for name, chart in charts.measured(report.data).items()
     }
     assert not (report.path.parent / "README.md").exists()
-    report.data["results"] = []
-    report.save()
-    assert draw(tmp_path / "b") == 1
-    assert "has no figure that a chart shows" in capsys.readouterr().err
-    for text, words in (("x", "is not JSON"), ("[]", "is not a benchmark report of format 1")):
+    save(report.path, report.data | {"results": []})
+    assert draw("b") == (1, "", f"{report.path} has no figure that a chart shows\n")
+    for text, said in (("x", "is not JSON"), ("[]", "is not a benchmark report of format 1")):
         report.path.write_text(text)
-        assert draw(tmp_path / "c") == 1
-        assert f"{report.path.name} {words}" in capsys.readouterr().err
+        code, _, error = draw("c")
+        assert code == 1 and f"{report.path.name} {said}" in error
         assert not (tmp_path / "c").exists()
 
 
-def test_a_run_says_that_there_is_no_gpu(tmp_path, monkeypatch, capsys):
+def test_a_run_says_that_there_is_no_gpu(tmp_path, monkeypatch, script):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_script(monkeypatch, "run_all.py", "--out", tmp_path / "out") == 2
-    assert "no GPU" in capsys.readouterr().err
+    code, _, error = script("run_all.py", "--out", tmp_path / "out")
+    assert code == 2 and error.startswith("no GPU") and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from fastattn.bench.results import tables as tuned
-from fastattn.bench.results.report import Report
+from fastattn.bench.results.report import empty, load, save
 from fastattn.bench.tune import tables
 from fastattn.kernels.hopper.tile_table import backward_config, forward_config, fp8_config
 from fastattn.kernels.launch import tiles
@@ -26,15 +26,14 @@ def row(kernel, config, calls="plain", **change):
     return {"kernel": kernel, "calls": calls, **config, **MEASURED, **COMMON, **change}
 
 
+FP8 = fp8_config(64, False)._replace(BLOCK=64, CONSUMERS=3)
 ONE_PASS = backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)
 ROWS = {
     "tiles": [
         row("forward", asdict(TILE), gain=0.15),
         row("forward", asdict(TILE), "masked", gain=0.1),
         row("hopper_forward", forward_config(64, False)._replace(SLACK=0)._asdict(), gain=0.0),
-        row(
-            "hopper_fp8", fp8_config(64, False)._replace(BLOCK=64, CONSUMERS=3)._asdict(), gain=0.1
-        ),
+        row("hopper_fp8", FP8._asdict(), gain=0.1),
         row("hopper_one_pass", ONE_PASS._asdict(), gain=0.05),
         # Of a GPU that takes another one's table.
         row("decode", asdict(TILE), gain=0.5, arch="sm_89"),
@@ -58,64 +57,53 @@ def folders(tmp_path):
     return tmp_path / "sent.json", tmp_path / "results", tmp_path / "shipped"
 
 
-def test_findings_are_copied_and_their_tiles_shipped(folders):
+def rows_of(table):
+    return {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in table}
+
+
+def test_findings_are_copied_shipped_and_shown(folders):
     sent, results, shipped = folders
     written = tuned.add(sent, results, shipped)
     assert written == [results / "tuned" / "h100-2026-11-22.json", shipped / "sm_90.json"]
     assert findings.read(written[0]) == findings.read(sent)
-    rows = {
-        (r["kernel"], r["element_size"], r["BLOCK_D"]): r
-        for r in json.loads(written[1].read_text())["rows"]
-    }
-    before = {(r["kernel"], r["element_size"], r["BLOCK_D"]): r for r in tiles.table("sm_90")}
+    rows = rows_of(json.loads(written[1].read_text())["rows"])
+    before = rows_of(tiles.table("sm_90"))
     changed = {key for key in rows if rows[key] != before.get(key)}
     assert changed == {("forward", 2, 64), ("forward_masked", 2, 64)}
-    assert rows["forward", 2, 64] == {
-        "kernel": "forward",
-        "element_size": 2,
-        "BLOCK_D": 64,
-        **asdict(TILE),
-        "source": "measured",
-        "ms": 0.5,
-        "ms_full": 0.9,
-        "gpu": H100.gpu,
-        "torch": "2.11.0",
-        "triton": "3.6.0",
-        "date": "2026-11-22",
-        "command": "fastattn tune",
-    }
+    key = {"kernel": "forward", "element_size": 2, "BLOCK_D": 64}
+    about = {"gpu": H100.gpu, "torch": "2.11.0", "triton": "3.6.0", "date": "2026-11-22"}
+    measured = {"source": "measured", "ms": 0.5, "ms_full": 0.9, "command": "fastattn tune"}
+    assert rows["forward", 2, 64] == {**key, **asdict(TILE), **measured, **about}
     # The others stand as they stood, to the letter.
     kept = (tables.FOLDER / "sm_90.json").read_text().splitlines()
     assert len(set(kept) - set(written[1].read_text().splitlines())) == 2
-
-
-def test_the_page_has_what_was_found(folders):
-    sent, results, shipped = folders
-    tuned.add(sent, results, shipped)
-    tuned.draw(results)
-    text = (results / "README.md").read_text()
+    text = tuned.page(results)
     assert "## NVIDIA H100 80GB HBM3: what `fastattn tune` found, 2026-11-22" in text
     shapes = "(64, 64, 4, 3) | 0.5 / 0.9 | 0.625 / 1 | 15.0 %"
     assert f"| forward | plain | 2 | 64 | {shapes} |" in text
-    assert "| hopper_forward | plain | 2 | 64 | (128, 4, no slack) | 0.5 / 0.9 |" in text
-    assert "| hopper_fp8 | plain | 2 | 64 | (64, 4, 3 consumers) | 0.5 / 0.9 |" in text
-    assert "| hopper_one_pass | plain | 2 | 64 | (64, 2, threads add) | 0.5 / 0.9 |" in text
+    for kernel, shape in (
+        ("hopper_forward", "(128, 4, no slack)"),
+        ("hopper_fp8", "(64, 4, 3 consumers)"),
+        ("hopper_one_pass", "(64, 2, threads add)"),
+    ):
+        assert f"| {kernel} | plain | 2 | 64 | {shape} | 0.5 / 0.9 |" in text
     times = "torch | hopper 2, torch 1.5 |  | 25.0 %"
     assert f"| training | bfloat16 | 128 | True | many | {times} |" in text
-    assert "passes:" not in text and tuned.check(results) == ""
+    assert "passes:" not in text
 
 
 def test_a_report_is_copied_under_its_gpu_and_date(folders, tmp_path):
     _, results, shipped = folders
-    report = Report.at(tmp_path / "out.json", "python run_all.py")
+    path, data = tmp_path / "out.json", empty("python run_all.py")
+    save(path, data)
     with pytest.raises(ValueError, match=r"out\.json is a report of no GPU"):
-        tuned.add(report.path, results, shipped)
-    report.data["environment"] = {"gpu": {"name": "NVIDIA GeForce RTX 4090"}}
-    report.data["started"] = "2026-11-22T10:00:00"
-    report.save()
-    (copy,) = tuned.add(report.path, results, shipped)
+        tuned.add(path, results, shipped)
+    data["environment"] = {"gpu": {"name": "NVIDIA GeForce RTX 4090"}}
+    data["started"] = "2026-11-22T10:00:00"
+    save(path, data)
+    (copy,) = tuned.add(path, results, shipped)
     assert copy == results / "rtx-4090-2026-11-22.json"
-    assert Report.load(copy).data == report.data
+    assert load(copy) == data
 
 
 def test_what_is_neither_is_an_error_and_changes_nothing(folders):
@@ -130,14 +118,11 @@ def test_what_is_neither_is_an_error_and_changes_nothing(folders):
     assert not list(results.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA GeForce RTX 3060", "rtx-3060"),
-    ],
-)
-def test_files_are_named_by_gpu(gpu, name):
-    assert tuned.slug(gpu) == name
+def test_files_are_named_by_gpu():
+    names = {
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "AMD Instinct MI300X": "mi300x",
+        "NVIDIA GeForce RTX 3060": "rtx-3060",
+    }
+    assert {gpu: tuned.slug(gpu) for gpu in names} == names

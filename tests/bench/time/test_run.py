@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_child import Clock, Crash, FakeChild, Hang
 
-from fastattn.bench.results.report import Report, newest
+from fastattn.bench.results.report import empty, newest
 from fastattn.bench.time import environment, jobs, measure, numeric_tests, supervise
 from fastattn.bench.time.failures import LOST, DeviceLost
 from fastattn.bench.time.jobs import Job, gpu_jobs, record
@@ -54,20 +54,11 @@ def raising(error):
     return act
 
 
-@pytest.fixture
-def report(tmp_path):
-    return Report.at(tmp_path / "results.json", "command")
-
-
-def on_disk(report):
-    return Report.load(report.path).data
-
-
 def names(data):
     return [r["case"]["name"] for r in data["results"]]
 
 
-def measured(report, runs, work=None):
+def measured(data, runs, work=None, save=lambda: None):
     """How it ended, and the processes; `work` is the life of one, if it is not `serve`."""
     made = []
     work = work or (lambda tell, requests: serve(runs, BENCH, tell, requests))
@@ -77,29 +68,27 @@ def measured(report, runs, work=None):
         return made[-1]
 
     kinds = {name: (name,) for name in runs}
-    ended = measure.measure(kinds, report.data, report.save, start, lambda: 600)
+    ended = measure.measure(kinds, data, save, start, lambda: 600)
     return ended, made
 
 
-def test_jobs_are_on_disk_one_by_one_and_a_second_run_goes_on(report, clock, monkeypatch):
-    saved, save = [], report.save
-    monkeypatch.setattr(report, "save", lambda: (save(), saved.append(names(on_disk(report)))))
+def test_jobs_are_saved_one_by_one_and_a_second_run_goes_on(clock):
+    saved, data = [], empty("command")
     failing = run_of("b", raising(RuntimeError("no\n luck")))
     runs = {"a": run_of("a"), "b": failing, "c": run_of("c")}
-    assert measured(report, runs)[0] == "finished"
+    assert measured(data, runs, save=lambda: saved.append(names(data)))[0] == "finished"
     assert saved[:3] == [["a"], ["a"], ["a", "c"]]
     failed = {"status": "broken off", "reason": "RuntimeError: no luck"}
-    assert on_disk(report)["jobs"]["b"] == failed
-    again = Report.load(report.path)
-    assert measured(again, runs | {"d": run_of("d")})[0] == "finished"
-    assert names(on_disk(report)) == ["a", "c", "d"]
+    assert data["jobs"]["b"] == failed
+    assert measured(data, runs | {"d": run_of("d")})[0] == "finished"
+    assert names(data) == ["a", "c", "d"]
 
 
-def test_a_job_with_nobody_to_leave_out_is_given_up(report, clock):
+def test_a_job_with_nobody_to_leave_out_is_given_up(clock):
+    data = empty("command")
     lost = run_of("a", raising(DeviceLost("the reference", "illegal access")))
-    ended, processes = measured(report, {"a": lost, "b": run_of("b")})
+    ended, processes = measured(data, {"a": lost, "b": run_of("b")})
     assert (ended, [p.code for p in processes]) == ("finished", [LOST, None])
-    data = on_disk(report)
     assert data["broken"] == {"a": {}} and names(data) == ["b"]
     assert data["jobs"]["a"]["status"] == "broken off"
 
@@ -155,7 +144,8 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
         return FakeChild(lambda tell, requests: serve(runs, BENCH, tell, requests))
 
     monkeypatch.setattr(script, "gpu_jobs", lambda which: every)
-    data = script.run_all(tmp_path / "out", "quick", 1000, "x", ("tests",), start=start)
+    options = (tmp_path / "out", "quick", 1000, "x", ("tests",))
+    data = script.run_all(*options, start=start)
     assert data["suite"] == "finished"
     assert len(commands) == 4  # one behind each end
     command, log, safe = commands[0]
@@ -175,6 +165,8 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
     assert names(data) == ["crash", "turns", "hang", "after"]
     assert "ValueError: no such layer" in capsys.readouterr().err
     assert script.summary(data) == "suite: finished; 4 of 5 jobs done"
+    # The same command has nothing left to do.
+    assert script.run_all(*options, start=start) == data and len(commands) == 4
 
 
 @pytest.mark.parametrize("part", ["tests", "tuning"])
@@ -225,7 +217,7 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(script, tmp_path, 
     ]
 
 
-def test_the_process_tells_of_the_gpu_and_measures_what_is_asked_for(report, clock, monkeypatch):
+def test_the_process_tells_of_the_gpu_and_measures_what_is_asked_for(clock, monkeypatch):
     """On a GPU that is made up."""
     collected = {"environment": {"gpu": None}, "ceilings": {"x": 1.0}}
     monkeypatch.setattr(jobs.torch.cuda, "init", lambda: None)
@@ -235,8 +227,8 @@ def test_the_process_tells_of_the_gpu_and_measures_what_is_asked_for(report, clo
     every = {name: Job(run, (name,)) for name, run in runs.items()}
     monkeypatch.setattr(jobs, "gpu_jobs", lambda which: every)
     del runs["a"]
-    ended, _ = measured(report, runs, lambda *talk: jobs.run("full", ["b"], *talk))
-    data = on_disk(report)
+    data = empty("command")
+    ended, _ = measured(data, runs, lambda *talk: jobs.run("full", ["b"], *talk))
     assert ended == "finished" and names(data) == ["b"] and data.items() >= collected.items()
 
 
