@@ -1,21 +1,33 @@
-"""The plan of a tuning run, step by step, and the shapes that models have."""
+"""The plan of a tuning run, the shapes that models have, and rows that calls read."""
 
 import json
 
 import pytest
+import torch
 
-from fastattn.bench.tune.candidates import Shape, usual_shape
+from fastattn.bench.tune.candidates import CALLS, Shape, usual_shape
 from fastattn.bench.tune.plan import (
     USUAL_SHAPES,
     Gpu,
     Verification,
     backend_choice,
+    hopper_choice,
+    pass_choice,
     shapes_of,
+    split_choice,
     steps,
+    tile_choice,
 )
+from fastattn.bench.tune.trial import Outcome
+from fastattn.kernels.hopper import tile_table
+from fastattn.kernels.launch import tiles
+from fastattn.tuned import choices
+from fastattn.tuned.environment import Environment
+from fastattn.tuned.store import Store
 
 H100 = Gpu("sm_90", 227 * 1024, 132, hopper=True)
 A100 = Gpu("sm_80", 163 * 1024, 108, hopper=False)
+SHAPE = Shape(64, 16, 16)
 
 
 def test_a_plan_verifies_first_and_tunes_tiles_before_backends_and_plain_calls_before_others():
@@ -48,16 +60,12 @@ def test_a_plan_has_no_more_than_the_gpu_has():
     assert not any("hopper" in name or "bias" in name for name in names)
     # First all plain calls, of every shape.
     firsts = [name for name in names if name.startswith("verify")]
-    assert [("plain" if "forward" in x else "other", "float32" in x) for x in firsts] == [
-        ("plain", False),
-        ("plain", True),
-        ("other", False),
-        ("other", True),
-    ]
+    plain = [("forward" in x, "float32" in x) for x in firsts]
+    assert plain == [(True, False), (True, True), (False, False), (False, True)]
     hopper = [step.name for step in steps([usual_shape(256), usual_shape(64, "float32")], H100)]
+    kernels = ("hopper_forward plain 2", "hopper_fp8 plain 1")
     assert [name for name in hopper if "tiles: hopper" in name] == [
-        "tiles: hopper_forward plain 2 bytes D 256",
-        "tiles: hopper_fp8 plain 1 bytes D 256",
+        f"tiles: {kernel} bytes D 256" for kernel in kernels
     ]
 
 
@@ -66,30 +74,29 @@ def test_the_shipped_choice_comes_first_and_once():
         if isinstance(step, Verification):
             continue
         names = [candidate.name for candidate in step.candidates]
+        hopper = ["hopper"] * (step.key.get("dtype") == "bfloat16")
         assert len(names) == len(set(names)) >= 2, step.name
-        if step.kind == "backends":
-            hopper = step.key["dtype"] == "bfloat16"
-            assert names == (["hopper"] if hopper else []) + ["triton", "torch"]
-        elif step.kind == "passes":
-            assert names == ["one", "two"]
-        elif step.kind == "splits":
-            assert names == ["2 at once", "1 at once", "3 at once", "4 at once"]
+        assert names == {
+            "backends": [*hopper, "triton", "torch"],
+            "passes": ["one", "two"],
+            "splits": ["2 at once", "1 at once", "3 at once", "4 at once"],
+        }.get(step.kind, names)
 
 
 @pytest.mark.parametrize("waves", ["few", "some", "many"])
-@pytest.mark.parametrize("shape", [*USUAL_SHAPES, Shape(80, 12, 12, T=512), Shape(128, 64, 8)])
-@pytest.mark.parametrize("multiprocessors", [16, 108, 132])
-def test_calls_have_the_waves_that_they_stand_for(shape, waves, multiprocessors):
+def test_calls_have_the_waves_that_they_stand_for(waves):
     """Query tiles of 128 rows: fewer than multiprocessors, up to four times as many, or more."""
-    actual = backend_choice("forward", shape, True, waves, multiprocessors, hopper=False)
-    if actual is None:
-        # A tile a head is too many, or a tile more.
-        assert shape.H_q > 0.5 * multiprocessors and waves != "many"
-        return
-    (case,) = actual.cases
-    tiles = case.B * case.H_q * -(-case.T_q // 128) / multiprocessors
-    least, limit = {"few": (0, 1), "some": (1, 4), "many": (4, 1000)}[waves]
-    assert least <= tiles < limit
+    for shape in (*USUAL_SHAPES, Shape(80, 12, 12, T=512), Shape(128, 64, 8)):
+        for multiprocessors in (16, 108, 132):
+            actual = backend_choice("forward", shape, True, waves, multiprocessors, hopper=False)
+            if actual is None:
+                # A tile a head is too many, or a tile more.
+                assert shape.H_q > 0.5 * multiprocessors and waves != "many"
+                continue
+            (case,) = actual.cases
+            count = case.B * case.H_q * -(-case.T_q // 128) / multiprocessors
+            least, limit = {"few": (0, 1), "some": (1, 4), "many": (4, 1000)}[waves]
+            assert least <= count < limit
 
 
 CONFIGURATIONS = {
@@ -122,7 +129,7 @@ def test_a_model_says_its_shape(tmp_path, name):
     assert shapes_of(tmp_path, heads=16, kv_heads=2, head_dims=[64])[0][:3] == (64, 16, 2)
 
 
-def test_shapes_are_the_usual_ones_or_those_that_are_named():
+def test_shapes_are_the_usual_ones_or_those_that_are_named(tmp_path):
     assert shapes_of() == list(USUAL_SHAPES)
     assert shapes_of(head_dims=[64], dtypes=["float16", "float32"]) == [
         usual_shape(64, "float16"),
@@ -130,22 +137,82 @@ def test_shapes_are_the_usual_ones_or_those_that_are_named():
     ]
     assert [shape.D for shape in shapes_of(heads=8)] == [128, 64]
     assert Shape(80, 8, 8).BLOCK_D == 128
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    for arguments, message in (
         ({"heads": 6, "kv_heads": 4}, "heads are a multiple of kv_heads; got head dim 128, 6"),
         ({"head_dims": [512]}, "a head dim is 1 to 256, .* got head dim 512"),
         ({"dtypes": ["float64"]}, "dtype must be one of bfloat16, .*got 'float64'"),
-    ],
-)
-def test_shapes_that_cannot_be_served_are_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        shapes_of(**arguments)
+        ({"model": tmp_path}, r"config\.json says neither num_attention_heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shapes_of(**arguments)
 
 
-def test_a_configuration_without_heads_is_an_error(tmp_path):
-    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    with pytest.raises(ValueError, match=r"config\.json says neither num_attention_heads"):
-        shapes_of(tmp_path)
+@pytest.fixture
+def stored(tmp_path):
+    """Stores and reads the row of a choice whose last candidate takes half of the shipped time."""
+
+    def store_and_read(choice):
+        last = choice.candidates[-1]
+        samples = {choice.shipped.name: [[2.0] * 10], last.name: [[1.0] * 10]}
+        finals = {name: each * len(choice.cases) for name, each in samples.items()}
+        row = Outcome(choice, {}, finals).row()
+        assert row is not None and row["gain"] == 0.5
+        store = Store(Environment("imaginary", 132, "1", "2", "3", "4"), tmp_path)
+        assert store.put(choice.kind, {**row, "arch": "sm_90"})
+        (actual,) = store.read(choice.kind)
+        return actual
+
+    yield store_and_read
+    tiles.install((), tiles.current_device())
+    choices.forget()
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_tiles_of_every_class_are_looked_up(stored, calls):
+    choice = tile_choice("backward_dq", calls, SHAPE, H100)
+    tiles.install([stored(choice)], tiles.current_device())
+    actual = tiles.lookup("backward_dq", 2, 64, calls)
+    assert actual == choice.candidates[-1].forced["backward_dq"]
+    others = {"plain", "masked", "bias", "scores", "heavy"} - {calls}
+    # Calls without a row of their own take that of a wider class.
+    wider = {"plain": {"masked"}, "scores": {"bias"}, "heavy": {"bias", "scores"}}.get(calls, set())
+    assert all(tiles.lookup("backward_dq", 2, 64, c) != actual for c in others - wider)
+
+
+@pytest.mark.parametrize("kernel", tiles.HOPPER)
+def test_shapes_of_the_hopper_kernels_are_looked_up(stored, kernel):
+    choice = hopper_choice(kernel, SHAPE)
+    assert choice is not None
+    tiles.install([stored(choice)], tiles.current_device())
+    if kernel == "hopper_forward":
+        actual = tile_table.forward_config(64, False)
+    elif kernel == "hopper_fp8":
+        actual = tile_table.fp8_config(64, False)
+        assert tile_table.fp8_config(64, True) != actual, "calls that are short of registers"
+    else:
+        actual = tile_table.backward_config(kernel.removeprefix("hopper_"), 64, False, False)
+    assert actual == choice.candidates[-1].forced[kernel]
+
+
+def test_splits_of_decoding_are_looked_up(stored, monkeypatch):
+    monkeypatch.setattr(choices, "applies", lambda device: True)
+    here = torch.device("cuda", max(0, tiles.current_device()))
+    choices.adopt(here, {"splits": [stored(split_choice(SHAPE))]})
+    assert tiles.programs_at_once(2, 64) == 4
+    choices.forget()
+    assert tiles.programs_at_once(2, 64) is None
+
+
+@pytest.mark.parametrize("waves", ["few", "some", "many"])
+def test_backends_and_passes_are_found(stored, waves, monkeypatch):
+    backends = backend_choice("training", SHAPE, True, waves, 132, hopper=True)
+    assert backends is not None and backends.cases[0].direction == "forward_backward"
+    rows = {"backends": [stored(backends)], "passes": [stored(pass_choice("hopper", SHAPE))]}
+    with monkeypatch.context() as patch:
+        patch.setattr(choices, "environment", lambda device: Environment("x", 132, "", "", "", ""))
+        actual = choices.adopt(torch.device("cuda", 7), rows)
+    row = actual.fastest("training", torch.bfloat16, 64, True, waves)
+    assert row is not None and (row["backend"], row["ms"]) == ("torch", {"hopper": 2, "torch": 1})
+    assert actual.fastest("forward", torch.bfloat16, 64, True, waves) is None
+    assert actual.passes["hopper", "bfloat16", 64]["passes"] == "two"

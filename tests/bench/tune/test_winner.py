@@ -18,11 +18,8 @@ FAST, SLOW = [0.9] * 6, [1.0] * 4
 @pytest.mark.parametrize(
     ("samples", "wins"),
     [
-        (SHIPPED, False),
         (scaled(0.971), False),
         (scaled(0.969), True),
-        (scaled(0.7), True),
-        (scaled(1.2), False),
         # The median of all samples is 8 % less, for a while that the GPU was cooler.
         (scaled(*FAST, *SLOW), False),
         (scaled(*SLOW, *FAST), False),
@@ -45,13 +42,7 @@ def test_the_halves_are_of_every_case_and_of_an_odd_number_too():
 
 
 def test_the_fastest_that_beats_the_shipped_one_wins():
-    others = {
-        "noisy": scaled(*[0.7] * 6, *[1.0] * 4),
-        "fast": scaled(0.8),
-        "slower": scaled(0.9),
-        "the same": SHIPPED,
-    }
-    actual = winner(SHIPPED, others)
-    assert actual == ("fast", pytest.approx(0.2))
-    assert winner(SHIPPED, {"noisy": others["noisy"], "the same": SHIPPED}) is None
-    assert winner(SHIPPED, {}) is None
+    noisy = {"noisy": scaled(*[0.7] * 6, *[1.0] * 4), "the same": SHIPPED}
+    others = {**noisy, "slower": scaled(0.9), "fast": scaled(0.8)}
+    assert winner(SHIPPED, others) == ("fast", pytest.approx(0.2))
+    assert winner(SHIPPED, noisy) is winner(SHIPPED, {}) is None
