@@ -155,7 +155,6 @@ test-wheel:
 
 gpu: $(VENV)/.installed-test
 	@mkdir -p runs/gpu
-	$(bin)/fastattn verify > runs/gpu/verify.txt
 	$(bin)/python bench/run_all.py --out runs/gpu --budget-minutes $(GPU_MINUTES)
 
 $(VENV)/.created:

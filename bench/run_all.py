@@ -1,11 +1,11 @@
-"""Run all measurements on a machine with a GPU, within a time: numeric tests, figures, tuning.
+"""Run all measurements on a machine with a GPU, within a time: verification, figures, tuning.
 
     python bench/run_all.py --out DIR --quick --budget-minutes 9
 
-Writes results.json, results.md, charts (SVG), log.txt, tests.jsonl and, without --quick, tuned.json
-(the findings of `fastattn tune`) to DIR. JSON files are complete after each case. The same command
-continues an interrupted run. Cases without a figure of the current kernels in bench/results come
-first. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` adds the results.
+Writes results.json, results.md, charts (SVG), log.txt and tuned.json (what `fastattn verify` and,
+without --quick, `fastattn tune` found) to DIR. JSON files are complete after each case. The same
+command continues an interrupted run. Cases without a figure of the current kernels in bench/results
+come first. `python bench/results_table.py --add DIR/results.json DIR/tuned.json` adds the results.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,16 @@ import torch
 from fastattn.bench.results import charts
 from fastattn.bench.results.report import DONE, empty, load, newest, save, untimed, write_whole
 from fastattn.bench.results.tables import markdown, reports
-from fastattn.bench.time import numeric_tests
 from fastattn.bench.time.environment import command_line
 from fastattn.bench.time.jobs import gpu_jobs
 from fastattn.bench.time.measure import measure
 from fastattn.bench.time.supervise import ChildProcess, python, variables
-from fastattn.tuned.store import CACHE_DIR
+from fastattn.bench.tune.tune import tune
+from fastattn.testing.verify import verification
+from fastattn.testing.verify.verdicts import RIGHT
+from fastattn.tuned.environment import environment
+from fastattn.tuned.findings import KEYS
+from fastattn.tuned.store import Store
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PARTS = ("tests", "suite", "tuning")
@@ -61,29 +64,20 @@ def run_all(
     out.mkdir(parents=True, exist_ok=True)
     wanted = set(PARTS) - set(skip) - ({"tuning"} if which == "quick" else set())
     kept = RESERVE + (0.2 * seconds if "tuning" in wanted else 0.0)
-    file = out / "results.json"
+    file, tuned = out / "results.json", out / "tuned.json"
     data = load(file) if file.exists() else empty(command)
     save(file, data)
-    begin = partial(start, log=out / "log.txt")
+    device = torch.device("cuda", torch.cuda.current_device())
+    store = Store(environment(device), out / "findings")
 
     def left(reserve: float = RESERVE) -> float:
         return end - time.monotonic() - reserve
 
-    def code_of(command: list[str], settings: dict[str, str], until: float) -> int | None:
-        """The exit code of a command; None: it was stopped with `until` seconds left."""
-        process = begin(command, variables() | settings, listen=False)
-        while (code := process.poll()) is None and left(until) > 0:
-            time.sleep(0.2)
-        process.kill()
-        return code
-
     if "tests" in wanted and data["tests"].get("status") != "finished":
         most = min(150.0, 0.25 * seconds) if "suite" in wanted else left()
-        say(f"numeric tests, at most {most:.0f} s")
-        path = out / "tests.jsonl"
-        settings = numeric_tests.variables(path)
-        code = code_of(numeric_tests.command(CHECKOUT), settings, left(0.0) - most)
-        data["tests"] = numeric_tests.summary(path, code)
+        say(f"verification, at most {most:.0f} s")
+        until = left() - most
+        data["tests"] = verified(store, device, which == "quick", lambda: left() - until)
         save(file, data)
     if "suite" in wanted:
         say(f"measurements, at most {left(kept):.0f} s")
@@ -94,16 +88,17 @@ def run_all(
 
         def suite(names: list[str]) -> ChildProcess:
             program = python("fastattn.bench.time.jobs", which, json.dumps(names))
-            return begin(program, variables())
+            return start(program, variables(), out / "log.txt")
 
         data["suite"] = measure(kinds, data, lambda: save(file, data), suite, lambda: left(kept))
         save(file, data)
     if "tuning" in wanted and left() >= 10:
         say(f"tiles, at most {left():.0f} s")
-        tune = [sys.executable, "-m", "fastattn", "tune", "--export", str(out / "tuned.json")]
-        # It has its own deadline; ours stops a hang.
-        tune += ["--seconds", f"{left() - 5:.0f}"]
-        code_of(tune, {CACHE_DIR: str(out / "findings")}, RESERVE)
+        try:
+            tune(seconds=left() - 5, folder=out / "findings", show=lambda _: store.export(tuned))
+        except ChildProcessError as error:
+            say(f"no tiles: {error}")
+    store.export(tuned)
     write_whole(out / "results.md", markdown(data))
     try:
         charts.write(charts.measured(data), out)
@@ -112,13 +107,34 @@ def run_all(
     return data
 
 
+def verified(
+    store: Store, device: torch.device, quick: bool, left: Callable[[], float]
+) -> dict[str, Any]:
+    """Verify kernels that have no verdict yet, in the time left; counts of all verdicts."""
+    scope = verification.scope_of(device, quick=quick)
+    status = "finished"
+    try:
+        for _ in verification.run(scope, device, store=store, again=False, left=left):
+            pass
+    except ChildProcessError as error:
+        status = str(error)
+    rows, key = store.read(verification.KIND), KEYS[verification.KIND]
+    bad = [row for row in rows if row["verdict"] != RIGHT]
+    return {
+        "status": status if left() > 0 else "the time was up",
+        "passed": len(rows) - len(bad),
+        "failed": len(bad),
+        "failures": [" ".join(str(row[name]) for name in (*key, "verdict")) for row in bad],
+    }
+
+
 def summary(data: Mapping[str, Any]) -> str:
     """Last lines of a log: outcomes of tests and measurements."""
     jobs, tests = data["jobs"].values(), data["tests"]
     done = sum(job["status"] == DONE for job in jobs)
     lines = []
     if tests:
-        lines = [f"tests: {tests['status']}; {tests['passed']} passed, {tests['failed']} failed"]
+        lines = [f"kernels: {tests['status']}; {tests['passed']} passed, {tests['failed']} failed"]
         lines += [f"  {name}" for name in tests["failures"][:10]]
     lines.append(f"suite: {data.get('suite', 'not run')}; {done} of {len(jobs)} jobs done")
     return "\n".join(lines)

@@ -69,7 +69,6 @@ ENTRIES = {
     "fastattn.bench.results.charts",
     "fastattn.bench.results.tables",
     "fastattn.bench.time.jobs",
-    "fastattn.bench.time.numeric_tests",
     "fastattn.compat.diffusers",
     "fastattn.compat.flash_mla",
     "fastattn.compat.flex_attention",

@@ -51,8 +51,8 @@ def _heading(data: Mapping[str, Any]) -> str:
             "and written."
         )
     if "passed" in tests:
-        outcome = f"{tests['passed']} passed, {tests.get('failed', 0)} failed"
-        lines.append(f"Numeric tests on this GPU: {outcome} ({tests['status']}).")
+        outcome = f"{tests['passed']} passed, {tests['failed']} failed"
+        lines.append(f"Kinds of kernels verified on this GPU: {outcome} ({tests['status']}).")
     return "\n".join(line.strip() for line in lines)
 
 

@@ -218,7 +218,6 @@ class ChildProcess:
         command: and its arguments.
         environment: variables.
         log: file to append its stderr to; default: a temporary file.
-        listen: read messages from its stdout, which otherwise goes to the log.
     """
 
     def __init__(
@@ -226,15 +225,13 @@ class ChildProcess:
         command: list[str],
         environment: dict[str, str] | None = None,
         log: Path | None = None,
-        *,
-        listen: bool = True,
     ) -> None:
         # Open as long as the process runs.
         self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if listen else self._log,
+            stdout=subprocess.PIPE,
             stderr=self._log,
             env=environment,
             start_new_session=True,

@@ -222,24 +222,20 @@ class Tuner:
         return rows[-1]["verdict"] if rows else "not verified"
 
     def _verify(self, step: Verification, bench: Bench) -> list[attention.Record]:
-        def verdicts() -> dict[tuple[str, str], str]:
-            size = (step.dtype, step.head_dim)
-            return {pair: self._verdict(*pair, *size) for pair in step.families}
-
         bench.announce("the verification", WAITS)  # it ends hangs itself
-        unknown = [pair for pair, verdict in verdicts().items() if verdict == "not verified"]
-        if unknown:
-            filters: dict[str, Any] = {"dtypes": [step.dtype], "head_dims": [step.head_dim]}
-            for n, name in enumerate(("backends", "families")):
-                filters[name] = list(dict.fromkeys(pair[n] for pair in unknown))
-            scope = verification.scope_of(self.device, quick=self.quick, **filters)
+        backends, families = (list(dict.fromkeys(x)) for x in zip(*step.families, strict=True))
+        size: dict[str, Any] = {"dtypes": [step.dtype], "head_dims": [step.head_dim]}
+        of = {"backends": backends, "families": families, "quick": self.quick}
+        scope = verification.scope_of(self.device, **size, **of)
 
-            def progress(count: int, of: int, result: object) -> None:
-                self.tell(note=f"{count} of {of}")
+        def progress(count: int, of: int, result: object) -> None:
+            self.tell(note=f"{count} of {of}")
 
-            for _ in verification.run(scope, self.device, store=self.store, progress=progress):
-                pass
-        bad = [f"{' '.join(pair)}: {x}" for pair, x in verdicts().items() if x != RIGHT]
+        how: dict[str, Any] = {"store": self.store, "progress": progress, "again": False}
+        for _ in verification.run(scope, self.device, **how):
+            pass
+        verdicts = {pair: self._verdict(*pair, step.dtype, step.head_dim) for pair in step.families}
+        bad = [f"{' '.join(pair)}: {x}" for pair, x in verdicts.items() if x != RIGHT]
         return [{"step": step.name, "text": "; ".join(bad) or "all right"}]
 
     def _choose(self, choice: Choice, bench: Bench) -> list[attention.Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -92,17 +93,22 @@ def run(
     store: Store | None = None,
     start: Callable[[], ChildProcess] | None = None,
     progress: Progress | None = None,
+    again: bool = True,
+    left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Finding]:
     """Run a scope, and yield and store its verdicts.
 
-    store: default: the device's. start: starts a child, see `supervise`; default: a process.
+    store: default: the device's. start: starts a child, see `supervise`; default: a process. again:
+    also what has a stored verdict. left: returns the seconds left.
     """
     store = Store(environment(device)) if store is None else store
     jobs = [(subject, [case.name for case in scope.cases(subject)]) for subject in scope.subjects()]
-    jobs = [(subject, names) for subject, names in jobs if names]
+    known = [] if again else [[row[key] for key in KEYS[KIND]] for row in store.read(KIND)]
+    jobs = [(subject, names) for subject, names in jobs if names and [*subject] not in known]
     children = _children(device)
     start = start or partial(_start, device, children)
-    for count, ended in enumerate(supervise(deque(jobs), start, children=children), 1):
+    how: dict[str, Any] = {"children": children, "left": left}
+    for count, ended in enumerate(supervise(deque(jobs), start, **how), 1):
         subject, outcomes = outcomes_of(ended)
         result = finding(subject, outcomes)
         if result is not None:

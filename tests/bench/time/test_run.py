@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 from fake_child import Clock, Crash, FakeChild, Hang
 
+from fastattn import dispatch
 from fastattn.bench.results.report import empty, newest
-from fastattn.bench.time import environment, jobs, measure, numeric_tests, supervise
+from fastattn.bench.time import environment, jobs, measure, supervise
 from fastattn.bench.time.failures import LOST, DeviceLost
 from fastattn.bench.time.jobs import Job, gpu_jobs, record
 from fastattn.bench.time.measure import serve
 from fastattn.bench.time.samples import Bench, HostTimer
 from fastattn.training.step_timing import StepTiming
+from fastattn.tuned.environment import Environment
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 BENCH = Bench(HostTimer())
+HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
 
 
 @pytest.fixture
@@ -33,6 +36,9 @@ def script(clock, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "environment", lambda device: HERE)
+    monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     return module
 
 
@@ -169,28 +175,44 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
     assert script.run_all(*options, start=start) == data and len(commands) == 4
 
 
-@pytest.mark.parametrize("part", ["tests", "tuning"])
-def test_a_run_ends_what_hangs_and_tunes_for_what_is_left(script, clock, tmp_path, part):
+def test_a_run_verifies_and_tunes_for_what_is_left(script, clock, tmp_path, monkeypatch):
     """The findings are beside the report, and a file of them is taken in."""
-    out, started = tmp_path / "out", []
+    out, asked = tmp_path / "out", []
+    verdicts = iter(("right", "crash"))
 
-    def start(command, environment, log, listen):
-        started.append((command, environment, FakeChild()))
-        return started[-1][2]
+    def verify(scope, device, *, store, again, left):
+        asked.append((scope.quick, again, left()))
+        about = {"backend": "triton", "family": f"f{len(asked)}", "dtype": "bfloat16"}
+        store.put("verification", {**about, "head_dim": 64, "verdict": next(verdicts)})
+        yield
+        clock.now += left()
 
-    data = script.run_all(out, "full", 100, "x", set(script.PARTS) - {part}, start=start)
-    ((command, variables, process),) = started
-    assert process.killed and clock.now == pytest.approx(80, abs=1)
-    if part == "tests":
-        assert command == numeric_tests.command(CHECKOUT)
-        assert variables[numeric_tests.OUTCOMES] == str(out / "tests.jsonl")
-        assert data["tests"]["status"] == "the time was up"
-        assert script.summary(data).startswith("tests: the time was up; 0 passed, 0 failed\n")
-        return
-    assert command[1:4] == ["-m", "fastattn", "tune"]
-    assert command[4:] == ["--export", str(out / "tuned.json"), "--seconds", "75"]
-    assert variables["FASTATTN_CACHE_DIR"] == str(out / "findings")
-    assert {p.name for p in out.iterdir()} == {"results.json", "results.md"}
+    def tune(*, seconds, folder, show):
+        assert folder == out / "findings"
+        asked.append(seconds)
+        show(None)
+        assert '"crash"' in (out / "tuned.json").read_text()
+        raise ChildProcessError("no such device")
+
+    monkeypatch.setattr(script.verification, "run", verify)
+    monkeypatch.setattr(script, "tune", tune)
+    data = script.run_all(out, "quick", 100, "x", ("suite", "tuning"))
+    assert asked == [(True, False, 80.0)] and clock.now == 80.0
+    counts = {"status": "the time was up", "passed": 1, "failed": 0, "failures": []}
+    assert data["tests"] == counts
+    monkeypatch.setattr(script, "gpu_jobs", lambda which: {})
+    data = script.run_all(out, "full", 100, "x")
+    # A quarter for verification; the suite, which is empty, leaves the rest.
+    assert asked[1:] == [(False, False, 25.0), 50.0]
+    assert data["tests"]["failures"] == ["triton f2 bfloat16 64 crash"]
+    assert {p.name for p in out.iterdir()} == {
+        "results.json", "results.md", "findings", "tuned.json",
+    }  # fmt: skip
+    assert script.summary(data).splitlines() == [
+        "kernels: the time was up; 1 passed, 1 failed",
+        "  triton f2 bfloat16 64 crash",
+        "suite: finished; 0 of 0 jobs done",
+    ]
 
 
 def test_what_was_not_timed_since_kernels_changed_comes_first(script, tmp_path, monkeypatch):

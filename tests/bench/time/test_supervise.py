@@ -174,11 +174,9 @@ def test_processes_that_sleep_and_die(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(child.poll() is not None for child in processes), "a process was left behind"
 
 
-def test_a_process_without_messages_prints_to_the_log_and_is_killed_with_its_children(
-    tmp_path: Path,
-) -> None:
+def test_a_process_writes_to_the_log_and_is_killed_with_its_children(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = ChildProcess(["sh", "-c", "sleep 1000 & echo $!; wait"], log=log, listen=False)
+    process = ChildProcess(["sh", "-c", "sleep 1000 & echo $! >&2; wait"], log=log)
     while not (child := log.read_text()).endswith("\n"):
         assert process.poll() is None
     process.kill()

@@ -108,10 +108,12 @@ class Run:
         self.announced += [(message["at"], message.get("doing"))] if "at" in message else []
         self._done += message.get("records", [])
 
-    def verify(self, scope, device, *, store, progress):
+    def verify(self, scope, device, *, store, progress, again):
         progress(1, 1, None)
-        self.verified.append((scope.backends, scope.families, scope.dtypes, scope.quick))
-        for family in scope.families:
+        known = {row["family"] for row in store.read("verification") if not again}
+        families = [family for family in scope.families if family not in known]
+        self.verified.append((scope.backends, families, scope.dtypes, scope.quick))
+        for family in families:
             about = {"backend": "triton", "family": family, "verdict": self.verdict}
             store.put("verification", {**about, "dtype": scope.dtypes[0], "head_dim": 64})
             yield about
@@ -263,7 +265,9 @@ def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(
     known = {"backend": "triton", "family": "forward", "dtype": "float32", "head_dim": 64}
     run.store.put("verification", known | {"verdict": "right"})
     records = run.run(VERIFY, choice(), choice("backward_dq"), VERIFY)
-    assert run.verified == [(("triton",), ("backward",), ("float32",), True)]
+    assert run.verified == [
+        (("triton",), families, ("float32",), True) for families in (["backward"], [])
+    ]
     assert ("the verification", "waits") in run.announced and "1 of 1" in run.notes
     assert records[0]["text"] == records[3]["text"] == "triton backward: hang"
     assert records[1]["text"] == WINS
@@ -355,7 +359,7 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
     assert actual.steps == [
         tune.Record(VERIFY.name, "done", "all right"), tune.Record(choice().name, "done", WINS),
     ]  # fmt: skip
-    assert run.verified == [(("triton",), ("forward", "backward"), ("float32",), True)]
+    assert run.verified == [(("triton",), ["forward", "backward"], ("float32",), True)]
     (row,) = run.store.read("tiles")
     assert (row["BLOCK_M"], row["arch"]) == (16, "an unknown architecture")
     assert actual.rows[0][1].items() <= row.items() and len(actual.tried) == 3
@@ -369,7 +373,7 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
     choices.forget()
     # Another run knows what is right.
     tune.tune(seconds=100, folder=tmp_path)
-    assert len(run.verified) == 1
+    assert run.verified[1][1] == []
     # And one without time does nothing.
     nothing = tune.tune(seconds=0, folder=tmp_path)
     assert {step.status for step in nothing.steps} == {"not reached"} and not nothing.rows

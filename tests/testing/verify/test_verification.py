@@ -84,6 +84,11 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
         ("append", 2, "right"),
         ("fp8", 4, "right"),
     ]
+    # A run that goes on skips what has a verdict, and nothing begins without time.
+    device = torch.device("cpu")
+    scope = verification.scope_of(device, quick=True, families=["append", "fp8"])
+    assert not list(verification.run(scope, device, again=False))
+    assert not list(verification.run(scope, device, left=lambda: 0.0))
 
 
 def test_a_broken_kernel_is_named_and_kept(launched: Any, capsys: pytest.CaptureFixture) -> None:
