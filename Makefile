@@ -47,7 +47,7 @@ help:
 	@echo "make docs   the site, in build/site; a broken link or a public name without a docstring fails"
 	@echo "make dist   wheel and sdist, checked, in dist"
 	@echo "make test-wheel     install into an environment of its own, and verify the kernels there"
-	@echo "make gpu    on a GPU: verify, test, tune and time, in GPU_MINUTES; results in runs/gpu"
+	@echo "make gpu    on a GPU: verify, time and tune, in GPU_MINUTES; results in runs/gpu"
 	@echo "make clean  remove the environment, the demo and all caches"
 
 # --resume leaves a finished run as it is, and continues one that was interrupted.

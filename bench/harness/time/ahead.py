@@ -19,7 +19,7 @@ from unittest import mock
 from ... import dispatch
 from ...kernels.launch import tiles
 from ...testing.compiling.compile_pool import CompilePool
-from ...testing.compiling.cross_compile import TARGETS, CompiledFacts
+from ...testing.compiling.cross_compile import TARGETS
 from ..cases.case import Case
 from ..cases.fp8 import EIGHT_BITS
 from ..cases.inputs import make_inputs
@@ -56,43 +56,41 @@ class Ahead:
     """Compiles each call once, in the order of the requests.
 
     Args:
-        arch: name of the GPU's architecture; see `cross_compile.TARGETS`.
+        arch: name of the GPU's architecture; of one not in `cross_compile.TARGETS`, nothing.
         pool: default: a `CompilePool` of 1 to 10 processes that leaves four CPUs free.
     """
 
     def __init__(self, arch: str, pool: Any = None) -> None:
         self._arch = arch
         self._pool = pool or CompilePool(max(1, min(10, (os.cpu_count() or 1) - 4)))
-        self._started: dict[Hashable, Future[list[CompiledFacts]]] = {}
-        self._wanted: dict[Hashable, list[Future[list[CompiledFacts]]]] = {}
+        self._started: dict[Hashable, Future[Any]] = {}
+        self._wanted: dict[Hashable, list[Future[Any]]] = {}
 
     def submit(
         self,
         key: Hashable,
         cases: Iterable[Case],
-        implementations: Iterable[str] | None = None,
+        implementations: Iterable[str] = COMPILED,
         forced: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start to compile cases; `why_not` has the results, by key.
+        """Start to compile cases for ours that serve them; `why_not` has the results, by key.
 
-        implementations: default: ours that serve a case. forced: tiles and shapes.
+        forced: tiles and shapes, which exclude no implementation.
         """
         wanted = self._wanted.setdefault(key, [])
         forced = dict(forced or {})
+        ours = [i for i in IMPLEMENTATIONS if i.name in implementations]
         # Processes that start here must not use the GPU's memory.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
             for case in cases if self._arch in TARGETS else ():
-                serving = (i.name for i in IMPLEMENTATIONS if i.why_not(case) is None)
-                for name in implementations or [name for name in serving if name in COMPILED]:
+                for name in (i.name for i in ours if forced or i.why_not(case) is None):
                     call = (small(case), name, repr(forced))
                     if call not in self._started:
-                        # Quantisation to 8 bits computes on the inputs, so it gets the smaller
-                        # case.
+                        # Quantisation to 8 bits computes on inputs: it gets the smaller case.
                         of = call[0] if name in EIGHT_BIT_NAMES or forced else case
                         job = {"case": of, "implementation": name, "forced": forced}
-                        self._started[call] = self._pool.submit(
-                            f"{__name__}:launch", self._arch, **job
-                        )
+                        launched = self._pool.submit(f"{__name__}:launch", self._arch, **job)
+                        self._started[call] = launched
                     wanted.append(self._started[call])
 
     def why_not(self, key: Hashable, seconds: float) -> str | None:
