@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,33 +79,21 @@ Record = dict[str, Any]
 
 def layers(steps: int, text: Path, folder: Path) -> Record:
     """Trains every variant from the same seed on the same batches; losses in nats per token."""
-    training = {
-        "steps": steps,
-        "batch_size": 4,
-        "learning_rate": 3e-3,
-        "warmup_steps": 0,
-        "log_interval": max(1, steps // 30),
-        "eval_interval": steps,
-        "seed": 0,
-        "device": "cpu",
-        "checkpoint_interval": steps,
-    }
+    training = {"steps": steps, "batch_size": 4, "learning_rate": 3e-3, "warmup_steps": 0}
+    training |= {"log_interval": max(1, steps // 30), "seed": 0, "device": "cpu"}
+    training |= dict.fromkeys(("eval_interval", "checkpoint_interval"), steps)
     runs: Record = {}
-    trained: Record = {}
     for group, variants in GROUPS.items():
         for name, changes in variants.items():
-            model = {**MODEL, **changes}
-            key = json.dumps(GPTConfig(vocab_size=1, **model).to_dict())
-            if key not in trained:
-                out = folder / f"run-{len(trained)}"
-                result = train(Options(model, training, {"text": (str(text),)}), out)
-                records = [record for record in read_metrics(out) if "loss" in record]
-                trained[key] = {
-                    "model": model,
-                    "loss": [[record["step"], round(record["loss"], 4)] for record in records],
-                    "validation_loss": round(result.validation_loss or 0.0, 4),
-                }
-            runs[f"{group}: {name}"] = trained[key]
+            model, out = {**MODEL, **changes}, folder / f"run-{len(runs)}"
+            result = train(Options(model, training, {"text": (str(text),)}), out)
+            runs[f"{group}: {name}"] = {
+                "model": model,
+                "loss": [
+                    [x["step"], round(x["loss"], 4)] for x in read_metrics(out) if "loss" in x
+                ],
+                "validation_loss": round(result.validation_loss or 0.0, 4),
+            }
     return {"training": training, "runs": runs}
 
 
@@ -179,26 +167,21 @@ def splits(steps: int, text: Path, folder: Path) -> Record:
 def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
     """Training loss over steps, and its distance from one rank's, by 10 steps."""
     losses, apart = figure.subplots(1, 2)
-    for (name, run), style in zip(record["runs"].items(), STYLES, strict=True):
-        tens = by_tens(run["loss"], statistics.fmean)
-        losses.plot(list(tens), list(tens.values()), label=name, **style)
-    for values, style in zip(differences(record["runs"]).values(), STYLES[1:], strict=True):
-        tens = by_tens(values, max)
+    runs = {name: run["loss"] for name, run in record["runs"].items()}
+    for axes, curves, styles, reduced in (
+        (losses, runs, STYLES, statistics.fmean),
         # A logarithmic axis cannot show a difference of 0.
-        apart.plot(list(tens), [x or float("nan") for x in tens.values()], **style)
+        (apart, differences(record["runs"]), STYLES[1:], lambda tens: max(tens) or float("nan")),
+    ):
+        for (name, values), style in zip(curves.items(), styles, strict=True):
+            tens = [reduced(values[i : i + 10]) for i in range(0, len(values), 10)]
+            axes.plot(range(10, 10 * len(tens) + 1, 10), tens, label=name, **style)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3, which="both")
     losses.set(title="training loss, mean of 10 steps", ylabel="cross-entropy (nats per token)")
     apart.set(title="distance from 1 rank, largest of 10 steps", ylabel="nats per token")
     apart.set_yscale("log")
-    for axes in (losses, apart):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside lower center", ncols=len(STYLES))
-
-
-def by_tens(values: list[float], kind: Callable[[list[float]], float]) -> dict[int, float]:
-    """Reduce each 10 values by `kind`; keys are their last steps."""
-    stretches = [values[i : i + 10] for i in range(0, len(values), 10)]
-    return {10 * i + len(stretch): kind(stretch) for i, stretch in enumerate(stretches)}
+    losses.legend()
 
 
 def examples(

@@ -23,6 +23,11 @@ def recorded(name):
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def page_says(pattern):
+    (number,) = re.findall(pattern, (FOLDER / "runs.md").read_text(encoding="utf-8"))
+    return float(number)
+
+
 @pytest.fixture
 def script(monkeypatch):
     path = CHECKOUT / "bench" / "compare.py"
@@ -33,18 +38,13 @@ def script(monkeypatch):
     return module
 
 
-def test_the_record_of_layers_is_of_the_script_s_own_variants(script):
-    wanted = {
-        f"{group}: {name}": GPTConfig(vocab_size=1, **script.MODEL, **changes)
+def test_the_record_of_layers_is_of_the_script_and_shows_what_its_page_says(script):
+    runs = recorded("layers")["runs"]
+    assert {name: GPTConfig(1, **run["model"]) for name, run in runs.items()} == {
+        f"{group}: {name}": GPTConfig(1, **script.MODEL | changes)
         for group, variants in script.GROUPS.items()
         for name, changes in variants.items()
     }
-    runs = recorded("layers")["runs"].items()
-    assert {name: GPTConfig(vocab_size=1, **run["model"]) for name, run in runs} == wanted
-
-
-def test_the_record_of_layers_shows_what_its_page_says():
-    runs = recorded("layers")["runs"]
 
     def later(name: str) -> float:
         """Mean training loss over the second third of the run."""
@@ -68,12 +68,21 @@ def test_the_record_of_splits_is_of_the_script_s_own_commands(script):
         words = shlex.split(line)
         build_parser().parse_args(words[words.index("train") :])
     assert all(len(run["loss"]) == 300 for run in record["runs"].values())
-    actual = {name: max(losses) for name, losses in script.differences(record["runs"]).items()}
-    largest = {name: float(f"{x:.2g}") for name, x in actual.items()}
+    apart = script.differences(record["runs"]).items()
+    largest = {name: float(f"{max(losses):.2g}") for name, losses in apart}
     assert largest == record["largest_difference"] and max(largest.values()) < 1e-4
-    page = (FOLDER / "runs.md").read_text(encoding="utf-8")
-    (said,) = re.findall(r"no loss of any split differs by more than (\S+) nats", page)
-    assert float(said) == max(largest.values())
+    said = page_says(r"no loss of any split differs by more than (\S+) nats")
+    assert said == max(largest.values())
+
+
+def test_the_record_of_scores_shows_what_its_page_says(script):
+    runs = recorded("scores")["runs"]
+    assert list(runs) == [f"attention: {title}" for title in script.SCORES.values()]
+    plain, dense, gates = ([loss for _, loss in run["loss"]] for run in runs.values())
+    apart = page_says(r"No loss of the two differs by more than (\S+) nats")
+    assert max(abs(x - y) for x, y in zip(dense, gates, strict=True)) <= apart < 0.01
+    below = page_says(r"at the end both are (\S+) below")
+    assert min(plain[-1] - dense[-1], plain[-1] - gates[-1]) >= below > 0
 
 
 def written(script, what, steps, folder):
@@ -85,11 +94,9 @@ def written(script, what, steps, folder):
 def test_the_script_trains_layers(script, tmp_path, monkeypatch):
     model = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "context_length": 32}
     monkeypatch.setattr(script, "MODEL", model)
-    groups = {"a": {"one": {}, "same": {"block": "pre"}}, "b": {"other": {"block": "post"}}}
-    monkeypatch.setattr(script, "GROUPS", groups)
+    monkeypatch.setattr(script, "GROUPS", {"a": {"one": {}}, "b": {"other": {"block": "post"}}})
     runs = written(script, "layers", 2, tmp_path)["runs"]
-    assert list(runs) == ["a: one", "a: same", "b: other"]
-    assert runs["a: one"] == runs["a: same"]
+    assert list(runs) == ["a: one", "b: other"]
     assert runs["a: one"]["loss"] != runs["b: other"]["loss"]
     assert [step for step, _ in runs["b: other"]["loss"]] == [1, 2]
 
@@ -104,13 +111,18 @@ def test_the_script_serves(script, tmp_path, monkeypatch):
     assert list(recorded("serving")["runs"]) == ["1", "2", "4", "8", "16"]
 
 
-def test_the_script_starts_splits(script, tmp_path, monkeypatch):
-    """Runs are fakes that leave metrics.jsonl alone; tests/training has torchrun."""
+def test_the_script_starts_splits_and_examples(script, tmp_path, monkeypatch):
+    """Fakes leave metrics.jsonl or print what an example prints; other tests run the real ones."""
     started = []
 
     def run(words, **options):
         assert options["check"]
         started.append(words)
+        if "--attention" in words:
+            assert Path(words[1]).is_file()
+            name, steps = words[words.index("--attention") + 1], words[words.index("--steps") + 1]
+            said = f"{name}: 1234 parameters\nstep    1  loss 2.5\nstep {steps:>4}  loss 1.25\n"
+            return script.subprocess.CompletedProcess(words, 0, said)
         out = Path(words[words.index("--out") + 1])
         out.mkdir()
         for step in range(1, 13):
@@ -122,33 +134,7 @@ def test_the_script_starts_splits(script, tmp_path, monkeypatch):
     modules = [words[words.index("-m") + 1] for words in started]
     assert modules == ["fastattn", *["torch.distributed.run"] * 3]
     assert list(record["largest_difference"].values()) == [0.25, 0.5, 0.75]
-    losses = record["runs"]["1 rank"]["loss"]
-    assert losses[:2] == [1.0, 0.5]
-    assert script.by_tens(losses, min) == {10: 0.1, 12: 0.08333333}
-
-
-def test_the_record_of_scores_shows_what_its_page_says(script):
-    runs = recorded("scores")["runs"]
-    assert list(runs) == [f"attention: {title}" for title in script.SCORES.values()]
-    plain, dense, gates = ([loss for _, loss in run["loss"]] for run in runs.values())
-    page = (FOLDER / "runs.md").read_text(encoding="utf-8")
-    (apart,) = re.findall(r"No loss of the two differs by more than (\S+) nats", page)
-    assert max(abs(x - y) for x, y in zip(dense, gates, strict=True)) <= float(apart) < 0.01
-    (below,) = re.findall(r"at the end both are (\S+) below", page)
-    assert min(plain[-1] - dense[-1], plain[-1] - gates[-1]) >= float(below) > 0
-
-
-def test_the_record_of_attention_is_of_the_example(script, tmp_path, monkeypatch):
-    """The runs are fakes that print what the example prints; its own test runs it."""
-
-    def run(words, **options):
-        assert options["check"] and Path(words[1]).is_file()
-        name, steps = words[words.index("--attention") + 1], words[words.index("--steps") + 1]
-        said = f"{name}: 1234 parameters\nstep    1  loss 2.5\nstep {steps:>4}  loss 1.25\n"
-        return script.subprocess.CompletedProcess(words, 0, said)
-
-    monkeypatch.setattr(script.subprocess, "run", run)
-    short = written(script, "attention", 2, tmp_path)["runs"]
-    assert all(
-        x["parameters"] == 1234 and x["loss"] == [[1, 2.5], [2, 1.25]] for x in short.values()
-    )
+    assert record["runs"]["1 rank"]["loss"][:2] == [1.0, 0.5]
+    short = written(script, "attention", 2, tmp_path)["runs"].values()
+    assert len(short) == len(script.ATTENTIONS)
+    assert all(x["parameters"] == 1234 and x["loss"] == [[1, 2.5], [2, 1.25]] for x in short)
