@@ -65,20 +65,17 @@ def shown(figure: str, record: Mapping[str, Any]) -> str:
 
 def _families(records: list[Record]) -> Iterator[str]:
     """A table for each family, one row per case: conventional TFLOP/s, GB/s for decoding."""
-    families: dict[str, list[tuple[tuple[str], str, str]]] = {}
+    families: dict[str, list[tuple[str, str, str]]] = {}
     for record in timed(records):
         if "tflops" in record or "kv_gbps" in record:
             figure = record.get("kv_gbps") or record["tflops"]
             text = shown(f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}", record)
-            cell = ((record["case"]["name"],), record["implementation"], text)
+            cell = (record["case"]["name"], record["implementation"], text)
             families.setdefault(record["case"]["family"], []).append(cell)
     for family, cells in families.items():
         unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
-        names = sorted(
-            {name for _, name, _ in cells}, key=lambda name: (name[:4] != OURS[:4], name)
-        )
-        heads = {name: name for name in names}
-        yield f"{family}, {unit}:\n\n" + pivot(("case",), sorted(cells), heads)
+        names = sorted({x for _, x, _ in cells}, key=lambda x: (not x.startswith(OURS), x))
+        yield f"{family}, {unit}:\n\n" + _by_case(cells, names)
 
 
 def _ratios(records: list[Record]) -> str:
@@ -97,18 +94,17 @@ def _ratios(records: list[Record]) -> str:
         ours = next((ms[case, name] for name in names if (case, name) in ms), None)
         if peer in TORCH_PEERS and ours is not None:
             ratio = theirs["ms"]["median"] / ours["ms"]["median"]
-            cells += [((case,), "by", ours["implementation"]), ((case,), peer, f"{ratio:.2f}")]
-    heads = {"by": "by"} | {peer: peer for peer in TORCH_PEERS}
+            cells += [(case, "by", ours["implementation"]), (case, peer, f"{ratio:.2f}")]
     head = (
         f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
         "figures above:\n\n"
     )
-    return head + pivot(("case",), sorted(cells), heads) if cells else ""
+    return head + _by_case(cells, ["by", *TORCH_PEERS]) if cells else ""
 
 
 def _others(records: list[Record]) -> str:
     """Training, layers, host costs and others, with all their figures."""
-    rows = []
+    lines = []
     skipped = ("case", "implementation", "status", "ms", "commit", "stale")
     for record in timed(records):
         if ("tflops" in record and "B" in record["case"]) or "kv_gbps" in record:
@@ -116,8 +112,8 @@ def _others(records: list[Record]) -> str:
         figures = [f"{key} {value}" for key, value in record.items() if key not in skipped]
         if "ms" in record:
             figures.insert(0, f"{record['ms']['median']} ms")
-        rows.append((record["case"]["name"], record["implementation"], ", ".join(figures), record))
-    lines = [(*row[:2], shown(row[2], row[3])) for row in rows]
+        name = record["case"]["name"]
+        lines.append((name, record["implementation"], shown(", ".join(figures), record)))
     return table(["measurement", "of", "figures"], lines) if lines else ""
 
 
@@ -139,22 +135,13 @@ def _unmeasured(records: list[Record], reports: Iterable[Mapping[str, Any]]) -> 
     return "\n".join(["Not measured:", "", *lines]) if lines else ""
 
 
-def pivot(
-    columns: Iterable[str],
-    cells: Iterable[tuple[tuple[object, ...], str, str]],
-    names: Mapping[str, str] | None = None,
-) -> str:
-    """A Markdown table of (row, column, text); the last of several equal cells stays.
-
-    columns: heads of the columns that name a row. names: the other columns and their heads;
-    default: those that occur, in their order.
-    """
-    rows: dict[tuple[object, ...], dict[str, str]] = {}
-    for row, column, text in cells:
-        rows.setdefault(row, {})[column] = text
-    heads = names or {column: column for row in rows.values() for column in row}
-    lines = ([*row, *(texts.get(column, "") for column in heads)] for row, texts in rows.items())
-    return table([*columns, *heads.values()], lines)
+def _by_case(cells: Iterable[tuple[str, str, str]], names: Iterable[str]) -> str:
+    """A Markdown table of (case, column, text) with these columns, sorted by case."""
+    rows: dict[str, dict[str, str]] = {}
+    for case, column, text in sorted(cells):
+        rows.setdefault(case, {})[column] = text
+    lines = ([case, *(texts.get(name, "") for name in names)] for case, texts in rows.items())
+    return table(["case", *names], lines)
 
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
