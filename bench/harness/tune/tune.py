@@ -224,9 +224,14 @@ class Tuner:
     def _verify(self, step: Verification, bench: Bench) -> list[attention.Record]:
         bench.announce("the verification", WAITS)  # it ends hangs itself
         backends, families = (list(dict.fromkeys(x)) for x in zip(*step.families, strict=True))
-        size: dict[str, Any] = {"dtypes": [step.dtype], "head_dims": [step.head_dim]}
-        of = {"backends": backends, "families": families, "quick": self.quick}
-        scope = verification.scope_of(self.device, **size, **of)
+        scope = verification.scope_of(
+            self.device,
+            quick=self.quick,
+            backends=backends,
+            families=families,
+            dtypes=[step.dtype],
+            head_dims=[step.head_dim],
+        )
 
         def progress(count: int, of: int, result: object) -> None:
             self.tell(note=f"{count} of {of}")
