@@ -27,8 +27,13 @@ def test_masks_agree_with_those_of_transformers():
     sizes_of_calls = ((6, 6, 0, 0), (2, 7, 5, 0), (3, 8, 0, 0), (2, 5, 9, 6))
     cases = [(function, *sizes, None) for function in functions for sizes in sizes_of_calls]
     cases += [(*case[:5], torch.tensor([[0, 0, 1, 1, 1, 1, 1]]).bool()) for case in cases]
-    joined = masking.packed_sequence_compatibility_function(sliding, positions, packed)
-    cases.append((joined, 6, 6, 0, 0, None))
+    # In transformers 5.23 sequences come first, in 5.24 last.
+    both = [
+        masking.packed_sequence_mask_function(packed),
+        masking.remap_positions_for_packed_sequence(sliding, positions),
+    ]
+    for joined in (both, both[::-1]):
+        cases.append((masking.and_masks(*joined), 6, 6, 0, 0, None))
     for function, T_q, T_k, q_offset, k_offset, padding in cases:
         sizes = (1, T_q, T_k, q_offset, k_offset)
         mask = attend.attention_mask(*sizes, function, padding, None, False, device="cpu")

@@ -309,6 +309,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda mesh: mistral(mesh, past_key_values=tr.DynamicCache()),
         f"ValueError: past_key_values {UNDER}: a sequence that",
     ),
+    "cache by its new name": (
+        lambda mesh: mistral(mesh, cache=tr.DynamicCache()),
+        f"ValueError: cache {UNDER}: a sequence that",
+    ),
     "use_cache": (lambda mesh: mistral(mesh, use_cache=True), f"ValueError: use_cache {UNDER}"),
     "offsets": (
         lambda mesh: mistral(mesh, cu_seq_lens_q=torch.tensor([0, 90])),

@@ -31,7 +31,7 @@ from .masks import attention_mask, chunk_ids
 
 Attend = Callable[..., Any]
 # First and last tested minor version.
-_TESTED = ((5, 23), (5, 23))
+_TESTED = ((5, 23), (5, 24))
 _SMALL_CHANGES = "scores, masks or caches may be passed in another way there"
 # transformers' module of output capturing, if imported.
 _collectors: list[Any] = []
@@ -105,8 +105,8 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: int32 [N + 1], offsets of sequences packed into a batch of
             one. They combine with any mask; with a 2-dim one only if it hides nothing. They replace
             the sequences in a mask's rule, as in "flash_attention_2".
-        cache: of continuous batching. It is updated; its offsets and sliding_window replace the
-            mask.
+        cache: of continuous batching. It is updated (transformers 5.24 updates it before, and
+            passes only its read_index); its offsets and sliding_window replace the mask.
         block_indices: integers [B, H_s, T_q, n], blocks of keys that a query may see, likewise, in
             H_s lists of heads. The block size is the layer's indexer's or its config's
             index_block_size.
@@ -130,7 +130,7 @@ def attention_forward(
     options["scale"] = scaling
     chosen = indices, block_indices
     extras = any(x is not None for x in (sinks, position_bias, *chosen))
-    if cache is not None:
+    if cache is not None or "read_index" in kwargs:
         _refuse_beside_cache(causal, extras, output_attentions, dropout)
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         del options["dropout"]

@@ -24,6 +24,7 @@ _SERVED_KINDS = {"full_attention", "sliding_attention"}
 _OF_TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "token_type_ids")
 _REFUSED = {
     "past_key_values": "a sequence that is spread over ranks has no cache",
+    "cache": "a sequence that is spread over ranks has no cache",
     "use_cache": "a sequence that is spread over ranks has no cache",
     "cu_seq_lens_q": "position_ids that start anew separate packed sequences",
     "cu_seq_lens_k": "position_ids that start anew separate packed sequences",

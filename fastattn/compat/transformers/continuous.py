@@ -27,7 +27,7 @@ NAME = "fastattn"
 def enable_continuous_batching() -> None:
     """Make transformers' `generate_batch` accept attn_implementation="fastattn".
 
-    transformers 5.23 accepts "sdpa", "paged|eager" and names with "flash"; it refuses others or, if
+    transformers accepts "sdpa", "paged|eager" and names with "flash"; it refuses others or, if
     flash_attn can be imported, switches to it with a warning. After this call, its modules for
     continuous batching treat "fastattn" as an implementation that reads offsets and pages, without
     a mask and, on CUDA, with graphs and block tables. Nothing else changes. Idempotent.
@@ -47,7 +47,7 @@ def _replace(module: Any, name: str, wrap: Any) -> None:
     if before is None:
         raise ImportError(
             f"{module.__name__} has no {name}: fastattn knows continuous batching of "
-            "transformers 5.23"
+            "transformers 5.23 and 5.24"
         )
     if not getattr(before, "serves_fastattn", False):
         after = wrap(before)
@@ -102,7 +102,7 @@ def attend_paged(
         mask: the model's mask, which the cache's offsets replace.
         window: keys that a query sees, itself included; None: all.
         cu_seq_lens_q: int32 [N + 1].
-        cache: of transformers.
+        cache: of transformers; None if key, value and kwargs come from its update.
         options: further options of `fastattn.attention_paged`; None is dropped.
         kwargs: arguments of `cache.update`, with cu_seq_lens_k; modified.
 
@@ -115,9 +115,10 @@ def attend_paged(
     window = _window(module, mask, window)
     if cu_seq_lens_q is None or kwargs.get("cu_seq_lens_k") is None:
         raise ValueError("cache needs cu_seq_lens_q and cu_seq_lens_k")
-    key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
-    )
+    if cache is not None:
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {name: x for name, x in options.items() if x is not None}
     options |= {"causal": True, "window": window}

@@ -134,11 +134,15 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
     from transformers import masking_utils as masking
 
     remapped = masking.remap_positions_for_packed_sequence(None, None).__code__
+
+    def is_remapped(part: Callable[..., Any]) -> bool:
+        return getattr(part, "__code__", None) is remapped
+
     whole = Rule()
-    for part in parts:
-        if getattr(part, "__code__", None) is remapped:
-            # Positions inside a document rise by one, so distances are equal. It follows the
-            # documents computed from the same positions.
+    for part in sorted(parts, key=is_remapped):
+        if is_remapped(part):
+            # Positions inside a document rise by one, so distances are equal. The documents are
+            # computed from the same positions.
             held = _held(part)
             rule = rule_of(held["mask_function"])
             if whole.documents is None or rule is None or rule.documents is not None:
