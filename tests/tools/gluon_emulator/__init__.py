@@ -13,34 +13,8 @@ sums in fewer bits than fp32, as tensor cores have them of products in 8 bits.
 Compiling the same kernel for sm_90 (`fastattn.testing.compiling`) sees to the layouts.
 """
 
-from .errors import BarrierError as BarrierError
-from .errors import DeadlockError as DeadlockError
 from .errors import EmulationError as EmulationError
-from .errors import IllegalError as IllegalError
-from .errors import InFlightError as InFlightError
-from .errors import MissingFenceError as MissingFenceError
-from .errors import OutOfBoundsError as OutOfBoundsError
 from .errors import RaceError as RaceError
-from .errors import ResourceError as ResourceError
-from .errors import UnfinishedError as UnfinishedError
-from .errors import UninitializedError as UninitializedError
 from .language import assembly as assembly
 from .launch import Emulated as Emulated
 from .launch import launch as launch
-
-__all__ = [
-    "BarrierError",
-    "DeadlockError",
-    "Emulated",
-    "EmulationError",
-    "IllegalError",
-    "InFlightError",
-    "MissingFenceError",
-    "OutOfBoundsError",
-    "RaceError",
-    "ResourceError",
-    "UnfinishedError",
-    "UninitializedError",
-    "assembly",
-    "launch",
-]

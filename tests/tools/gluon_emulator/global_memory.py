@@ -4,7 +4,7 @@ An addition, by TMA or by a thread, arrives before or after others: within the p
 determines when. So a program must not otherwise access an element that it adds to.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor as TorchTensor
@@ -12,18 +12,13 @@ from torch import Tensor as TorchTensor
 from .errors import RaceError
 
 
-class Touched(NamedTuple):
-    """Which elements of a storage were added to, and which were read or written."""
-
-    added: TorchTensor
-    others: TorchTensor
-
-
 class GlobalMemory:
-    """The storages that a program has touched, by address and size of an element."""
+    """Which elements a program has added to, and which it has otherwise touched, of the storages
+    by address and size of an element.
+    """
 
     def __init__(self) -> None:
-        self._touched: dict[tuple[int, int], Touched] = {}
+        self._touched: dict[tuple[int, int], TorchTensor] = {}
 
     def touch(self, what: str, adds: bool, x: TorchTensor, place: Any) -> None:
         """Check an access to x[place], `what` for people, against all before it.
@@ -34,10 +29,8 @@ class GlobalMemory:
         storage, size = x.untyped_storage(), x.element_size()
         key = storage.data_ptr(), size
         if key not in self._touched:
-            length = storage.nbytes() // size
-            self._touched[key] = Touched(*torch.zeros(2, length, dtype=torch.bool).unbind())
-        touched = self._touched[key]
-        ours, theirs = (touched.added, touched.others) if adds else (touched.others, touched.added)
+            self._touched[key] = torch.zeros(2, storage.nbytes() // size, dtype=torch.bool)
+        theirs, ours = self._touched[key][int(adds)], self._touched[key][int(not adds)]
         if _like(x, theirs)[place].any():
             raise RaceError(
                 f"{what} is in no order with {'a load or store' if adds else 'an addition'}"

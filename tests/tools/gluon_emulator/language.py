@@ -5,6 +5,7 @@ What is not here, types and layouts foremost, is taken from the real `gl`.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,12 @@ _LEAST_REGISTERS = 24  # that a thread can be left with
 assembly: dict[str, Callable[..., Tensor]] = {}
 
 
+@dataclass
 class Pointer:
     """A tensor argument and an offset, or a tensor of offsets, in elements from its first."""
 
-    def __init__(self, base: TorchTensor, offsets: Any = 0) -> None:
-        self.base = base
-        self.offsets = offsets
+    base: TorchTensor
+    offsets: Any = 0
 
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.base, unwrap(self.offsets + more))
@@ -190,13 +191,9 @@ def warp_specialize(
         left = _REGISTERS - used
         if left < _LEAST_REGISTERS * 32 * partition.warps:
             raise ResourceError(f"{used} registers for workers leave {left} to {partition.name}")
+    bodies = [partial(function, *args) for function, args in functions_and_args]
     warps = [partition.warps, *worker_num_warps]
-    partition.machine.specialize(
-        [
-            (partial(function, *args), number)
-            for (function, args), number in zip(functions_and_args, warps, strict=True)
-        ]
-    )
+    partition.machine.specialize(list(zip(bodies, warps, strict=True)))
 
 
 def _reduction(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -208,31 +205,17 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Tensor]:
     return reduce
 
 
-def _both(function: Callable[..., TorchTensor]) -> Callable[..., Tensor]:
-    """A function of two operands that torch takes as tensors only."""
-
-    def apply(a: Any, b: Any) -> Tensor:
-        dtype = next(x.dtype for x in map(unwrap, (a, b)) if isinstance(x, TorchTensor))
-        promote = dtype.is_floating_point
-        return elementwise(
-            lambda x, y: function(
-                torch.as_tensor(x, dtype=dtype if promote else None),
-                torch.as_tensor(y, dtype=dtype if promote else None),
-            ),
-            a,
-            b,
-        )
-
-    return apply
-
-
-def _either_number(function: Callable[[Any, Any], Any], of_tensors: Any) -> Callable[..., Any]:
-    """Python numbers stay Python numbers, as constexprs do."""
+def _extreme(of_numbers: Callable[..., Any], function: Callable[..., TorchTensor]) -> Any:
+    """Of Python numbers a Python number, as constexprs have; of tensors one of their dtype."""
 
     def apply(a: Any, b: Any) -> Any:
-        if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return of_tensors(a, b)
-        return function(a, b)
+        tensors = [x.data for x in (a, b) if isinstance(x, Tensor)]
+        if not tensors:
+            return of_numbers(a, b)
+        dtype = tensors[0].dtype if tensors[0].is_floating_point() else None
+        return elementwise(
+            lambda *given: function(*(torch.as_tensor(x, dtype=dtype) for x in given)), a, b
+        )
 
     return apply
 
@@ -256,8 +239,7 @@ def cdiv(a: Any, b: Any) -> Any:
 
 
 # On a GPU the larger of NaN and a number is the number.
-maximum = _either_number(max, _both(torch.fmax))
-minimum = _either_number(min, _both(torch.fmin))
+maximum, minimum = _extreme(max, torch.fmax), _extreme(min, torch.fmin)
 
 _FUNCTIONS: dict[str, Any] = {
     "max": _reduction(torch.amax),
@@ -272,10 +254,7 @@ _FUNCTIONS: dict[str, Any] = {
     "fma": partial(elementwise, lambda x, y, z: x * y + z),
     "static_range": range,
     "range": dynamic_range,
-    **{
-        name: lambda x, *hint: x
-        for name in ("multiple_of", "max_contiguous", "max_constancy", "assume")
-    },
+    **dict.fromkeys(("multiple_of", "max_contiguous", "assume"), lambda x, *hint: x),
 }
 
 

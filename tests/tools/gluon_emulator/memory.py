@@ -6,6 +6,7 @@ compared with those that overlap it: unless the accessing partition knows that t
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,13 +67,13 @@ def _replaces(new: Access, old: Access) -> bool:
     return covers and (new.writes or (not old.writes and new.what == old.what))
 
 
+@dataclass(eq=False)
 class SharedView:
     """Shared memory descriptor of Gluon: an allocation, or a part of one."""
 
-    def __init__(self, allocation: Allocation, data: TorchTensor, layout: Any) -> None:
-        self.allocation = allocation
-        self.data = data
-        self.layout = layout
+    allocation: Allocation
+    data: TorchTensor
+    layout: Any
 
     @property
     def shape(self) -> list[int]:
@@ -107,11 +108,15 @@ class SharedView:
     def reshape(self, shape: list[int]) -> "SharedView":
         return self._with(self.data.view(shape))
 
-    def load(self, layout: Any) -> Tensor:
+    def _access(self, writes: bool) -> None:
+        """By registers: over when the next instruction starts."""
         partition = current()
-        access = Access(partition.name, self.span, writes=False, generic=True)
+        access = Access(partition.name, self.span, writes, generic=True)
         self.allocation.access(access, partition)
         partition.known.add(access)
+
+    def load(self, layout: Any) -> Tensor:
+        self._access(writes=False)
         return Tensor(self.data.clone(), layout)
 
     def store(self, value: Tensor) -> None:
@@ -121,10 +126,7 @@ class SharedView:
                 f"store of {list(stored.shape)} {stored.dtype} into {self.allocation.name}, "
                 f"{self.shape} {self.data.dtype}"
             )
-        partition = current()
-        access = Access(partition.name, self.span, writes=True, generic=True)
-        self.allocation.access(access, partition)
-        partition.known.add(access)
+        self._access(writes=True)
         self.data.copy_(stored)
 
     def _keep_alive(self) -> None:

@@ -4,6 +4,7 @@ That is the latest moment that the hardware may read its operands, so an operand
 too early is seen.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +20,19 @@ _WARPGROUP = 4  # warps
 _ROWS = 64  # of A, a warpgroup and instruction
 
 
+@dataclass(eq=False)
 class Product:
     """One `warpgroup_mma` under way."""
 
-    def __init__(
-        self, a: Any, b: SharedView, acc: Tensor, use_acc: bool, reads: list[Access]
-    ) -> None:
-        self.a = a
-        self.b = b
-        self.acc = acc
-        self.use_acc = use_acc
-        self.reads = reads
-        self.result: TorchTensor | None = None
-        self.token = InFlight(acc.shape, acc.layout, self._refuse)
+    a: Any
+    b: SharedView
+    acc: Tensor
+    use_acc: bool
+    reads: list[Access]
+    result: TorchTensor | None = None
+
+    def __post_init__(self) -> None:
+        self.token = InFlight(self.acc.shape, self.acc.layout, self._refuse)
         self.token.product = self  # type: ignore[attr-defined]
 
     def _refuse(self) -> TorchTensor:
