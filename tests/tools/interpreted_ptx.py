@@ -8,22 +8,13 @@ import contextlib
 import ctypes
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import triton.language as tl
 
-_COMPARISONS = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "neu": operator.ne,
-}
 _COMBINED = {"and": operator.and_, "or": operator.or_}
 _MEMORY = {"b16": ctypes.c_uint16, "b32": ctypes.c_uint32}
 
@@ -74,7 +65,7 @@ def run(assembly: str, inputs: Sequence[int], outputs: int, tied: int = 0) -> li
 def _compute(op: str, given: list[int]) -> int:
     name, *details = op.split(".")
     match name:
-        case "mov":
+        case "mov" | "vote":
             return given[0]
         case "and":
             return given[0] & given[1]
@@ -83,11 +74,8 @@ def _compute(op: str, given: list[int]) -> int:
         case "shr":
             return given[0] >> given[1]
         case "lop3":
-            a, b, c, table = given
-            places = (
-                table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) for i in range(32)
-            )
-            return sum((bit & 1) << i for i, bit in enumerate(places))
+            bits = zip(*([x >> i & 1 for i in range(32)] for x in given[:3]), strict=True)
+            return sum((given[3] >> 4 * a + 2 * b + c & 1) << i for i, (a, b, c) in enumerate(bits))
         case "prmt":
             source = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
             return sum(source[given[2] >> 4 * i & 7] << 8 * i for i in range(4))
@@ -95,20 +83,18 @@ def _compute(op: str, given: list[int]) -> int:
             comparison, *combined, kind = details
             if (kind == "f32") != (comparison == "neu"):  # the others are False of NaN
                 raise NotImplementedError(f"what {op} computes")
-            actual = _COMPARISONS[comparison](*map(_NUMBERS[kind], given[:2]))
+            compare = getattr(operator, comparison.replace("neu", "ne"))
+            actual = compare(*map(_NUMBERS[kind], given[:2]))
             assert len(given) == 2 + len(combined), op
             return int(_COMBINED[combined[0]](actual, given[2]) if combined else actual)
         case "selp":
             return given[0] if given[2] else given[1]
-        case "vote":
-            return given[0]
         case "ld":
             return int(_MEMORY[details[-1]].from_address(given[0]).value)
     match op:
-        case "sub.rn.f16x2":
-            return _as_register(_halves(given[0]) - _halves(given[1]))
-        case "mul.rn.f16x2":
-            return _as_register(_halves(given[0]) * _halves(given[1]))
+        case "sub.rn.f16x2" | "mul.rn.f16x2":
+            a, b = (torch.tensor([x], dtype=torch.uint32).view(torch.float16) for x in given)
+            return _as_register(a - b if name == "sub" else a * b)
         case "mul.f32":
             return _as_register(_float(given[0]) * _float(given[1]))
         case "mul.wide.s32":
@@ -123,10 +109,6 @@ def _signed(bits: int) -> int:
     return bits - (bits >> 31 << 32)
 
 
-def _halves(register: int) -> torch.Tensor:
-    return torch.tensor([register], dtype=torch.uint32).view(torch.float16)
-
-
 def _float(register: int) -> torch.Tensor:
     return torch.tensor([register], dtype=torch.uint32).view(torch.float32)
 
@@ -138,17 +120,10 @@ def _as_register(numbers: torch.Tensor) -> int:
 _NUMBERS: dict[str, Callable[[int], Any]] = {"b32": int, "s32": _signed, "f32": _float}
 
 
-class _Results(list[Any]):
-    """Results of inline assembly, as the compiler's builder returns them."""
-
-    def get_result(self, index: int) -> Any:
-        return self[index]
-
-
 def _create_inline_asm(
     builder: object, assembly: str, constraints: str, values: Sequence[Any],
     types: Sequence[Any], is_pure: bool, pack: int,
-) -> _Results:  # fmt: skip
+) -> SimpleNamespace:  # fmt: skip
     """Run assembly as Triton's builders do: `pack` neighbours share the registers of 32 bits."""
     import numpy as np
     from triton.runtime.interpreter import TensorHandle, _get_np_dtype
@@ -156,16 +131,16 @@ def _create_inline_asm(
     inputs = [_registers(x.data, pack) for x in values]
     shape = np.broadcast_shapes(*(x.data.shape for x in values))
     outputs = [run(assembly, bits, len(types)) for bits in zip(*inputs, strict=True)]
-    results = _Results()
+    results = []
     for bits, block in zip(zip(*outputs, strict=True), types, strict=True):
         kept = np.dtype(_get_np_dtype(block.scalar))
-        whole = np.array(bits, dtype=np.uint64)
+        numbers = np.array(bits, dtype=np.uint64)
         if block.scalar == tl.int1:
-            numbers = whole != 0
+            numbers = numbers != 0
         else:
-            numbers = whole.astype(f"u{pack * kept.itemsize}").view(kept)
+            numbers = numbers.astype(f"u{pack * kept.itemsize}").view(kept)
         results.append(TensorHandle(numbers.reshape(shape), block.scalar))
-    return results
+    return SimpleNamespace(get_result=results.__getitem__)
 
 
 def _registers(numbers: Any, pack: int) -> list[int]:
@@ -181,12 +156,10 @@ def assembly_interpreted(*rules: ModuleType) -> Iterator[None]:
     """In the block, kernels that are interpreted run the assembly of these modules' rules."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.object(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
-        )
+    with contextlib.ExitStack() as stack:
+        patches = [mock.patch.object(InterpreterBuilder, "create_inline_asm", _create_inline_asm)]
         for module in rules:
-            patches.enter_context(
-                mock.patch.object(module, "cuda_capability_geq", lambda major, minor=0: True)
-            )
+            patches.append(mock.patch.object(module, "cuda_capability_geq", lambda *version: True))
+        for patch in patches:
+            stack.enter_context(patch)
         yield
