@@ -10,11 +10,7 @@ from machine_code import loops
 from nightly import gate_cases
 
 from fastattn.testing.compiling.compile_pool import CompilePool
-from fastattn.testing.compiling.cross_compile import (
-    TARGETS,
-    compiling_for,
-    count_compilations,
-)
+from fastattn.testing.compiling.cross_compile import TARGETS, compiling_for, count_compilations
 from fastattn.testing.compiling.kept import kept
 
 HERE = str(Path(__file__).resolve())
@@ -22,14 +18,8 @@ HERE = str(Path(__file__).resolve())
 
 @triton.jit
 def matmul_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    K,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    a_ptr, b_ptr, c_ptr, K, M: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_K)
     acc = tl.zeros([M, N], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -40,16 +30,11 @@ def matmul_kernel(
 
 
 def launch_matmul(
-    M: int = 64,
-    N: int = 64,
-    K: int = 256,
-    BLOCK_K: int = 64,
-    device: str = "meta",
-    **options: int,
+    M: int = 64, N: int = 64, K: int = 256, BLOCK_K: int = 64, **options: int
 ) -> None:
-    a = torch.empty(M, K, dtype=torch.bfloat16, device=device)
-    b = torch.empty(K, N, dtype=torch.bfloat16, device=device)
-    c = torch.empty(M, N, device=device)
+    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    b = torch.empty(K, N, dtype=torch.bfloat16, device="meta")
+    c = torch.empty(M, N, device="meta")
     matmul_kernel[(1,)](a, b, c, K, M, N, BLOCK_K, **options)
 
 

@@ -68,22 +68,16 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
     command = ["verify", "--quick", "--family", "fp8", "append", "--json", str(file)]
     assert main(command) == 0
     written = capsys.readouterr()
-    assert [line.split()[:2] for line in written.out.splitlines()[:3]] == [
-        ["backend", "family"],
-        ["triton", "append"],
-        ["triton", "fp8"],
-    ]
+    table = [line.split()[:2] for line in written.out.splitlines()[:3]]
+    assert table == [["backend", "family"], ["triton", "append"], ["triton", "fp8"]]
     assert "6 cases of 2 kinds of kernels: all are within their budgets" in written.out
-    readme = (CHECKOUT / "docs" / "gpu.md").read_text()
     left_out = "Not checked, for want of a GPU: compiled kernels"
-    assert left_out in written.out and left_out in readme
+    assert left_out in written.out and left_out in (CHECKOUT / "docs" / "gpu.md").read_text()
     assert "interpreted" in written.err and "2/2 triton fp8 bfloat16 64: right" in written.err
     rows = json.loads(file.read_text())["verification"]
     assert rows == stored()
-    assert [(x["family"], x["cases"], x["verdict"]) for x in rows] == [
-        ("append", 2, "right"),
-        ("fp8", 4, "right"),
-    ]
+    found = [(x["family"], x["cases"], x["verdict"]) for x in rows]
+    assert found == [("append", 2, "right"), ("fp8", 4, "right")]
     # A run that goes on skips what has a verdict, and nothing begins without time.
     device = torch.device("cpu")
     scope = verification.scope_of(device, quick=True, families=["append", "fp8"])
@@ -185,25 +179,20 @@ def test_the_scopes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "ended", "worst"),
+    ("told", "at", "why", "hung", "worst"),
     [
-        ([["a", "right", 0.1, ""]], ("a", "", False), "right"),
-        ([["a", "right", 0.1, ""]], ("b", "made no progress", True), "hang"),
-        ([], ("a", "ended by SIGSEGV", False), "crash"),
+        ([["a", "right", 0.1, ""]], "a", "", False, "right"),
+        ([["a", "right", 0.1, ""]], "b", "made no progress", True, "hang"),
+        ([], "a", "ended by SIGSEGV", False, "crash"),
         # It lost the device, has said so, and ended its process.
-        (
-            [["a", "crash", None, "illegal address"]],
-            ("a", "ended with exit code 3", False),
-            "crash",
-        ),
+        ([["a", "crash", None, "illegal"]], "a", "ended with exit code 3", False, "crash"),
     ],
 )
-def test_a_case_that_ends_its_process_has_an_outcome(told: Any, ended: Any, worst: str) -> None:
-    at, why, hung = ended
-    messages = [{"outcome": x} for x in told]
-    subject, actual = verification.outcomes_of(
-        Ended((SUBJECT, ["a", "b"]), messages, at, why, hung)
-    )
+def test_a_case_that_ends_its_process_has_an_outcome(
+    told: Any, at: str, why: str, hung: bool, worst: str
+) -> None:
+    ended = Ended((SUBJECT, ["a", "b"]), [{"outcome": x} for x in told], at, why, hung)
+    subject, actual = verification.outcomes_of(ended)
     assert (subject, actual[-1].verdict, actual[-1].case) == (SUBJECT, worst, at)
     assert len(actual) == len({x.case for x in actual})
 
@@ -216,15 +205,11 @@ def test_calls_go_by_verdicts_on_these_families() -> None:
         assert set(choices.families(checked, training=True)) <= set(FAMILIES)
 
 
-def many_sequences() -> Case:
-    (case,) = (x for x in attention.packed() if x.name == "many sequences")
-    return case
-
-
 def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
     """Each of them: the error is in the rows of the last alone."""
+    (case,) = (x for x in attention.packed() if x.name == "many sequences")
     setting = Setting(SUBJECT._replace(family="packed"), torch.device("cpu"))
-    assert 0 < many_sequences().check(setting) <= 1
+    assert 0 < case.check(setting) <= 1
 
     def spoil(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o[:, :, -1] *= 1.5
@@ -233,20 +218,20 @@ def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
     forget()
     launched(spoil)
     with pytest.raises(PastBudget):
-        many_sequences().check(setting)
+        case.check(setting)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("option", "value", "message"),
     [
-        (["--backend", "hopper"], "backends must be some of triton here, got 'hopper'"),
-        (["--family", "backwards"], "families must be some of forward, backward, one-pass"),
-        (["--device", "cuda:9"], "device must be one that torch sees"),
+        ("--backend", "hopper", "backends must be some of triton here, got 'hopper'"),
+        ("--family", "backwards", "families must be some of forward, backward, one-pass"),
+        ("--device", "cuda:9", "device must be one that torch sees"),
     ],
 )
 def test_unknown_names_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["verify", *arguments]) == 1
+    assert main(["verify", option, value]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fastattn: error: ") and message in line
