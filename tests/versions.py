@@ -18,32 +18,23 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # What runs on each row, as pytest takes it; of what is cross-compiled, some of each kind.
 CHECKS = {
     "numerics": [
-        "kernels/test_interpreter.py",
-        "functional/test_attention.py",
-        "functional/test_generated_calls.py",
-        "kernels/test_mask.py",
-        "kernels/test_key_extents.py",
-        "functional/test_decode.py",
-        "functional/test_decode_codes.py",
-        "functional/test_few_queries.py",
-        "kernels/test_descriptors.py",
-        "cache/test_append.py",
+        "kernels/test_interpreter.py", "functional/test_attention.py",
+        "functional/test_generated_calls.py", "kernels/test_mask.py",
+        "kernels/test_key_extents.py", "functional/test_decode.py",
+        "functional/test_decode_codes.py", "functional/test_few_queries.py",
+        "kernels/test_descriptors.py", "cache/test_append.py",
         # These take longer than the rest together.
-        "-k",
-        "not test_plans and not test_operators",
+        "-k", "not test_plans and not test_operators",
     ],
     "compile": [
-        "kernels/test_compile.py",
-        "kernels/test_new_sizes.py",
-        "testing/test_cross_compile.py",
+        "kernels/test_compile.py", "kernels/test_new_sizes.py", "testing/test_cross_compile.py",
     ],
     "emulator": [
-        "testing/test_gluon_emulator.py",
-        "kernels/test_hopper_attention.py",
+        "testing/test_gluon_emulator.py", "kernels/test_hopper_attention.py",
         "kernels/test_hopper_parts.py",
     ],
     "tools": ["bench/tune/test_candidates.py", "bench/tune/test_tuner.py", "test_packaging.py"],
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

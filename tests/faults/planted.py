@@ -22,29 +22,26 @@ _FEW = 4
 _GENERATED = "tests/functional/test_generated_calls.py"
 # From the start of a file's name to the backend whose generated calls meet it, and what else looks
 # at it, the likeliest first.
-_AREAS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "kernels/hopper/": ("hopper", ("tests/kernels/test_hopper_*.py", "tests/ops")),
-    "kernels/append": ("triton", ("tests/cache",)),
-    "kernels/fp8": ("triton", ("tests/functional/test_fp8*.py", "tests/test_quantization.py")),
-    "kernels/": ("triton", ("tests/functional", "tests/cache", "tests/kernels", "tests/ops")),
-    "fastattn/cache": ("torch or triton", ("tests/cache", "tests/functional/test_decode*.py",
-                                           "tests/generation", "tests/modules")),
-    "fastattn/torch_backend/": ("torch", ("tests/torch_backend", "tests/functional")),
-    "fastattn/functional/": ("torch or triton", ("tests/functional", "tests/cache",
-                                                 "tests/test_options.py")),
-    "fastattn/ops/": ("triton", ("tests/ops", "tests/functional")),
-    "fastattn/dispatch.py": ("torch or triton", ("tests/test_dispatch.py", "tests/tuned",
-                                                 "tests/functional")),
-    "fastattn/tuned/": ("", ("tests/tuned", "tests/test_dispatch.py")),
-    "fastattn/parallel/": ("", ("tests/parallel", "tests/models/test_context_parallel.py")),
-    "fastattn/training/": ("", ("tests/training",)),
-    "fastattn/models/": ("", ("tests/models", "tests/generation")),
-    "fastattn/generation/": ("", ("tests/generation",)),
-    "fastattn/modules/": ("", ("tests/modules", "tests/compat")),
-    "fastattn/compat/": ("", ("tests/compat",)),
-    "fastattn/cli/": ("", ("tests/cli",)),
-    "fastattn/": ("torch or triton", ("tests/test_*.py", "tests/functional")),
-}  # fmt: skip
+_AREAS: dict[str, tuple[str, str]] = {
+    "kernels/hopper/": ("hopper", "kernels/test_hopper_*.py ops"),
+    "kernels/append": ("triton", "cache"),
+    "kernels/fp8": ("triton", "functional/test_fp8*.py test_quantization.py"),
+    "kernels/": ("triton", "functional cache kernels ops"),
+    "fastattn/cache": ("torch or triton", "cache functional/test_decode*.py generation modules"),
+    "fastattn/torch_backend/": ("torch", "torch_backend functional"),
+    "fastattn/functional/": ("torch or triton", "functional cache test_options.py"),
+    "fastattn/ops/": ("triton", "ops functional"),
+    "fastattn/dispatch.py": ("torch or triton", "test_dispatch.py tuned functional"),
+    "fastattn/tuned/": ("", "tuned test_dispatch.py"),
+    "fastattn/parallel/": ("", "parallel models/test_context_parallel.py"),
+    "fastattn/training/": ("", "training"),
+    "fastattn/models/": ("", "models generation"),
+    "fastattn/generation/": ("", "generation"),
+    "fastattn/modules/": ("", "modules compat"),
+    "fastattn/compat/": ("", "compat"),
+    "fastattn/cli/": ("", "cli"),
+    "fastattn/": ("torch or triton", "test_*.py functional"),
+}
 
 
 class Fault(NamedTuple):
@@ -64,10 +61,8 @@ def read() -> list[Fault]:
     Raises:
         ValueError: a paragraph is not one of a fault, or two have one name.
     """
-    faults: list[Fault] = []
-    for path in sorted(_FOLDER.glob("*.txt")):
-        for paragraph in path.read_text(encoding="utf-8").strip().split("\n\n"):
-            faults.append(_fault(paragraph))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.txt"))]
+    faults = [_fault(paragraph) for text in texts for paragraph in text.strip().split("\n\n")]
     names = [x.name for x in faults]
     if twice := {x for x in names if names.count(x) > 1}:
         raise ValueError(f"two faults have the name {', '.join(sorted(twice))}")
@@ -77,9 +72,8 @@ def read() -> list[Fault]:
 def _fault(paragraph: str) -> Fault:
     head, file, *lines = paragraph.splitlines()
     parts = dict(line.split(" ", 1) for line in lines)
-    if not (
-        head[0] + head[-1] == "[]" and {"-", "+"} <= parts.keys() <= {"-", "+", "after", "tests"}
-    ):
+    known = {"-", "+"} <= parts.keys() <= {"-", "+", "after", "tests"}
+    if head[0] + head[-1] != "[]" or not known:
         raise ValueError(f"not a fault:\n{paragraph}")
     meant = tuple(parts.get("tests", "").split())
     return Fault(head[1:-1], file, parts["-"], parts["+"], parts.get("after", ""), meant)
@@ -111,7 +105,7 @@ def areas_of(fault: Fault, root: Path) -> list[list[str]]:
     namesakes = _namesakes(fault, root)
     longest = max((x for x in _AREAS if fault.file.startswith(x)), key=len)
     backend, names = _AREAS[longest]
-    paths = [path for name in names for path in sorted(root.glob(name))]
+    paths = [path for name in names.split() for path in sorted((root / "tests").glob(name))]
     files = [
         str(file.relative_to(root))
         for path in paths

@@ -60,15 +60,15 @@ def test_a_lock_ends_with_its_process(holder: subprocess.Popen[str], tmp_path: P
 
 
 def test_what_a_crash_has_left_blocks_nobody(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "lock"
+    path, ours = tmp_path / "new" / "folder" / "lock", f"process {os.getpid()} on "
     with locked(path):
-        assert path.read_text().startswith(f"process {os.getpid()} on ")
+        assert path.read_text().startswith(ours)
         with pytest.raises(LockedError), locked(path):
             pass
     assert list(tmp_path.iterdir()) == [], "with the folders that were made for it"
     (tmp_path / "lock").write_text("process 1 on another host, which has lost its power\n")
     with locked(tmp_path / "lock"):
-        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+        assert (tmp_path / "lock").read_text().startswith(ours)
 
 
 def test_the_lock_of_a_file_that_was_removed_is_not_held(

@@ -27,8 +27,7 @@ def shares(
     """o and gradients of a causal whole in float64, from parts whose results have this dtype."""
     options = {"causal": True, "backend": "hopper", "out_dtype": dtype}
     whole = {
-        name: torch.zeros_like(x, dtype=torch.float64)
-        for name, x in {"o": q, "q": q, "k": k, "v": v}.items()
+        name: torch.zeros_like(x).double() for name, x in zip("oqkv", (q, q, k, v), strict=True)
     }
     for mine in ranks:
         parts = []
