@@ -24,7 +24,7 @@ def shapes(name: str, call: Callable[[int, int], object]) -> None:
 def attention_calls() -> None:
     with tiles.forced(**SMALL):
         shapes("plain", lambda B, T: train(B, T, causal=True))
-        assert posing.descriptors() > 0, "nothing was loaded by TMA"
+        assert posing.count_of("descriptors") > 0, "nothing was loaded by TMA"
         shapes(
             "masks and dropout",
             lambda B, T: train(B, T, causal=True, window=16, key_lengths=ones(B), dropout=0.1),
@@ -72,7 +72,7 @@ def cache_calls() -> None:
 
     with tiles.forced(**SMALL):
         rooms("dense cache", dense)
-        assert posing.early() > 0, "parts of keys are merged after a gap"
+        assert posing.count_of("early") > 0, "parts of keys are merged after a gap"
         rooms("int8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="int8"))
         rooms("fp8 cache", lambda B, room: dense(B, room, QuantizedKVCache, quantize="fp8"))
         rooms("ring", lambda B, room: dense(B, room, window=8, keep_first=2, steps=70))

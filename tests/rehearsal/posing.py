@@ -22,19 +22,14 @@ _real_device = torch._C.TensorBase.device.__get__
 _ticks = itertools.count()
 _random = torch.zeros(16, dtype=torch.uint8)  # a seed and an offset, as CUDA's generator has
 
-stage = Stage(_DRIVER.rehearsal_launches)
+stage = Stage(lambda: count_of("launches"))
 
 
-def early() -> int:
-    """Launches that may begin before the one ahead of them has ended."""
-    count: int = _DRIVER.rehearsal_early()
-    return count
-
-
-def descriptors() -> int:
-    """Tensor maps that the driver accepted."""
-    count: int = _DRIVER.rehearsal_descriptors()
-    return count
+def count_of(what: str) -> int:
+    """How many "launches", tensor maps ("descriptors") that the driver accepted, or launches that
+    may begin before the one ahead of them has ended ("early").
+    """
+    return int(getattr(_DRIVER, f"rehearsal_{what}")())
 
 
 class Stream:
@@ -112,10 +107,10 @@ class _Capture:
         assert Graph.capturing is None
         self._entered.__enter__()
         Graph.capturing = self._graph
-        self._begin = _DRIVER.rehearsal_launches()
+        self._begin = count_of("launches")
 
     def __exit__(self, *error: object) -> None:
-        self._graph.launches = _DRIVER.rehearsal_launches() - self._begin
+        self._graph.launches = count_of("launches") - self._begin
         Graph.capturing = None
         self._entered.__exit__()
 
@@ -149,13 +144,20 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _wait(function.__name__)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def _copying(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap like `_on_cpu`; the host waits where its own numbers go straight to the GPU."""
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        if _is_gpu(kwargs.get("device")):
-            _wait(function.__name__)
-        return _on_cpu(function)(*args, **kwargs)
+        waits = _is_gpu(kwargs.get("device"))
+        return _on_cpu(_waiting(function) if waits else function)(*args, **kwargs)
 
     return call
 
@@ -169,17 +171,6 @@ def _zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _waiting(name: str) -> Callable[[Any], Any]:
-    def make(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            _wait(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    return make
-
-
 def _device(x: Tensor) -> torch.device:
     """A tensor's device as it poses."""
     with torch._C.DisableTorchFunction():
@@ -187,31 +178,27 @@ def _device(x: Tensor) -> torch.device:
     return GPU if real.type == "cpu" else real
 
 
-_MAKERS = (
-    "arange", "eye", "full", "full_like", "linspace", "load", "ones", "ones_like",
-    "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "scalar_tensor",
-    "tril_indices", "zeros", "zeros_like",
-)  # fmt: skip
-_METHODS = ("new_full", "new_ones", "new_zeros", "to")
-_FROM_HOST = ("as_tensor", "new_tensor", "tensor")
-_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-# Where the host reads what the GPU holds.
-_WAITS = (
-    "__bool__", "__float__", "__index__", "__int__", "allclose", "bincount", "cpu", "equal", "item",
-    "masked_select", "nonzero", "numpy", "tolist", "unique",
-)  # fmt: skip
+# What is made of each function of torch and tensors.
+_POSED = {
+    _on_cpu: (
+        "arange", "eye", "full", "full_like", "linspace", "load", "ones", "ones_like", "rand",
+        "rand_like", "randint", "randn", "randn_like", "randperm", "scalar_tensor",
+        "tril_indices", "zeros", "zeros_like", "new_full", "new_ones", "new_zeros", "to",
+    ),
+    _copying: ("as_tensor", "new_tensor", "tensor"),
+    _zeroed: ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    # Where the host reads what the GPU holds.
+    _waiting: (
+        "__bool__", "__float__", "__index__", "__int__", "allclose", "bincount", "cpu", "equal",
+        "item", "masked_select", "nonzero", "numpy", "tolist", "unique",
+    ),
+}  # fmt: skip
 
 
 def _pose_tensors() -> None:
-    for owner in (torch, Tensor):
-        for name in (*_MAKERS, *_METHODS):
-            _patch(owner, name, _on_cpu)
-        for name in _FROM_HOST:
-            _patch(owner, name, _copying)
-        for name in _EMPTY:
-            _patch(owner, name, _zeroed)
-        for name in _WAITS:
-            _patch(owner, name, _waiting(name))
+    for make, names in _POSED.items():
+        for owner, name in itertools.product((torch, Tensor), names):
+            _patch(owner, name, make)
     Tensor.device = property(_device)
     Tensor.is_cuda = property(lambda x: _device(x).type == "cuda")
     Tensor.is_cpu = property(lambda x: _device(x).type == "cpu")

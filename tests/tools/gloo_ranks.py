@@ -56,10 +56,10 @@ def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
 def run_alone(function: str, **kwargs: Any) -> Any:
     """Call a function in one new process, which has no group and may fork; as `run_ranks`."""
     with _processes(1) as pool:
-        return pool.submit(_run_alone, function, kwargs).result()
+        return pool.submit(_call, function, kwargs).result()
 
 
-def _run_alone(function: str, kwargs: dict[str, Any]) -> Any:
+def _call(function: str, kwargs: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     return load_function(function)(**kwargs)
 
@@ -77,12 +77,10 @@ def _inherit(environment: dict[str, str]) -> None:
 
 
 def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
-    )
+    sizes = {"rank": rank, "world_size": world_size}
+    torch.distributed.init_process_group("gloo", init_method=store, timeout=_TIMEOUT, **sizes)
     try:
-        return load_function(function)(**kwargs)
+        return _call(function, kwargs)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -105,15 +103,12 @@ def full_disk(writer: type, name: str, rank: int) -> Iterator[None]:
 _SENT: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1,
     "_allgather_base_": lambda n: n - 1,
-    "alltoall_base_": lambda n: (n - 1) / n,
-    "allreduce_": lambda n: 2 * (n - 1) / n,
-    "_reduce_scatter_base_": lambda n: (n - 1) / n,
-    # The functional ones, of DTensors.
-    "all_reduce": lambda n: 2 * (n - 1) / n,
+    **dict.fromkeys(("alltoall_base_", "_reduce_scatter_base_"), lambda n: (n - 1) / n),
+    # The functional one, of DTensors, too.
+    **dict.fromkeys(("allreduce_", "all_reduce"), lambda n: 2 * (n - 1) / n),
 }
 # Those that send nothing.
 _SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd")
-
 _INPUTS = ("input", "input_tensor", "tensors")
 
 
