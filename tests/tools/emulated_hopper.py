@@ -17,15 +17,8 @@ import fastattn
 from fastattn import dispatch
 from fastattn.functional import call_memo
 from fastattn.functional.call_options import dense_options, packed_options
-from fastattn.kernels.hopper import backward, forward, host
+from fastattn.kernels.hopper import backward, forward, host, pipeline
 from fastattn.kernels.hopper.host import why_not_hopper
-from fastattn.kernels.hopper.pipeline import (
-    ANY_FACTOR,
-    UNPACK_HIGH,
-    UNPACK_LOW,
-    pack_code,
-    times_factors,
-)
 from fastattn.kernels.hopper.tile_table import HEAD_DIMS
 from fastattn.kernels.launch import launches
 from fastattn.ops import call
@@ -62,12 +55,12 @@ def pack_as(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     return pack
 
 
-assembly[ANY_FACTOR.value] = any_factor
-assembly[pack_code(gl.bfloat16)] = pack_as(torch.bfloat16)
-assembly[pack_code(gl.float16)] = pack_as(torch.float16)
-assembly[UNPACK_LOW.value] = lambda pairs: Tensor(pairs.data.to(torch.int16))
-assembly[UNPACK_HIGH.value] = lambda pairs: Tensor((pairs.data >> 16).to(torch.int16))
-assembly.update({times_factors(D // 2): _times_factors for D in HEAD_DIMS})
+assembly[pipeline.ANY_FACTOR.value] = any_factor
+for name in ("bfloat16", "float16"):
+    assembly[pipeline.pack_code(getattr(gl, name))] = pack_as(getattr(torch, name))
+assembly[pipeline.UNPACK_LOW.value] = lambda pairs: Tensor(pairs.data.to(torch.int16))
+assembly[pipeline.UNPACK_HIGH.value] = lambda pairs: Tensor((pairs.data >> 16).to(torch.int16))
+assembly.update({pipeline.times_factors(D // 2): _times_factors for D in HEAD_DIMS})
 
 
 class Counted(Emulated):

@@ -100,18 +100,11 @@ class mbarrier:
         barrier.parity = barrier.bytes = 0
 
     @staticmethod
-    def invalidate(view: BarrierView) -> None:
-        view.only.require_initialized()
-        view.only.count = 0
-
-    @staticmethod
     def expect(view: BarrierView, bytes_per_cta: int, pred: Any = True) -> None:
         """Announce bytes, and arrive once."""
         if unwrap(pred):
-            view.only.require_initialized()
             view.only.bytes += bytes_per_cta
-            view.only.arrive(1)
-            current().pause()
+        mbarrier.arrive(view, pred=pred)
 
     @staticmethod
     def arrive(view: BarrierView, *, count: int = 1, pred: Any = True) -> None:

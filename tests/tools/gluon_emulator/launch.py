@@ -47,18 +47,14 @@ def launch(
         for name, kind in kernel.fn.__annotations__.items()
         if "constexpr" in getattr(kind, "__name__", str(kind))
     }
-    names = kernel.fn.__code__.co_varnames
-    positional = [
-        x if name in constants else _argument(x)
-        for name, x in zip(names[: len(args)], args, strict=True)
-    ]
-    named = {name: x if name in constants else _argument(x) for name, x in kwargs.items()}
+    given = {**dict(zip(kernel.fn.__code__.co_varnames, args, strict=False)), **kwargs}
+    named = {name: x if name in constants else _argument(x) for name, x in given.items()}
     x_size, y_size, z_size = (*grid, 1, 1)[:3]
     for number in range(x_size * y_size * z_size):
         y, z = number // x_size % y_size, number // (x_size * y_size)
         machine = Machine((number % x_size, y, z), (x_size, y_size, z_size), num_warps, seed)
         seed += 1
-        machine.run(partial(function, *positional, **named))
+        machine.run(partial(function, **named))
 
 
 def _argument(x: Any) -> Any:

@@ -85,15 +85,9 @@ def _check_bits(a: Any, b: SharedView, acc: Tensor, bits: int) -> None:
 
 
 def warpgroup_mma(
-    a: Any,
-    b: SharedView,
-    acc: Tensor,
-    *,
-    use_acc: Any = True,
-    precision: Any = None,
-    max_num_imprecise_acc: Any = None,
-    is_async: bool = False,
-) -> Tensor:
+    a: Any, b: SharedView, acc: Tensor, *, use_acc: Any = True, precision: Any = None,
+    max_num_imprecise_acc: Any = None, is_async: bool = False,
+) -> Tensor:  # fmt: skip
     partition = current()
     _check(a, b, acc, partition.warps)
     reads = []

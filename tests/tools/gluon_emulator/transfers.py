@@ -53,15 +53,10 @@ class Descriptor:
         block[within] = self._global[inside]
         return block
 
-    def write(self, first: list[int], block: TorchTensor) -> None:
-        """Write what of the block lies inside of the tensor."""
+    def write(self, first: list[int], block: TorchTensor, adds: bool) -> None:
+        """Write what of the block lies inside of the tensor, or add it to what is there."""
         inside, within = self._intersection(first)
-        self._global[inside] = block[within]
-
-    def add(self, first: list[int], block: TorchTensor) -> None:
-        """Add what of the block lies inside of the tensor."""
-        inside, within = self._intersection(first)
-        self._global[inside] += block[within]
+        self._global[inside] = block[within] + (self._global[inside] if adds else 0)
 
     def touch(self, kind: str, first: list[int]) -> None:
         """Note an access to what of a block lies inside of the tensor: see `GlobalMemory.touch`."""
@@ -98,24 +93,20 @@ class Load:
 
 @dataclass(eq=False)
 class Store:
-    """A tile on its way out of shared memory."""
+    """A tile on its way out of shared memory, perhaps to be added to what is there."""
 
     descriptor: Descriptor
     first: list[int]
     source: SharedView
     access: Access
+    adds: bool
 
     def complete(self) -> None:
-        self.descriptor.write(self.first, self.source.data)
-        current().known.add(self.access)
-
-
-class Addition(Store):
-    """A tile on its way out of shared memory, to be added to what is there."""
-
-    def complete(self) -> None:
-        block = self.source.data.clone()
-        current().machine.additions.append(partial(self.descriptor.add, self.first, block))
+        write = partial(self.descriptor.write, self.first, self.source.data.clone(), self.adds)
+        if self.adds:
+            current().machine.additions.append(write)
+        else:
+            write()
         current().known.add(self.access)
 
 
@@ -129,15 +120,13 @@ def _coordinates(coord: Any, descriptor: Descriptor, view: SharedView) -> list[i
     return [int(unwrap(c)) for c in coord]
 
 
-def _issue(
-    transfer: type[Store], kind: str, descriptor: Descriptor, coord: Any, source: SharedView
-) -> None:
+def _issue(kind: str, descriptor: Descriptor, coord: Any, source: SharedView) -> None:
     first = _coordinates(coord, descriptor, source)
     partition = current()
     descriptor.touch(kind, first)
     access = Access(f"a TMA {kind}", source.span, writes=False, generic=False)
     source.allocation.access(access, partition)
-    partition.stores.append(transfer(descriptor, first, source, access))
+    partition.stores.append(Store(descriptor, first, source, access, kind == "addition"))
 
 
 class tma:
@@ -145,13 +134,9 @@ class tma:
 
     @staticmethod
     def async_load(
-        tensor_desc: Descriptor,
-        coord: Any,
-        barrier: BarrierView,
-        result: SharedView,
-        pred: Any = True,
-        multicast: bool = False,
-    ) -> None:
+        tensor_desc: Descriptor, coord: Any, barrier: BarrierView, result: SharedView,
+        pred: Any = True, multicast: bool = False,
+    ) -> None:  # fmt: skip
         if not unwrap(pred):
             return
         first = _coordinates(coord, tensor_desc, result)
@@ -166,7 +151,7 @@ class tma:
 
     @staticmethod
     def async_store(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
-        _issue(Store, "store", tensor_desc, coord, src)
+        _issue("store", tensor_desc, coord, src)
 
     # Their names in Triton before 3.8.
     async_copy_global_to_shared = async_load
@@ -174,7 +159,7 @@ class tma:
 
     @staticmethod
     def async_atomic_add(tensor_desc: Descriptor, coord: Any, src: SharedView) -> None:
-        _issue(Addition, "addition", tensor_desc, coord, src)
+        _issue("addition", tensor_desc, coord, src)
 
     @staticmethod
     def store_wait(pendings: int, read_only: bool = True) -> None:

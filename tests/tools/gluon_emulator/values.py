@@ -15,18 +15,12 @@ from .errors import IllegalError
 
 _TORCH = {
     tl.int1: torch.bool,
-    tl.int8: torch.int8,
-    tl.uint8: torch.uint8,
-    tl.int16: torch.int16,
-    tl.int32: torch.int32,
-    tl.int64: torch.int64,
-    tl.float16: torch.float16,
-    tl.bfloat16: torch.bfloat16,
-    tl.float32: torch.float32,
-    tl.float64: torch.float64,
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
-}
+    **{getattr(tl, name): getattr(torch, name) for name in (
+        "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    )},
+}  # fmt: skip
 _TRITON = {ours: theirs for theirs, ours in _TORCH.items()}
 
 
@@ -146,24 +140,12 @@ def _remainder(a: Any, b: Any) -> TorchTensor:
 
 
 _OPERATORS: dict[str, Callable[..., TorchTensor]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "floordiv": _divide,
-    "mod": _remainder,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
+    "floordiv": _divide, "mod": _remainder, "and": operator.and_, "or": operator.or_,
+    **{name: getattr(operator, name) for name in (
+        "add", "sub", "mul", "truediv", "xor", "lshift", "rshift", "lt", "le", "gt", "ge", "eq",
+        "ne",
+    )},
+}  # fmt: skip
 
 
 def _add_operators() -> None:
