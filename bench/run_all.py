@@ -47,17 +47,11 @@ def run_all(
     earlier: Iterable[Mapping[str, Any]] = (),
     start: Callable[..., ChildProcess] = ChildProcess,
 ) -> dict[str, Any]:
-    """Test, measure and tune on this machine's GPU, within a time; return the report's data.
+    """Verify, measure and tune on this machine's GPU, within a time; return the report's data.
 
-    Args:
-        out: folder for the files, created if missing; continues an earlier run.
-        which: case set; "quick" excludes tuning.
-        seconds: for the whole run.
-        command: for the report.
-        skip: of PARTS.
-        earlier: reports of this GPU; measurements that they lack, or of changed kernels, come
-            first.
-        start: starts a process, as `ChildProcess` does.
+    out: folder for the files; continues an earlier run. which: case set; "quick" excludes tuning.
+    skip: of PARTS. earlier: reports of this GPU; measurements that they lack, or of changed
+    kernels, come first.
     """
     end = time.monotonic() + seconds
     out = out.resolve()

@@ -70,16 +70,7 @@ def expect(case: Case, inputs: Inputs, heads: list[tuple[int, int]] | None = Non
 
 
 def check(case: Case, o: Tensor, gradients: tuple[Tensor, ...] | None, expected: Expected) -> None:
-    """Check results against the error budget.
-
-    Args:
-        o: [B, H_q, T_q, D].
-        gradients: dq, dk, dv in the shapes of q, k, v; None for a forward case.
-        expected: from `expect`, for the same inputs.
-
-    Raises:
-        AssertionError: names the result and its error.
-    """
+    """Check o [B, H_q, T_q, D] and dq, dk, dv, in a case with a backward, by the error budget."""
     names = ("o", "dq", "dk", "dv")
     results = (o, *(gradients or ()))
     G = case.H_q // case.H_k

@@ -103,7 +103,7 @@ def _ratios(records: list[Record]) -> str:
 
 
 def _others(records: list[Record]) -> str:
-    """Training, layers, host costs and others, with all their figures."""
+    """Training, host costs and others, with all their figures."""
     lines = []
     skipped = ("case", "implementation", "status", "ms", "commit", "stale")
     for record in timed(records):
@@ -251,17 +251,9 @@ def check(folder: Path) -> str:
 
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
-    """Add a file of findings or a report to `results`, named by GPU and date.
+    """Add a file of findings or a report to `results`, named by GPU and date; return what it wrote.
 
-    Tiles of the findings replace those in the shipped tables.
-
-    Args:
-        path: file of `fastattn tune --export` or `bench/run_all.py`.
-        results: the folder of the reports.
-        shipped: the folder of the tables.
-
-    Returns:
-        The written files.
+    Tiles of the findings replace those in the tables of the folder `shipped`.
 
     Raises:
         ValueError: the file is of another kind, or not of a GPU.

@@ -53,12 +53,7 @@ def small(case: Case) -> Case:
 
 
 class Ahead:
-    """Compiles each call once, in the order of the requests.
-
-    Args:
-        arch: name of the GPU's architecture; of one not in `cross_compile.TARGETS`, nothing.
-        pool: default: a `CompilePool` of 1 to 10 processes that leaves four CPUs free.
-    """
+    """Compiles each call once, in the order of the requests, for an architecture of TARGETS."""
 
     def __init__(self, arch: str, pool: Any = None) -> None:
         self._arch = arch

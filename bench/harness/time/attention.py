@@ -31,9 +31,6 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
 
     A record has implementation, status (see `failures`) and reason; if timed, ms and the figures of
     `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU.
-
-    Raises:
-        DeviceLost: an implementation broke the CUDA context.
     """
     outcomes: dict[str, Record] = {}
     served: list[Implementation] = []
@@ -85,11 +82,7 @@ def prepare(
 ) -> tuple[Function, Record]:
     """Check an implementation against the oracle; return the function to time and its memory.
 
-    issued: called after compilation, before the wait for the first results. The memory is peak_mib
-    and memory_ratio of a call (see `run_case`).
-
-    Raises:
-        Unserved, AssertionError, torch.OutOfMemoryError or errors of the implementation.
+    issued: called after compilation, before the wait for the first results.
     """
     # Peers' warnings would clutter the log.
     with warnings.catch_warnings():

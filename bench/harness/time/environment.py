@@ -45,11 +45,7 @@ def _run(command: list[str]) -> str:
 
 
 def collect(run: Run = _run) -> dict[str, Any]:
-    """Versions and the GPU, if any, as JSON values.
-
-    Args:
-        run: returns the output of a read-only command; raises if it fails.
-    """
+    """Versions and the GPU, if any, as JSON values; `run` returns the output of a command."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

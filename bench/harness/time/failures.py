@@ -37,10 +37,8 @@ class DeviceLost(RuntimeError):
 def failure(error: Exception, who: str, synchronize: Callable[[], object]) -> Failure:
     """The failure of `who` by an error, which the log has whole if it is unexpected.
 
-    synchronize: waits for the device; raises if its context is lost.
-
     Raises:
-        DeviceLost: the context is lost.
+        DeviceLost: `synchronize` raises, since the CUDA context is lost.
     """
     text = reason(error)
     try:

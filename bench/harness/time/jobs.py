@@ -1,4 +1,4 @@
-"""Jobs of a run, the most important first: attention cases, host costs, layers, training.
+"""Jobs of a run, the most important first: attention cases, host costs, training.
 
 `main` is the process that measures them for `run_all`.
 """
@@ -16,7 +16,6 @@ import torch
 
 from ...kernels.launch import tiles
 from ...models.gpt import GPTConfig
-from ...modules.self_attention import CausalGQAttention
 from ...training.step_timing import BACKENDS, as_dict, time_training_steps
 from ..cases.case import AIMS, Case, gpu_cases
 from ..cases.registry import OURS, named, side_by_side
@@ -32,9 +31,6 @@ from .supervise import PREPARES, RUNS, Tell, talk
 GPT2_SMALL = GPTConfig(
     vocab_size=50304, context_length=1024, num_layers=12, num_heads=12, embed_dim=768
 )
-# Attention of the layer in `_module`.
-_MODULE = Case("backward", "forward_backward", 8, 16, 4, 2048, 2048, 128, causal=True)
-_NAMES = {named(backend): backend for backend in BACKENDS}
 
 
 class Job(NamedTuple):
@@ -83,17 +79,17 @@ def gpu_jobs(which: str) -> dict[str, Job]:
         for case in gpu_cases(which)
     ]
     lengths = (1024, 4096) if which == "quick" else (1024, 4096, 16384)
-    training = {
-        f"training-T{T}": Job(partial(_training, T), ("training",), (_training_case(T),))
-        for T in lengths
-    }
+    H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
+    training = {}
+    for T in lengths:
+        case = Case("backward", "forward_backward", 16384 // T, H, H, T, T, D, causal=True)
+        training[f"training-T{T}"] = Job(partial(_training, T), ("training",), (case,))
     # Important cases, other measurements, then the rest of the sweeps.
     return {
         "environment": Job(_environment, ("environment",)),
         **dict(cases[:AIMS]),
         "host cost of a call": Job(_host_cost, ("host cost",)),
         **training,
-        "module-B8-T2048": Job(_module, ("module",), (_MODULE,)),
         "first call": Job(_first_call, ("first call",)),
         "import": Job(_import, ("import",)),
         **dict(cases[AIMS:]),
@@ -167,60 +163,23 @@ def _import(bench: Bench) -> list[Record]:
     return [record("overhead", "import over torch and triton", OURS, import_ms=ms)]
 
 
-def _training_case(T: int) -> Case:
-    """The attention of a training step."""
-    H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
-    return Case("backward", "forward_backward", 16384 // T, H, H, T, T, D, causal=True)
-
-
 def _training(T: int, bench: Bench) -> list[Record]:
     """Training with 16384 tokens per step at context T."""
     name = f"training-T{T}, GPT-2 small"
     config = replace(GPT2_SMALL, context_length=T)
     records = []
-    for implementation, backend in _NAMES.items():
+    for backend in BACKENDS:
+        implementation = named(backend)
         if implementation in bench.broken:
-            broken = Failure(FAILED, bench.broken[implementation])
-            records.append(record("training", name, implementation, **broken._asdict()))
-            continue
-        bench.announce(implementation, PREPARES)
-        try:
-            timing = time_training_steps(
-                config,
-                batch_size=max(1, 16384 // T),
-                backend=backend,
-                device="cuda",
-                issued=partial(bench.announce, implementation, RUNS),
-            )
-            figures = as_dict(timing)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            figures = failure(error, implementation, bench.timer.synchronize)._asdict()
+            figures = Failure(FAILED, bench.broken[implementation])._asdict()
+        else:
+            bench.announce(implementation, PREPARES)
+            issued = partial(bench.announce, implementation, RUNS)
+            how: dict[str, Any] = {"batch_size": 16384 // T, "backend": backend, "issued": issued}
+            try:
+                figures = as_dict(time_training_steps(config, device="cuda", **how))
+            except (ValueError, torch.OutOfMemoryError) as error:
+                figures = failure(error, implementation, bench.timer.synchronize)._asdict()
         records.append(record("training", name, implementation, **figures))
         release()
     return records
-
-
-def _module(bench: Bench) -> list[Record]:
-    """Forward and backward of a layer of width 2048 with 16 query heads on 4, in bf16."""
-    x = torch.randn(8, 2048, 2048, device="cuda", dtype=torch.bfloat16)
-    name = "module-B8-T2048-C2048-H16:4 fwdbwd"
-    works = {n: _layer(backend, x) for n, backend in _NAMES.items() if n not in bench.broken}
-    results: dict[str, Any] = {n: Failure(FAILED, why) for n, why in bench.broken.items()}
-    results |= bench.compare(works)
-    return [
-        record("module", name, n, **x._asdict())
-        if isinstance(x, Failure)
-        else record("module", name, n, ms=x, **bench.readings)
-        for n, x in results.items()
-    ]
-
-
-def _layer(backend: str, x: torch.Tensor) -> Any:
-    """Forward and backward of a `CausalGQAttention` layer on x [B, T, C], with one backend."""
-    torch.manual_seed(0)
-    layer = CausalGQAttention(
-        x.shape[2], 16, 4, rotary="half", backend=backend, device=x.device, dtype=x.dtype
-    )
-    parameters = list(layer.parameters())
-    upstream = torch.randn_like(x)
-    return lambda: torch.autograd.grad(layer(x), parameters, upstream)

@@ -35,21 +35,12 @@ def measure(
     grace: float = 0.0,
     heard: Callable[[str, Message], None] = lambda job, message: None,
 ) -> str:
-    """Do the jobs missing in a report, and save it after each.
+    """Do the jobs missing in a report, saved after each; return FINISHED, TIME_IS_UP or a fault.
 
-    Args:
-        kinds: jobs in their order, with the parts of an implementation that each runs, such as
-            ("forward", "backward"). A job measures the last one: implementations that break its
-            process are excluded from jobs of that kind.
-        data: of a report; jobs, results and broken are filled in.
-        save: called after each job.
-        start: starts a process that calls `serve` with the names of the remaining jobs.
-        left: returns the seconds left; at 0 no job begins.
-        grace: further seconds for a running job.
-        heard: called with a job's name and each message about it.
-
-    Returns:
-        FINISHED, TIME_IS_UP, or the fault.
+    kinds: jobs in their order, with the parts of an implementation that each runs, such as
+    ("forward", "backward"). A job measures the last one: implementations that break its process are
+    excluded from jobs of that kind. start: starts a process that calls `serve` with the names of
+    the remaining jobs. left, grace, heard: as in `supervise`.
     """
     statuses, broken = data["jobs"], data["broken"]
 
@@ -107,11 +98,8 @@ def serve(
 ) -> int:
     """Do the requested jobs in a child; return the exit code.
 
-    Args:
-        runs: the jobs, by name.
-        requests: of each job its name, and the broken implementations with reasons.
-        tell: sends a message to the parent.
-        ready: waits for the compilation of a job's kernels.
+    requests: of each job its name, and the broken implementations with reasons. ready: waits for
+    the compilation of a job's kernels.
     """
     for request in requests:
         name, at = request["job"], COMPILER

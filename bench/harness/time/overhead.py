@@ -6,6 +6,7 @@ code up to the driver is real.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -36,8 +37,6 @@ from .samples import Function
 # Small, so that the GPU keeps up with the host and its queue is never full.
 _SHAPE = (1, 2, 64, 64)
 _CALLS = 40  # averaged in a run
-# Few instructions per thread, for fast compilation: nothing is computed.
-_STAND_IN_TILE = tiles.TileConfig(16, 16, num_warps=4, num_stages=1)
 
 
 def host_costs(functions: Mapping[str, Function], rounds: int = 20) -> dict[str, float]:
@@ -45,33 +44,27 @@ def host_costs(functions: Mapping[str, Function], rounds: int = 20) -> dict[str,
 
     Other load only adds time.
     """
-    on_gpu = torch.cuda.is_available()
-    means: dict[str, list[float]] = {name: [] for name in functions}
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    least = dict.fromkeys(functions, math.inf)
     for _ in range(rounds):
         for name, call in functions.items():
             for _ in range(10):
                 call()
-            if on_gpu:
-                torch.cuda.synchronize()
+            synchronize()
             begin = time.perf_counter()
             for _ in range(_CALLS):
                 call()
-            means[name].append(1e6 * (time.perf_counter() - begin) / _CALLS)
-    return {name: min(times) for name, times in means.items()}
+            us = 1e6 * (time.perf_counter() - begin) / _CALLS
+            least[name] = min(us, least[name])
+    return least
 
 
 def calls(device: str, row: str = "plain") -> dict[str, Function]:
-    """Calls on tensors so small that only host time counts.
+    """Calls on tensors so small that only host time counts, on a GPU or inside `stand_in_gpu`.
 
-    Args:
-        device: "cuda", or "cpu" inside `stand_in_gpu`.
-        row: one of ROWS.
-
-    Returns:
-        "bare launch": Triton's launch of the call's kernels with prepared arguments. "fastattn":
-        the call without gradients. "fastattn with grad": with a recorded graph, if it has
-        gradients. On a GPU "plain" also has "sdpa" and "sdpa with grad", torch's own function, to
-        be called with flash pinned.
+    "bare launch" is Triton's launch of the call's kernels with prepared arguments; "fastattn" the
+    call without gradients, "fastattn with grad" with a recorded graph. On a GPU the row "plain" has
+    torch's own function too, to be called with flash pinned.
     """
     call, tensors = ROWS[row](device)
     leaves = [x.clone().requires_grad_() for x in tensors]
@@ -181,7 +174,8 @@ def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
     """
     with (
         compiling_for(target),
-        tiles.forced(**dict.fromkeys(tiles.KERNELS, _STAND_IN_TILE)),
+        # Few instructions per thread, for fast compilation.
+        tiles.forced(**dict.fromkeys(tiles.KERNELS, tiles.TileConfig(16, 16, 4, 1))),
         mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
     ):
         try:

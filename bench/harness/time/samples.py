@@ -67,11 +67,7 @@ _timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 
 
 class DeviceTimer(HostTimer):
-    """Time between CUDA events around a call, with a cold L2 cache.
-
-    flush: overwrites the cache asynchronously. event: makes an event with record() and
-    elapsed_time(end) in milliseconds. synchronize: waits for the device. clock: in seconds.
-    """
+    """Time between CUDA events around a call, after `flush` has overwritten the L2 cache."""
 
     def __init__(
         self,
@@ -146,15 +142,9 @@ class Effort:
 class Bench:
     """The instruments of a measurement in `pytest bench`, full runs and `tune`.
 
-    Args:
-        timer: times single calls.
-        effort: duration of each measurement.
-        clocks: reads clocks, while the device works.
-        expected: computes the oracle's results.
-        broken: implementations that broke an earlier process, with reasons.
-        announce: progress callback with an implementation and its phase.
-
-    `readings` are the clocks, and `taken` the samples of the last measurement.
+    clocks: reads clocks, while the device works. expected: computes the oracle's results. broken:
+    implementations that broke an earlier process, with reasons. announce: progress callback with an
+    implementation and its phase. readings, taken: clocks and samples of the last measurement.
     """
 
     timer: HostTimer
@@ -175,9 +165,7 @@ class Bench:
     def samples(
         self, prepares: Mapping[str, Callable[[], Function]]
     ) -> dict[str, list[float] | Failure]:
-        """Time functions in turns; return the milliseconds of each one's calls, or its failure.
-
-        prepares: make the functions, by name.
+        """Make functions and time them in turns; return milliseconds of calls, or a failure.
 
         Raises:
             DeviceLost: a function broke the CUDA context.

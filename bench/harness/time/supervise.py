@@ -57,14 +57,10 @@ def supervise(
 ) -> Iterator[Ended]:
     """Yield each job at its end, until no job or no time is left.
 
-    Args:
-        waiting: jobs in order; keeps the jobs that were not done. Jobs may be added meanwhile.
-        start: starts a child.
-        request: returns the message for a job.
-        heard: called with a job and each message about it.
-        children: number of concurrent processes.
-        left: returns the seconds left; at 0 no job begins.
-        grace: further seconds for running jobs.
+    waiting: jobs in order; keeps the jobs that were not done. Jobs may be added meanwhile. request:
+    returns the message for a job. heard: called with a job and each message about it. children:
+    number of concurrent processes. left: returns the seconds left; at 0 no job begins. grace:
+    further seconds for running jobs.
 
     Raises:
         ChildProcessError: a child cannot start; the message has its last line.
@@ -212,13 +208,7 @@ def variables() -> dict[str, str]:
 
 
 class ChildProcess:
-    """A child, killed together with its own children.
-
-    Args:
-        command: and its arguments.
-        environment: variables.
-        log: file to append its stderr to; default: a temporary file.
-    """
+    """A child, killed together with its own children; `log` gets its stderr, appended."""
 
     def __init__(
         self,

@@ -54,11 +54,7 @@ _MOST_TOKENS = 8192
 
 
 class Gpu(NamedTuple):
-    """Properties of a GPU that a plan depends on.
-
-    arch: name of the architecture. shared_bytes: most shared memory of a program. hopper: whether
-    the Hopper kernels serve calls.
-    """
+    """Properties of a GPU that a plan depends on; hopper: whether Hopper kernels serve calls."""
 
     arch: str
     shared_bytes: int
@@ -70,12 +66,8 @@ class Gpu(NamedTuple):
 class Candidate:
     """A candidate for computing a call.
 
-    Args:
-        name: short, for readers.
-        implementation: of `cases.registry.IMPLEMENTATIONS`.
-        forced: arguments of `tiles.forced`: a tile or Hopper shape by kernel, or a number.
-        row: its fields of a stored row.
-        verified: backends and families that must be right before it is timed.
+    forced: arguments of `tiles.forced`: a tile or Hopper shape by kernel, or a number. row: its
+    fields of a stored row. verified: backends and families that must be right before it is timed.
     """
 
     name: str
@@ -87,14 +79,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Candidates and the calls that decide between them.
+    """Candidates, the shipped one first, and the calls that decide between them.
 
-    Args:
-        kind: of findings, in `tuned.findings.KEYS`.
-        key: the row's key.
-        cases: calls to time; the first has twice the weight of the second, since a causal mask
-            halves the pairs.
-        candidates: the shipped one comes first.
+    kind, key: of the row to store, see `tuned.findings.KEYS`. cases: the first has twice the weight
+    of the second, since a causal mask halves the pairs.
     """
 
     kind: str
@@ -216,10 +204,7 @@ def split_choice(shape: Shape) -> Choice:
 
 
 class Verification(NamedTuple):
-    """A step that verifies backends and families before choices of a size are timed.
-
-    families: pairs of backend and family.
-    """
+    """A step that verifies pairs of backend and family before choices of a size are timed."""
 
     families: tuple[tuple[str, str], ...]
     dtype: str
@@ -294,11 +279,8 @@ def shapes_of(
 ) -> list[Shape]:
     """The shapes to tune, the most important first; default: USUAL_SHAPES.
 
-    Args:
-        model: a model's configuration as a JSON file, or the folder of its config.json or, for our
-            checkpoints, checkpoint.json. Other arguments override it.
-        heads, kv_heads: query heads, and key/value heads (default: heads).
-        head_dims, dtypes: all combinations.
+    model: a model's configuration as a JSON file, or the folder of its config.json or, for our
+    checkpoints, checkpoint.json. Other arguments override it.
 
     Raises:
         ValueError: a configuration lacks heads, or a number or dtype cannot be served.

@@ -155,10 +155,8 @@ def decide(
 ) -> Outcome:
     """Time the candidates of a choice.
 
-    Args:
-        left: returns the seconds left; at 0 no further candidate is tried.
-        why_not: returns the reason not to launch a candidate, or None.
-        seen: called with each candidate and its milliseconds or the reason that there are none.
+    left: returns the seconds left; at 0 no further candidate is tried. why_not: returns the reason
+    not to launch a candidate, or None. seen: called with each candidate and its outcome.
     """
     times: dict[str, float | str] = {}
     finals: dict[str, list[list[float]]] = {}

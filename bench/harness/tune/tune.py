@@ -41,10 +41,7 @@ _GRACE = 30.0
 
 
 class Progress(NamedTuple):
-    """Progress of a run.
-
-    number: of the step, from 1. text: the latest event, or the result of a finished step.
-    """
+    """Progress of a run: a step by number, from 1, and its latest event or its result."""
 
     number: int
     steps: int
@@ -186,14 +183,8 @@ class Tuner:
     """The steps of a plan as jobs. A record has step and text, and for a choice kind, row (of the
     winner, or None) and tried: all candidates with their times or reasons.
 
-    Args:
-        device: to tune.
-        left: seconds left.
-        ahead: compiles the candidates.
-        store: of winners and verdicts.
-        arch: of the GPU, for the rows.
-        quick: whether to verify only the most important families.
-        tell: sends a message to the parent: `note` is how far a step is.
+    store: of winners and verdicts. quick: whether to verify only the most important families. tell:
+    sends a message to the parent: `note` is how far a step is.
     """
 
     device: torch.device
@@ -311,11 +302,7 @@ def run(
     tell: Tell,
     requests: Iterator[Any],
 ) -> int:
-    """The work of the process; its exit code.
-
-    gpu, shapes: fields for the plan. names: remaining steps, which are compiled ahead. seconds: for
-    all of them. folder: of findings. quick: for verification.
-    """
+    """The work of the process; its exit code. names: remaining steps, which are compiled ahead."""
     end = time.monotonic() + seconds
     torch.cuda.set_device(device)
     here = torch.device("cuda", device)
