@@ -7,14 +7,13 @@ q, k, v to o. Masks, packing and compilation are outside the timer.
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ... import dispatch, reference
+from ... import reference
 from ...cache.views import view_of_tensors
 from ...functional.attend import attention
 from ...functional.decode import decode_attention
@@ -22,7 +21,7 @@ from ...ops import attend as ops
 from ...options import Options
 from .case import Case
 from .fp8 import EIGHT_BITS
-from .inputs import Attention, Implementation, Inputs, Unserved, option_shapes, visible_mask
+from .inputs import Attention, Implementation, Inputs, Unserved, visible_mask
 from .peers import PEERS
 
 # The backend that `auto` selects.
@@ -52,16 +51,18 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
     def serves(case: Case) -> str | None:
         if not deterministic and case.direction == "forward":
             return f"it has the forward of {named(backend)}"
-        if backend == "hopper":
-            return _why_not_hopper(case, deterministic)
-        if backend != "torch" and case.device != "cuda":
-            return "its kernels need a GPU"
-        return None
+        # A forced backend tells the rest at the call.
+        decodes = backend == "hopper" and case.family == "decode"
+        return "it has no kernels for decoding" if decodes else None
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         if case.family == "decode":
             return _decode(case, inputs, backend)
         arguments = {"causal": case.causal, "window": case.window, **inputs.arguments()}
+        if backend == "hopper" and not deterministic:
+            options = Options(causal=case.causal, **inputs.option)
+            if (why_not := ops.why_not_one_pass_on_hopper(inputs.q, inputs.k, options)) is not None:
+                raise Unserved(why_not)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, backend=backend, deterministic=deterministic, **arguments)
@@ -72,24 +73,6 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
     if not deterministic:
         name = ONE_PASS if backend == "triton" else f"{name}-one-pass"
     return Implementation(name, serves, prepare)
-
-
-def _why_not_hopper(case: Case, deterministic: bool) -> str | None:
-    if case.family == "decode":
-        return "it has no kernels for decoding"
-    dtype = getattr(torch, case.dtype)
-    q = torch.empty(case.B, case.H_q, case.T_q, case.D, dtype=dtype, device="meta")
-    k = torch.empty(case.B, case.H_k, case.T_k, case.D, dtype=dtype, device="meta")
-    shapes = option_shapes(case)
-    tensors: dict[str, Any] = {n: torch.empty(shapes[n], device="meta") for n in shapes}
-    if case.lengths is not None and case.padding_side == "left":
-        tensors["key_padding_mask"] = k.new_empty((case.B, case.T_k), dtype=torch.bool)
-    options = Options(causal=case.causal, **tensors)
-    device = torch.device(case.device if torch.cuda.is_available() else "cpu")
-    reason = dispatch.why_not_hopper(q, k, k, options, device)
-    if reason is None and not deterministic:
-        return ops.why_not_one_pass_on_hopper(q, k, options)
-    return reason
 
 
 def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:

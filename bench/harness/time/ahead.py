@@ -22,7 +22,7 @@ from ...testing.compiling.compile_pool import CompilePool
 from ...testing.compiling.cross_compile import TARGETS
 from ..cases.case import Case
 from ..cases.fp8 import EIGHT_BITS
-from ..cases.inputs import make_inputs
+from ..cases.inputs import Unserved, make_inputs
 from ..cases.registry import IMPLEMENTATIONS, ONE_PASS, PORTABLE
 from .attention import work_from_nothing
 
@@ -41,7 +41,11 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
         mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
         mock.patch.object(dispatch, "on_hopper", lambda device: True),
     ):
-        work_from_nothing(here, ours.prepare(here, inputs), inputs)()
+        try:
+            work_from_nothing(here, ours.prepare(here, inputs), inputs)()
+        except (Unserved, ValueError) as error:
+            if isinstance(error, ValueError) and "cannot serve this call" not in str(error):
+                raise
 
 
 def small(case: Case) -> Case:
@@ -79,6 +83,8 @@ class Ahead:
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
             for case in cases if self._arch in TARGETS else ():
                 for name in (i.name for i in ours if forced or i.why_not(case) is None):
+                    if "hopper" in name and self._arch != "sm_90":
+                        continue
                     call = (small(case), name, repr(forced))
                     if call not in self._started:
                         # Quantisation to 8 bits computes on inputs: it gets the smaller case.

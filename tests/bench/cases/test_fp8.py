@@ -11,7 +11,8 @@ from fastattn.bench.cases.case import Case
 from fastattn.bench.cases.correctness import expect
 from fastattn.bench.cases.fp8 import EIGHT_BITS
 from fastattn.bench.cases.inputs import make_inputs
-from fastattn.bench.time.attention import prepare
+from fastattn.bench.time.attention import prepare, run_case
+from fastattn.bench.time.samples import Bench, HostTimer
 from fastattn.kernels.hopper import forward
 from fastattn.ops import fp8
 
@@ -28,15 +29,18 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @BOTH
-def test_says_what_it_does_not_serve(kind, monkeypatch):
-    assert "compute capability 9.0" in kind.serves(CASE)
-    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
+def test_says_what_it_does_not_serve(kind, emulated):
     assert kind.serves(CASE) is None
-    assert "no backward" in kind.serves(replace(CASE, direction="forward_backward"))
-    assert "decoding" in kind.serves(replace(CASE, family="decode"))
-    assert "key_padding_mask" in kind.serves(replace(CASE, lengths=(130, 7), padding_side="left"))
-    assert "out_dtype is float32" in kind.serves(replace(CASE, dtype="float32"))
-    assert "head dim 80" in kind.serves(replace(CASE, D=80))
+    for change in (
+        {"direction": "forward_backward"},
+        {"family": "decode"},
+        {"lengths": (130, 7), "padding_side": "left"},
+        {"option": "alibi_slopes"},
+        {"D": 80},
+    ):
+        assert "only" in kind.serves(replace(CASE, **change))
+    (record,) = run_case(replace(CASE, dtype="float32"), [kind], Bench(HostTimer()))
+    assert record["status"] == "cannot serve" and "out_dtype is float32" in record["reason"]
 
 
 @BOTH

@@ -177,21 +177,19 @@ def test_triton_passes_the_check(name, device, monkeypatch):
     assert why_not == (None if name == PORTABLE else "it has the forward of fastattn-triton")
 
 
-def test_hopper_kernels_are_asked_what_they_serve(monkeypatch):
-    hopper, one_pass = BY_NAME["fastattn-hopper"], BY_NAME["fastattn-hopper-one-pass"]
-    case = replace(CASE, device="cuda", dtype="bfloat16", D=64)
-    assert "compute capability 9.0" in hopper.serves(replace(case, device="cpu"))
+def test_hopper_kernels_say_what_they_do_not_serve(monkeypatch):
+    """In a case without a backward, of another head dim, in decoding, and in one pass."""
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
-    assert hopper.serves(case) is None
-    assert "head dim 84" in hopper.serves(replace(case, D=84))
-    assert "decoding" in hopper.serves(replace(case, family="decode"))
-    padded = replace(case, lengths=(16, 5), padding_side="left")
-    assert hopper.serves(padded) is None
-    assert one_pass.serves(case) == "it has the forward of fastattn-hopper"
-    trained = replace(BACKWARD, device="cuda", dtype="bfloat16", D=128)
-    wide = replace(trained, D=256)
-    assert (one_pass.serves(trained), hopper.serves(wide)) == (None, None)
-    assert one_pass.serves(wide) == "dK and dV of head dim 256 take a kernel each"
+    hopper, one_pass = BY_NAME["fastattn-hopper"], BY_NAME["fastattn-hopper-one-pass"]
+    case = replace(CASE, dtype="bfloat16", D=84)
+    (record,) = run_case(case, [hopper], BENCH)
+    assert record["status"] == "cannot serve" and "head dim 84" in record["reason"]
+    assert "decoding" in hopper.why_not(replace(case, family="decode"))
+    assert one_pass.why_not(case) == "it has the forward of fastattn-hopper"
+    wide = replace(BACKWARD, dtype="bfloat16", D=256)
+    with pytest.raises(Unserved, match="dK and dV of head dim 256 take a kernel each"):
+        one_pass.prepare(wide, make_inputs(wide))
+    one_pass.prepare(replace(wide, D=128), make_inputs(replace(wide, D=128)))
 
 
 def test_every_implementation_answers_for_every_case():
