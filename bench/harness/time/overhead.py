@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 from unittest import mock
 
 import torch
@@ -81,11 +81,11 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
     return functions
 
 
-Call: TypeAlias = tuple[Callable[..., Any], list[Tensor]]
+Call = tuple[Callable[..., Any], list[Tensor]]
 
 
-def _dense(device: str, **options: Tensor) -> Call:
-    on_device = {name: x.to(device) for name, x in options.items()}
+def _dense(device: str, options: Mapping[str, Tensor] | None = None) -> Call:
+    on_device = {name: x.to(device) for name, x in (options or {}).items()}
     tensors = [torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
     return partial(attend.attention, causal=True, backend="triton", **on_device), tensors
 
@@ -119,17 +119,18 @@ def _autocast(device: str) -> Call:
     return cast, tensors
 
 
+_OPTIONS = {
+    "key_lengths": torch.tensor([60]),
+    "sinks": torch.zeros(_SHAPE[1]),
+    "alibi_slopes": torch.ones(_SHAPE[1]),
+    "attn_bias": torch.zeros(_SHAPE[2], _SHAPE[2]),
+    "key_padding_mask": torch.ones(1, _SHAPE[2], dtype=torch.bool),
+    "documents": torch.zeros(1, 64, dtype=torch.int32),
+}
 # By their arguments other than q, k and v.
 ROWS: dict[str, Callable[[str], Call]] = {
     "plain": _dense,
-    "key_lengths": lambda device: _dense(device, key_lengths=torch.tensor([60])),
-    "sinks": lambda device: _dense(device, sinks=torch.zeros(_SHAPE[1])),
-    "alibi_slopes": lambda device: _dense(device, alibi_slopes=torch.ones(_SHAPE[1])),
-    "attn_bias": lambda device: _dense(device, attn_bias=torch.zeros(_SHAPE[2], _SHAPE[2])),
-    "key_padding_mask": lambda device: _dense(
-        device, key_padding_mask=torch.ones(1, _SHAPE[2], dtype=torch.bool)
-    ),
-    "documents": lambda device: _dense(device, documents=torch.zeros(1, 64, dtype=torch.int32)),
+    **{name: partial(_dense, options={name: x}) for name, x in _OPTIONS.items()},
     "autocast": _autocast,
     "packed": _packed,
     "decode": partial(_decode, paged=False),

@@ -17,7 +17,7 @@ from fastattn.bench.time.failures import LOST
 from fastattn.bench.time.measure import serve
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
 from fastattn.bench.tune import trial, tune
-from fastattn.bench.tune.plan import Candidate, Choice, Gpu, Verification, tile_candidate
+from fastattn.bench.tune.plan import Choice, Gpu, Verification, tile_candidate
 from fastattn.bench.tune.tune import Tuner, verification
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
@@ -187,33 +187,34 @@ def test_the_fastest_tile_is_found_and_forced_for_its_kernel_alone(kernel, run_o
 
 
 @pytest.mark.parametrize(
-    ("change", "refused", "text", "stored"),
+    ("of_b", "refused", "text", "stored"),
     [
         # The shipped tile is stored as measured, and as what stays.
         (
-            {("forward", B): 2.95, ("forward", C): 9.0},
-            (),
-            "(32, 16, 4, 1) stays: nothing else saves more than 3 %",
+            2.95,
+            C,
+            f"{NAMES[A]} stays: nothing else saves more than 3 %",
             {"BLOCK_M": 32, "gain": 0.0, "ms": 3.0, "ms_shipped": 3.0},
         ),
         (
-            {},
-            (NAMES[B],),
-            "(16, 16, 4, 1) in place of (32, 16, 4, 1): 33.3 % less time",
+            1.0,
+            B,
+            f"{NAMES[C]} in place of {NAMES[A]}: 33.3 % less time",
             {"BLOCK_N": 16, "ms_shipped": 3.0},
         ),
         # Where the shipped tile does not run, the fastest other one does.
         (
-            {},
-            (NAMES[A],),
-            "(16, 32, 4, 1) in place of (32, 16, 4, 1): does not compile: no",
+            1.0,
+            A,
+            f"{NAMES[B]} in place of {NAMES[A]}: does not compile: no",
             {"BLOCK_M": 16, "gain": 1.0},
         ),
-        ({}, NAMES.values(), "nothing was compared: does not compile: no", None),
+        (1.0, None, "nothing was compared: does not compile: no", None),
     ],
 )
-def test_what_is_surely_faster_wins(change, refused, text, stored, run_of, prepares):
-    run = run_of(TIMES | change, refused)
+def test_what_is_surely_faster_wins(of_b, refused, text, stored, run_of, prepares):
+    refused = [NAMES[refused]] if refused else list(NAMES.values())
+    run = run_of(TIMES | {("forward", B): of_b}, refused)
     (record,) = run.run(choice())
     assert record["text"] == text
     assert [x.get("reason") for x in record["tried"]] == [
@@ -222,17 +223,6 @@ def test_what_is_surely_faster_wins(change, refused, text, stored, run_of, prepa
     rows = run.store.read("tiles")
     assert [row.items() >= stored.items() for row in rows] == [True] if stored else rows == []
     assert not rows or ("ms_shipped" in rows[0]) == (NAMES[A] not in refused)
-
-
-def test_a_tile_that_won_is_in_use_where_backends_are_compared(run_of, prepares):
-    """Its own time is that of the backend then."""
-    names = ("triton", "torch")
-    made = [Candidate(name, f"fastattn-{name}", {}, {"backend": name}) for name in names]
-    key = {"direction": "forward", "dtype": "float32", "head_dim": 64, "causal": True}
-    backends = Choice("backends", {**key, "waves": "few"}, (FORWARD,), tuple(made))
-    run = run_of(TIMES)
-    run.run(choice(), backends)
-    assert run.store.read("backends")[0]["ms"]["triton"] == 1.0
 
 
 def wrong(implementation, case, inputs, expected):
@@ -249,9 +239,11 @@ def replaced(*arguments):
 
 @pytest.mark.parametrize(
     ("before", "reason"),
-    [(wrong, "o: error 1 exceeds the budget 0"),
-     (replaced, "RuntimeError: a kernel of it does not compile here")],
-)  # fmt: skip
+    [
+        (wrong, "o: error 1 exceeds the budget 0"),
+        (replaced, "RuntimeError: a kernel of it does not compile here"),
+    ],
+)
 def test_what_computes_something_else_or_elsewhere_is_not_timed(before, reason, run_of, prepares):
     prepares(before)
     run = run_of(TIMES)
@@ -315,38 +307,37 @@ def test_who_loses_the_device_is_named_and_not_tried_in_the_next_process(
     assert third["row"]["BLOCK_N"] == B.BLOCK_N
 
 
-def child(command, environment):
-    """`tune.run` with what `tune` gives it."""
-    assert tune.__name__ in command[2] and environment["PYTHONSAFEPATH"] == "1"
-    settings = json.loads(command[3])
-    return FakeChild(lambda tell, requests: tune.run(tell=tell, requests=requests, **settings))
-
-
 def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monkeypatch):
     """A made-up GPU with one step to verify and one choice.
 
     Earlier findings count for nothing meanwhile, and are read again afterwards.
     """
-    cuda = {"is_available": True, "current_device": 0, "set_device": None}
-    for name, value in {**cuda, "device": contextlib.nullcontext()}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    gpu = Gpu("an unknown architecture", 2**16, 4, hopper=False)
+
+    def child(command, environment):
+        """`tune.run` with what `tune` gives it."""
+        assert tune.__name__ in command[2] and environment["PYTHONSAFEPATH"] == "1"
+        settings = json.loads(command[3])
+        return FakeChild(lambda tell, requests: tune.run(tell=tell, requests=requests, **settings))
+
     run = run_of(TIMES)
+    key = {"backend": "triton", "dtype": "float32", "head_dim": 64}
     for module, name, value in (
+        (torch.cuda, "is_available", True),
+        (torch.cuda, "current_device", 0),
+        (torch.cuda, "set_device", None),
+        (torch.cuda, "device", contextlib.nullcontext()),
         (dispatch, "on_hopper", False),
-        (tune, "gpu_of", gpu),
+        (tune, "gpu_of", Gpu("an unknown architecture", 2**16, 4, hopper=False)),
         (tune, "environment", HERE),
         (tune, "gpu_bench", run.bench),
         (tune, "Ahead", run.ahead),
+        (tune, "steps", [VERIFY, choice()]),
+        (choices, "applies", True),
+        (choices, "read", {"passes": [{**key, "passes": "two", "date": "2000-01-01"}]}),
     ):
-        monkeypatch.setattr(module, name, lambda _, value=value: value)
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
     monkeypatch.setattr(tune, "ChildProcess", child)
-    monkeypatch.setattr(tune, "steps", lambda shapes, gpu: [VERIFY, choice()])
     device = torch.device("cuda", 0)
-    key = {"backend": "triton", "dtype": "float32", "head_dim": 64}
-    rows = {"passes": [{**key, "passes": "two", "date": "2000-01-01"}]}
-    monkeypatch.setattr(choices, "applies", lambda device: True)
-    monkeypatch.setattr(choices, "read", lambda device: rows)
     assert choices.choices(device).passes
 
     def verify(*arguments, **options):
@@ -356,25 +347,21 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
     monkeypatch.setattr(verification, "run", verify)
     shown = []
     actual = tune.tune(seconds=100, folder=tmp_path, show=shown.append)
-    assert actual.steps == [
-        tune.Record(VERIFY.name, "done", "all right"), tune.Record(choice().name, "done", WINS),
-    ]  # fmt: skip
+    texts = {VERIFY.name: "all right", choice().name: WINS}
+    assert actual.steps == [tune.Record(name, "done", text) for name, text in texts.items()]
     assert run.verified == [(("triton",), ["forward", "backward"], ("float32",), True)]
     (row,) = run.store.read("tiles")
     assert (row["BLOCK_M"], row["arch"]) == (16, "an unknown architecture")
     assert actual.rows[0][1].items() <= row.items() and len(actual.tried) == 3
     assert actual.folder == run.store.folder
-    assert [(p.number, p.steps, p.text) for p in shown if p.done] == [
-        (1, 2, "all right"),
-        (2, 2, WINS),
-    ]
+    done = [(p.number, p.steps, p.text) for p in shown if p.done]
+    assert done == [(1, 2, "all right"), (2, 2, WINS)]
     assert "1 of 3; best so far (32, 16, 4, 1) 3 ms, 0.0 % less" in [p.text for p in shown]
     assert choices.choices(device).passes
     choices.forget()
-    # Another run knows what is right.
+    # Another run knows what is right, and one without time does nothing.
     tune.tune(seconds=100, folder=tmp_path)
     assert run.verified[1][1] == []
-    # And one without time does nothing.
     nothing = tune.tune(seconds=0, folder=tmp_path)
     assert {step.status for step in nothing.steps} == {"not reached"} and not nothing.rows
 
