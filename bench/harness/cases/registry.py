@@ -7,6 +7,7 @@ q, k, v to o. Masks, packing and compilation are outside the timer.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,8 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
             return _decode(case, inputs, backend)
         arguments = {"causal": case.causal, "window": case.window, **inputs.arguments()}
         if backend == "hopper" and not deterministic:
-            options = Options(causal=case.causal, **inputs.option)
+            given: dict[str, Any] = {"causal": case.causal, **inputs.option}
+            options = Options(**given)
             if (why_not := ops.why_not_one_pass_on_hopper(inputs.q, inputs.k, options)) is not None:
                 raise Unserved(why_not)
 

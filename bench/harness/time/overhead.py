@@ -44,7 +44,8 @@ def host_costs(functions: Mapping[str, Function], rounds: int = 20) -> dict[str,
 
     Other load only adds time.
     """
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    on_gpu = torch.cuda.is_available()
+    synchronize: Function = torch.cuda.synchronize if on_gpu else lambda: None
     least = dict.fromkeys(functions, math.inf)
     for _ in range(rounds):
         for name, call in functions.items():
