@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +47,11 @@ def compilations(launches: list[str], sizes: list[dict[str, int]]) -> list[int]:
             kernel.device_caches.clear()
     launch_memo.forget()
 
-    def every(**options: int) -> None:
+    def every(options: dict[str, int]) -> None:
         for name, *arguments in map(words, launches):
             run(name, arguments, **options)
 
-    return [count_compilations(lambda options=options: every(**options)) for options in sizes]
+    return [count_compilations(partial(every, options)) for options in sizes]
 
 
 def read(path: Path) -> tuple[list[Case], list[Case]]:

@@ -104,19 +104,18 @@ def fp8(B: int, T: int, **options: Any) -> None:
     codes, scales = zip(
         *(fastattn.quantize_fp8(random(B, H, T, 64)) for H in (4, 2, 2)), strict=True
     )
-    by_name = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    fastattn.attention_fp8(*codes, **by_name, causal=True, **options)
+    fastattn.attention_fp8(*codes, **by_name(scales), causal=True, **options)
 
 
 def packed_fp8(B: int, T: int, **options: Any) -> None:
     offsets = torch.arange(0, B * T + 1, T, device="cuda", dtype=torch.int32)
-    codes, scales = zip(
-        *(
-            fastattn.quantize_fp8(random(B * T, H, 64), cu_seqlens=offsets) for H in (4, 2, 2)
-        ), strict=True
-    )  # fmt: skip
-    by_name = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    fastattn.attention_varlen_fp8(*codes, offsets, **by_name, causal=True, **options)
+    rows = (random(B * T, H, 64) for H in (4, 2, 2))
+    codes, scales = zip(*(fastattn.quantize_fp8(x, cu_seqlens=offsets) for x in rows), strict=True)
+    fastattn.attention_varlen_fp8(*codes, offsets, **by_name(scales), causal=True, **options)
+
+
+def by_name(scales: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
 
 
 def merged(B: int, T: int) -> None:

@@ -313,10 +313,11 @@ def other_calls() -> Calls:
     return {
         "attention_statistics": lambda: fastattn.attention_statistics(q, k, causal=True, top=4),
         "attention_weights": lambda: fastattn.attention_weights(q, k, causal=True),
-        "attention_fp8": lambda: fp8(B, T),
-        "attention_fp8 hopper": lambda: fp8(B, T, backend="hopper"),
-        "attention_varlen_fp8": lambda: packed_fp8(B, T),
-        "attention_varlen_fp8 hopper": lambda: packed_fp8(B, T, backend="hopper"),
+        **{
+            f"{name} {backend}": partial(call, B, T, backend=backend)
+            for name, call in {"attention_fp8": fp8, "attention_varlen_fp8": packed_fp8}.items()
+            for backend in ("auto", "hopper")
+        },
         "quantize_fp8": lambda: fastattn.quantize_fp8(k, ones(B)),
         "pack_values": lambda: fastattn.pack_values(fastattn.quantize_fp8(k)[0]),
     }

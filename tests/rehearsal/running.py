@@ -1,6 +1,8 @@
 """Actions of models on a GPU alone: autocast and its scaler, resuming, graphs, events."""
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,14 @@ def calls() -> None:
         stage.play("Trainer, resumed", lambda: resume(out))
         stage.play("time_training_steps", time_steps)
         model = small_model().to(torch.bfloat16).eval()
-        stage.play("generate", lambda: list(generate_tokens(model, [1, 2, 3], 4)))
-        stage.play(
-            "generate, graph",
-            lambda: with_graph(lambda: list(generate_tokens(model, [1, 2, 3], 4, cuda_graph=True))),
-        )
-        stage.play(
-            "generate a batch, graph",
-            lambda: with_graph(lambda: generate_batch(model, [[1, 2, 3], [4]], 4, cuda_graph=True)),
-        )
-        stage.play("Engine", lambda: serve(model))
-        stage.play("Engine, graph", lambda: with_graph(lambda: serve(model, cuda_graph=True)))
+        of_model: dict[str, Callable[..., object]] = {
+            "generate": lambda **how: list(generate_tokens(model, [1, 2, 3], 4, **how)),
+            "generate a batch": lambda **how: generate_batch(model, [[1, 2, 3], [4]], 4, **how),
+            "Engine": lambda **how: serve(model, **how),
+        }
+        for name, call in of_model.items():
+            stage.play(name, call)
+            stage.play(f"{name}, graph", partial(with_graph, partial(call, cuda_graph=True)))
         stage.play("events", time_attention)
         stage.play("environment", environment.collect, launches=False)
 
@@ -79,14 +78,8 @@ def resume(out: Path) -> None:
 
 
 def time_steps() -> None:
-    timing = time_training_steps(
-        GPTConfig(vocab_size=64, **MODEL),
-        batch_size=2,
-        backend="triton",
-        device="cuda",
-        steps=2,
-        warm_up=1,
-    )
+    how = {"batch_size": 2, "backend": "triton", "device": "cuda", "steps": 2, "warm_up": 1}
+    timing = time_training_steps(GPTConfig(vocab_size=64, **MODEL), **how)
     assert timing.mfu is not None and timing.peak_mib is not None
 
 
