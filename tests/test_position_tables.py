@@ -59,7 +59,3 @@ def test_document_ids() -> None:
     assert fastattn.document_ids(starts, 7).tolist() == [[0, 0, 2, 2, 2, -1, -1]]
     assert fastattn.document_ids(torch.tensor([0]), 2).tolist() == [[-1, -1]]
     assert fastattn.document_ids(torch.tensor([0, 0]), 0).shape == (1, 0)
-
-
-slopes, ids, bias = fastattn.alibi_slopes, fastattn.document_ids, fastattn.t5_relative_bias
-table = torch.zeros(8, 1)

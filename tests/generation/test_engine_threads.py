@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
-import torch
 from small_gpt import make_gpt
 
 from fastattn.generation import Engine, Sampling, generate_tokens
@@ -132,17 +131,6 @@ def test_any_thread_cancels_during_a_step(waits, engine, monkeypatch):
     assert kept.tokens == expected
     engine.forget()
     assert engine.cache.rows == []
-
-
-def test_an_error_in_a_step_ends_its_turn(engine, monkeypatch):
-    engine.submit([1, 2, 3], 5, sampling=GREEDY)
-    with monkeypatch.context() as patch:
-        scores = torch.full((1, 1, 20), torch.nan)
-        patch.setattr(engine.model, "forward", lambda *arguments, **options: scores)
-        with pytest.raises(FloatingPointError):
-            engine.step()
-    with in_thread("another", engine.step):
-        pass
 
 
 def test_a_step_within_a_step_is_refused(engine, monkeypatch):

@@ -55,25 +55,6 @@ def test_a_draft_model_like_the_model_is_always_accepted():
     assert got == list(generate_tokens(model, [1], 41, sampling=sampling))
 
 
-def test_both_models_hold_the_text_as_it_is():
-    """Whatever was drafted and taken back."""
-    model, draft = make_gpt(context=64), make_gpt(context=64, num_layers=1)
-    sampling = Sampling(temperature=2.0)
-    request = make_request(model, [1, 2, 3], 50, sampling=sampling, seed=0)
-    tally = Tally()
-    decoder = SpeculativeDecoder(model, draft, request, 4, tally)
-    while not request.done:
-        decoder.step()
-        text = [1, 2, 3, *request.tokens]
-        both = (decoder._model, decoder._unread), (decoder._draft, decoder._draft_unread)
-        for chain, unread in both:
-            window = chain._window
-            assert text == window._readings[0].tokens + unread
-            lengths = [cache.uniform_length for cache in window.caches]
-            assert lengths == window.held * len(window.caches)
-    assert 10 < tally.accepted < tally.drafted - 10
-
-
 @pytest.mark.parametrize("options", [{"positions": "rotary", "num_kv_heads": 1}, {"sinks": True}])
 def test_the_accepted_path_of_a_tree_is_what_the_caches_hold(options):
     """Keys and values as of a text that was read at once, whichever branch each token came from."""
@@ -110,13 +91,6 @@ def test_a_tree_is_accepted_sooner_than_a_chain():
     for drafts, tally in zip((2, (4, 4)), tallies, strict=True):
         list(speculative_tokens(model, draft, [1], 60, drafts=drafts, sampling=GREEDY, tally=tally))
     assert tallies[0].accepted < tallies[1].accepted
-
-
-def test_settings_that_leave_one_token_give_the_models_own():
-    model, draft = make_gpt(), make_gpt(num_layers=1)
-    sampling = Sampling(top_k=1, repetition_penalty=1.7)
-    got = list(speculative_tokens(model, draft, [1, 2], 60, sampling=sampling, seed=0))
-    assert got == list(generate_tokens(model, [1, 2], 60, sampling=sampling, seed=3))
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 2])

@@ -1,27 +1,11 @@
 """Configurations of models: checks, JSON, old files, presets."""
 
-import json
-
 import pytest
 from torch._subclasses import FakeTensorMode
 
 from fastattn.models.encoder import Encoder, EncoderConfig
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPTConfig(5, block="parallel", sparse="merge", window=3, stride=2, label_smoothing=0.1),
-        EncoderConfig(5, positions="transformer_xl", norm="rmsnorm", scoring="dot"),
-        Seq2SeqConfig(5, 6, 7, 8, num_decoder_layers=2, activation="swiglu"),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_config_survives_json(config):
-    assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
 
 # Parameters as published, or counted by the model's own authors' code.
 PRESETS = {

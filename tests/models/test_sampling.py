@@ -5,18 +5,13 @@ import math
 import pytest
 import torch
 
-from fastattn.models.sampling import Sampling, choose_rows, draw, make_generator, uniform
+from fastattn.models.sampling import Sampling, choose_rows, draw, make_generator
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, -2.0, 5.0, 1.0, 1.0]])
 
 
 def test_greedy_takes_the_first_highest():
     assert Sampling(greedy=True, top_k=1).choose(LOGITS).tolist() == [1, 2]
-
-
-def test_temperature_divides_the_scores():
-    assert torch.equal(Sampling(temperature=0.5).filter(LOGITS), LOGITS * 2)
-    assert torch.equal(Sampling().filter(LOGITS.bfloat16()), LOGITS)
 
 
 def test_top_k_keeps_the_highest_and_their_equals():
@@ -81,14 +76,6 @@ def test_a_repetition_penalty_lowers_scores_of_either_sign():
     assert torch.equal(Sampling().filter(LOGITS, seen), LOGITS)
 
 
-def test_a_repetition_penalty_acts_on_greedy_choices_too():
-    sampling = Sampling(greedy=True, repetition_penalty=2.0)
-    seen = torch.tensor([[False, True, False, False, False]] * 2)
-    assert sampling.choose(LOGITS, seen=seen).tolist() == [3, 2]
-    assert sampling.probabilities(LOGITS, seen).argmax(-1).tolist() == [3, 2]
-    assert sampling.probabilities(LOGITS, seen).sum(-1).tolist() == [1.0, 1.0]
-
-
 def test_a_draw_inverts_the_distribution():
     probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).expand(6, 5)
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.9999, 1 - 2**-53], dtype=torch.float64)
@@ -122,9 +109,3 @@ def test_rows_are_chosen_each_by_its_own_settings():
         mask = None if seen[row] is None else seen[row][None]
         alone = setting.choose(logits[row : row + 1], make_generator(row), mask)
         assert [got[row]] == alone.tolist()
-
-
-def test_a_generator_stands_for_a_seed():
-    first, second = (uniform(3, make_generator(4)) for _ in range(2))
-    assert torch.equal(first, second)
-    assert make_generator(None) is None

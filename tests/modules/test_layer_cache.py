@@ -6,21 +6,8 @@ from naive_layers import WIDTH, exact_and_naive, make_layer
 
 from fastattn import KVCache, PagedKVCache
 from fastattn.generation.paged import layers_of
-from fastattn.modules import layer_cache, projection, self_attention
-from fastattn.modules.layer_cache import decodes
+from fastattn.modules import projection, self_attention
 from fastattn.testing import assert_within_budget
-
-
-def test_few_queries_and_caches_that_hold_no_plain_keys_are_decoded() -> None:
-    plain, ring = KVCache(1, 1, 9, 8), KVCache(1, 1, 9, 8, window=4)
-    codes = KVCache(1, 1, 9, 8, quantize="int8")
-    assert not decodes(1, plain), "grad mode is on"
-    with torch.no_grad():
-        assert decodes(layer_cache._FEW_ROWS, plain)
-        assert not decodes(layer_cache._FEW_ROWS + 1, plain)
-        assert decodes(1000, ring)
-        assert decodes(1000, codes)
-        assert not decodes(1, object())
 
 
 @pytest.fixture

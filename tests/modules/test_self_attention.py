@@ -298,17 +298,3 @@ def test_a_meta_layer_is_materialised_and_copies_are_independent():
         twin.out_proj.weight.zero_()
     assert torch.equal(assigned(x), layer(x)) and torch.equal(empty(x), layer(x))
     assert not twin(x).any()
-
-
-def test_repr_names_what_was_chosen():
-    layer = CausalGQAttention(WIDTH, attention_dropout=0.1, dropout=0.2, scale=2, **ALL_SCORES)
-    assert layer.extra_repr() == (
-        "embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, rotary='half', rotary_base=10000, "
-        "rotary_dim=8, window=4, keep_first=1, qk_norm=True, alibi=True, relative_bias=6, "
-        "relative_max_distance=10, softcap=2.0, sinks=True, output_gate='element', dropout=0.2, "
-        "attention_dropout=0.1, scale=2"
-    )
-    layer = CausalGQAttention(WIDTH, 4, backend="torch")
-    assert layer.extra_repr() == (
-        "embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, backend='torch'"
-    )

@@ -23,17 +23,6 @@ COUNTED_FROM_QUERIES = {
 }
 
 
-@pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
-def test_steps_with_a_cache_equal_the_full_forward(kwargs, device):
-    layer = make_layer(device, **kwargs)
-    x = torch.randn(2, 12, WIDTH, device=device)
-    cache = layer.new_cache(2, 12)
-    with torch.no_grad():
-        steps = [layer(part, cache=cache) for part in x.split([5, 1, 3, 1, 2], dim=1)]
-    assert cache.uniform_length == 12
-    assert_within_budget("output", torch.cat(steps, dim=1), *exact_and_naive(layer, x))
-
-
 def run_ragged(layer: CausalGQAttention, x: Tensor, plan: list[tuple[int, list[int]]]) -> None:
     """Feed rows of x right-padded with NaN, counts[b] tokens a step, and check each row's output.
 

@@ -4,15 +4,12 @@ import json
 
 import pytest
 import tokenizers
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattn.generation.text import TextStream, encode_prompt
-from fastattn.training.data.rows import pad
 from fastattn.training.tokenizers import (
     BPETokenizer,
-    CharacterTokenizer,
     PieceTokenizer,
     TokenizerError,
     from_json,
@@ -26,13 +23,6 @@ TEXT = "the cat sat on the mat; the cat ate the rat.\n" * 20 + "Größe: 3 €, 
 @pytest.fixture(scope="module")
 def bpe() -> BPETokenizer:
     return BPETokenizer.train(TEXT, 280)
-
-
-def test_characters_are_numbered_by_code_point():
-    tokenizer = CharacterTokenizer("cab€a")
-    assert tokenizer.vocab_size == 4
-    assert tokenizer.encode("abc€") == [0, 1, 2, 3]
-    assert tokenizer.decode([3, 0]) == "€a"
 
 
 def test_bpe_has_merged_what_is_frequent(bpe):
@@ -63,16 +53,6 @@ def test_long_texts_are_encoded_in_pieces_cut_at_line_breaks(bpe, monkeypatch):
     assert bpe.encode(TEXT) == whole
     unbroken = "x" * 250
     assert bpe.decode(bpe.encode(unbroken)) == unbroken
-
-
-@pytest.mark.parametrize("kind", ["char", "bpe"])
-def test_a_saved_tokenizer_is_the_same(kind, tmp_path):
-    tokenizer = train_tokenizer(kind, TEXT, vocab_size=280)
-    tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    assert type(loaded) is type(tokenizer)
-    assert loaded.decode(tokenizer.encode(TEXT)) == TEXT
-    assert loaded.to_json() == train_tokenizer(kind, TEXT, vocab_size=280).to_json(), "repeatable"
 
 
 def test_bpe_file_is_hugging_faces_own(bpe, tmp_path):
@@ -227,13 +207,6 @@ def test_gpt2_s_two_files_are_read_from_their_folder(tmp_path):
     assert tokenizer.encode(WORDS) == plain.encode(WORDS)
     assert tokenizer.special_id("begin") == tokenizer.special_id("end") == 280
     assert tokenizer.encode("cat<|endoftext|>")[-1] == 280
-
-
-def test_padding_gives_lengths():
-    padded = pad([[5, 6, 7], [8], []], 0)
-    assert padded.tokens.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
-    assert padded.lengths.tolist() == [3, 1, 0]
-    assert padded.tokens.dtype == padded.lengths.dtype == torch.int64
 
 
 @pytest.mark.parametrize("kind", KINDS)

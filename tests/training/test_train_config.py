@@ -1,7 +1,5 @@
 """`TrainConfig`: its checks, the learning rate at each step, the device; kinds of runs."""
 
-import json
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -9,8 +7,7 @@ import torch
 
 from fastattn.cli import train as cli_train
 from fastattn.models import model_config as model_config
-from fastattn.training.checkpoint import kind_of
-from fastattn.training.tasks.kinds import KINDS, find_kind
+from fastattn.training.tasks.kinds import KINDS
 from fastattn.training.train_config import TrainConfig, resolve_device
 
 
@@ -41,25 +38,9 @@ def test_wrong_devices_are_named(monkeypatch):
     assert TrainConfig().resolve_dtype(torch.device("cpu")) == torch.float32
 
 
-def test_config_survives_json():
-    config = TrainConfig(steps=3, min_learning_rate=1e-5, dtype="bfloat16")
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
 def test_choices_are_those_of_the_models():
     assert set(cli_train.CHOICES) == set(model_config._CHOICES)
     for name, kind in model_config._CHOICES.items():
         assert cli_train.CHOICES[name] == get_args(kind), name
     assert {kind.model for kind in KINDS.values()} == set(cli_train.MODELS)
     assert {kind.task for kind in KINDS.values()} == set(cli_train.TASKS)
-
-
-def test_kinds_are_found_by_model_and_task():
-    assert find_kind().name == "gpt"
-    assert find_kind("encoder").name == "tagger"
-    assert find_kind(task="masked").name == "masked"
-    assert find_kind("seq2seq", "translation").name == "seq2seq"
-
-
-def test_a_checkpoint_that_names_no_kind_is_a_gpt():
-    assert kind_of(SimpleNamespace(config={})).name == "gpt"
