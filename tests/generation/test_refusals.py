@@ -40,8 +40,8 @@ def engine(**change: Any) -> Engine:
     return Engine(MODEL, num_pages=4, **change)
 
 
-def drafted(draft: Any = MODEL, **change: Any) -> list[int]:
-    return list(speculative.speculative_tokens(MODEL, draft, [1], 1, **change))
+def drafted(draft: Any = MODEL, model: Any = MODEL, **change: Any) -> list[int]:
+    return list(speculative.speculative_tokens(model, draft, [1], 1, **change))
 
 
 def translated(source: Any = PADDED[:, :2], model: Any = PAIR, **change: Any) -> Any:

@@ -160,21 +160,3 @@ def test_end_tokens_and_stop_strings_end_the_text():
     stop = text[20:23]
     pieces = speculative_text(model, draft, tokenizer, "b", 60, sampling=GREEDY, stop=[stop])
     assert "".join(pieces) == text[: text.index(stop)]
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"window": 5}, "window=5"),
-        ({"positions": "alibi"}, "positions='alibi'"),
-        ({"positions": "content"}, "positions='content'"),
-        ({"scoring": "additive"}, "scoring='additive'"),
-    ],
-)
-def test_a_tree_is_refused_where_slots_do_not_tell_distances(options, named):
-    for pair in ((make_gpt(**options), make_gpt()), (make_gpt(), make_gpt(**options))):
-        with pytest.raises(
-            ValueError, match=f"drafts must be one number, .* got a tree for {named}"
-        ):
-            next(speculative_tokens(*pair, [1], 1, drafts=(2, 1)))
-        assert len(list(speculative_tokens(*pair, [1], 3, drafts=2))) == 3

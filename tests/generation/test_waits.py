@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from fastattn.generation import Engine, Sampling
 from fastattn.generation.generate import Batch
 from fastattn.generation.request import make_request
-from fastattn.models.sampling import choose_rows
 from fastattn.torch_backend import paged
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -79,11 +78,3 @@ def test_an_engine_reads_from_the_device_once_a_pass(monkeypatch):
         for _ in engine.run():
             pass
     assert reads.names == ["tolist"] * len(passes)
-
-
-def test_scores_that_are_not_finite_are_found_with_the_tokens():
-    logits = torch.zeros(3, 5)
-    assert len(choose_rows(logits, SETTINGS, [None] * 3)) == 3
-    logits[1, 2] = torch.nan
-    with pytest.raises(FloatingPointError, match="not finite"):
-        choose_rows(logits, SETTINGS, [None] * 3)

@@ -124,14 +124,3 @@ def test_dropout_acts_in_training_alone(place):
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
-
-
-@torch.no_grad()
-def test_a_full_cache_is_named_and_left_as_it_was():
-    model = make_model()
-    tokens = torch.randint(11, (2, 8))
-    cache = model.new_cache(2, 10)
-    model(tokens, cache=cache)
-    with pytest.raises(ValueError, match="it holds 8 of 10 tokens a row, got T=3 more"):
-        model(tokens[:, :3], cache=cache)
-    assert [layer.uniform_length for layer in cache] == [8, 8]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import KVCache, LatentCache, MultiheadLatentAttention
+from fastattn import MultiheadLatentAttention
 from fastattn.rotary_scaling import YarnScaling
 from fastattn.testing import assert_within_budget
 from fastattn.testing.inputs import draw
@@ -151,27 +151,3 @@ def test_who_calls_the_absorbed_form(monkeypatch: pytest.MonkeyPatch) -> None:
         layer(x[:, :1], cache=cache)
     layer(x)
     assert called == [1]
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: make(scale=0.0), ValueError, "scale must be positive"),
-        (lambda: make(rotary="pairs"), ValueError, "rotary style must be"),
-        (lambda: make(kv_latent_dim=0), ValueError, "kv_latent_dim must be at least 1, got 0"),
-        (lambda: make()(draw(1, 2, 9)), ValueError, r"x must have shape \[B, T, 32\]"),
-        (
-            lambda: make()(draw(1, 2, WIDTH), cache=LatentCache(1, 4, C, 4)),
-            ValueError,
-            r"cache must hold latents of kv_latent_dim \+ rope_dim = 16 \+ 8 columns, got 16 \+ 4",
-        ),
-        (
-            lambda: make()(draw(1, 2, WIDTH), cache=KVCache(1, 4, 4, C)),
-            TypeError,
-            "cache must be a LatentCache, got .*KVCache",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_named(call: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        call()

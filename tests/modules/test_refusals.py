@@ -7,8 +7,16 @@ import torch
 from naive_layers import make_layer
 from refusals import rows_of, served
 
-from fastattn import CausalGQAttention, CrossGQAttention, GQAttention
+from fastattn import (
+    CausalGQAttention,
+    CrossGQAttention,
+    GQAttention,
+    KVCache,
+    LatentCache,
+    MultiheadLatentAttention,
+)
 from fastattn.models import positions
+from fastattn.modules import sparse
 from fastattn.rotary import rotary_tables
 
 ROWS = rows_of(__file__)
@@ -26,6 +34,11 @@ def both_ways(**change: Any) -> Any:
 
 def causal(**change: Any) -> Any:
     return CausalGQAttention(**{"embed_dim": 32, "num_heads": 4, **change})
+
+
+def latent(**change: Any) -> Any:
+    sizes = {"kv_latent_dim": 16, "nope_dim": 12, "rope_dim": 8, "v_head_dim": 10}
+    return MultiheadLatentAttention(32, 4, **{**sizes, **change})
 
 
 def cross(x: Any = X, memory: Any = MEMORY, **change: Any) -> Any:
@@ -46,10 +59,13 @@ def on_values(**change: Any) -> Any:
     return both_ways(**VALUES)(X, **change)
 
 
-NAMES = vars(positions) | globals()
+NAMES = vars(positions) | vars(sparse) | globals()
+NAMES |= {"KVCache": KVCache, "LatentCache": LatentCache}
 # The others are called by rows with all that they take.
 CHANGED = [
-    name for name in ROWS if name in ("both_ways", "causal", "cross", "forward", "on_values")
+    name
+    for name in ROWS
+    if name in ("both_ways", "causal", "latent", "cross", "forward", "on_values")
 ]
 
 

@@ -37,14 +37,3 @@ def test_with_every_block_a_layer_is_plain_attention() -> None:
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(2, 30, 32)
     torch.testing.assert_close(layer(x), plain(x))
-
-
-def test_messages() -> None:
-    with pytest.raises(TypeError, match=r"MoBAttention takes no window: it chooses keys"):
-        MoBAttention(32, 4, window=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
-        MoBAttention(32, 4, windows=4)
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
-        NativeSparseAttention(32, 4, n=0)
-    with pytest.raises(ValueError, match="x must have shape"):
-        MoBAttention(32, 4)(torch.randn(2, 30, 31))

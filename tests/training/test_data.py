@@ -21,23 +21,6 @@ def test_files_are_joined_in_order(tmp_path):
     assert read_text_files([tmp_path / "b"]) == "two\n"
 
 
-def test_an_unusable_file_is_named(tmp_path):
-    good, empty, blank, binary = (tmp_path / name for name in ("good", "empty", "blank", "binary"))
-    good.write_text("fine")
-    empty.write_bytes(b"")
-    blank.write_bytes(b" \n")
-    binary.write_bytes(b"abc\xffd")
-    for path, message in (
-        (tmp_path / "absent", "cannot read text file .*absent: No such file"),
-        (tmp_path, "cannot read text file .*: Is a directory"),
-        (empty, "text file .*empty is empty"),
-        (blank, "text file .*blank is empty"),
-        (binary, "text file .*binary is not UTF-8: byte 0xff at offset 3"),
-    ):
-        with pytest.raises(DataError, match=message):
-            read_text_files([good, path])
-
-
 def test_dataset_holds_the_text_s_tokens():
     text = "abcdefghij" * 5
     dataset = TextDataset.from_text(text, CharacterTokenizer(text), context_length=8)

@@ -57,8 +57,12 @@ NAMES |= {"Path": Path, "SimpleNamespace": SimpleNamespace}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_refused(name: str) -> None:
-    assert served(ROWS[name], NAMES) == []
+def test_refused(name: str, tmp_path: Path) -> None:
+    def file(content: bytes, name: str = "given") -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    assert served(ROWS[name], {**NAMES, "file": file}) == []
 
 
 def test_what_the_rows_change_is_served() -> None:

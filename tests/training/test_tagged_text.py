@@ -45,21 +45,6 @@ def test_conll_files_are_read_with_places(tmp_path):
     assert tags_of(actual) == ("B-ORG", "B-PER", "O")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("a O\nb\n", r"bad\.conll:2: word 'b' has no tag"),
-        ("-DOCSTART- O\n\n", r"bad\.conll has no word with a tag"),
-        (" \n", r"bad\.conll is empty"),
-    ],
-)
-def test_an_unusable_conll_file_is_named(content, message, tmp_path):
-    path = tmp_path / "bad.conll"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_conll([path])
-
-
 def test_python_s_tokens_are_tagged_line_by_line():
     source = 'def f(x):  # twice\n    return 2 * x + len("a")\n\n\n"""long\ntext"""\n'
     first, second, third = python_sentences(source)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fastattn.training.data import text_pairs as pairs_module
-from fastattn.training.data.text import DataError
 from fastattn.training.data.text_pairs import (
     Pair,
     date_in_words,
@@ -34,24 +33,6 @@ def test_files_of_pairs_are_read_with_places(tmp_path):
         Pair("one", "eins", f"{path}:1"),
         Pair("two words", "zwei Wörter", f"{path}:2"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("a\tb\n\nc\td\n", r"bad\.tsv:2: the line is empty, source TAB target is expected"),
-        ("a\tb\nc\n", r"bad\.tsv:2: source TAB target is expected, got 0 tabulators"),
-        ("a\tb\tc\n", r"bad\.tsv:1: source TAB target is expected, got 2 tabulators"),
-        ("a\tb\nc\t \n", r"bad\.tsv:2: the pair has no target"),
-        ("\tb\n", r"bad\.tsv:1: the pair has no source"),
-        ("", r"bad\.tsv is empty"),
-    ],
-)
-def test_an_unusable_file_of_pairs_is_named(content, message, tmp_path):
-    path = tmp_path / "bad.tsv"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_pairs([path])
 
 
 def test_docstrings_are_paired_with_the_words_of_names(monkeypatch):

@@ -64,31 +64,6 @@ def test_bpe_file_is_hugging_faces_own(bpe, tmp_path):
     assert loaded.decode(loaded.encode("the<|end|>é")) == "the<|end|>é"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", b"{", "is not JSON"),
-        ("tokenizer.json", b"\xff", "is not UTF-8 text"),
-        ("tokenizer.json", b"[]", "neither a character tokenizer nor a Hugging Face one"),
-        ("tokenizer.json", b'{"format": "fastattn-characters"}', "has no text under 'characters'"),
-        ("tokenizer.json", b'{"model": {}}', "cannot be read by Hugging Face tokenizers"),
-        ("tokenizer.json", None, "No such file"),
-        ("vocab.txt", b"[UNK]\na\n\nb\n", "vocab.txt:3: the line is empty, a token is expected"),
-        ("vocab.txt", b"[UNK]\na\nb\na\n", "vocab.txt:4: token 'a' is on line 2 already"),
-        ("vocab.txt", b"a\nb\n", r"vocab.txt has no unknown token, such as \[UNK\] or <unk>"),
-        ("vocab.txt", b"\xff", "vocab.txt is not UTF-8 text"),
-        ("vocab.txt", None, "cannot read vocabulary .*vocab.txt: No such file"),
-    ],
-)
-def test_an_unusable_file_is_named(name, content, message, tmp_path):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(TokenizerError, match=message) as error:
-        load_tokenizer(path)
-    assert str(path) in str(error.value)
-
-
 def test_a_tokenizer_that_is_not_byte_level_is_none_of_bpe(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     with pytest.raises(TokenizerError, match=r"must have a ByteLevel decoder.*got NoneType"):
