@@ -5,11 +5,11 @@ import inspect
 import pytest
 import torch
 from calls_of_flash_attn import offsets, oracle
+from oracles import assert_by_oracle
 
-from fastattn import reference
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import passes
-from fastattn.testing import assert_within_budget, worst_naive
+from fastattn.testing import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -24,20 +24,8 @@ def filled(function, **options):
     return function(**arguments)
 
 
-COMMON = {
-    "dropout_p": 0,
-    "softmax_scale": 0.3,
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "alibi_slopes": None,
-}
-
-
-def gradients_by_oracle(q, k, v, do, dtype, **options):
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    heads = (x.transpose(1, 2) for x in leaves)
-    o = reference.attention(*heads, **options).transpose(1, 2)
-    return torch.autograd.grad(o, leaves, do.to(dtype))
+COMMON = {"dropout_p": 0, "softmax_scale": 0.3, "alibi_slopes": None}
+COMMON |= {"window_size_left": -1, "window_size_right": -1}
 
 
 def test_a_ring_of_two(draw):
@@ -54,11 +42,6 @@ def test_a_ring_of_two(draw):
     o = sum(
         part_o * torch.exp(part_lse - lse).transpose(1, 2)[..., None] for part_o, part_lse in parts
     )
-    options = {"causal": True, "scale": 0.3}
-    exact = oracle(q, k, v, torch.float64, **options)
-    naive = worst_naive(exact, lambda: oracle(q, k, v, q.dtype, **options))
-    assert_within_budget("o", o, exact[0], naive[0])
-    assert_within_budget("lse", lse, exact[1], naive[1])
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for part, causal in ((own, True), (other, False)):
         share, keys, values = (torch.full_like(x, 7.0) for x in (q, k[:, part], v[:, part]))
@@ -71,10 +54,13 @@ def test_a_ring_of_two(draw):
         assert_within_budget("delta", delta, (do.double() * o).sum(-1).transpose(1, 2), naive)
         dq += share
         dk[:, part], dv[:, part] = keys, values
-    exact = gradients_by_oracle(q, k, v, do, torch.float64, **options)
-    naive = worst_naive(exact, lambda: gradients_by_oracle(q, k, v, do, q.dtype, **options))
-    for name, got, *both in zip(("dq", "dk", "dv"), (dq, dk, dv), exact, naive, strict=True):
-        assert_within_budget(name, got, *both)
+
+    def whole(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        o, lse = oracle(*leaves, dtype, causal=True, scale=0.3)
+        return [o, lse, *torch.autograd.grad(o, leaves, do.to(dtype))]
+
+    assert_by_oracle((o, lse, dq, dk, dv), whole, names="o lse dq dk dv")
 
 
 def test_packed(draw, device):

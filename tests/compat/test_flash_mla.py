@@ -1,9 +1,11 @@
 """FlashMLA's call, and flash-attn 3's qv: against sums written out in float64."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from oracles import assert_by_oracle, with_gradients
 from torch import Tensor
 
 from fastattn.compat.flash_attn import version_3
@@ -12,23 +14,24 @@ from fastattn.compat.flash_mla import (
     flash_mla_with_kvcache,
     get_mla_metadata,
 )
-from fastattn.testing import assert_within_budget
 from fastattn.testing.inputs import draw
 
 B, T, H, R, C, S = 2, 2, 3, 8, 16, 4
 LENGTHS = [7, 4]
 
 
-def expected(q: Tensor, rows: list[Tensor], width: int, scale: float, sink: Any = None) -> Any:
+def expected(
+    q: Tensor, rows: list[Tensor], width: int, scale: float, dtype: torch.dtype, sink: Any = None
+) -> Any:
     """o [B, T, H, width] and lse [B, H, T] without the sink, causal; rows: keys [n, D]."""
     outputs, lses = [], []
-    for x, keys in zip(q, rows, strict=True):
+    for x, keys in zip(q.to(dtype), (row.to(dtype) for row in rows), strict=True):
         n = len(keys)
         s = scale * torch.einsum("thd,nd->htn", x, keys)
         s = s.masked_fill(torch.arange(n) > torch.arange(T)[:, None] + n - T, -torch.inf)
         total = s.exp().sum(-1)
         lses.append(total.log())
-        share = total if sink is None else total + sink.exp()[:, None]
+        share = total if sink is None else total + sink.to(dtype).exp()[:, None]
         outputs.append(torch.einsum("htn,nd->thd", s.exp() / share[..., None], keys[:, :width]))
     return torch.stack(outputs), torch.stack(lses)
 
@@ -51,11 +54,7 @@ def test_flash_mla(with_sink: bool, device: str) -> None:
     actual = flash_mla_with_kvcache(
         q, pool, table, lengths, C, plan, splits, softmax_scale=0.2, causal=True, attn_sink=sink
     )
-    wide = None if sink is None else sink.double()
-    ref = expected(q.double(), [x.double() for x in rows], C, 0.2, wide)
-    naive = expected(q, rows, C, 0.2, sink)
-    for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
-        assert_within_budget(name, x, exact, rough)
+    assert_by_oracle(actual, lambda dtype: expected(q, rows, C, 0.2, dtype, sink))
 
 
 def test_flash_mla_names_what_it_does_not_serve(device: str) -> None:
@@ -117,9 +116,7 @@ def test_flash_mla_of_records(
         lse = torch.stack([s.exp().sum(-1).log() for s in scores])
         return o.view(B, T, H, 512), lse.view(B, T, H).transpose(1, 2)
 
-    ref, naive = sums(torch.float64), sums(torch.bfloat16)
-    for name, x, exact, rough in zip(("o", "lse"), actual, ref, naive, strict=True):
-        assert_within_budget(name, x.cpu(), exact, rough)
+    assert_by_oracle((x.cpu() for x in actual), sums, torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -146,9 +143,7 @@ def test_chosen_latents_of_a_prompt(
         weighed = [s.exp() @ kv[n, 0, :C].to(dtype) for s, n in zip(scores, named, strict=True)]
         return torch.stack(weighed) / share[..., None], totals.log()
 
-    ref, naive = sums(torch.float64), sums(torch.float32)
-    for name, x, exact, rough in zip(("o", "lse"), (o, lse), ref, naive, strict=True):
-        assert_within_budget(name, x.cpu(), exact, rough)
+    assert_by_oracle((o.cpu(), lse.cpu()), sums)
     with pytest.raises(ValueError, match=r"kv must have shape \[T_k, 1, D\], got \[9, 2, 24\]"):
         flash_mla_sparse_fwd(q, kv.expand(9, 2, C + R), indices[:, None], 0.2, C)
     with pytest.raises(ValueError, match=r"indices must have shape \[4, 1, 4\]"):
@@ -161,32 +156,22 @@ def test_qv_adds_products_with_the_values(packed: bool, device: str) -> None:
     shapes = ((1, 6, H, R), (1, 6, 1, R), (1, 6, 1, C), (1, 6, H, C))
     tensors = [draw(*shape, seed=n).to(device) for n, shape in enumerate(shapes)]
 
-    def ours(*xs: Tensor) -> Tensor:
-        q, k, v, qv = xs
+    def ours(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> Any:
         if not packed:
             return version_3.flash_attn_func(q, k, v, causal=True, qv=qv)
         starts = torch.tensor([0, 6], dtype=torch.int32, device=device)
-        actual = version_3.flash_attn_varlen_func(
-            q[0], k[0], v[0], starts, starts, 6, 6, causal=True, qv=qv[0]
-        )
-        return actual[None]
+        rows = (q[0], k[0], v[0], starts, starts, 6, 6)
+        return version_3.flash_attn_varlen_func(*rows, causal=True, qv=qv[0])[None]
 
-    def oracle(*xs: Tensor) -> Tensor:
-        q, k, v, qv = xs
+    def oracle(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> Tensor:
         s = torch.einsum("bthd,bnd->bhtn", q, k[:, :, 0])
         s = (s + torch.einsum("bthd,bnd->bhtn", qv, v[:, :, 0])) * (R + C) ** -0.5
         s = s.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
         return torch.einsum("bhtn,bnd->bthd", s.softmax(-1), v[:, :, 0])
 
-    def results(function: Any, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
-        o = function(*leaves)
-        return [o, *torch.autograd.grad(o.square().sum(), leaves)]
-
-    ref, naive = results(oracle, torch.float64), results(oracle, torch.float32)
-    names = ("o", "dq", "dk", "dv", "dqv")
-    for name, x, exact, rough in zip(names, results(ours, torch.float32), ref, naive, strict=True):
-        assert_within_budget(name, x, exact, rough)
+    actual = with_gradients(ours, tensors, torch.float32)
+    oracles = partial(with_gradients, oracle, tensors)
+    assert_by_oracle(actual, oracles, names="o dq dk dv dqv")
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -202,8 +187,5 @@ def test_qv_over_a_cache(beside: bool, device: str) -> None:
     actual = version_3.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, qv, cache_seqlens=before, page_table=table, causal=True
     )
-    both = torch.cat((qv, q), -1)
-    scale = (R + C) ** -0.5
-    ref, _ = expected(both.double(), [x.double() for x in rows], C, scale)
-    naive, _ = expected(both, rows, C, scale)
-    assert_within_budget("o", actual, ref, naive)
+    both, scale = torch.cat((qv, q), -1), (R + C) ** -0.5
+    assert_by_oracle([actual], lambda dtype: expected(both, rows, C, scale, dtype)[:1])
