@@ -1,9 +1,7 @@
 """After a swap anything may change: outputs and gradients stay those of the block as it is."""
 
 import copy
-import itertools
 import os
-import pickle
 import random
 import re
 from collections.abc import Callable
@@ -12,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_blocks import BLOCKS, LENGTHS, C, H, LoRA
+from attention_blocks import BLOCKS, LENGTHS, C, H
 from nightly import gate_cases
+from swapped_blocks import COPIES
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fastattn.testing import assert_within_budget, worst_naive
 
@@ -24,10 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
 ]
 
+SEEDS = range(int(os.environ.get("FASTATTN_SWAP_SEEDS", "1")))
 # Blocks of each kind, and calls of each block, before each of which but the first it is changed.
 # Two thousand calls and more: FASTATTN_NIGHTLY=1 FASTATTN_SWAP_SEEDS=43 pytest FILE
-SEEDS = range(int(os.environ.get("FASTATTN_SWAP_SEEDS", "1")))
-CALLS = 3
+CALLS = 5
 
 
 class Multihead(nn.Module):
@@ -68,38 +68,31 @@ MASKS = {
 }
 # Attributes by name, and what may be drawn for them. Dropout drops all or nothing: kernels have
 # other bits than torch.
-_scale = partial(random.Random.choice, seq=[0.9, 0.1, 2.0, 1.0, 1])
-_all_or_nothing = partial(random.Random.choice, seq=[0.0, 1.0])
-_heads = partial(random.Random.choice, seq=[1, 2, 8])
-_flag = partial(random.Random.choice, seq=[True, False])
-ATTRIBUTES: dict[str, Callable[[random.Random], Any]] = {
-    "scale": _scale,
-    "slope": partial(random.Random.choice, seq=[0.9, -0.7, 0.0]),
-    "eps": partial(random.Random.choice, seq=[1e-3, 1.0]),
-    "window": partial(random.Random.randint, a=1, b=6),
-    "prefix": partial(random.Random.randint, a=1, b=6),
-    "n_head": _heads,
-    "heads": _heads,
-    "p": _all_or_nothing,
-    "dropout": _all_or_nothing,
-    "attn_dropout": _all_or_nothing,
-    **dict.fromkeys(("fused_attn", "causal", "needs", "add_zero_attn", "batch_first"), _flag),
+ATTRIBUTES: dict[str, tuple[Any, ...]] = {
+    "scale": (0.9, 0.1, 2.0, 1.0, 1),
+    "slope": (0.9, -0.7, 0.0),
+    "eps": (1e-3, 1.0),
+    **dict.fromkeys(("window", "prefix"), (1, 2, 3, 4, 5, 6)),
+    **dict.fromkeys(("n_head", "heads"), (1, 2, 8)),
+    **dict.fromkeys(("p", "dropout", "attn_dropout"), (0.0, 1.0)),
+    **dict.fromkeys(("fused_attn", "causal", "needs", "add_zero_attn"), (True, False)),
+    "batch_first": (True, False),
 }
 
 
 def attributes(module: nn.Module, dice: random.Random) -> None:
     """Change a number or a flag of a part, or of what it holds."""
-    changed = [(m, name) for m in module.modules() for name in vars(m) if _is_changed(m, name)]
+    # A part may have the name; of the two flags that torch's layer holds, its parts know one.
+    changed = [
+        (m, name)
+        for m in module.modules()
+        for name, value in vars(m).items()
+        if name in ATTRIBUTES and isinstance(value, (int, float, type(None)))
+        if not (name == "batch_first" and type(m) in LAYERS)
+    ]
     if changed:
         holder, name = dice.choice(changed)
-        setattr(holder, name, ATTRIBUTES[name](dice))
-
-
-def _is_changed(holder: Any, name: str) -> bool:
-    # A part may have the name; of the two flags that torch's layer holds, its parts know one.
-    value = vars(holder)[name]
-    plain = isinstance(value, (int, float, type(None)))
-    return name in ATTRIBUTES and plain and not (name == "batch_first" and type(holder) in LAYERS)
+        setattr(holder, name, dice.choice(ATTRIBUTES[name]))
 
 
 LAYERS = (nn.TransformerEncoderLayer,)
@@ -131,19 +124,14 @@ class Times:
         self.factor, self.place = factor, place
 
     def __call__(self, module: nn.Module, *arguments: Any) -> Any:
-        changed = arguments[self.place]
-        if isinstance(changed, Tensor):
-            return self.factor * changed
-        first, *rest = changed
-        return (None if first is None else self.factor * first, *rest)
+        def times(x: Any) -> Any:
+            return self.factor * x if isinstance(x, Tensor) else x
+
+        return tree_map(times, arguments[self.place])
 
 
-HOOKS = {
-    "register_forward_hook": 1,
-    "register_forward_pre_hook": 0,
-    "register_full_backward_hook": 0,
-    "register_full_backward_pre_hook": 0,
-}
+_PLACES = {"forward": 1, "forward_pre": 0, "full_backward": 0, "full_backward_pre": 0}
+HOOKS = {f"register_{name}_hook": place for name, place in _PLACES.items()}
 
 
 def hooks(module: nn.Module, dice: random.Random) -> None:
@@ -154,13 +142,10 @@ def hooks(module: nn.Module, dice: random.Random) -> None:
 
 
 def no_hooks(module: nn.Module, dice: random.Random) -> None:
-    for part, kind in itertools.product(
-        module.modules(),
-        ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    ):
-        there = getattr(part, kind)
-        for key in [key for key, actual in there.items() if isinstance(actual, Times)]:
-            del there[key]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for hooks in (getattr(part, kind) for part in module.modules() for kind in kinds):
+        for key in [key for key, actual in hooks.items() if isinstance(actual, Times)]:
+            del hooks[key]
 
 
 def mode(module: nn.Module, dice: random.Random) -> None:
@@ -170,6 +155,19 @@ def mode(module: nn.Module, dice: random.Random) -> None:
 def frozen(module: nn.Module, dice: random.Random) -> None:
     parameter = dice.choice(list(module.parameters()))
     parameter.requires_grad_(not parameter.requires_grad)
+
+
+class LoRA(nn.Module):
+    """PEFT: a layer around a linear one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
 def low_rank(module: nn.Module, dice: random.Random) -> None:
@@ -196,19 +194,7 @@ def functions(module: nn.Module, dice: random.Random) -> None:
 
 def copies(module: nn.Module, dice: random.Random) -> nn.Module:
     """Go on with a copy; what it shares with the original changes as before."""
-    how = dice.choice((copy.copy, copy.deepcopy, _pickled, _replica))
-    return how(module)
-
-
-def _pickled(module: nn.Module) -> nn.Module:
-    twin: nn.Module = pickle.loads(pickle.dumps(module))
-    return twin
-
-
-def _replica(module: nn.Module) -> nn.Module:
-    twin: Any = module._replicate_for_data_parallel()
-    twin._parameters = dict(module._parameters)
-    return twin
+    return dice.choice([*COPIES.values()])(module)
 
 
 def nothing(module: nn.Module, dice: random.Random) -> None:
@@ -261,9 +247,7 @@ def results(
 NIGHTLY = ("timm", "books", "sam", "swin-v2", "x-transformers", "x-transformers-flash")
 
 
-@pytest.mark.parametrize(
-    "kind", gate_cases([kind for kind in KINDS if kind not in NIGHTLY], NIGHTLY)
-)
+@pytest.mark.parametrize("kind", gate_cases([x for x in KINDS if x not in NIGHTLY], NIGHTLY))
 def test_whatever_changes_after_a_swap(swap, kind):
     served = 0
     for seed in SEEDS:
@@ -272,16 +256,14 @@ def test_whatever_changes_after_a_swap(swap, kind):
         torch.manual_seed(dice.randrange(2**30))
         swapped = KINDS[kind]()
         # Changed alike; of one the attention is served, of the others it is torch's.
-        plain, exact = copy.deepcopy(swapped), copy.deepcopy(swapped)
+        blocks = [swapped, *(copy.deepcopy(swapped) for _ in range(2))]
         done = swap(swapped, eager=True)
         trail: list[Any] = []
         for place in range(CALLS):
             change, at = dice.choice(CHANGES) if place else nothing, dice.randrange(2**30)
-            blocks = []
-            for block in (swapped, plain, exact):
+            for i, block in enumerate(blocks):
                 torch.manual_seed(at)
-                changed = change(block.float(), random.Random(at))
-                blocks.append(block if changed is None else changed)
+                blocks[i] = change(block.float(), random.Random(at)) or block
             swapped, plain, exact = blocks
             x, options, how = drawn_call(kind, dice)
             trail.append((change.__name__, at, tuple(x.shape), list(options), how))
@@ -297,8 +279,7 @@ def test_whatever_changes_after_a_swap(swap, kind):
                 break
             actual = run(swapped)
             # The numbers of the tested dtype, in fp64.
-            plain, exact = plain.to(dtype), exact.to(dtype)
-            ref = results(exact, x.to(dtype), options, torch.float64, how)
+            ref = results(exact.to(dtype), x.to(dtype), options, torch.float64, how)
             naive = worst_naive(ref, partial(run, plain))
             assert actual.keys() == ref.keys(), f"seed {seed}: {trail}"
             for name in actual:

@@ -218,19 +218,6 @@ class Diffusers(nn.Module):
         return self.processor(self, x, **kwargs)
 
 
-class LoRA(nn.Module):
-    """PEFT: a layer around a linear one."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
-        self.lora_B = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-
 class Mixer(nn.Module):
     """A name that says nothing of attention; heads in the batch, scores by baddbmm."""
 

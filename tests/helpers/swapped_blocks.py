@@ -1,6 +1,8 @@
 """Comparison of a block of attention with its twin that was not swapped."""
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +10,20 @@ from attention_blocks import LENGTHS, C
 from torch import Tensor, nn
 
 from fastattn.testing import assert_within_budget, worst_naive
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    twin: Any = module._replicate_for_data_parallel()
+    twin._parameters = dict(module._parameters)
+    return twin
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copy": copy.copy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "replica": _replica,
+    "deepcopy": copy.deepcopy,
+}
 
 
 def tokens(name: str = "", T: int = 7, seed: int = 0) -> Tensor:
