@@ -8,11 +8,13 @@ names, parameters and attributes, which a test of the folder compares with the r
 import importlib
 import inspect
 import os
+import re
 import sys
 from dataclasses import dataclass
 from enum import Enum
 from importlib.machinery import ModuleSpec
 from itertools import accumulate
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -79,12 +81,20 @@ def signature_of(x: Any) -> list[tuple[str, Any, bool]]:
 
 
 def methods(kind: type) -> dict[str, Any]:
-    """Names that a class and its bases define, except those of object and typing."""
+    """Functions that a class and its bases define, except those of object and typing."""
+    every = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
     return {
-        name: inspect.getattr_static(kind, name)
-        for name in dir(kind)
-        if not name.startswith("__") or name == "__init__"
+        name: x
+        for name, x in every.items()
+        if (not name.startswith("__") or name == "__init__") and callable(getattr(x, "__func__", x))
     }
+
+
+def entry_point(group: str) -> str:
+    """Read what pyproject.toml enters for fastattn; an editable install keeps an older one."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    (line,) = re.findall(rf'^\[project.entry-points."{group}"\]\nfastattn = "(.*)"$', text, re.M)
+    return line
 
 
 class MultipleOf:
@@ -96,74 +106,52 @@ class AttentionCGSupport(Enum):
     ALWAYS, UNIFORM_BATCH, UNIFORM_SINGLE_TOKEN_DECODE, NEVER = 3, 2, 1, 0
 
 
-class VllmBackend:
-    """vllm.v1.attention.backend.AttentionBackend of 0.33: what a backend may override."""
-
-    supported_dtypes = (torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
-    forward_includes_kv_cache_update = True
-    supports_kv_cache_update_bypass = False
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec=None): ...
-
-    @staticmethod
-    def get_name(): ...
-
-    @staticmethod
-    def get_impl_cls(): ...
-
-    @staticmethod
-    def get_builder_cls(): ...
-
-    @classmethod
-    def supports_head_size(cls, head_size): ...
-
-    @classmethod
-    def supports_sink(cls): ...
-
-    @classmethod
-    def supports_sliding_window(cls): ...
-
-    @classmethod
-    def supports_non_causal(cls): ...
-
-    @classmethod
-    def supports_batch_invariance(cls): ...
-
-    @classmethod
-    def supports_compute_capability(cls, capability): ...
+def stand_in(name: str, signatures: str, **attributes: Any) -> type:
+    """Make a class with attributes and methods, a signature a line, that return nothing."""
+    kinds: dict[str, Any] = {"self": lambda function: function, "cls": classmethod}
+    for signature in signatures.split("\n"):
+        method, _, parameters = signature.strip().rstrip(")").partition("(")
+        function = eval(f"lambda {parameters}: None")
+        attributes[method] = kinds.get(parameters.partition(",")[0], staticmethod)(function)
+    return type(name, (), attributes)
 
 
-class VllmBuilder:
-    """AttentionMetadataBuilder."""
-
-    _cudagraph_support = AttentionCGSupport.NEVER
-    supports_update_block_table = False
-
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device): ...
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
-
-    def update_block_table(self, metadata, blk_table, slot_mapping): ...
-
-
-class VllmImpl:
-    """AttentionImpl."""
-
-    lse_base_on_e = True
-    supports_quant_query_input = False
-
-    def __init__(
-        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None,
-        sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-    ): ...  # fmt: skip
-
-    def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,
-        output_block_scale=None,
-    ): ...  # fmt: skip
+# vllm.v1.attention.backend of 0.33: what a backend may override.
+VllmBackend = stand_in(
+    "AttentionBackend",
+    """get_supported_kernel_block_sizes(kv_cache_spec=None)
+    get_name()
+    get_impl_cls()
+    get_builder_cls()
+    supports_head_size(cls, head_size)
+    supports_sink(cls)
+    supports_sliding_window(cls)
+    supports_non_causal(cls)
+    supports_batch_invariance(cls)
+    supports_compute_capability(cls, capability)""",
+    supported_dtypes=(torch.float16, torch.bfloat16),
+    supported_kv_cache_dtypes=("auto", "float16", "bfloat16"),
+    forward_includes_kv_cache_update=True,
+    supports_kv_cache_update_bypass=False,
+)
+VllmBuilder = stand_in(
+    "AttentionMetadataBuilder",
+    """__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+    build(self, common_prefix_len, common_attn_metadata, fast_build=False)
+    update_block_table(self, metadata, blk_table, slot_mapping)""",
+    _cudagraph_support=AttentionCGSupport.NEVER,
+    supports_update_block_table=False,
+)
+VllmImpl = stand_in(
+    "AttentionImpl",
+    "__init__(self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, "
+    "sliding_window=None, kv_cache_dtype='auto', logits_soft_cap=None, attn_type='decoder', "
+    "kv_sharing_target_layer_name=None)\n"
+    "forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, "
+    "output_block_scale=None)",
+    lse_base_on_e=True,
+    supports_quant_query_input=False,
+)
 
 
 @dataclass
@@ -223,47 +211,36 @@ class SharedReadEnds(Enum):
     PRE_REPLAY, IN_REPLAY, POST_REPLAY, UNKNOWN = 1, 2, 3, 4
 
 
-class SglangBackend:
-    """sglang.srt.layers.attention.base_attn_backend.AttentionBackend of 0.5.23."""
+# sglang.srt.layers.attention.base_attn_backend.AttentionBackend of 0.5.23.
+_SglangMethods = stand_in(
+    "AttentionBackend",
+    """init_forward_metadata(self, forward_batch)
+    init_forward_metadata_out_graph(self, forward_batch, in_capture=False)
+    init_forward_metadata_in_graph(self, forward_batch)
+    init_cuda_graph_state(self, max_bs, max_num_tokens)
+    get_cuda_graph_seq_len_fill_value(self)
+    shared_read_ends(self, fm)
+    support_triton(self)
+    forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True)
+    forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True)""",
+)
 
-    def init_forward_metadata(self, forward_batch): ...
 
-    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False): ...
-
-    def init_forward_metadata_in_graph(self, forward_batch): ...
-
-    def init_cuda_graph_state(self, max_bs, max_num_tokens): ...
-
-    def get_cuda_graph_seq_len_fill_value(self): ...
-
-    def shared_read_ends(self, fm): ...
-
-    def support_triton(self): ...
-
+class SglangBackend(_SglangMethods):
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         decodes = forward_batch.forward_mode.is_decode()
         call = self.forward_decode if decodes else self.forward_extend
         return call(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
 
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True): ...
-
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True): ...
-
 
 class ForwardMode(Enum):
     EXTEND, DECODE, MIXED, IDLE, TARGET_VERIFY, DLLM_EXTEND = range(6)
 
-    def is_decode(self):
-        return self is ForwardMode.DECODE
-
-    def is_idle(self):
-        return self is ForwardMode.IDLE
-
-    def is_target_verify(self):
-        return self is ForwardMode.TARGET_VERIFY
-
-    def is_dllm_extend(self):
-        return self is ForwardMode.DLLM_EXTEND
+    def __getattr__(self, name: str) -> Any:
+        """Return what tells whether this is the mode: is_decode and others."""
+        if not name.startswith("is_"):
+            raise AttributeError(name)
+        return lambda: self.name == name.removeprefix("is_").upper()
 
 
 class RadixAttention:
@@ -335,21 +312,14 @@ def register_attention_backend(name):
 
 
 _CHOICES: dict[str, list[str]] = {
-    name: []
-    for name in (
-        "ATTENTION_BACKEND_CHOICES", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
-        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND",
-    )
-}  # fmt: skip
+    "ATTENTION_BACKEND_CHOICES": [],
+    "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": [],
+    "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": [],
+}
+_ADDING = {f"add_{name.lower().removesuffix('_choices')}_choices": x.extend
+           for name, x in _CHOICES.items()}  # fmt: skip
 SGLANG_STUBS: dict[str, dict[str, Any]] = {
-    "sglang.srt.arg_groups.choices": {
-        **_CHOICES,
-        "add_attention_backend_choices": _CHOICES["ATTENTION_BACKEND_CHOICES"].extend,
-        "add_deterministic_attention_backend_choices":
-            _CHOICES["DETERMINISTIC_ATTENTION_BACKEND_CHOICES"].extend,
-        "add_radix_supported_deterministic_attention_backend_choices":
-            _CHOICES["RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"].extend,
-    },
+    "sglang.srt.arg_groups.choices": {**_CHOICES, **_ADDING},
     "sglang.srt.layers.attention.attention_registry": {
         "ATTENTION_BACKENDS": ATTENTION_BACKENDS,
         "register_attention_backend": register_attention_backend,
