@@ -1,15 +1,16 @@
 """flash-attn's functions against the naive reference, in flash-attn's layout."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from calls_of_flash_attn import CASES, case, check, offsets, oracle
+from oracles import assert_by_oracle, with_gradients
 
 from fastattn import document_ids, reference
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import bert_padding
-from fastattn.testing import worst_naive
-from fastattn.testing.budget import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -21,15 +22,17 @@ def test_dense(name, draw, device):
     check(flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), q, k, v, **ours)
 
 
-def test_what_is_returned(draw):
+def test_what_is_returned_also_when_compiled(draw):
     q = draw(1, 4, 2, 8)
     o = flash_attn.flash_attn_func(q, q, q)
-    assert o.shape == (1, 4, 2, 8)
     three = flash_attn.flash_attn_func(q, q, q, return_attn_probs=True, deterministic=True)
     torch.testing.assert_close(three[0], o)
     assert three[1].shape == (1, 2, 4) and three[2] is None
     two = flash_attn.flash_attn_func(q, q, q, return_lse=True)
     assert len(two) == 2 and torch.equal(two[1], three[1])
+    compiled = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
+    wanted = flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
+    torch.testing.assert_close(compiled(q, q, q, causal=True, window_size=(2, 0)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -42,49 +45,43 @@ def test_arguments_by_position_in_numbers_of_any_kind(size, draw):
     check(actual, q, q, q, scale=0.5, causal=True, window=(2, None), softcap=3.0)
 
 
-def test_compiled_without_graph_breaks(draw):
-    q = draw(1, 4, 2, 8)
-    compiled = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
-    wanted = flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
-    torch.testing.assert_close(compiled(q, q, q, causal=True, window_size=(2, 0)), wanted)
-
-
 def test_gradients_and_packed_forms(draw):
-    qkv = draw(2, 6, 3, 4, 8, grad=True)
-    q, k, v = qkv.unbind(2)
-    o = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
-    check(o, q, k, v, causal=True)
-    kv = torch.stack((k, v), dim=2)
-    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, kv, causal=True), o)
-    (grad,) = torch.autograd.grad(o.square().sum(), qkv)
+    qkv = draw(2, 6, 3, 4, 8)
 
-    def by_oracle(dtype):
-        leaf = qkv.detach().to(dtype).requires_grad_()
-        heads = (x.transpose(1, 2) for x in leaf.unbind(2))
-        out = reference.attention(*heads, causal=True)
-        return torch.autograd.grad(out.square().sum(), leaf)[0]
+    def ours(qkv):
+        o = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+        q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+        assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, kv, causal=True), o)
+        return o
 
-    exact = by_oracle(torch.float64)
-    naive = worst_naive(exact, lambda: by_oracle(torch.float32))
-    assert_within_budget("dqkv", grad, exact, naive)
+    def by_reference(qkv):
+        heads = (x.transpose(1, 2) for x in qkv.unbind(2))
+        return reference.attention(*heads, causal=True).transpose(1, 2)
+
+    actual = with_gradients(ours, [qkv], torch.float32)
+    assert actual[0].is_contiguous()
+    assert_by_oracle(actual, partial(with_gradients, by_reference, [qkv]), names="o dqkv")
 
 
-LENGTHS_Q, LENGTHS_K = (3, 0, 5), (4, 2, 7)
+def check_parts(actual, q, k, v, parts, **options):
+    """Check packed sequences one by one; parts: slices of their queries and keys."""
+    o, lse = actual[:2]
+    for rows, keys in parts:
+        part = (o[None, rows].contiguous(), lse[None, :, rows])
+        check(part, q[None, rows], k[None, keys], v[None, keys], **options)
 
 
 @pytest.mark.parametrize("name", ["defaults", "causal", "window", "softcap", "alibi"])
 def test_varlen(name, draw, device):
     theirs, ours = case(name, device)
     q, k, v = draw(8, 4, 8), draw(13, 2, 8), draw(13, 2, 8)
-    cu_q, cu_k = offsets(LENGTHS_Q, device), offsets(LENGTHS_K, device)
+    cu_q, cu_k = offsets((3, 0, 5), device), offsets((4, 2, 7), device)
     o, lse, probs = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 5, 7, return_attn_probs=True, **theirs
     )
     assert probs is None and lse.shape == (4, 8)
-    for n in (0, 2):
-        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
-        part = (o[None, rows].contiguous(), lse[None, :, rows])
-        check(part, q[None, rows], k[None, keys], v[None, keys], **ours)
+    parts = [(slice(0, 3), slice(0, 4)), (slice(3, 8), slice(6, 13))]
+    check_parts((o, lse), q, k, v, parts, **ours)
 
 
 def test_varlen_packed_forms(draw, device):
@@ -109,39 +106,31 @@ def test_varlen_with_used_keys_and_positions(name, draw, device):
     o, lse = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 3, 7, seqused_k=used, return_lse=True, **theirs
     )
-    for rows, keys in ((slice(0, 2), slice(0, 4)), (slice(2, 5), slice(7, 12))):
-        part = (o[None, rows].contiguous(), lse[None, :, rows])
-        check(part, q[None, rows], k[None, keys], v[None, keys], **ours)
-    dk, dv = torch.autograd.grad(o.square().sum(), (k, v))
-    for grad in (dk, dv):
+    parts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(7, 12))]
+    check_parts((o, lse), q, k, v, parts, **ours)
+    for grad in torch.autograd.grad(o.square().sum(), (k, v)):
         assert not grad[4:7].any() and grad[:4].any() and grad[7:].any()
 
 
 def test_unpad_and_pad_as_models_do(draw, device):
     """Padding taken out, attention on packed tokens, and put back: the padded result."""
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], device=device)
-    x = draw(2, 5, 4, 8, grad=True)
+    keep, x = mask.bool(), draw(2, 5, 4, 8, grad=True)
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
     assert tokens.shape == (7, 4, 8) and indices.tolist() == [0, 1, 2, 6, 7, 8, 9]
     assert cu.tolist() == [0, 3, 7] and cu.dtype == torch.int32 and longest == 4
     assert used.tolist() == [3, 4]
-    o = flash_attn.flash_attn_varlen_func(
-        tokens, tokens, tokens, cu, cu, longest, longest, causal=True
-    )
+    o = flash_attn.flash_attn_varlen_func(*[tokens] * 3, cu, cu, longest, longest, causal=True)
     whole = bert_padding.pad_input(o, indices, 2, 5)
-    assert not whole[mask == 0].any()
-    options = {"causal": True, "key_padding_mask": mask.bool()}
-    wanted = oracle(x, x, x, torch.float64, **options)[0]
-    naive = worst_naive(wanted, lambda: oracle(x, x, x, torch.float32, **options)[0])
-    keep = mask.bool()
-    assert_within_budget("o", whole[keep], wanted[keep], naive[keep])
+    assert not whole[~keep].any()
+
+    def padded(dtype):
+        return [oracle(x, x, x, dtype, causal=True, key_padding_mask=keep)[0][keep]]
+
+    assert_by_oracle([whole[keep]], padded)
     (grad,) = torch.autograd.grad(whole.sum(), x)
-    assert not grad[mask == 0].any() and grad[mask == 1].any()
-
-
-def test_unpad_keeps_places_of_the_unused_mask(draw, device):
-    mask = torch.tensor([[1, 1, 0, 0]], device=device)
-    unused = torch.tensor([[0, 0, 1, 0]], device=device)
-    tokens, indices, cu, longest, used = bert_padding.unpad_input(draw(1, 4, 3), mask, unused)
-    assert indices.tolist() == [0, 1, 2] and cu.tolist() == [0, 3]
-    assert (longest, used.tolist(), tokens.shape) == (3, [2], (3, 3))
+    assert not grad[~keep].any() and grad[keep].any()
+    unused = torch.tensor([[0, 0, 0, 1, 0], [0, 0, 0, 0, 0]], device=device)
+    tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
+    assert indices.tolist() == [0, 1, 2, 3, 6, 7, 8, 9] and cu.tolist() == [0, 4, 8]
+    assert (longest, used.tolist(), tokens.shape) == (4, [3, 4], (8, 4, 8))
