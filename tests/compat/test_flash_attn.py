@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from calls_of_flash_attn import CASES, case, check, offsets, oracle
+from calls_of_flash_attn import CASES, case, check, check_parts, offsets, oracle
 from oracles import assert_by_oracle, with_gradients
 
 from fastattn import document_ids, reference
@@ -61,14 +61,6 @@ def test_gradients_and_packed_forms(draw):
     actual = with_gradients(ours, [qkv], torch.float32)
     assert actual[0].is_contiguous()
     assert_by_oracle(actual, partial(with_gradients, by_reference, [qkv]), names="o dqkv")
-
-
-def check_parts(actual, q, k, v, parts, **options):
-    """Check packed sequences one by one; parts: slices of their queries and keys."""
-    o, lse = actual[:2]
-    for rows, keys in parts:
-        part = (o[None, rows].contiguous(), lse[None, :, rows])
-        check(part, q[None, rows], k[None, keys], v[None, keys], **options)
 
 
 @pytest.mark.parametrize("name", ["defaults", "causal", "window", "softcap", "alibi"])

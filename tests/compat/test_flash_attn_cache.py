@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calls_of_flash_attn import check, offsets
+from calls_of_flash_attn import check, check_parts, offsets
 
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import flash_attn_with_kvcache
@@ -24,13 +24,8 @@ S, D = 12, 8
 def test_lengths_as_a_number_and_by_default(draw):
     q, k_cache, v_cache = draw(3, 1, 4, D), draw(3, S, 2, D), draw(3, S, 2, D)
     check(flash_attn_with_kvcache(q, k_cache, v_cache), q, k_cache, v_cache)
-    numbers = {
-        "cache_seqlens": np.int64(6),
-        "softmax_scale": np.float32(0.3),
-        "causal": np.bool_(True),
-        "window_size": torch.tensor([3, -1]),
-        "num_splits": np.int32(0),
-    }
+    numbers = {"cache_seqlens": np.int64(6), "softmax_scale": np.float32(0.3)}
+    numbers |= {"causal": np.bool_(True), "window_size": torch.tensor([3, -1])}
     actual = flash_attn_with_kvcache(q, k_cache, v_cache, **numbers)
     check(actual, q, k_cache[:, :6], v_cache[:, :6], scale=0.3, window=(3, None))
 
@@ -43,10 +38,8 @@ def test_varlen_over_pages(draw, device):
     given = {"causal": True, "block_table": table, "return_attn_probs": True}
     o, lse, _ = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 4, 11, **given)
     keys, values = (x[table.long()].flatten(1, 2) for x in (k_pages, v_pages))
-    for n, (rows, length) in enumerate([(slice(0, 4), 6), (slice(4, 5), 11)]):
-        part = (o[None, rows].contiguous(), lse[None, :, rows])
-        seen = (x[n : n + 1, :length] for x in (keys, values))
-        check(part, q[None, rows], *seen, causal=True)
+    parts = [(slice(0, 4), slice(0, 6)), (slice(4, 5), slice(12, 23))]
+    check_parts((o, lse), q, keys.flatten(0, 1), values.flatten(0, 1), parts, causal=True)
     used = cu_k.diff()
     given = {"seqused_k": used, "max_seqlen_q": 4, "causal": True, "page_table": table}
     again = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
@@ -74,27 +67,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one-query": {"sizes": (1, 39)},
     "chunk": {"sizes": (16, 33)},
 }
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("place", "new")),
+    **dict.fromkeys(("interleaved", "causal_mask", "local", "alibi"), False),
+    **{"rotary": 0.0, "H_k": 6, "num_splits": 0, "D": 32, "sizes": (3, 40)},
+}
 GRID = sets_that_cover_pairs(SETTINGS, largest=8)
 B, H_q, PAGE = 2, 6, 8
 
 
 def drawn_case(names: tuple[str, ...], device: str) -> SimpleNamespace:
     """The arguments of a call, and the cache as it is to be afterwards, row by row."""
-    at: dict[str, Any] = {
-        "place": None,
-        "new": None,
-        "rotary": 0.0,
-        "interleaved": False,
-        "causal_mask": False,
-        "local": False,
-        "alibi": False,
-        "H_k": H_q,
-        "num_splits": 0,
-        "D": 32,
-        "sizes": (3, 40),
-        **together(SETTINGS, names),
-    }
-    case = SimpleNamespace(**at)
+    case = SimpleNamespace(**{**DEFAULTS, **together(SETTINGS, names)})
     generator = torch.Generator().manual_seed(len(names) + 7 * case.D)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -124,18 +108,15 @@ def drawn_case(names: tuple[str, ...], device: str) -> SimpleNamespace:
     elif case.place == "index":
         case.options["cache_batch_idx"] = shuffled[:B]
     if case.rotary:
-        angle = (
-            2 * math.pi * torch.rand(S, int(case.rotary * case.D) // 16 * 8, generator=generator)
-        )
+        pairs = int(case.rotary * case.D) // 16 * 8
+        angle = 2 * math.pi * torch.rand(S, pairs, generator=generator)
         case.tables = tuple(x.to(device, torch.float16) for x in (angle.cos(), angle.sin()))
         case.options.update(zip(("rotary_cos", "rotary_sin"), case.tables, strict=True))
     if case.alibi:
         case.options["alibi_slopes"] = 0.3 * torch.rand(B, H_q, generator=generator).to(device)
-    window = integers(0, S, 2).tolist() if case.local else None
     case.masks = {"causal": case.causal_mask}
-    if window is not None:
-        case.masks["window"] = tuple(window)
-        case.options["window_size"] = tuple(window)
+    if case.local:
+        case.masks["window"] = case.options["window_size"] = tuple(integers(0, S, 2).tolist())
     return case
 
 
@@ -172,17 +153,10 @@ def test_grid(names, backend, device, monkeypatch):
         k_rows[written] = rotated(case, case.k, moving=True).flatten(0, 1)
         v_rows[written] = case.v.flatten(0, 1)
     actual = flash_attn_with_kvcache(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.k,
-        case.v,
-        causal=case.causal_mask,
-        rotary_interleaved=case.interleaved,
-        num_splits=case.num_splits,
-        return_softmax_lse=True,
-        **case.options,
-    )
+        case.q, case.k_cache, case.v_cache, case.k, case.v, causal=case.causal_mask,
+        rotary_interleaved=case.interleaved, num_splits=case.num_splits,
+        return_softmax_lse=True, **case.options,
+    )  # fmt: skip
     assert torch.equal(case.options["cache_seqlens"], case.lengths)
     assert torch.equal(rows_in_order(case, case.v_cache), v_rows)
     assert_within_budget("k_cache", rows_in_order(case, case.k_cache), k_rows, k_rows)

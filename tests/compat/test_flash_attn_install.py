@@ -61,28 +61,22 @@ def test_modules_are_found(installed):
     assert sys.modules["flash_attn"] is package
 
 
-def test_metadata_tells_the_version(installed):
+def test_metadata_and_uninstall(installed):
     for name in ("flash_attn", "flash-attn", "Flash.Attn"):
         assert importlib.metadata.version(name) == flash_attn.__version__
     assert "flash_attn" in importlib.metadata.packages_distributions()["flash_attn"]
     assert importlib.metadata.version("torch")
-
-
-def test_uninstall_undoes_it(installed):
     before = len(sys.meta_path)
-    flash_attn.uninstall()
-    assert len(sys.meta_path) == before - 1
-    assert sys.modules["flash_attn"] is installed
-    assert "flash_attn.models" in sys.modules
-    left = [n for n in sys.modules if n.startswith("flash_attn") and n != "flash_attn"]
-    assert left == ["flash_attn.models"]
-    flash_attn.uninstall()
-    assert sys.modules["flash_attn"] is installed
+    for _ in range(2):
+        flash_attn.uninstall()
+        assert len(sys.meta_path) == before - 1
+        assert sys.modules["flash_attn"] is installed
+        left = {n for n in sys.modules if n.startswith("flash_attn")}
+        assert left == {"flash_attn", "flash_attn.models"}
 
 
 def test_install_where_there_was_nothing():
-    modules = {"": (version_2,), "a.b": (bert_padding,)}
-    package_alias.install("no_such_package", modules, "1.2")
+    package_alias.install("no_such_package", {"": (version_2,), "a.b": (bert_padding,)}, "1.2")
     try:
         import no_such_package.a.b  # type: ignore[import-not-found]
 
@@ -99,9 +93,8 @@ def test_install_where_there_was_nothing():
 def test_version_3(draw, device):
     q, k, v = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8)
     options = {"scale": 0.4, "causal": True, "window": (2, None)}
-    actual = version_3.flash_attn_func(
-        q, k, v, 0.4, True, None, None, None, None, (2, -1), return_attn_probs=True
-    )
+    none = (None,) * 4
+    actual = version_3.flash_attn_func(q, k, v, 0.4, True, *none, (2, -1), return_attn_probs=True)
     assert len(actual) == 2
     check(actual, q, k, v, **options)
     packed = version_3.flash_attn_qkvpacked_func(
@@ -110,9 +103,8 @@ def test_version_3(draw, device):
     check(packed, q, k[:, :5], v[:, :5], **options)
     cu_q, cu_k = offsets((5, 5), device), offsets((7, 7), device)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    o = version_3.flash_attn_varlen_func(
-        *flat, cu_q, cu_k, 5, 7, softmax_scale=0.4, causal=True, window_size=(2, -1)
-    )
+    given = {"softmax_scale": 0.4, "causal": True, "window_size": (2, -1)}
+    o = version_3.flash_attn_varlen_func(*flat, cu_q, cu_k, 5, 7, **given)
     check(o.view(2, 5, 4, 8), q, k, v, **options)
 
 
@@ -140,34 +132,29 @@ def test_combine(draw, device):
     assert not o.any() and bool(lse.isneginf().all())
 
 
-def e4m3(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float8_e4m3fn)
-
-
 # Where no kernel in 8 bits serves a GPU, that is said once.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("packed", [False, True])
 def test_e4m3(packed, draw, device):
     """Scales of powers of 2: what is read back is exact."""
-    codes = [e4m3(x) for x in (draw(2, 5, 4, 16), draw(2, 5, 2, 16), draw(2, 5, 2, 16))]
+    sizes = ((2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
+    codes = [draw(*size).to(torch.float8_e4m3fn) for size in sizes]
     scales = 2.0 ** torch.randint(-2, 3, (3, 2, 2), device=device)
     scales[0] /= 8  # of queries, by K/V heads
     wide = [scales[0].repeat_interleave(2, 1), scales[1], scales[2]]
     plain = [
         x.bfloat16() * s.bfloat16()[:, None, :, None] for x, s in zip(codes, wide, strict=True)
     ]
-    names = ("q_descale", "k_descale", "v_descale")
-    options = {"causal": True, "window_size": (3, -1), "softcap": 2.0}
+    options = {"causal": True, "window_size": (3, -1), "softcap": 2.0, "return_attn_probs": True}
     call, lengths = version_3.flash_attn_func, ()
     if packed:
         call, lengths = version_3.flash_attn_varlen_func, [offsets((5, 5), device)] * 2 + [5, 5]
         codes, plain = ([x.flatten(0, 1) for x in xs] for xs in (codes, plain))
         options["seqused_k"] = torch.tensor([4, 5], dtype=torch.int32, device=device)
-    options["return_attn_probs"] = True
+    names = ("q_descale", "k_descale", "v_descale")
     actual = call(*codes, *lengths, **dict(zip(names, scales, strict=True)), **options)
-    expected = call(*plain, *lengths, **options)
     assert actual[0].dtype == torch.bfloat16
-    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, actual, call(*plain, *lengths, **options)))
     ones = call(*codes, *lengths, **options)[0]
     assert torch.equal(ones, call(*(x.bfloat16() for x in codes), *lengths, **options)[0])
     with pytest.raises(RuntimeError, match=r"q_descale must have shape \[2, 2\], got \[2, 4\]"):

@@ -56,3 +56,18 @@ def check(actual: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     assert results[0].is_contiguous()
     n = len(results)
     assert_by_oracle(results, lambda dtype: oracle(q, k, v, dtype, **options)[:n], q.dtype)
+
+
+def check_parts(
+    actual: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: list[tuple[slice, slice]],
+    **options: Any,
+) -> None:
+    """Check packed sequences one by one; parts: slices of their queries and keys."""
+    o, lse = actual[:2]
+    for rows, keys in parts:
+        part = (o[None, rows].contiguous(), lse[None, :, rows])
+        check(part, q[None, rows], k[None, keys], v[None, keys], **options)
