@@ -1,5 +1,7 @@
 """The attention function for transformers, called as a layer calls it."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as tr
@@ -22,30 +24,35 @@ def test_a_missing_mask_is_refused_where_positions_are_unknown():
     torch.testing.assert_close(one, o[:, :1])
 
 
-def test_two_dimensional_mask_is_of_keys():
-    q, k, v = heads(3, 5, B=2)
-    keys = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
-    o, _ = attend.attention_forward(layer(), q, k, v, keys)
-    i, j = torch.arange(3)[:, None] + 2, torch.arange(5)
-    whole = (keys.bool()[:, None, None] & (j <= i)).expand(2, 1, 3, 5)
-    wanted, _ = attend.attention_forward(layer(), q, k, v, whole)
+KEYS = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+CAUSAL, NUMBERS = torch.ones(2, 1, 4, 6).bool().tril(2), torch.randn(2, 2, 4, 6)
+# Mask and options of a call, and those of the same in other words.
+TWINS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "keys": (KEYS, {}, KEYS.bool()[:, None, None] & CAUSAL, {}),
+    "bias and numbers": (NUMBERS[:, :1], {"position_bias": NUMBERS}, NUMBERS + NUMBERS[:, :1], {}),
+    "scaling": (CAUSAL, {"scaling": torch.tensor(0.5)}, CAUSAL, {"scaling": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_masks_and_options_in_other_words(name):
+    q, k, v = heads(4, 6, B=2)
+    mask, options, other_mask, others = TWINS[name]
+    # The queries of one row may be shared.
+    shared = q[: 1 + (name != "scaling")]
+    o, weights = attend.attention_forward(layer(), shared, k, v, mask, **options)
+    assert weights is None
+    same = shared.expand(2, -1, -1, -1)
+    wanted, _ = attend.attention_forward(layer(), same, k, v, other_mask, **others)
     torch.testing.assert_close(o, wanted)
 
 
 def test_window_holds_without_a_mask():
     q, k, v = heads(7, 7)
     o, _ = attend.attention_forward(layer(), q, k, v, None, sliding_window=3)
-    distance = torch.arange(7)[:, None] - torch.arange(7)
-    seen = ((distance >= 0) & (distance < 3))[None, None]
+    seen = torch.ones(1, 1, 7, 7).tril().triu(-2).bool()
     wanted, _ = attend.attention_forward(layer(), q, k, v, seen)
     torch.testing.assert_close(o, wanted)
-
-
-def test_weights_on_request():
-    q, k, v = heads(4, 4)
-    o, weights = attend.attention_forward(layer(), q, k, v, None, output_attentions=True)
-    torch.testing.assert_close((weights @ v).transpose(1, 2), o)
-    assert torch.equal(weights.triu(1), torch.zeros_like(weights))
 
 
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 61}
@@ -78,23 +85,6 @@ def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool,
     for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert model(ids).attentions is None
-
-
-def test_scaling_may_be_a_tensor_and_queries_may_be_shared():
-    q, k, v = heads(4, 4, B=2)
-    o, _ = attend.attention_forward(layer(), q[:1], k, v, None, scaling=torch.tensor(0.5))
-    wanted, _ = attend.attention_forward(
-        layer(), q[:1].expand(2, -1, -1, -1), k, v, None, scaling=0.5
-    )
-    torch.testing.assert_close(o, wanted)
-
-
-def test_bias_and_mask_of_numbers_add_up():
-    q, k, v = heads(4, 4)
-    bias, more = torch.randn(1, 2, 4, 4), torch.randn(1, 1, 4, 4)
-    o, _ = attend.attention_forward(layer(), q, k, v, more, position_bias=bias)
-    wanted, _ = attend.attention_forward(layer(), q, k, v, bias + more)
-    torch.testing.assert_close(o, wanted)
 
 
 @pytest.mark.parametrize(
@@ -149,23 +139,25 @@ def test_what_is_refused():
         attend.attention_forward(layer(), *heads(4, 4, B=2), None, cu_seq_lens_q=offsets)
 
 
+def among(lists, T_k, size=1):
+    """bool [T_q, T_k]: the keys that lists of blocks name; -1 is no block."""
+    pairs = torch.zeros(len(lists), T_k, dtype=torch.bool)
+    for query, numbers in enumerate(lists):
+        for number in (n for n in numbers if n >= 0):
+            pairs[query, number * size : (number + 1) * size] = True
+    return pairs
+
+
 @pytest.mark.parametrize("mask", [None, "bool", "numbers"])
 def test_keys_that_an_indexer_chose(mask):
     q, k, v = heads(4, 6)
-    """-1 is no key: the second query has one, the third has none."""
-    chosen = torch.tensor([[[0, 1], [3, -1], [-1, -1], [5, 1]]], dtype=torch.int32)
-    seen = torch.arange(6) <= torch.arange(4)[:, None] + 2
-    if mask is None:
-        given = attend.attention_mask(1, 4, 6, 2)
-    else:
-        given = seen[None, None] if mask == "bool" else torch.zeros(1, 1, 4, 6)
-        given = given if mask == "bool" else given.masked_fill(~seen, torch.finfo(q.dtype).min)
+    lists = [[0, 1], [3, -1], [-1, -1], [5, 1]]
+    chosen = torch.tensor([lists], dtype=torch.int32)
+    seen = torch.ones(1, 1, 4, 6).bool().tril(2)
+    lowest = torch.zeros(1, 1, 4, 6).masked_fill(~seen, torch.finfo(q.dtype).min)
+    given = {None: attend.attention_mask(1, 4, 6, 2), "bool": seen, "numbers": lowest}[mask]
     o, _ = attend.attention_forward(layer(), q, k, v, given, indices=chosen)
-    among = torch.zeros(4, 6, dtype=torch.bool)
-    for query, keys in enumerate(([0, 1], [3], [], [5, 1])):
-        among[query, keys] = True
-    both = seen & among
-    wanted, _ = attend.attention_forward(layer(), q, k, v, both[None, None])
+    wanted, _ = attend.attention_forward(layer(), q, k, v, seen & among(lists, 6))
     torch.testing.assert_close(o, wanted)
     with pytest.raises(RuntimeError, match="out of bounds"):
         attend.attention_forward(layer(), q, k, v, given, indices=chosen + 1)
@@ -175,29 +167,22 @@ def test_keys_that_an_indexer_chose(mask):
 def test_lists_of_few_keys(way, monkeypatch):
     """Without a tensor of all pairs where the mask is a rule; with -1 in every place."""
     q, k, v = heads(5, 11)
-    size, by_lists = 4 if "blocks" in way else 1, []
-    module = layer()
+    size, by_lists, module = 4 if "blocks" in way else 1, [], layer()
     module.config = type("Config", (), {"index_block_size": size})()
-    actual = [[1, -1], [-1, -1], [-1, 0], [2, 2], [0, 1]]
-    chosen = torch.tensor([[actual]], dtype=torch.int32)
+    lists = [[1, -1], [-1, -1], [-1, 0], [2, 2], [0, 1]]
+    chosen = torch.tensor([[lists]], dtype=torch.int32)
     given = {"block_indices": chosen} if size > 1 else {"indices": chosen[0]}
-    if "sinks" in way:
-        given["sinks"] = torch.randn(1, 2, 5, 1)
-    seen = (torch.arange(11) <= torch.arange(5)[:, None] + 6)[None, None]
+    beside = {"sinks": torch.randn(1, 2, 5, 1)} if "sinks" in way else {}
+    seen = torch.ones(1, 1, 5, 11).bool().tril(6)
     mask = seen if "mask" in way else attend.attention_mask(1, 5, 11, 6)
     selected = attend.selected_attention
     monkeypatch.setattr(
         attend, "selected_attention", lambda *a, **o: by_lists.append(1) or selected(*a, **o)
     )
-    o, _ = attend.attention_forward(module, q, k, v, mask, **given)
+    o, _ = attend.attention_forward(module, q, k, v, mask, **given, **beside)
     assert len(by_lists) == ("mask" not in way)
-    among = torch.zeros(5, 11, dtype=torch.bool)
-    for query, numbers in enumerate(actual):
-        for number in numbers:
-            if number >= 0:
-                among[query, number * size : (number + 1) * size] = True
-    beside = {name: x for name, x in given.items() if name == "sinks"}
-    wanted, _ = attend.attention_forward(layer(), q, k, v, seen & among, **beside)
+    both = seen & among(lists, 11, size)
+    wanted, _ = attend.attention_forward(layer(), q, k, v, both, **beside)
     torch.testing.assert_close(o, wanted)
 
 

@@ -1,9 +1,12 @@
 """Sequences packed into one row of a model of transformers: none may see another."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers as tr
 from nightly import gate_cases
+from oracles import assert_by_oracle
 from transformers_models import (
     build,
     compare,
@@ -16,8 +19,6 @@ from transformers_models import (
 )
 
 from fastattn.compat.transformers import attend
-from fastattn.testing import worst_naive
-from fastattn.testing.budget import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 
@@ -32,57 +33,47 @@ def test_packed_sequences_by_positions(name, device, attention_calls):
 
 
 LENGTHS = (7, 5)
-FAMILIES = ["llama-gqa", "mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
+OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
+FAMILIES = ["mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
+CASES = [("llama-gqa", "ones"), *((name, "no mask") for name in FAMILIES)]
+CASES += [("llama-gqa", "no mask"), *((name, "ones") for name in FAMILIES)]
 
 
 def packed(device: str) -> tuple[dict, dict]:
     """Inputs in which positions start anew, and the offsets besides."""
-    starts = torch.tensor([0, *LENGTHS], dtype=torch.int32, device=device).cumsum(0).int()
+    starts = OFFSETS.to(device)
     positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])[None]
     inputs = {"position_ids": positions, "use_cache": False}
     return inputs, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
 
 
-@pytest.mark.parametrize(
-    ("name", "mask"),
-    gate_cases(
-        [("llama-gqa", "ones"), *((name, "no mask") for name in FAMILIES[1:])],
-        [("llama-gqa", "no mask"), *((name, "ones") for name in FAMILIES[1:])],
-    ),
-)
+@pytest.mark.parametrize(("name", "mask"), gate_cases(CASES[:5], CASES[5:]))
 def test_packed_sequences_by_offsets(name, mask, device):
     """Offsets as FlashAttention takes them. A mask that hides nothing changes no result."""
     model = decoder(name, device)
     ids = tokens(1, sum(LENGTHS), device)
     inputs, offsets = packed(device)
 
-    def alone() -> torch.Tensor:
-        parts = ids.split(LENGTHS, dim=1)
-        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+    def alone(dtype: torch.dtype) -> list[torch.Tensor]:
+        model.to(dtype).set_attn_implementation("eager")
+        with torch.no_grad(), softmax_in_fp64() if dtype == torch.float64 else nullcontext():
+            parts = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
+        return [torch.cat(parts, dim=1)]
 
-    with torch.no_grad():
-        with softmax_in_fp64():
-            model.double()
-            exact = alone()
-        model.float()
-        wanted = worst_naive(exact, alone)
-        model.set_attn_implementation("fastattn")
-        given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
-        actual = model(ids, **inputs, **offsets, **given).logits
-    assert_within_budget("logits", actual, exact, wanted)
-
-
-def test_padding_beside_offsets_is_refused(device):
-    model = decoder("mistral-window", device)
     model.set_attn_implementation("fastattn")
-    inputs, offsets = packed(device)
-    mask = torch.ones(1, 12, dtype=torch.long, device=device)
+    given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
+    assert_by_oracle([model(ids, **inputs, **offsets, **given).logits], alone, names="logits")
+
+
+def test_what_does_not_go_with_offsets_is_refused():
+    q, k, v = heads(12, 12)
+    mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, -1] = 0
     with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
-        model(tokens(1, 12, device), attention_mask=mask, **inputs, **offsets)
-    q, k, v = heads(12, 12)
-    with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
-        attend.attention_forward(layer(), q, k, v, mask.cpu(), cu_seq_lens_q=OFFSETS)
+        attend.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
+    with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
+        mask = torch.ones(1, 1, 2, 12).bool()
+        attend.attention_forward(layer(), q[:, :, :2], k, v, mask, cu_seq_lens_q=OFFSETS)
 
 
 def test_compiled_model_with_offsets(device):
@@ -97,7 +88,9 @@ def test_compiled_model_with_offsets(device):
     with torch.no_grad():
         wanted = model(ids, **inputs, **offsets).logits
         actual = compiled(ids, attention_mask=torch.ones_like(ids), **inputs, **offsets).logits
-    torch.testing.assert_close(actual, wanted)
+        torch.testing.assert_close(actual, wanted)
+        with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
+            model(ids, attention_mask=(ids != ids[0, -1]).long(), **inputs, **offsets)
 
 
 def test_chunks_with_offsets_are_not_compiled():
@@ -114,7 +107,6 @@ def test_chunks_with_offsets_are_not_compiled():
         call(*heads(12, 12))
 
 
-OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
 SEPARATE = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool()
 
 
@@ -122,18 +114,15 @@ SEPARATE = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).bool()
 @pytest.mark.parametrize("way", ["mask", "numbers", "bias", "weights", "sinks", "chunks"])
 def test_offsets_hold_beside_what_else_is_given(way, with_keys):
     q, k, v = heads(12, 12)
-    bias = torch.randn(1, 2, 12, 12)
     seen = torch.ones(12, 12).tril().bool()
     numbers = torch.zeros(12, 12).masked_fill(~seen, torch.finfo(q.dtype).min)
-    sinks = torch.randn(1, 2, 12, 1)
-    mask, options = {
-        "mask": (seen[None, None], {}),
-        "numbers": (numbers[None, None], {}),
-        "bias": (None, {"position_bias": bias}),
-        "weights": (None, {"output_attentions": True}),
-        "sinks": (None, {"sinks": sinks}),
-        "chunks": (attend.attention_mask(1, 12, 12, mask_function=chunks(3)), {}),
-    }[way]
+    chunked = attend.attention_mask(1, 12, 12, mask_function=chunks(3))
+    mask = {"mask": seen[None, None], "numbers": numbers[None, None], "chunks": chunked}.get(way)
+    options = {
+        "bias": {"position_bias": torch.randn(1, 2, 12, 12)},
+        "weights": {"output_attentions": True},
+        "sinks": {"sinks": torch.randn(1, 2, 12, 1)},
+    }.get(way, {})
     offsets = {"cu_seq_lens_q": OFFSETS, **({"cu_seq_lens_k": OFFSETS} if with_keys else {})}
     o, weights = attend.attention_forward(layer(), q, k, v, mask, **offsets, **options)
     if way == "chunks":
@@ -167,10 +156,3 @@ def chunks(size: int):
     from transformers import masking_utils as masking
 
     return masking.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
-
-
-def test_offsets_beside_a_mask_need_as_many_queries_as_keys():
-    q, k, v = heads(2, 12)
-    with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
-        mask = torch.ones(1, 1, 2, 12).bool()
-        attend.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
