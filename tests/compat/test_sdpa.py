@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles import assert_by_oracle, with_gradients
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,31 +23,12 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from fastattn import dispatch
 from fastattn.compat import diffusers, sdpa, xformers
 from fastattn.compat.transformers import attention_forward
-from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.inputs import to_device
 
 torch_attention = F.scaled_dot_product_attention
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOWEST = torch.finfo(torch.float32).min
-
-
-def tensors(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """kwargs with its floating tensors in dtype, as leaves that take gradients."""
-    return {
-        name: x.detach().to(dtype).requires_grad_()
-        if isinstance(x, Tensor) and x.is_floating_point()
-        else x
-        for name, x in kwargs.items()
-    }
-
-
-def results(function: Callable[..., Tensor], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The output and the gradients of every floating input."""
-    o = function(**kwargs)
-    leaves = [x for x in kwargs.values() if isinstance(x, Tensor) and x.requires_grad]
-    upstream = torch.linspace(-1, 1, o.numel(), dtype=torch.float64).reshape(o.shape)
-    return [o, *torch.autograd.grad(o, leaves, upstream.to(o.dtype))]
 
 
 def plain(**kwargs: Any) -> Tensor:
@@ -57,18 +39,21 @@ def plain(**kwargs: Any) -> Tensor:
 
 def assert_equals_torch(kwargs: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
     """Output and gradients within the budget, torch's formula in fp64 being the reference."""
-    ref = results(plain, tensors(kwargs, torch.float64))
-    kwargs = tensors(kwargs, dtype)
-    ours = results(sdpa.scaled_dot_product_attention, kwargs)
+
+    def by(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        def call(*values: Any) -> Tensor:
+            return function(**dict(zip(kwargs, values, strict=True)))
+
+        return with_gradients(call, kwargs.values(), dtype)
+
+    ours = by(sdpa.scaled_dot_product_attention, dtype)
+    assert all(x.dtype == dtype for x in ours)
     mask = kwargs.get("attn_mask")
     # Of a row of lowest numbers, the log of the denominator tells nothing about the denominator:
     # torch's fused kernels lose its gradients too.
     lowest = mask is not None and mask.dtype != torch.bool and bool((mask == LOWEST).any())
-    naive = worst_naive(ref, lambda: results(plain, kwargs))
-    for i, triple in enumerate(zip(ours, ref, naive, strict=True)):
-        if i == 0 or not lowest:
-            assert_within_budget(f"result {i}", *triple)
-        assert triple[0].dtype == dtype
+    n = 1 if lowest else len(ours)
+    assert_by_oracle(ours[:n], lambda dtype: by(plain, dtype)[:n], dtype)
 
 
 @st.composite
@@ -84,8 +69,9 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     def thinned(sizes: list[int]) -> list[int]:
         return [1 if draw(st.integers(0, 3)) == 0 else size for size in sizes]
 
-    divisors = [count for count in (1, 2, 4) if H and H[0] % count == 0]
-    groups = [draw(st.sampled_from(divisors))] if enable_gqa else None
+    groups = (
+        [draw(st.sampled_from([n for n in (1, 2, 4) if H[0] % n == 0]))] if enable_gqa else None
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
 
     def normal(*shape: int) -> Tensor:
@@ -144,10 +130,14 @@ def test_equals_torch_over_its_arguments(served, kwargs):
         assert torch.allclose(o, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def qkv(L: int = 5, S: int = 7, H_k: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def qkv(L: int = 5, S: int = 7, H_k: int = 4) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (2, 4, L, 16), "key": (2, H_k, S, 16), "value": (2, H_k, S, 16)}
-    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+    return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+
+
+def to_dtype(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: x.to(dtype) for name, x in inputs.items()}
 
 
 def lowest_rows(lowest: float) -> Tensor:
@@ -210,9 +200,7 @@ def test_causal_bias_objects(served, right):
     ours = sdpa.scaled_dot_product_attention(**inputs, attn_mask=bias)
     assert len(served) == 1
     mask = torch.ones(3, 7, dtype=torch.bool).tril(4 if right else 0)
-    exact = torch_attention(**{n: x.double() for n, x in inputs.items()}, attn_mask=mask)
-    naive = worst_naive(exact, lambda: plain(**inputs, attn_mask=mask))
-    assert_within_budget("o", ours, exact, naive)
+    assert_by_oracle([ours], lambda dtype: [plain(**to_dtype(inputs, dtype), attn_mask=mask)])
 
 
 def test_dropout_drops_with_torchs_seed(served):
@@ -235,9 +223,8 @@ def test_autocast(served):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = sdpa.scaled_dot_product_attention(**inputs)
         assert ours.dtype == torch_attention(**inputs).dtype == torch.bfloat16
-    rounded = {n: x.bfloat16() for n, x in inputs.items()}
-    exact = plain(**{n: x.double() for n, x in rounded.items()})
-    assert_within_budget("o", ours, exact, worst_naive(exact, lambda: plain(**rounded)))
+    rounded = to_dtype(inputs, torch.bfloat16)
+    assert_by_oracle([ours], lambda x: [plain(**to_dtype(rounded, x))], torch.bfloat16)
     assert len(served) == 1
 
 
@@ -255,18 +242,14 @@ def test_compiled_once_for_all_lengths(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
     counter = CompileCounter()
-
-    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return sdpa.scaled_dot_product_attention(q, k, v, mask)
-
+    attend = torch.compile(
+        sdpa.scaled_dot_product_attention, backend=counter, fullgraph=True, dynamic=True
+    )
     for length in (5, 6, 9, 17):
-        inputs = list(qkv(length, length).values())
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        o = attend(*inputs, mask)
-        exact = torch_attention(*(x.double() for x in inputs), mask)
-        naive = worst_naive(exact, partial(torch_attention, *inputs, mask))
-        assert_within_budget("o", o, exact, naive)
+        inputs, mask = qkv(length, length), torch.ones(length, length, dtype=torch.bool).tril()
+        o = attend(**inputs, attn_mask=mask)
+        by_torch = partial(torch_attention, attn_mask=mask)
+        assert_by_oracle([o], lambda x: [by_torch(**to_dtype(inputs, x))])  # noqa: B023
     assert counter.frame_count == 1
 
 
@@ -296,14 +279,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_errors_are_torchs(served, name):
-    arguments = {**qkv(), **REFUSED[name]}
     errors = []
     for attend in (torch_attention, sdpa.scaled_dot_product_attention):
-        try:
-            attend(**arguments)
-        except (TypeError, RuntimeError, IndexError) as error:
-            errors.append(type(error))
-    assert len(errors) == 2
+        with pytest.raises((TypeError, RuntimeError, IndexError)) as raised:
+            attend(**{**qkv(), **REFUSED[name]})
+        errors.append(raised.type)
     assert errors[0] is errors[1]
     assert served == []
 
@@ -330,27 +310,20 @@ def test_the_rest_is_torchs_bit_for_bit(served, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_nested_tensors_are_torchs(served):
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_nested_tensors_and_forward_mode_derivatives_are_torchs(served):
     parts = [torch.randn(n, 2, 8) for n in (3, 5)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    o = sdpa.scaled_dot_product_attention(x, x, x)
-    assert o.is_nested
+    assert sdpa.scaled_dot_product_attention(x, x, x).is_nested
+    query, key, value = qkv().values()
+    with sdpa_kernel(SDPBackend.MATH):
+        o, tangent = torch.func.jvp(
+            lambda query: sdpa.scaled_dot_product_attention(query, key, value),
+            (query,),
+            (torch.ones_like(query),),
+        )
     assert served == []
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_forward_mode_derivatives_are_torchs(served):
-    inputs = {n: x.double().float() for n, x in qkv().items()}
-
-    def of_query(query: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return sdpa.scaled_dot_product_attention(query, inputs["key"], inputs["value"])
-
-    query = inputs["query"]
-    o, tangent = torch.func.jvp(of_query, (query,), (torch.ones_like(query),))
-    assert served == []
-    assert tangent.isfinite().all()
-    assert o.shape == query.shape
+    assert tangent.isfinite().all() and o.shape == query.shape
 
 
 def test_environment_leaves_all_to_torch(served, monkeypatch):

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from oracles import assert_by_oracle, with_gradients
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -18,7 +20,6 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
 from fastattn import reference
 from fastattn.compat import torch_flash
-from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -49,12 +50,6 @@ def by_parts(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
     return torch.cat(parts)
 
 
-def results(function, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*inputs)
-    return [out, *torch.autograd.grad(out.sum(), inputs)]
-
-
 WINDOWS = {(-1, -1): {}, (-1, 0): {"causal": True}, (3, 0): {"causal": True, "window": 4},
            (2, 1): {"window": (2, 1)}}  # fmt: skip
 
@@ -68,25 +63,16 @@ def test_packed_sequences(active, window, compiled):
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen_attn(q, k, v, offsets, offsets, 7, 7, scale=0.3, window_size=window)
 
-    def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return by_parts(q, k, v, scale=0.3, **WINDOWS[window])
-
     torch._dynamo.reset()
     call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
     x = tensors(OFFSETS[-1], 2, 8)
-    ref = results(naive, *(y.double() for y in x))
-    for i, triple in enumerate(
-        zip(results(call, *x), ref, worst_naive(ref, lambda: results(naive, *x)), strict=True)
-    ):
-        assert_within_budget(f"result {i}", *triple)
-
-
-def test_an_output_that_is_given(active):
-    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
-    x = [y.detach() for y in tensors(OFFSETS[-1], 2, 8)]
+    naive = partial(by_parts, scale=0.3, **WINDOWS[window])
+    actual = with_gradients(call, x, torch.float32)
+    assert_by_oracle(actual, partial(with_gradients, naive, x))
     out = torch.full_like(x[0], torch.nan)
-    varlen_attn_out(out, *x, offsets, offsets, 7, 7)
-    assert torch.equal(out, varlen_attn(*x, offsets, offsets, 7, 7))
+    with torch.no_grad():
+        varlen_attn_out(out, *x, offsets, offsets, 7, 7, scale=0.3, window_size=window)
+    assert_by_oracle([out], lambda dtype: [naive(*(y.to(dtype) for y in x))])
 
 
 HELD, PAGE = (9, 14, 0), 4
@@ -128,12 +114,9 @@ def test_rows_of_a_cache(active, paged, window):
             q.to(dtype), *keys, held, offsets, scale=0.3, return_lse=True, **options
         )
 
-    exact = oracle(torch.float64)
-    naive = worst_naive(exact, lambda: oracle(torch.float32))
-    for name, x, ref, by_formula in zip(("o", "lse"), actual, exact, naive, strict=True):
-        assert_within_budget(name, x, ref, by_formula)
+    assert_by_oracle(actual, oracle)
     assert returned.data_ptr() == out.data_ptr()
-    assert_within_budget("out", out, exact[0], naive[0])
+    assert_by_oracle([out], lambda dtype: oracle(dtype)[:1], names="out")
 
 
 def test_rows_of_a_cache_are_written_where_the_output_is(active, monkeypatch):
@@ -192,12 +175,11 @@ def test_torchs_context_parallelism():
         o = reference.attention(*inputs, causal=True, scale=0.3)
         return [o.detach(), *torch.autograd.grad(o, inputs, grad.to(dtype))]
 
-    ref = naive(torch.float64)
-    expected = worst_naive(ref, lambda: naive(torch.float32))
-    ranks = run_ranks(f"{__file__}:ring", 2)
-    for i, (first, last) in enumerate(zip(*ranks, strict=True)):
+    results = []
+    for first, last in zip(*run_ranks(f"{__file__}:ring", 2), strict=True):
         (a, d), (b, c) = first.chunk(2, 2), last.chunk(2, 2)
-        assert_within_budget(f"result {i}", torch.cat((a, b, c, d), 2), ref[i], expected[i])
+        results.append(torch.cat((a, b, c, d), 2))
+    assert_by_oracle(results, naive, names="o dq dk dv")
 
 
 OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -206,21 +188,16 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_dense_operator(active, causal):
-    q, k, v = (x.transpose(1, 2) for x in tensors(2, 5, 3, 8))
+    qkv = [x.transpose(1, 2) for x in tensors(2, 5, 3, 8)]
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return OPERATOR(q, k, v, 0.0, causal, scale=0.3)[0]
 
-    def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.attention(q, k, v, causal=causal, scale=0.3)
-
-    ref = results(naive, *(x.double() for x in (q, k, v)))
-    expected = worst_naive(ref, lambda: results(naive, q, k, v))
-    for i, triple in enumerate(zip(results(ours, q, k, v), ref, expected, strict=True)):
-        assert_within_budget(f"result {i}", *triple)
+    naive = partial(reference.attention, causal=causal, scale=0.3)
+    assert_by_oracle(with_gradients(ours, qkv, torch.float32), partial(with_gradients, naive, qkv))
     # What torch's fake promises.
-    fake = OPERATOR(*(x.detach().to("meta") for x in (q, k, v)), 0.0, causal)
-    for got, promised in zip(OPERATOR(q, k, v, 0.0, causal), fake, strict=True):
+    fake = OPERATOR(*(x.detach().to("meta") for x in qkv), 0.0, causal)
+    for got, promised in zip(OPERATOR(*qkv, 0.0, causal), fake, strict=True):
         if isinstance(got, Tensor):
             assert (got.shape, got.dtype, got.stride()) == (
                 promised.shape, promised.dtype, promised.stride())  # fmt: skip
