@@ -15,11 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracles import assert_by_oracle, with_gradients
 from torch.nn import functional as F
 
 from fastattn.compat import diffusers as door
-from fastattn.testing import worst_naive
-from fastattn.testing.budget import assert_all_within_budget
 
 FOLDER = os.environ.get("FASTATTN_DIFFUSERS")
 PAGE = Path(__file__).parents[2] / "docs" / "doors" / "diffusers.md"
@@ -104,46 +103,29 @@ def _torchs(q, k, v, mask, **options):
     return F.scaled_dot_product_attention(*heads, mask, **options).transpose(1, 2)
 
 
-def _results(call, tensors, dtype):
-    """The output of a call, and the gradients of its tensors of numbers."""
-    given = [
-        x.detach().to(dtype) if x is not None and x.is_floating_point() else x for x in tensors
-    ]
-    leaves = [x.requires_grad_() for x in given if x is not None and x.is_floating_point()]
-    o = call(*given)
-    return [o, *torch.autograd.grad(o.square().sum(), leaves)]
-
-
 @pytest.mark.parametrize("mask", _masks())
 def test_masks_through_the_dispatcher(dispatcher, mask):
-    tensors = (*_inputs(), _masks()[mask])
-    options = {"scale": 0.3, "enable_gqa": True}
+    tensors, options = (*_inputs(), _masks()[mask]), {"scale": 0.3, "enable_gqa": True}
 
     def dispatched(*given, backend="fastattn"):
         return dispatcher.dispatch_attention_fn(*given, backend=backend, **options)
 
-    actual = _results(dispatched, tensors, torch.float32)
-    by_torch = partial(_results, partial(_torchs, **options), tensors)
-    exact = by_torch(torch.float64)
-    naive = worst_naive(exact, lambda: by_torch(torch.float32))
-    assert_all_within_budget(("o", "dq", "dk", "dv", "dmask")[: len(exact)], actual, exact, naive)
+    actual = with_gradients(dispatched, tensors, torch.float32)
+    oracle = partial(with_gradients, partial(_torchs, **options), tensors)
+    assert_by_oracle(actual, oracle, names="o dq dk dv dmask")
     if FOLDER:
         torch.testing.assert_close(actual[0], dispatched(*tensors, backend="native"))
 
 
 def test_causal_and_lse(dispatcher):
     q, k, v = _inputs(4)
-    o, lse = dispatcher.dispatch_attention_fn(
-        q, k, v, is_causal=True, backend="fastattn", attention_kwargs={"return_lse": True}
-    )
+    how = {"is_causal": True, "backend": "fastattn", "attention_kwargs": {"return_lse": True}}
+    o, lse = dispatcher.dispatch_attention_fn(q, k, v, **how)
     torch.testing.assert_close(o, _torchs(q, k, v, None, is_causal=True))
     scores = torch.einsum("bqhd,bkhd->bqhk", q, k) / 4
     later = torch.arange(7) > torch.arange(5)[:, None]
     scores = scores.masked_fill(later[:, None], -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
-
-
-def test_the_registry_has_one_member_for_context_parallelism(dispatcher):
     names, registry = dispatcher.AttentionBackendName, dispatcher._AttentionBackendRegistry
     assert [name.value for name in names].count("fastattn") == 1
     assert names("fastattn") in registry._backends
@@ -158,11 +140,16 @@ def test_the_program_of_the_page(dispatcher):
     torch.testing.assert_close(results["o"], _torchs(q, q, q, None))
 
 
+def _context():
+    ctx = SimpleNamespace()
+    ctx.save_for_backward = lambda *arguments: setattr(ctx, "saved_tensors", arguments)
+    return ctx
+
+
 def test_parts_of_a_ring():
     """Two parts of the keys, put together and driven backward as diffusers' ring does."""
     q, k, v = _inputs(4)
-    ctx = SimpleNamespace()
-    ctx.save_for_backward = lambda *arguments: setattr(ctx, "saved_tensors", arguments)
+    ctx = _context()
     parts = list(zip(k.split([3, 4], 1), v.split([3, 4], 1), strict=True))
     actual = [
         door.forward_op(ctx, q, *part, None, 0.0, False, None, False, True, _save_ctx=i == 0)
@@ -186,9 +173,7 @@ def test_parts_of_a_ring():
 def test_a_single_part_is_saved_whole():
     """Without overrides, as by Ulysses: with the mask, and fewer heads of keys."""
     q, k, v = _inputs()
-    ctx = SimpleNamespace()
-    ctx.save_for_backward = lambda *arguments: setattr(ctx, "saved_tensors", arguments)
-    mask = _masks()["keys"]
+    ctx, mask = _context(), _masks()["keys"]
     o = door.forward_op(ctx, q, k, v, mask, 0.0, False, 0.3, True)
     wanted = _torchs(q, k, v, mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(o, wanted)

@@ -1,13 +1,16 @@
 """Llama's calls give what the layer gives as a whole, and with this library's own cache."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from oracles import assert_by_oracle
 from torch import Tensor
 
 from fastattn import GQAttention
 from fastattn.compat.llama import LlamaAttention
 from fastattn.rotary import rotary_tables
-from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -39,33 +42,29 @@ def in_steps(layer: LlamaAttention, x: Tensor, freqs_cis: Tensor | None) -> Tens
 def test_steps_equal_the_whole_and_the_librarys_cache(options):
     layer = make(**options)
     x = torch.randn(B, T, C)
-    exact = make(**options).double()
-    ref = exact(x.double(), FREQS_CIS.to(torch.complex128))[0]
-    naive = worst_naive(ref, lambda: layer(x, FREQS_CIS)[0])
     whole, *caches = layer(x, freqs_cis=FREQS_CIS)
     assert caches == [None, None]
-    for freqs_cis in (FREQS_CIS, None):
-        assert_within_budget("out", in_steps(layer, x, freqs_cis), ref, naive)
     cache = layer.attention.new_cache(batch_size=B, max_length=T)
     steps = [layer.attention(part, cache=cache) for part in x.split([4, 2, 1, 1, 1], 1)]
-    assert_within_budget("cache", torch.cat(steps, 1), ref, naive)
+    actual = [in_steps(layer, x, FREQS_CIS), in_steps(layer, x, None), torch.cat(steps, 1)]
+
+    def oracle(dtype: torch.dtype) -> list[Tensor]:
+        return [make(**options).to(dtype)(x.to(dtype), None)[0]] * 3
+
+    assert_by_oracle(actual, oracle, names="out without cache")
     assert torch.equal(whole, layer.attention(x))
 
 
 def test_gradients_flow_through_the_caches():
-    layer = make()
     x = torch.randn(B, T, C)
-    in_steps(layer, x, FREQS_CIS).square().sum().backward()
-    actual = layer.attention.k_proj.weight.grad
-    exact = make().double()
 
-    def gradient(layer: LlamaAttention, x: Tensor) -> Tensor:
-        out = layer(x, FREQS_CIS.to(torch.promote_types(x.dtype, torch.complex64)))[0]
-        weight = layer.attention.k_proj.weight
-        return torch.autograd.grad(out.square().sum(), weight)[0]
+    def gradient(forward: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        layer = make().to(dtype)
+        out = forward(layer, x.to(dtype), FREQS_CIS.to(torch.promote_types(dtype, torch.complex64)))
+        return [torch.autograd.grad(out.square().sum(), layer.attention.k_proj.weight)[0]]
 
-    ref = gradient(exact, x.double())
-    assert_within_budget("gradient", actual, ref, worst_naive(ref, lambda: gradient(layer, x)))
+    actual = gradient(in_steps, torch.float32)
+    assert_by_oracle(actual, partial(gradient, lambda layer, *given: layer(*given)[0]), names="dw")
 
 
 @torch.no_grad()
