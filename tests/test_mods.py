@@ -6,11 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 
 import fastattn
 from fastattn import BlockMask, attention, mods
 from fastattn.testing.compare import assert_all_near
+
+
+@triton.jit
+def same(x, b, h, i, j):
+    return x
 
 
 def plain(q, k, v, seen=None, bias=None):
@@ -137,6 +143,15 @@ def test_a_mask_is_what_plain_torch_has(name: str, backend: str, device: str) ->
         *(x.to(device) for x in qkv(seen.shape[-1])),
         backward=backend == "triton",
     )
+
+
+def test_functions_alone_and_tables_that_learn_serve_without_gradients() -> None:
+    q, k, v = (x.detach() for x in qkv(4))
+    tables = {"mask_mod": mods.window_by_head, "mod_tensors": (torch.ones(2, requires_grad=True),)}
+    with torch.no_grad():
+        o = attention(q, k, v, score_mod=same, backend="torch")
+        assert torch.equal(o, attention(q, k, v, backend="torch", return_lse=True)[0])
+        assert attention(q, k, v, **tables, backend="torch").shape == o.shape
 
 
 def test_the_same_parts_give_the_same_function() -> None:

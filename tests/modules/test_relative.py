@@ -14,7 +14,6 @@ from fastattn.models.positions import (
     RelativeContent,
     RelativeScalar,
     RelativeTransformerXL,
-    SinusoidalPositions,
     sinusoids,
 )
 from fastattn.testing import assert_within_budget
@@ -143,15 +142,6 @@ def test_sinusoids_are_those_of_the_paper():
             angle = torch.tensor(t / 10000 ** (2 * c / 6), dtype=torch.float64)
             torch.testing.assert_close(p[row, 2 * c].double(), angle.sin(), rtol=0, atol=1e-6)
             torch.testing.assert_close(p[row, 2 * c + 1].double(), angle.cos(), rtol=0, atol=1e-6)
-
-
-def test_fixed_positions_go_on_past_any_length():
-    positions = SinusoidalPositions(8)
-    far = positions.at(4096, 3, torch.device("cpu"))
-    assert torch.equal(far, sinusoids(torch.tensor([4096, 4097, 4098]), 8))
-    rows = positions.at(torch.tensor([2, 5]), 3, torch.device("cpu"))
-    assert torch.equal(rows[1], positions.at(5, 3, torch.device("cpu")))
-    assert rows.shape == (2, 3, 8)
 
 
 def test_learned_positions_of_rows_that_begin_anywhere():

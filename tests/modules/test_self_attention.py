@@ -130,25 +130,6 @@ def test_a_prefix_enters_a_cache_whole(kwargs, device):
         assert_within_budget("output", torch.cat(steps, dim=1), *expected)
 
 
-@torch.no_grad()
-def test_groups_that_do_not_go_with_a_cache_leave_it_as_it_was():
-    layer = make_layer(num_heads=2)
-    x = torch.randn(2, 3, WIDTH)
-    cache = layer.new_cache(2, 8)
-    for message, groups in (
-        (r"prefix_lengths must be at most 3 here, got 4: .* and 0", {"prefix_lengths": 4}),
-        (r"must have shape \[2\], got \[1\]", {"prefix_lengths": torch.tensor([1])}),
-        (r"documents cannot go with a cache", {"documents": torch.zeros(2, 3, dtype=torch.int32)}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            layer(x, **groups, cache=cache)
-    assert cache.uniform_length == 0
-    layer(x, prefix_lengths=3, cache=cache)
-    with pytest.raises(ValueError, match=r"prefix_lengths must be at most 3 here, got 5: .* and 3"):
-        layer(x, prefix_lengths=5, cache=cache)
-    assert cache.uniform_length == 3
-
-
 @pytest.fixture
 def attention_calls(monkeypatch) -> list:
     """q, k, v and options of every call of `attention` by a layer."""

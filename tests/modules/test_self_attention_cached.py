@@ -85,20 +85,6 @@ def test_left_padded_prompts_then_steps_equal_each_row_alone(kwargs, device):
         torch.testing.assert_close(from_zero, ref)
 
 
-def test_overflow_leaves_the_cache_as_it_was(device):
-    layer = make_layer(device, num_heads=2)
-    x = torch.randn(2, 6, WIDTH, device=device)
-    cache = layer.new_cache(2, 6)
-    with torch.no_grad():
-        layer(x[:, :5], cache=cache)
-        before = cache.k.clone()
-        with pytest.raises(ValueError, match=r"needs 7 slots, but max_length is 6 .* room for 1"):
-            layer(x[:, :2], cache=cache)
-        torch.testing.assert_close(cache.k, before, rtol=0, atol=0, equal_nan=True)
-        y = layer(x[:, 5:], cache=cache)
-    assert_within_budget("output", y, *(full[:, 5:] for full in exact_and_naive(layer, x)))
-
-
 def test_cache_needs_grad_mode_off(device):
     layer = make_layer(device, num_heads=2)
     cache = layer.new_cache(1, 4)
@@ -113,11 +99,13 @@ def test_cache_needs_grad_mode_off(device):
 @torch.no_grad()
 def test_cache_errors_leave_the_cache_as_it_was():
     layer = make_layer(num_heads=4, rotary="half")
-    x = torch.randn(2, 3, WIDTH)
+    x = torch.randn(2, 8, WIDTH)
     cache = layer.new_cache(2, 8)
-    layer(x, cache=cache)
+    layer(x[:, :3], cache=cache)
     ones, both = torch.ones(2, 6), {"key_lengths": torch.tensor([1, 1])}
-    cases = [
+    before = cache.k.clone()
+    for error, match, given in (
+        (ValueError, "needs 9 slots, but max_length is 8 .* room for 5", {"x": x[:, :6]}),
         (ValueError, "cache must have 3 rows to match x, got 2", {"x": torch.randn(3, 3, WIDTH)}),
         (TypeError, "key_lengths must be an int32 or int64", {"key_lengths": torch.ones(2)}),
         (ValueError, r"key_lengths must have shape \[2\]", {"key_lengths": torch.tensor([1])}),
@@ -126,21 +114,21 @@ def test_cache_errors_leave_the_cache_as_it_was():
         (TypeError, "key_padding_mask must be bool, got list", {"key_padding_mask": [True]}),
         (ValueError, r"\[2, 6\], over 3 cached", {"key_padding_mask": ones[:, :3].bool()}),
         (ValueError, "cpu, got meta", {"key_padding_mask": ones.to("meta").bool()}),
-    ]
-    before = cache.k.clone()
-    for error, match, kwargs in cases:
+        (ValueError, "must be at most 3 here, got 7: .* and 3", {"prefix_lengths": 7}),
+        (ValueError, r"have shape \[2\], got \[1\]", {"prefix_lengths": torch.tensor([1])}),
+        (ValueError, "documents cannot go with a cache", {"documents": ones[:, :3].int()}),
+        (ValueError, r"k must have shape \[2, 2, T, 8\]", {"cache": KVCache(2, 2, 8, 8)}),
+    ):
         with pytest.raises(error, match=match):
-            layer(kwargs.pop("x", x), cache=cache, **kwargs)
+            layer(**{"x": x[:, 3:6], "cache": cache, **given})
         assert cache.uniform_length == 3
         assert cache.lengths.tolist() == [3, 3]
         torch.testing.assert_close(cache.k, before, rtol=0, atol=0, equal_nan=True)
-
-    layer(x, key_lengths=torch.tensor([3, 1]), cache=cache)
+    y = layer(x[:, 3:6], cache=cache)
+    assert_within_budget("y", y, *(full[:, 3:] for full in exact_and_naive(layer, x[:, :6])))
+    layer(x[:, :2], key_lengths=torch.tensor([2, 1]), cache=cache)
     with pytest.raises(ValueError, match=r"needs rows of one length"):
-        layer(x[:, :1], key_padding_mask=torch.ones(2, 7).bool(), cache=cache)
-    other = KVCache(2, 2, 8, 8)
-    with pytest.raises(ValueError, match=r"k must have shape \[2, 2, T, 8\] to match the cache"):
-        layer(x, cache=other)
+        layer(x[:, :1], key_padding_mask=torch.ones(2, 9).bool(), cache=cache)
 
 
 @pytest.mark.parametrize("kind", ["window", "quantize", "starts"])

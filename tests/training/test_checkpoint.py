@@ -69,12 +69,6 @@ def test_what_is_saved_is_loaded_without_a_pickle(tmp_path):
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_the_newest_checkpoint_replaces_the_others(tmp_path):
-    for step in (5, 123_456_789, 10):
-        save_checkpoint(tmp_path, make_checkpoint(step))
-        assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:08d}"]
-
-
 def test_the_highest_step_is_the_newest(tmp_path):
     for step in (99_999_999, 100_000_000, 9):
         checkpoint_path(tmp_path, step).mkdir()

@@ -118,25 +118,20 @@ def test_weights_are_of_the_call_s_own_positions():
     torch.testing.assert_close(weights, shifted)
 
 
-def test_maps_of_a_gpt_see_the_past_alone():
-    actual = make_model("gpt", positions="rotary")
-    maps = attention_maps(actual, "the fox jumps over")
-    assert [one.name for one in maps] == ["blocks.0.attention", "blocks.1.attention"]
+@pytest.mark.parametrize(
+    ("kind", "owner"), [("gpt", ""), ("masked", "encoder."), ("tagger", "encoder.")]
+)
+def test_maps_see_the_past_alone_or_both_sides(kind, owner):
+    options = {"positions": "rotary"} if kind == "gpt" else {}
+    maps = attention_maps(make_model(kind, **options), "the fox jumps")
+    assert [one.name for one in maps] == [f"{owner}blocks.{i}.attention" for i in range(2)]
     for one in maps:
-        assert one.weights.shape == (2, 4, 4)
+        assert one.weights.shape == (2, 3, 3)
         assert_rows_sum_to_one(one.weights)
-        assert (one.weights.triu(1) == 0).all()
-        assert list(one.queries) == list(one.keys) == ["the", "fox", "jumps", "over"]
+        seen = torch.ones(3, 3).tril() if kind == "gpt" else torch.ones(3, 3)
+        assert torch.equal((one.weights > 0).float(), seen.expand(2, 3, 3))
+        assert list(one.queries) == list(one.keys) == ["the", "fox", "jumps"]
     assert not torch.allclose(maps[0].weights, maps[1].weights)
-
-
-@pytest.mark.parametrize("kind", ["masked", "tagger"])
-def test_maps_of_an_encoder_see_both_sides(kind):
-    maps = attention_maps(make_model(kind), "the fox jumps")
-    assert [one.name for one in maps] == [f"encoder.blocks.{i}.attention" for i in range(2)]
-    for one in maps:
-        assert_rows_sum_to_one(one.weights)
-        assert (one.weights > 0).all()
 
 
 def test_maps_of_an_encoder_decoder_have_three_kinds():

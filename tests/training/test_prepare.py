@@ -308,28 +308,6 @@ def test_batches_have_documents(task):
     assert torch.equal(batch.targets[~after], inputs[~after])
 
 
-def test_a_rank_reads_its_rows_of_the_same_batch(task):
-    """The next batch follows from the generator alone, whatever part of a batch was read."""
-    whole, parts = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    for _ in range(3):
-        batch = task.draw("train", 8, whole)
-        part = task.draw("train", 8, parts, rows=slice(2, 4))
-        assert torch.equal(part.inputs[0], batch.inputs[0][2:4])
-        assert torch.equal(part.targets, batch.targets[2:4])
-        assert torch.equal(part.documents, batch.documents[2:4])
-        assert whole.get_state().equal(parts.get_state())
-
-
-def test_validation_has_every_token_once(task):
-    tokens = int(re.sub(r".* (\d+) validation .*", r"\1", task.extent))
-    batches = list(task.validation(3))
-    assert max(len(batch.targets) for batch in batches) == 3
-    count = sum(batch.inputs[0].numel() for batch in batches)
-    assert count == tokens - 1
-    draws = task.draw("validation", 4, torch.Generator().manual_seed(0))
-    assert draws.inputs[0].shape == (4, 16)
-
-
 def test_a_text_that_is_too_short_is_named(tmp_path):
     text = prepare([write(tmp_path / "a", "abcd" * 10)], tmp_path / "o", tokenizer="char")
     with pytest.raises(DataError, match=r"it has 36 tokens for training and 4 for validation.* 41"):
