@@ -19,12 +19,6 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: False)
 
 
-def test_kernels_serve_where_they_run(device: str) -> None:
-    explanation = fastattn.explain(*make_qkv(device=device))
-    assert explanation == fastattn.Explanation("triton", {})
-    assert str(explanation) == "backend: triton"
-
-
 REASONS = [
     ({"dtype": torch.float64}, "q is float64; kernels exist for float16, bfloat16 and float32"),
     ({"D": 264}, "head dim 264 is larger than 256, the limit for float32"),
@@ -57,8 +51,10 @@ def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastattn.explain(*make_qkv()).reasons == {"triton": "triton is not installed"}
 
 
-def test_argument_forces_a_backend(device: str) -> None:
+def test_kernels_serve_where_they_run_and_an_argument_forces_a_backend(device: str) -> None:
     q, k, v = make_qkv(device=device)
+    served = fastattn.explain(q, k, v)
+    assert served == fastattn.Explanation("triton", {}) and str(served) == "backend: triton"
     explanation = fastattn.explain(q, k, v, backend="torch")
     asked = {"triton": 'backend "torch" was asked for'}
     assert explanation == fastattn.Explanation("torch", asked, forced=True)
@@ -71,10 +67,9 @@ def test_environment_forces_a_backend(device: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     assert fastattn.explain(q, k, v).backend == "torch"
     assert fastattn.explain(q, k, v, backend="triton").backend == "triton"
-    monkeypatch.setenv("FASTATTN_BACKEND", "auto")
-    assert fastattn.explain(q, k, v).backend == "triton"
-    monkeypatch.setenv("FASTATTN_BACKEND", "")
-    assert fastattn.explain(q, k, v).backend == "triton"
+    for automatic in ("auto", ""):
+        monkeypatch.setenv("FASTATTN_BACKEND", automatic)
+        assert fastattn.explain(q, k, v).backend == "triton"
     monkeypatch.setenv("FASTATTN_BACKEND", "fast")
     with pytest.raises(
         ValueError, match="FASTATTN_BACKEND must be one of auto, hopper, triton, torch"

@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from checkout import foreign
 from layout_rules import PACKAGES
 
@@ -24,21 +22,10 @@ def test_kernels_is_not_a_top_level_package():
 
 def test_tests_of_another_checkout_do_not_run_this_ones_code(tmp_path):
     assert list(foreign(CHECKOUT)) == []
-    (tmp_path / "tests").mkdir()
-    shutil.copy(CHECKOUT / "tests" / "conftest.py", tmp_path / "tests")
-    (tmp_path / "tests" / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
-    helpers = f"pythonpath={CHECKOUT / 'tests' / 'helpers'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-o", helpers, "--rootdir", tmp_path, tmp_path / "tests"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
-    for folder, name in PACKAGES.items():
-        line = f"{name} comes from {CHECKOUT / folder}, not from {tmp_path / folder}"
-        assert line in done.stdout + done.stderr
-    assert "-m pip install -e ." in done.stdout + done.stderr
+    assert list(foreign(tmp_path)) == [
+        f"{name} comes from {CHECKOUT / folder}, not from {tmp_path / folder}"
+        for folder, name in PACKAGES.items()
+    ]
 
 
 # Runs in a process of its own. torch and triton are imported first: what they do is not ours.

@@ -99,14 +99,7 @@ def test_kernel_makes_the_codes_that_torch_makes(quantize, device):
 def test_quantized_cache_is_a_cache_with_codes():
     cache = QuantizedKVCache(2, 1, 8, 16, dtype=torch.bfloat16)
     assert isinstance(cache, KVCache)
-    assert (cache.k.dtype, cache.dtype, cache.quantize) == (torch.int8, torch.bfloat16, "int8")
+    assert (cache.k.dtype, cache.dtype) == (torch.int8, torch.bfloat16)
     assert repr(cache).startswith("QuantizedKVCache(batch_size=2, num_kv_heads=1, max_length=8,")
-    assert "quantize='int8'" in repr(cache)
     assert cache.nbytes == 2 * 2 * 8 * 16 + 2 * 2 * 8 * 4 + 2 * 4
-    x = torch.randn(2, 1, 3, 16).bfloat16()
-    cache.append(x, x)
-    k, _, positions = cache.view().gather()
-    assert k.dtype == torch.bfloat16
-    assert positions.tolist() == [[0, 1, 2]] * 2
-    assert ((k - x).abs() <= x.abs().amax(-1, keepdim=True) / 127).all()
     assert QuantizedKVCache(1, 1, 2, 16, quantize="fp8").k.dtype == torch.float8_e4m3fn

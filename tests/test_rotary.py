@@ -42,18 +42,6 @@ def test_equals_the_rotation_matrix_of_the_paper(style, rotary_dim, base):
     torch.testing.assert_close(apply_rotary(x, cos, sin, style=style), expected)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_each_row_may_have_positions_of_its_own(style):
-    x = torch.randn(2, 3, 4, 8)
-    positions = torch.tensor([[0, 1, 2, 3], [7, 7, 2, 100]])
-    cos, sin = rotary_tables(positions, 8)
-    assert cos.shape == sin.shape == (2, 4, 4)
-    rows = [
-        apply_rotary(x[b : b + 1], *rotary_tables(positions[b], 8), style=style) for b in (0, 1)
-    ]
-    assert torch.equal(apply_rotary(x, cos, sin, style=style), torch.cat(rows))
-
-
 def test_tables_stay_accurate_at_long_positions():
     cos, sin = rotary_tables(torch.tensor([131071]), 64)
     angles = [131071 * 10000.0 ** (-2 * i / 64) for i in range(32)]

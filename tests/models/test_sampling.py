@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastattn.models.sampling import Sampling, choose_rows, draw, make_generator
+from fastattn.models.sampling import Sampling, draw
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, -2.0, 5.0, 1.0, 1.0]])
 
@@ -14,22 +14,14 @@ def test_greedy_takes_the_first_highest():
     assert Sampling(greedy=True, top_k=1).choose(LOGITS).tolist() == [1, 2]
 
 
-def test_top_k_keeps_the_highest_and_their_equals():
-    for top_k, expected in (
-        (1, [[1, 3], [2]]),
-        (3, [[1, 2, 3], [2, 3, 4]]),
-        (9, [[*range(5)]] * 2),
-    ):
-        scores = Sampling(top_k=top_k).filter(LOGITS)
-        assert [row.isfinite().nonzero().flatten().tolist() for row in scores] == expected
-
-
 ALL = [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        # The highest and their equals.
+        *(({"top_k": k}, left) for k, left in ((1, [0]), (3, [0, 2, 3]), (9, ALL))),
         # The fewest that reach it, of what top-k has left.
         *(
             ({"top_p": p}, left)
@@ -90,22 +82,3 @@ def test_the_greatest_number_never_points_behind_the_last_token():
     probabilities = torch.stack([0 * sums, sums.double(), 0 * sums], dim=1)
     greatest = torch.full_like(sums, 1 - 2**-53, dtype=torch.float64)
     assert (draw(probabilities, greatest) == 1).all()
-
-
-def test_rows_are_chosen_each_by_its_own_settings():
-    torch.manual_seed(0)
-    logits = torch.randn(6, 9)
-    settings = [
-        Sampling(),
-        Sampling(greedy=True),
-        Sampling(),
-        Sampling(repetition_penalty=3.0),
-        Sampling(top_k=2),
-        Sampling(greedy=True, repetition_penalty=50.0),
-    ]
-    seen = [logits[row] > 0 if settings[row].needs_seen else None for row in range(6)]
-    got = choose_rows(logits, settings, [make_generator(row) for row in range(6)], seen)
-    for row, setting in enumerate(settings):
-        mask = None if seen[row] is None else seen[row][None]
-        alone = setting.choose(logits[row : row + 1], make_generator(row), mask)
-        assert [got[row]] == alone.tolist()

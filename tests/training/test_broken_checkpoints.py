@@ -274,15 +274,15 @@ def test_contents_of_the_right_digest_and_no_sense_are_named(run):
 
 
 def test_json_that_is_no_object_is_named(run, tmp_path):
-    save_gpt2(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    save_gpt2(config.parent)
     for content in (b"[" * 100_000, b"\xff", b"3", b"9" * 5000):
-        for path, use in (
-            (run, lambda: load_checkpoint(run.parent)),
-            (tmp_path / "hf" / "config.json", lambda: import_hf(tmp_path / "hf", tmp_path / "x")),
-        ):
-            path.write_bytes(content)
-            with pytest.raises(CheckpointError, match=path.name.replace(".", r"\.")):
-                use()
+        run.write_bytes(content)
+        config.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json"):
+            load_checkpoint(run.parent)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            import_hf(config.parent, tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["random.cpu", "random.batches", "loss_sum", "optimizer.norm"])
