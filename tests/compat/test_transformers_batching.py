@@ -1,6 +1,7 @@
 """Continuous batching of transformers: `generate_batch` gives what `generate` gives alone."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import transformers as tr
 from transformers import masking_utils as masking
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
-from transformers_models import heads, layer
+from transformers_models import decoder_config, heads, layer
 
 from fastattn.compat import transformers as door
 from fastattn.compat.transformers import continuous
@@ -34,12 +35,9 @@ def enabled(monkeypatch):
 
 def model(name: str):
     """Tiny models whose weights are large: the greedy tokens depend on what was attended."""
-    size = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4}
-    config = {
-        "llama-gqa": lambda: tr.LlamaConfig(**size),
-        "mistral-window": lambda: tr.MistralConfig(**size, head_dim=16, sliding_window=4),
-    }[name]()
+    size = {"hidden_size": 64, "intermediate_size": 48, "vocab_size": 64, "initializer_range": 0.4}
+    window = {"sliding_window": 4} if name == "mistral-window" else {}
+    config = decoder_config(name, **size, **window)
     torch.manual_seed(0)
     return tr.AutoModelForCausalLM.from_config(config, attn_implementation="fastattn").eval()
 
@@ -87,16 +85,11 @@ def test_decoding_over_block_tables(enabled, monkeypatch):
     """transformers takes that path on CUDA alone: here as if the check had passed."""
     path = "ensure_decode_fast_path_is_available"
     monkeypatch.setattr(initialization, path, lambda *_, **__: None)
-    built, steps = model("llama-gqa"), []
-    append = continuous.append_paged
-
-    def counted(view, k, *args):
-        steps.append(k.shape[0])
-        return append(view, k, *args)
-
-    monkeypatch.setattr(continuous, "append_paged", counted)
+    append = mock.Mock(side_effect=continuous.append_paged)
+    monkeypatch.setattr(continuous, "append_paged", append)
+    built = model("llama-gqa")
     actual = batched(built, max_blocks_per_request=2)
-    assert 2 in steps  # both requests decode
+    assert 2 in {call.args[1].shape[0] for call in append.call_args_list}  # both requests decode
     assert actual == alone(built)
 
 
@@ -108,13 +101,10 @@ def test_slots_of_tokens_without_a_row_and_of_padded_tables():
     assert slots.tolist() == [27, 8, 15, -1, -1]
 
 
-def test_refused_without_the_call():
+def test_refused_without_the_call(monkeypatch):
     door.register()
     with pytest.raises(ValueError, match="fastattn is not supported for continuous batching"):
         batched(model("llama-gqa"), auto_switch_to_flash=False)
-
-
-def test_another_transformers_is_named(monkeypatch):
     monkeypatch.delattr(paged_cache, "is_flash_attention_requested")
     with pytest.raises(ImportError, match=r"continuous_batching\.cache has no is_flash_attention"):
         door.enable_continuous_batching()
