@@ -36,10 +36,12 @@ class Turned(KVCache):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("kind", ["plain", "ring", "paged", "turned before"])
 def test_steps_equal_the_layer_without_a_cache(
-    kind: str, backend: str, decoded: list[int], device: str
+    kind: str, backend: str, decoded: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A plain cache rotates queries and keys as it writes them, in one call."""
     window = 4 if kind == "ring" else None
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "rotary": "half", "window": window}
+    style = "interleaved" if kind == "plain" else "half"
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "rotary": style, "window": window}
     layer = make_layer(device, backend, **sizes)
     x = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     exact, naive = exact_and_naive(layer, x)
@@ -49,6 +51,8 @@ def test_steps_equal_the_layer_without_a_cache(
     else:
         made = Turned if kind == "turned before" else KVCache
         cache = made(2, 2, 9, layer.head_dim, window=window, device=device)
+    if kind == "plain":
+        monkeypatch.delattr(projection, "apply_rotary")
     steps = []
     with torch.no_grad():
         for part in x.split([3, 1, 2, 1], dim=1):
@@ -70,18 +74,3 @@ def test_what_is_not_kept_in_order_is_not_read_in_order(device: str) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="cache must keep every token as it is"):
         layer(x, cache=ring, key_padding_mask=torch.ones(1, 1, dtype=torch.bool, device=device))
     assert ring.length_bound == 0
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_decoding_rotates_as_it_appends(
-    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call of the cache for rotation of queries and keys and for writing them."""
-    layer = make_layer(device, backend, num_heads=4, num_kv_heads=2, rotary="interleaved")
-    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
-    exact, naive = exact_and_naive(layer, x)
-    cache = KVCache(2, 2, 8, layer.head_dim, device=device)
-    with torch.no_grad():
-        monkeypatch.delattr(projection, "apply_rotary")
-        steps = [layer(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
-    assert_within_budget("steps", torch.cat(steps, 1), exact, naive)

@@ -379,10 +379,3 @@ def test_messages_of_half_precision_are_half_as_long(by_rank: list) -> None:
         for dim, least, most in (("tp", 0.5, 0.55), ("fsdp", 0.6, 0.75)):
             assert wide[dim][0] == narrow[dim][0]
             assert least * wide[dim][1] <= narrow[dim][1] < most * wide[dim][1]
-
-
-def test_one_process_sends_nothing(tmp_path: Path) -> None:
-    trainer = make("llama", tmp_path)
-    with CountMessages() as counted:
-        trainer._train_step()
-    assert not counted.calls
