@@ -49,11 +49,8 @@ def test_dense(first, interleaved, tables, draw, device):
     back = rotary.apply_rotary(x, *tables, first, interleaved=interleaved, conjugate=True)
     check("x turned back", back, x, tables, positions, interleaved=interleaved, conjugate=True)
     assert torch.equal(rotary.apply_rotary_emb(x, *tables, interleaved, False, first), actual)
-    written = x.clone()
-    assert rotary.apply_rotary(written, *tables, first, interleaved=interleaved, inplace=True) is (
-        written
-    )
-    assert torch.equal(written, actual)
+    written = rotary.apply_rotary(x, *tables, first, interleaved=interleaved, inplace=True)
+    assert written is x and torch.equal(x, actual)
 
 
 @pytest.mark.parametrize("first", [0, "rows"])
@@ -96,7 +93,7 @@ def parts(qkv, heads_q):
 @pytest.mark.parametrize("own_tables", [True, False])
 def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
     qkv, dy = draw(*shape).requires_grad_(), draw(*shape)
-    q, k, v = (x.clone() for x in parts(qkv.detach(), heads_q))
+    given = qkv.detach().clone()
     of_keys = tuple(2 * t for t in tables) if own_tables else tables
     actual = rotary.apply_rotary_emb_qkv_(
         qkv, *tables, *(of_keys if own_tables else ()), seqlen_offsets=2, num_heads_q=heads_q
@@ -104,14 +101,12 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
     assert actual.data_ptr() == qkv.data_ptr()
     positions = 2 + torch.arange(5, device=device).expand(2, -1)
     actual.backward(dy)
-    for result, dresult, q_k_v in (
-        (actual, None, (q, k, v)),
-        (qkv.grad, "conjugate", parts(dy, heads_q)),
-    ):
-        how = {"interleaved": False, "conjugate": dresult is not None}
-        for got, x, turned in zip(parts(result, heads_q), q_k_v, (tables, of_keys), strict=False):
-            check("part", got, x, turned, positions, **how)
-        assert torch.equal(parts(result, heads_q)[2], q_k_v[2])
+    for results, whole, back in ((actual, given, False), (qkv.grad, dy, True)):
+        how = {"interleaved": False, "conjugate": back}
+        (q, k, v), xs = parts(results, heads_q), parts(whole, heads_q)
+        check("q", q, xs[0], tables, positions, **how)
+        check("k", k, xs[1], of_keys, positions, **how)
+        assert torch.equal(v, xs[2])
 
 
 def test_module(draw, device):
