@@ -1,4 +1,4 @@
-"""Steps of an engine: budgets, priorities, kept prefixes, failures; nothing is lost."""
+"""Continuous batching: every request gets what it gets alone, however steps are made up."""
 
 import gc
 import random
@@ -20,7 +20,15 @@ GREEDY = Sampling(greedy=True)
 KINDS = [
     {"sampling": GREEDY},
     {"sampling": Sampling(temperature=0.7, top_k=6)},
+    {"sampling": Sampling(min_p=0.05, repetition_penalty=1.5)},
     {"sampling": Sampling(top_p=0.9), "end_token": [3, 11]},
+]
+LATENT = {"positions": "rotary", "kv_latent_dim": 6}
+# Models, and the seeds of the schedules that each of them serves.
+SCHEDULES = [
+    ({"num_kv_heads": 1}, range(20)),
+    ({"num_kv_heads": 1, "positions": "rotary"}, range(20, 35)),
+    ({**LATENT, "window": 7, "sinks": True}, range(35, 50)),
 ]
 
 
@@ -45,23 +53,23 @@ def poison(engine: Engine) -> None:
         x[:, free] = torch.nan
 
 
-@pytest.fixture(scope="module")
-def served() -> tuple[GPT, list[dict[str, Any]], list[list[int]]]:
-    """A model, requests of which many begin alike, and what each of them gets alone."""
-    model, source = make_gpt(context=24, num_kv_heads=1), random.Random(5)
+def make_wishes(model: GPT) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Requests of which many begin alike, and what each of them gets alone."""
+    source = random.Random(5)
     beginnings = [[source.randrange(20) for _ in range(n)] for n in (9, 16)]
     wishes = []
     for i in range(14):
         prompt = [source.randrange(20) for _ in range(source.randint(1, 14))]
         if i % 3:
             prompt = beginnings[i % 2][: source.randint(4, 16)] + prompt[:5]
-        wishes.append({"prompt": prompt, "count": source.randint(1, 20), "seed": i, **KINDS[i % 3]})
-    return model, wishes, [alone(model, wish) for wish in wishes]
+        wishes.append({"prompt": prompt, "count": source.randint(1, 20), "seed": i, **KINDS[i % 4]})
+    return wishes, [alone(model, wish) for wish in wishes]
 
 
-@pytest.mark.parametrize("seeds", [range(25), range(25, 50)])
-def test_random_schedules_give_what_each_request_gets_alone(seeds, served):
-    model, wishes, expected = served
+@pytest.mark.parametrize(("options", "seeds"), SCHEDULES, ids=["learned", "rotary", "latent"])
+def test_random_schedules_give_what_each_request_gets_alone(options, seeds):
+    model = make_gpt(context=24, **options)
+    wishes, expected = make_wishes(model)
     preempted = shared = cancelled = 0
     for seed in seeds:
         source = random.Random(seed)
@@ -304,3 +312,38 @@ def test_scores_of_a_batch_invariant_model_are_those_of_training(monkeypatch):
         with torch.no_grad():
             trained = model(torch.tensor([request.prompt + request.tokens[:-1]]))
         assert torch.equal(torch.stack(rows), trained[0, len(request.prompt) - 1 :])
+
+
+def test_who_had_to_wait_again_goes_before_who_came_later():
+    """Each comes to three pages of the four; the second one, being later, makes way."""
+    engine = Engine(make_gpt(), num_pages=4, page_size=2, max_batch=2)
+    first, second, third = (engine.submit([token, token], 5) for token in (1, 2, 3))
+    while not engine.preemptions:
+        assert engine.step()
+    assert not third.tokens
+    assert 0 < len(second.tokens) < 5
+    events = [request for request, _ in engine.run() if request is not first]
+    assert events[0] is second
+    assert len(first.tokens) == len(second.tokens) == len(third.tokens) == 5
+
+
+@pytest.mark.parametrize("options", [{}, LATENT])
+def test_codes_in_the_cache_are_served(options):
+    engine = Engine(make_gpt(**options), num_pages=20, page_size=4, quantize="int8")
+    assert engine.cache.k.dtype == torch.int8
+    requests = [engine.submit([i, 2, 3], 9 * i, sampling=GREEDY) for i in range(1, 4)]
+    list(engine.run())
+    assert [len(request.tokens) for request in requests] == [9, 18, 27]
+    assert free_of_requests(engine)
+
+
+def test_a_refused_request_leaves_the_engine_as_it_was():
+    engine = Engine(make_gpt(), num_pages=2, page_size=4)
+    with pytest.raises(ValueError, match="num_pages must be at least 3 for 5 tokens and 5 more"):
+        engine.submit([1] * 5, 5)
+    assert not engine.busy
+    assert engine.submit([1], 0).done and not engine.busy
+    assert engine.step() == []
+    request = engine.submit([1] * 5, 4)
+    list(engine.run())
+    assert len(request.tokens) == 4
