@@ -29,22 +29,12 @@ DOCUMENT_LENGTHS = (
 class Case:
     """A call of attention to measure.
 
-    Args:
-        family: one of FAMILIES.
-        direction: the timed part.
-        B, H_q, H_k, T_q, T_k, D: sizes; D is the head dim of q, k and v.
-        causal, window: as in `fastattn.attention`, the window as a pair.
-        lengths: keys of each batch row without padding.
-        padding_side: "right" passes key_lengths, "left" key_padding_mask.
-        dtype: name of a torch dtype.
-        layout: memory order of q, k, v and the output's gradient: "bthd", transposed views of
-            [B, T, H, D] as projections return them, or "bhtd", as in a cache.
-        device: "cuda" or "cpu".
-        label: distinguishes cases of equal sizes.
-        graph: replay the call as a CUDA graph, which excludes host time.
-        slow_peers: also measure peers that compile for seconds.
-        option: of `attention`, one of `inputs.OPTIONS`, for calls that are not plain. Peers cannot
-            serve these.
+    direction: the timed part. lengths: keys of each batch row without padding; padding_side "right"
+    passes key_lengths, "left" key_padding_mask. layout: memory order of q, k, v and the output's
+    gradient: "bthd", transposed views of [B, T, H, D] as projections return them, or "bhtd", as in
+    a cache. label: distinguishes cases of equal sizes. graph: replay the call as a CUDA graph,
+    which excludes host time. slow_peers: also measure peers that compile for seconds. option: of
+    `attention`, one of `inputs.OPTIONS`, for calls that are not plain; peers cannot serve these.
     """
 
     family: str
@@ -91,17 +81,20 @@ class Case:
         return {"name": self.name, **asdict(self)}
 
 
+def plain(direction: Direction, B: int, H_q: int, H_k: int, T: int, D: int, causal: bool) -> Case:
+    """A call without padding and options; all but a forward are of the family "backward"."""
+    family = "forward" if direction == "forward" else "backward"
+    return Case(family, direction, B, H_q, H_k, T, T, D, causal)
+
+
 def sweep(direction: Direction, D: int, T: int, causal: bool) -> Case:
     """A point of FlashAttention-3's sweep: 16384 tokens, hidden size 2048."""
-    H = 2048 // D
-    family = "forward" if direction == "forward" else "backward"
-    return Case(family, direction, 16384 // T, H, H, T, T, D, causal=causal)
+    return plain(direction, 16384 // T, 2048 // D, 2048 // D, T, D, causal)
 
 
 def grouped(direction: Direction, T: int, causal: bool) -> Case:
     """64 query heads on 8 key/value heads, one sequence."""
-    family = "forward" if direction == "forward" else "backward"
-    return Case(family, direction, 1, 64, 8, T, T, 128, causal=causal)
+    return plain(direction, 1, 64, 8, T, 128, causal)
 
 
 def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
@@ -124,15 +117,15 @@ def decode(B: int, T_k: int, H_q: int = 32, graph: bool = False) -> Case:
 
 def masks(direction: Direction, T: int) -> Iterator[Case]:
     """Every kind of mask, and options, at the same sizes."""
-    plain = Case("masks", direction, 2, 16, 16, T, T, 128)
-    yield replace(plain, causal=True)
-    yield replace(plain, causal=True, window=(1023, 0))
-    yield replace(plain, window=(512, 512))
-    half = (T, T // 2)
-    yield replace(plain, causal=True, lengths=half, label="lengths")
-    yield replace(plain, causal=True, lengths=half, padding_side="left", label="left-padded")
+    full = Case("masks", direction, 2, 16, 16, T, T, 128)
+    causal, half = replace(full, causal=True), (T, T // 2)
+    yield causal
+    yield replace(causal, window=(1023, 0))
+    yield replace(full, window=(512, 512))
+    yield replace(causal, lengths=half, label="lengths")
+    yield replace(causal, lengths=half, padding_side="left", label="left-padded")
     for option in ("alibi_slopes", "attn_bias", "relative_bias"):
-        yield replace(plain, causal=True, option=option)
+        yield replace(causal, option=option)
 
 
 # Number of cases before training, layers and host costs.

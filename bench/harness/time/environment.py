@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ... import kernels
-from ...training.usage import dense_bf16_tflops
 
 _PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn")
 # Our names of fields of nvidia-smi.
@@ -88,9 +87,6 @@ def _gpu(run: Run) -> dict[str, Any]:
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "sm_count": properties.multi_processor_count,
-        "memory_mib": properties.total_memory >> 20,
-        "l2_bytes": getattr(properties, "L2_cache_size", None),
-        "dense_bf16_tflops": dense_bf16_tflops(properties.name),
         **smi(run=run),
     }
 

@@ -17,7 +17,7 @@ import torch
 from ...kernels.launch import tiles
 from ...models.gpt import GPTConfig
 from ...training.step_timing import BACKENDS, as_dict, time_training_steps
-from ..cases.case import AIMS, Case, gpu_cases
+from ..cases.case import AIMS, Case, gpu_cases, plain
 from ..cases.registry import OURS, named, side_by_side
 from . import environment, overhead
 from .ahead import Ahead
@@ -82,7 +82,7 @@ def gpu_jobs(which: str) -> dict[str, Job]:
     H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
     training = {}
     for T in lengths:
-        case = Case("backward", "forward_backward", 16384 // T, H, H, T, T, D, causal=True)
+        case = plain("forward_backward", 16384 // T, H, H, T, D, causal=True)
         training[f"training-T{T}"] = Job(partial(_training, T), ("training",), (case,))
     # Important cases, other measurements, then the rest of the sweeps.
     return {

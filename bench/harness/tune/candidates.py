@@ -16,7 +16,7 @@ from ...kernels.hopper.tile_table import (
 )
 from ...kernels.launch import tiles
 from ...kernels.launch.tiles import HOPPER_FORWARD, TileConfig
-from ..cases.case import Case
+from ..cases.case import Case, Direction, plain
 
 # Classes of calls with their own tiles: arguments of `Case`, causal and not.
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -104,11 +104,9 @@ class TableEntry:
             tokens = NEW_TOKENS[self.kernel]
             one = Case("decode", "forward", 16, H_q, H_k // grouped, tokens, T, D, causal=True)
             return replace(one, dtype=dtype, layout="bhtd")
-        B = max(1, 16384 // T)
-        plain = Case("forward", "forward", B, H_q, H_k, T, T, D, causal, dtype=dtype)
-        if self.kernel != "forward":
-            plain = replace(plain, family="backward", direction="backward")
-        return replace(plain, **CALLS[self.calls][not causal])
+        direction: Direction = "forward" if self.kernel == "forward" else "backward"
+        call = plain(direction, max(1, 16384 // T), H_q, H_k, T, D, causal)
+        return replace(call, dtype=dtype, **CALLS[self.calls][not causal])
 
     def cases(self, shape: Shape | None = None) -> tuple[Case, ...]:
         """A causal case and one without a mask; decoding is causal only."""

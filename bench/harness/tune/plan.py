@@ -14,7 +14,7 @@ from ...kernels.hopper.tile_table import HopperConfig
 from ...kernels.launch import tiles
 from ...kernels.launch.decode_splits import PROGRAMS_AT_ONCE
 from ...kernels.launch.tiles import HOPPER_FORWARD, SPLITS, TileConfig
-from ..cases.case import Case
+from ..cases.case import Case, plain
 from ..cases.registry import ONE_PASS, PORTABLE, named
 from .candidates import (
     CALLS,
@@ -148,11 +148,9 @@ def hopper_choice(kernel: str, shape: Shape) -> Choice | None:
 def backend_choice(
     direction: str, shape: Shape, causal: bool, waves: str, multiprocessors: int, hopper: bool
 ) -> Choice | None:
-    """The backend for plain calls of a direction, "forward" or "training", and of a size.
+    """The backend for plain calls of a direction, "forward" or "training", and a size of WAVES.
 
-    waves: one of WAVES. hopper: whether the Hopper kernels serve the calls and are their default.
-
-    None: no call of the shape has that size.
+    hopper: whether the Hopper kernels serve the calls. None: no call of the shape has that size.
     """
     least, limit = WAVES[waves]
     if waves == "many":
@@ -164,11 +162,10 @@ def backend_choice(
         B, T = 1, max(_QUERIES, many // shape.H_q * _QUERIES)
     if not least <= B * shape.H_q * -(-T // _QUERIES) / multiprocessors < limit:
         return None
-    case = Case("forward", "forward", B, shape.H_q, shape.H_k, T, T, shape.D, causal)
-    families = ["forward"]
-    if direction == "training":
-        case = replace(case, family="backward", direction="forward_backward")
-        families.append("backward")
+    trains = direction == "training"
+    sizes = (B, shape.H_q, shape.H_k, T, shape.D, causal)
+    case = plain("forward_backward" if trains else "forward", *sizes)
+    families = ("forward", "backward")[: 1 + trains]
     key = {"direction": direction, "dtype": shape.dtype, "head_dim": shape.BLOCK_D}
     made = []
     for name in ("hopper", "triton", "torch")[not hopper :]:
