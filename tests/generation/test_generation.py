@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_gpt import make_gpt
 
+from fastattn.generation.engine import Engine
 from fastattn.generation.generate import (
     generate_batch,
     generate_text,
@@ -24,25 +25,39 @@ GREEDY = Sampling(greedy=True)
 ABC = CharacterTokenizer("abc")
 
 
+def make_prompts(*lengths: int) -> list[list[int]]:
+    return [torch.randint(20, (length,)).tolist() for length in lengths]
+
+
 @torch.no_grad()
-def greedy_by_full_forward(model: GPT, prompt: list[int], count: int) -> list[int]:
-    """Generate greedily without a cache, by the documented rule for the window."""
+def greedy_by_full_forward(
+    model: GPT, prompt: list[int], count: int, past_context: str
+) -> list[int]:
+    """Generate greedily without a cache, by the documented rules for the window."""
     context = model.config.context_length
     tokens, window = list(prompt), min(len(prompt), context)
     for _ in range(count):
         tokens.append(int(model(torch.tensor([tokens[-window:]]))[0, -1].argmax()))
-        window = context // 2 if window == context else window + 1
+        if window < context:
+            window += 1
+        elif past_context == "restart":
+            window = context // 2
     return tokens[len(prompt) :]
 
 
+@pytest.mark.parametrize("past_context", ["restart", "crop"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("prompt", [1, 11, 12, 30])
-def test_cached_generation_equals_full_forwards_past_the_context(positions, prompt):
-    model = make_gpt(positions=positions)
-    tokens = torch.randint(20, (prompt,)).tolist()
-    got = list(generate_tokens(model, tokens, 40, sampling=GREEDY))
-    assert got == greedy_by_full_forward(model, tokens, 40)
-    assert len(set(got)) > 1
+def test_cached_generation_equals_full_forwards_past_the_context(positions, past_context):
+    model, prompts = make_gpt(positions=positions), make_prompts(1, 11, 12, 30)
+    expected = [greedy_by_full_forward(model, x, 40, past_context) for x in prompts]
+    options = {"sampling": GREEDY, "past_context": past_context}
+    assert [list(generate_tokens(model, x, 40, **options)) for x in prompts] == expected
+    assert generate_batch(model, prompts, 40, **options) == expected
+    engine = Engine(model, num_pages=12, page_size=4, max_batch=3, past_context=past_context)
+    requests = [engine.submit(x, 40, sampling=GREEDY) for x in prompts]
+    list(engine.run())
+    assert [request.tokens for request in requests] == expected
+    assert all(len(set(tokens)) > 1 for tokens in expected)
 
 
 @torch.no_grad()
@@ -80,10 +95,6 @@ def test_an_empty_prompt_starts_behind_a_line_break():
     assert empty == line
     assert len("".join(empty)) == 20
     assert len("".join(generate_text(make_gpt(vocab_size=3), ABC, "", 20, seed=0))) == 20, "none"
-
-
-def make_prompts(*lengths: int) -> list[list[int]]:
-    return [torch.randint(20, (length,)).tolist() for length in lengths]
 
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 5}], ids=str)

@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from nightly import gate_cases
 from small_gpt import make_gpt
 
-from fastattn.generation.engine import Engine
-from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
 
@@ -65,28 +62,3 @@ def test_generate_reads_every_token_once_within_the_context(monkeypatch):
     monkeypatch.setattr(model, "forward", counted)
     model.generate(torch.tensor([[1, 2, 3]]), 12)
     assert read == [3] + [1] * 9 + [12, 12]
-
-
-@torch.no_grad()
-def greedy_by_crops(model: GPT, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens[-CONTEXT:]]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize("positions", gate_cases(["rotary"], ["learned"]))
-def test_a_cropped_text_sees_the_whole_context_in_every_step(positions):
-    model = make_gpt(context=CONTEXT, positions=positions)
-    prompts = [torch.randint(20, (length,)).tolist() for length in (1, 11, 12, 30)]
-    expected = [greedy_by_crops(model, prompt, 25) for prompt in prompts]
-    options = {"sampling": GREEDY, "past_context": "crop"}
-    assert [list(generate_tokens(model, prompt, 25, **options)) for prompt in prompts] == expected
-    assert generate_batch(model, prompts, 25, **options) == expected
-    restarted = generate_batch(model, prompts, 25, sampling=GREEDY)
-    assert all(a != b for a, b in zip(restarted, expected, strict=True))
-    engine = Engine(model, num_pages=12, page_size=4, max_batch=3, past_context="crop")
-    requests = [engine.submit(prompt, 25, sampling=GREEDY) for prompt in prompts]
-    for _ in engine.run():
-        pass
-    assert [request.tokens for request in requests] == expected
