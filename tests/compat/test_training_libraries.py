@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gloo_ranks import run_ranks
+from oracles import assert_by_oracle
 from programs_on_ranks import as_by_torchrun
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastattn.models.gpt import GPT
-from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -136,16 +136,13 @@ def test_a_step_of_two_ranks_is_that_of_one_process(case: str, stored: Path) -> 
         loss.backward()
         return {"loss": loss} | {name: x.grad for name, x in model.named_parameters()}
 
-    exact = alone(torch.float64)
-    naive = worst_naive(exact, lambda: alone(torch.float32))
     given = {"loss": results["loss"]} | results["grads"]
-    assert given.keys() == exact.keys()
-    for name, x in given.items():
-        assert_within_budget(name, x, exact[name], naive[name])
+    assert_by_oracle(given.values(), lambda dtype: [*alone(dtype).values()], names=" ".join(given))
     if package == "accelerate":
         assert results["attention"] == "fastattn"
     else:
         assert results["placed"] == {"DTensor"}
+    assert [*given] == [*alone(torch.float32)]
 
 
 @pytest.mark.parametrize("package", [needs(package, package) for package in STEPS])

@@ -85,7 +85,7 @@ def test_chunks_are_documents_where_queries_are_the_keys():
     assert type(attend.attention_mask(2, 2, 8, 6, mask_function=function)) is torch.Tensor
 
 
-def test_a_mask_that_is_moved_keeps_its_rule():
+def test_a_mask_that_is_moved_keeps_its_rule_and_one_that_is_changed_is_obeyed():
     mask = attend.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4).bool())
     for moved in (mask.to("cpu"), mask.to(torch.bool), mask.to(device="cpu", non_blocking=True)):
         assert isinstance(moved, lazy_mask.LazyMask) and moved.rule() is mask.rule()
@@ -93,6 +93,10 @@ def test_a_mask_that_is_moved_keeps_its_rule():
     assert elsewhere.device.type == "meta" and elsewhere.rule().padding.device.type == "meta"
     assert mask._made is None
     assert mask.to(torch.float32).tolist() == torch.ones(4, 4).tril()[None, None].tolist()
+    mask.logical_and_(torch.eye(4).bool())
+    q, k, v = heads(4, 4)
+    o, _ = attend.attention_forward(layer(), q, k, v, mask)
+    torch.testing.assert_close(o, v.transpose(1, 2))
 
 
 def test_lazy_mask_is_a_tensor_to_others():
@@ -138,11 +142,3 @@ def test_what_wrappers_ask_of_arguments_makes_no_entries():
     assert len(masks_seen) == 4 and all(x._made is None for x in (mask, *masks_seen))
     assert not mask.is_complex() and mask.get_device() == -1 and mask.is_cpu
     assert mask._made is None
-
-
-def test_a_changed_mask_is_obeyed():
-    q, k, v = heads(4, 4)
-    mask = attend.attention_mask(1, 4, 4, allow_is_causal_skip=False)
-    mask.logical_and_(torch.eye(4).bool())
-    o, _ = attend.attention_forward(layer(), q, k, v, mask)
-    torch.testing.assert_close(o, v.transpose(1, 2))
