@@ -71,15 +71,15 @@ def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
 def _groups(
     data: Mapping[str, Any],
     figure: str,
-    chosen: Callable[[Mapping[str, Any]], bool],
-    key: Callable[[Mapping[str, Any]], tuple[Any, ...]],
+    key: Callable[[Mapping[str, Any]], tuple[Any, ...] | None],
     names: Mapping[str, tuple[str, str]],
 ) -> dict[tuple[Any, ...], list[Bar]]:
-    """Bars of a figure from the timed records of selected cases, grouped by a key of the case."""
+    """Bars of a figure from the timed records, grouped by a key of the case; None leaves it out."""
     groups: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in timed(data["results"]):
-        if figure in record and record["implementation"] in names and chosen(record["case"]):
-            groups.setdefault(key(record["case"]), {})[record["implementation"]] = record[figure]
+        name, group = record["implementation"], key(record["case"]) if figure in record else None
+        if name in names and group is not None:
+            groups.setdefault(group, {})[name] = record[figure]
     return {
         group: [(names[n][1], values[n], names[n][0]) for n in names if n in values]
         for group, values in sorted(groups.items())
@@ -89,17 +89,15 @@ def _groups(
 def _sweep(data: Mapping[str, Any], direction: str, figure: str) -> list[Group]:
     """Groups for head dim, mask and length of FlashAttention-3's sweep."""
 
-    def chosen(case: Mapping[str, Any]) -> bool:
+    def key(case: Mapping[str, Any]) -> tuple[Any, ...] | None:
         plain = case["family"] == direction == case.get("direction") and not case["label"]
         whole = case.get("B", 0) * case.get("T_q", 0) == 16384 and case["H_q"] == case["H_k"]
-        return plain and whole and (case["dtype"], case["layout"]) == ("bfloat16", "bthd")
-
-    def key(case: Mapping[str, Any]) -> tuple[Any, ...]:
-        return case["D"], not case["causal"], case["T_q"], case["H_q"]
+        chosen = plain and whole and (case["dtype"], case["layout"]) == ("bfloat16", "bthd")
+        return (case["D"], not case["causal"], case["T_q"], case["H_q"]) if chosen else None
 
     groups = []
     names = SHOWN if figure == "tflops" else SHOWN | UNFUSED
-    for (D, full, T, H), bars in _groups(data, figure, chosen, key, names).items():
+    for (D, full, T, H), bars in _groups(data, figure, key, names).items():
         if figure == "tflops":
             limits = _limit(data, "matrix product", "matmul_tflops")
         else:
@@ -118,15 +116,13 @@ def _decoding(data: Mapping[str, Any]) -> list[Group]:
     """Groups for cache, batch, and call or graph."""
     limits = _limit(data, "a copy", "copy_gbps")
 
-    def chosen(case: Mapping[str, Any]) -> bool:
-        return case["dtype"] == "bfloat16" and not case["label"]
-
-    def key(case: Mapping[str, Any]) -> tuple[Any, ...]:
-        return case["H_q"], case["T_k"], case["B"], bool(case.get("graph"))
+    def key(case: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        chosen = case["dtype"] == "bfloat16" and not case["label"]
+        return (case["H_q"], case["T_k"], case["B"], bool(case.get("graph"))) if chosen else None
 
     return [
         (f"{H} heads, {T} keys, batch {B}, {'graph' if graph else 'call'}", bars, limits)
-        for (H, T, B, graph), bars in _groups(data, "kv_gbps", chosen, key, SHOWN).items()
+        for (H, T, B, graph), bars in _groups(data, "kv_gbps", key, SHOWN).items()
     ]
 
 
