@@ -347,3 +347,17 @@ def test_a_refused_request_leaves_the_engine_as_it_was():
     request = engine.submit([1] * 5, 4)
     list(engine.run())
     assert len(request.tokens) == 4
+
+
+def test_a_cancelled_request_leaves_at_once_whether_it_runs_or_waits():
+    engine = Engine(make_gpt(), num_pages=20, page_size=4, max_batch=2)
+    running, other, waiting = (engine.submit([token], 10, sampling=GREEDY) for token in (1, 2, 3))
+    for _ in range(4):
+        engine.step()
+    engine.cancel(running)
+    engine.cancel(waiting)
+    metrics = engine.metrics()
+    assert (metrics.running, metrics.waiting, len(engine.cache.rows)) == (1, 0, 2)  # one is kept
+    list(engine.run())
+    engine.cancel(other)
+    assert [len(request.tokens) for request in (running, other, waiting)] == [4, 10, 0]
