@@ -323,8 +323,7 @@ def _check_batch(fb: Any) -> None:
     mode = fb.forward_mode
     if mode.is_dllm_extend():
         raise _refuse("diffusion language models (DLLM_EXTEND)", "run another model")
-    several = mode.is_decode() and fb.spec_info is not None
-    if several and getattr(fb.spec_info, "kv_indptr", None) is not None:
+    if mode.is_decode() and getattr(fb.spec_info, "kv_indptr", None) is not None:
         raise _refuse(
             "a draft model's own steps", "give --speculative-draft-attention-backend triton"
         )
