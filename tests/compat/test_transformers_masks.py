@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import masking_utils as masking
 from transformers_models import heads, layer
 
 from fastattn.compat.transformers import attend, lazy_mask, masks
@@ -13,8 +14,6 @@ pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 def test_masks_agree_with_those_of_transformers():
     """The rule's mask, entry by entry, for every maker, offset and padding."""
-    from transformers import masking_utils as masking
-
     packed = torch.tensor([[0, 0, 0, 1, 1, 1]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     sliding = masking.sliding_window_causal_mask_function(3)
@@ -51,8 +50,6 @@ def test_masks_agree_with_those_of_transformers():
 
 
 def test_unknown_mask_functions_are_computed():
-    from transformers import masking_utils as masking
-
     def every_other(b, h, q, k):
         return (q - k) % 2 == 0
 
@@ -67,8 +64,6 @@ def test_unknown_mask_functions_are_computed():
 
 
 def test_chunks_are_documents_where_queries_are_the_keys():
-    from transformers import masking_utils as masking
-
     keys = torch.arange(8) >= torch.tensor([[2], [0]])
     for padding, T in ((None, 8), (keys, 8), (keys[:, :3], 3)):
         left = torch.zeros(2).long() if padding is None else (~padding).sum(dim=1)

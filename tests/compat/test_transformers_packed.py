@@ -7,6 +7,7 @@ import torch
 import transformers as tr
 from nightly import gate_cases
 from oracles import assert_by_oracle
+from transformers import masking_utils as masking
 from transformers_models import (
     build,
     compare,
@@ -136,23 +137,18 @@ def test_offsets_hold_beside_what_else_is_given(way, with_keys):
 
 
 def test_offsets_take_the_place_of_sequences_found_in_positions():
-    from transformers import masking_utils as masking
-
     q, k, v = heads(12, 12)
     actual = masking.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 8]))
     both = masking.and_masks(masking.causal_mask_function, actual)
     mask = attend.attention_mask(1, 12, 12, mask_function=both)
     assert mask.rule().documents is not None
-    causal = torch.ones(12, 12).tril().bool()
-    wanted, _ = attend.attention_forward(layer(), q, k, v, (causal & SEPARATE)[None, None])
+    seen = SEPARATE.tril()[None, None]
+    wanted, _ = attend.attention_forward(layer(), q, k, v, seen)
     for bias in (None, torch.zeros(1, 2, 12, 12)):  # by offsets, and by a number for each token
-        o, _ = attend.attention_forward(
-            layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS, position_bias=bias
-        )
+        given = {"cu_seq_lens_q": OFFSETS, "position_bias": bias}
+        o, _ = attend.attention_forward(layer(), q, k, v, mask, **given)
         torch.testing.assert_close(o, wanted)
 
 
 def chunks(size: int):
-    from transformers import masking_utils as masking
-
     return masking.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
