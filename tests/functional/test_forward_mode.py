@@ -26,7 +26,7 @@ from fastattn.testing.option_examples import (
 )
 from fastattn.torch_backend import double_backward, tangents
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 
 B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
 EXAMPLES = option_examples(H_q, H_k, T_q, T_k, D, reach=6)

@@ -302,7 +302,7 @@ def scriptable(name: str) -> nn.Module:
     return layer
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("name", ["alone", "encoder"])
 def test_scripts_call_multihead_attention(name: str) -> None:
     module = scriptable(name).to(DEVICE)
