@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from .launch.arguments import block_dim
-from .launch.decode_splits import nvidia_capability
+from .launch.decode_splits import MERGE_WARPS, PARTS_AT_ONCE, nvidia_capability
 from .launch.launches import Launch
 from .rules.integers import runtime_int, value
 from .rules.softmax import finish, merge_states
@@ -26,8 +26,7 @@ from .rules.softmax import finish, merge_states
 # rows of a tile's first part have the number of parts, all others 0, and the fourth entry holds the
 # bits of an integer: the row's query number among those of its group of heads.
 PART_FACTS = tl.constexpr(4)
-# Parts loaded at a time.
-_BLOCK_S = 16
+_BLOCK_S = tl.constexpr(PARTS_AT_ONCE)
 # Compute capabilities with programmatic dependent launch.
 EARLY_FROM, EARLY_UNTIL = tl.constexpr(90), tl.constexpr(120)
 # CUDA 12.3, whose graphs can capture such launches.
@@ -93,10 +92,48 @@ def clear_places(parts, part, count, free, h_k, places, ROWS: tl.constexpr):
         tl.store(part_facts(parts, index, h_k, rows) + 2, tl.zeros([ROWS], tl.float32), mask=empty)
 
 
+@triton.jit
+def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """o [1, BLOCK_DV] and lse [1] of a row, its parts merged in order.
+
+    row_ptr: the row in its first part, `step` elements before that in the next; the facts of a part
+    are `facts` elements behind. With MERGE_WARPS, every kernel adds up in the same order.
+    """
+    cols = tl.arange(0, BLOCK_DV)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for first in range(0, splits, _BLOCK_S):
+        part = first + tl.arange(0, _BLOCK_S)
+        pointers = row_ptr + part * step
+        lse = tl.load(pointers + facts, mask=part < splits, other=float("-inf"))
+        within = (part < splits)[:, None] & (cols < D_V)[None, :]
+        outputs = tl.load(pointers[:, None] + cols[None, :], mask=within, other=0.0)
+        # A part without keys has no output, but it is read without waiting for its lse.
+        outputs = tl.where((lse > float("-inf"))[:, None], outputs, 0.0)
+        acc, m, l = merge_states(acc, m, l, outputs, lse)
+    return finish(acc, m, l)
+
+
+@triton.jit
+def arrives_last(arrived_ptr, count):
+    """Whether this program is the last of `count`, which then sees what all of them have stored.
+
+    It sets the counter to 0, for the next launch. See `launch.arrivals`.
+    """
+    # A barrier makes the stores of all threads part of the one thread's release, and the one by
+    # which Triton hands out its result makes its acquire that of all threads.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last
+
+
 @triton.jit(do_not_specialize=["H", "T"])
 def combine_kernel(
     parts_ptr, o_ptr, lse_ptr, o_strides, row_width, packed, H, T,
-    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a row [b, h, t], in order.
 
@@ -122,19 +159,7 @@ def combine_kernel(
             return
     step = (H * T).to(tl.int64) * width
     parts_ptr += begin * step + (n % (H * T)).to(tl.int64) * width
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        part = first + tl.arange(0, BLOCK_S)
-        pointers = parts_ptr + part * step
-        lse = tl.load(pointers + facts, mask=part < splits, other=float("-inf"))
-        within = (part < splits)[:, None] & (cols < D_V)[None, :]
-        outputs = tl.load(pointers[:, None] + cols[None, :], mask=within, other=0.0)
-        # A part without keys has no output, but it is read without waiting for its lse.
-        outputs = tl.where((lse > float("-inf"))[:, None], outputs, 0.0)
-        acc, m, l = merge_states(acc, m, l, outputs, lse)
-    o, lse = finish(acc, m, l)
+    o, lse = merged_row(parts_ptr, step, facts, splits, D_V, BLOCK_DV)
     b = (n // (H * T)).to(tl.int64)
     h = (n // T % H).to(tl.int64)
     t = (n % T).to(tl.int64)
@@ -177,7 +202,7 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> 
     return Launch(
         combine_kernel,
         B * H * T,
-        {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4},
+        {"num_warps": MERGE_WARPS, **({"launch_pdl": True} if early else {})},
         (stride_b, stride_h, stride_t),
         runtime_int(parts.stride(2)),
         of_packed,
@@ -185,7 +210,6 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> 
         T,
         D_v,
         block_dim(D_v),
-        _BLOCK_S,
         early,
     )
 

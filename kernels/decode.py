@@ -6,9 +6,10 @@ heads (a, b, c) and two new tokens, a tile of 16 rows holds
 
     a0 b0 c0 a1 b1 c1 . . . . . . . . . .
 
-Each part of the keys writes its own (o, lse), which `combine` merges; without a split the kernel
-writes the result. The launch fixes the number of parts, but each part finds its row and keys when
-it runs: a launch in a CUDA graph serves growing lengths.
+Each part of the keys writes its own (o, lse), which `combine` merges, or, if so tuned, the last
+program of a tile to finish; without a split the kernel writes the result. The launch fixes the
+number of parts, but each part finds its row and keys when it runs: a launch in a CUDA graph serves
+growing lengths.
 
 Packed queries, rows with any number of new tokens, use the same kernel: see `paged`.
 """
@@ -29,8 +30,10 @@ from .combine import (
     EARLY_UNTIL,
     PART_FACTS,
     PARTS_ALIGN,
+    arrives_last,
     clear_places,
     combine_launch,
+    merged_row,
     part_facts,
     place_packed,
     row_pointers,
@@ -45,12 +48,14 @@ from .launch.arguments import (
     mask_by_blocks,
     shown_by_ranges,
 )
+from .launch.arrivals import arrival_counters
 from .launch.decode_splits import (
     PackedSplit,
     Split,
     decode_tile,
     in_one_page,
     load_bytes,
+    merges_alone,
     nvidia_capability,
     row_alignment,
     split_keys,
@@ -213,20 +218,51 @@ def _load_queries(
     return q
 
 
+@triton.jit
+def _merge_tile(
+    o, lse_ptr, parts, arrived_ptr, place_b, one, h_k, H_q, G, T_q, tiles, D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, COLS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of each row of a tile, if there are several and this program is the last."""
+    if one.splits > 1:
+        # Programs of a part: heads and tiles, each with a counter.
+        programs = tiles * (H_q // G)
+        counter = arrived_ptr + one.begin * programs + tl.program_id(0) % programs
+        if arrives_last(counter, one.splits):
+            cols = tl.arange(0, COLS)[None, :]
+            facts = value(parts.stride_t) - PART_FACTS
+            step = value(parts.stride_b).to(tl.int64)
+            for i in range(0, tl.minimum(one.count * G - one.tile * BLOCK_M, BLOCK_M)):
+                r = one.tile * BLOCK_M + i
+                t = r // G
+                h = h_k * G + r % G
+                if PACKED:
+                    row_ptr = row_pointers(parts, one.begin, h_k, i, 1)
+                else:
+                    row_ptr = row_pointers(parts, one.begin, h, t, 1)
+                result, lse = merged_row(row_ptr, step, facts, one.splits, D_V, COLS)
+                out = row_pointers(o, place_b, h, one.first + t, 1)
+                tl.store(out + cols, result.to(o.ptr.dtype.element_ty), mask=cols < D_V)
+                place = (place_b * H_q + h).to(tl.int64) * T_q + one.first + t
+                tl.store(lse_ptr + place + tl.arange(0, 1), lse)
+
+
 @triton.jit(do_not_specialize=["B", "H_q", "G", "T_q", "tiles"])
 def decode_kernel(
-    q, o, lse_ptr, parts, k_store, v_store, pages, lengths, mask, score, plan,
+    q, o, lse_ptr, parts, arrived_ptr, k_store, v_store, pages, lengths, mask, score, plan,
     B, H_q, G, T_q, tiles,
     D: tl.constexpr, D_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, Q_ALIGN: tl.constexpr, O_ALIGN: tl.constexpr,
     SHARED: tl.constexpr, GROUPS: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
     RANGES: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to a part of the keys. Programs: parts, K/V heads, tiles. For
     packed queries, T_q in all, the part determines row and tile.
 
     o and lse get final results, parts the results of one of several parts: see
-    `combine.PART_FACTS`. Split packed queries use both, as rows have one part or several.
+    `combine.PART_FACTS`. Split packed queries use both, as rows have one part or several. So does
+    MERGED: the last program of a tile merges its parts, in so many columns; 0: another launch does.
     """
     IN_PARTS: tl.constexpr = parts is not None
     PACKED: tl.constexpr = lengths.cu_ptr is not None
@@ -234,9 +270,9 @@ def decode_kernel(
     h_k = tl.program_id(0) // tiles % (H_q // G)
     part = tl.program_id(0) // (tiles * (H_q // G))
     if PACKED:
-        one = packed_part(part, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N)
-        if IN_PARTS:
-            count = tl.num_programs(0) // (H_q // G)
+        count = tl.num_programs(0) // (H_q // G)
+        one = packed_part(part, count, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N)
+        if IN_PARTS and MERGED == 0:
             clear_places(parts, part, count, one.free, h_k, value(plan.places), BLOCK_M)
     else:
         one = part_of(part, tile, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N, IN_PARTS)
@@ -261,7 +297,9 @@ def decode_kernel(
     if PACKED:
         place_b, place_t = 0, one.first + t
         part_h, part_t, in_part = h_k, tl.arange(0, BLOCK_M), in_rows & (splits > 1)
-    if IN_PARTS:
+    elif MERGED > 0:
+        in_part = in_rows & (splits > 1)
+    if IN_PARTS and MERGED == 0:
         if PACKED:
             place_packed(parts, one.begin, split, splits, h_k, one.first * G + r, in_rows, BLOCK_M)
         else:
@@ -316,7 +354,7 @@ def decode_kernel(
             PRECISION, NVIDIA,
         )  # fmt: skip
 
-    if IN_PARTS and NVIDIA >= EARLY_FROM and NVIDIA < EARLY_UNTIL:
+    if IN_PARTS and MERGED == 0 and NVIDIA >= EARLY_FROM and NVIDIA < EARLY_UNTIL:
         # `combine` may start now; it waits for the stores below.
         gdc_launch_dependents()
     for g in tl.static_range(GROUPS):
@@ -347,6 +385,11 @@ def decode_kernel(
             )
             if g == 0:
                 tl.store(part_facts(parts, one.begin + split, part_h, part_t), lse, mask=in_part)
+    if MERGED > 0:
+        _merge_tile(
+            o, lse_ptr, parts, arrived_ptr, place_b, one, h_k, H_q, G, T_q, tiles, D_V, BLOCK_M,
+            MERGED, PACKED,
+        )  # fmt: skip
 
 
 def launch_decode(
@@ -377,11 +420,13 @@ def launch_decode(
 class PreparedDecode(NamedTuple):
     """The launches of a decode call, and the shapes of their results.
 
-    parts: shape of the parts' results, which `combine` merges; None: keys are not split.
+    parts: shape of the parts' results, which `combine` merges; None: keys are not split. alone: one
+    launch in place of both, if the device may take it.
     """
 
     launch: Launch | None
     combine: Launch | None
+    alone: Launch | None
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     parts: tuple[int, ...] | None
@@ -397,10 +442,14 @@ class PreparedDecode(NamedTuple):
             return o, lse
         cache = as_bytes(cache)
         if self.combine is None or self.parts is None:
-            self.launch((q, o, lse, None, starts, new_lengths, *cache, *options))
+            self.launch((q, o, lse, None, None, starts, new_lengths, *cache, *options))
             return o, lse
         parts = torch.empty(self.parts, dtype=torch.float32, device=q.device)
-        self.launch((q, None, None, parts, starts, new_lengths, *cache, *options))
+        counters = None if self.alone is None else arrival_counters(q.device, self.alone.programs)
+        if counters is not None and self.alone is not None:
+            self.alone((q, o, lse, parts, counters, starts, new_lengths, *cache, *options))
+            return o, lse
+        self.launch((q, None, None, parts, None, starts, new_lengths, *cache, *options))
         self.combine((), parts, o, lse)
         return o, lse
 
@@ -420,20 +469,23 @@ def prepare_decode(
     elements = 16 // q.element_size()
     o = empty_in_layout(q, H_q, T_q, -(-D_v // elements) * elements)
     if B * H_q * T_q == 0:
-        return PreparedDecode(None, None, o.shape, o.stride(), None)
+        return PreparedDecode(None, None, None, o.shape, o.stride(), None)
     tile = decode_tile(q, cache, options)
     split = split_keys(q, cache, options, tile, splits)
-    parts, combine = None, None
+    lse = o.new_empty(B, H_q, T_q, dtype=torch.float32)
+    rest = (starts, new_lengths, *cache, *options)
+    parts, combine, alone = None, None, None
     if split.plan is None:
-        out: tuple[Tensor | None, ...] = (o, o.new_empty(B, H_q, T_q, dtype=torch.float32), None)
+        launch = kernel_launch((q, o, lse, None, None, *rest), options, tile, split)
     else:
         parts = (split.parts, H_q, T_q, o.shape[3] + PART_FACTS.value)
         of_parts = torch.empty(parts, dtype=torch.float32, device=q.device)
-        out = (None, None, of_parts)
+        launch = kernel_launch((q, None, None, of_parts, None, *rest), options, tile, split)
         combine = combine_launch(of_parts, o, D_v)
-    arguments = (q, *out, starts, new_lengths, *cache, *options)
-    launch = kernel_launch(arguments, options, tile, split)
-    return PreparedDecode(launch, combine, o.shape, o.stride(), parts)
+        if merges_alone(B, T_q * H_q // cache.k.shape[1], cache, tile, split):
+            counters = torch.empty(4, dtype=torch.int32, device=q.device)
+            alone = kernel_launch((q, o, lse, of_parts, counters, *rest), options, tile, split)
+    return PreparedDecode(launch, combine, alone, o.shape, o.stride(), parts)
 
 
 def kernel_launch(
@@ -442,9 +494,10 @@ def kernel_launch(
 ) -> Launch:  # fmt: skip
     """The cached launch of `decode_kernel`.
 
-    arguments: (q, o, lse, parts, starts, counts, *cache, *options).
-    parts: for results of parts of the keys; None: keys are not split. counts: new_lengths, or the
-    offsets of packed queries; `packed` selects their rows.
+    arguments: (q, o, lse, parts, counters, starts, counts, *cache, *options).
+    parts: for results of parts of the keys; None: keys are not split. counters: see
+    `arrival_counters`; None: another launch merges. counts: new_lengths, or the offsets of packed
+    queries; `packed` selects their rows.
     """
     key = None
     if not options.launched_anew:
@@ -457,7 +510,7 @@ def _plan(
     kind: type[Options], tile: TileConfig, split: Split, packed: PackedSplit | None,
     arguments: list[Any],
 ) -> Launch:  # fmt: skip
-    q, o, lse, parts, starts, counts, *rest = arguments
+    q, o, lse, parts, counters, starts, counts, *rest = arguments
     fields = len(CacheTensors._fields)
     cache, options = CacheTensors._make(rest[:fields]), kind._make(rest[fields:])
     B, H_q, T_q, D = q.shape
@@ -487,6 +540,7 @@ def _plan(
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
         strided(q), o if o is None else strided(o), lse, parts if parts is None else strided(parts),
+        counters,
         *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
         pages_of(cache), lengths, mask, kernel_score(options), plan,
         B, H_q, H_q // H_k, T_q, tiles_of_rows,
@@ -494,6 +548,7 @@ def _plan(
         row_alignment(q if o is None else o), cache.shared, groups,
         in_one_page(cache, tile.BLOCK_N), load_bytes(cache), shown_by_ranges(options),
         tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
+        0 if counters is None else block_dim(D_v),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ A launch for rows of few tokens and one for longer ones: see `decode_splits.spli
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from .combine import PART_FACTS, combine_launch
 from .decode import as_bytes, kernel_launch
 from .launch.arguments import blocks
-from .launch.decode_splits import split_packed
+from .launch.arrivals import arrival_counters
+from .launch.decode_splits import merges_alone, split_packed
 from .launch.launches import Launch
 from .rules.pages import CacheTensors
 
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 class _Step(NamedTuple):
     """A launch for rows of some numbers of tokens, and what merges their parts, if any.
 
-    parts: the shape of the results of parts.
+    alone: one launch in place of both, if any. parts: the shape of the results of parts.
     """
 
     launch: Launch
     combine: Launch | None
+    alone: Launch | None
     parts: tuple[int, ...]
 
 
@@ -44,12 +47,16 @@ class PreparedPacked(NamedTuple):
         """Run `launch_packed` with the cached launches."""
         cache = as_bytes(cache)
         q, out = _as_batch_row(q), _as_batch_row(out)
-        for launch, combine, shape in self.steps:
-            parts = None
+        for launch, combine, alone, shape in self.steps:
+            parts, counters = None, None
             if combine is not None:
                 parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-            launch((q, out, lse, parts, starts, cu_seqlens, *cache, *options))
-            if combine is not None:
+            if alone is not None:
+                counters = arrival_counters(q.device, alone.programs)
+            if counters is not None and alone is not None:
+                launch = alone
+            launch((q, out, lse, parts, counters, starts, cu_seqlens, *cache, *options))
+            if combine is not None and counters is None:
                 combine((), parts, out, lse)
 
 
@@ -88,16 +95,23 @@ def prepare_packed(
     cache = as_bytes(cache)
     q, out = _as_batch_row(q), _as_batch_row(out)
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
+    G = q.shape[1] // H_k
+    rest = (starts, cu_seqlens, *cache, *options)
     steps = []
     for packed in split_packed(q, B, longest, cache, options):
-        parts, combine, tile = None, None, packed.tile
-        shape = (packed.places, H_k, tile.BLOCK_M, 4 * blocks(D_v, 4) + PART_FACTS.value)
+        parts, combine, alone = None, None, None
+        shape = (packed.places, H_k, packed.tile.BLOCK_M, 4 * blocks(D_v, 4) + PART_FACTS.value)
+        launch_of = partial(
+            kernel_launch, options=options, tile=packed.tile, split=packed.split, packed=packed
+        )
         if packed.places:
             parts = torch.empty(shape, dtype=torch.float32, device=q.device)
             combine = combine_launch(parts, out, D_v, packed=True)
-        arguments = (q, out, lse, parts, starts, cu_seqlens, *cache, *options)
-        launch = kernel_launch(arguments, options, tile, packed.split, packed)
-        steps.append(_Step(launch, combine, shape))
+            if merges_alone(B, packed.most * G, cache, packed.tile, packed.split):
+                counters = torch.empty(4, dtype=torch.int32, device=q.device)
+                alone = launch_of((q, out, lse, parts, counters, *rest))
+        launch = launch_of((q, out, lse, parts, None, *rest))
+        steps.append(_Step(launch, combine, alone, shape))
     return PreparedPacked(tuple(steps))
 
 

@@ -44,6 +44,11 @@ _CHUNK_COST = 2
 # The merge of a device full of chunks (20 MB written and read, and a launch) takes as long as a
 # tile of forward for so many keys.
 _MERGING_KEYS = 1024
+# A merging program has so many warps, and loads so many parts of a row at a time.
+MERGE_WARPS, PARTS_AT_ONCE = 4, 16
+# The last program of a tile merges its rows one after another. Modelled: as many loads as this,
+# each of 500 to 1000 clocks, take as long as a further launch, 2 to 4 us.
+_LOADS_OF_A_LAUNCH = 8
 # Queries and keys of calls that split keys on any device, with two batch rows and two heads that
 # share keys: one with the tile of few rows, one with the tile of a chunk.
 SPLIT_CALLS = ((1, MANY_KEYS), (16, 4096))
@@ -86,6 +91,19 @@ def _at_once(q: Tensor, cache: CacheTensors) -> int:
     """Programs that the device runs at once."""
     programs = tiles.programs_at_once(cache.k.element_size(), _widest(cache)) or PROGRAMS_AT_ONCE
     return programs * tiles.multiprocessors(q.device)
+
+
+def merges_alone(B: int, rows: int, cache: CacheTensors, tile: TileConfig, split: Split) -> bool:
+    """Whether the last program of a tile to finish merges its parts, and no further launch.
+
+    It has to be tuned (`tiles.one_launch`). B: batch rows; rows: the most rows of queries that
+    share keys.
+    """
+    if split.plan is None or not tiles.one_launch(cache.k.element_size(), _widest(cache)):
+        return False
+    shares, splits = split.plan
+    loads = min(rows, tile.BLOCK_M) * blocks(splits or blocks(shares, B), PARTS_AT_ONCE)
+    return tile.num_warps == MERGE_WARPS and loads <= _LOADS_OF_A_LAUNCH
 
 
 class PackedSplit(NamedTuple):

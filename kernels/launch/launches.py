@@ -144,6 +144,11 @@ class Launch:
         self.reusable = False
         self._run_compiled: Callable[..., None] | None = None
 
+    @property
+    def programs(self) -> int:
+        """Number of programs."""
+        return self._grid[0] * self._grid[1]
+
     def bind(self, inputs: Sequence[object]) -> None:
         """Replace the tensors in `inputs` by placeholders that every call fills.
 

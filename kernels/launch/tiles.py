@@ -34,8 +34,8 @@ CACHES = ("decode_shared", "decode_chunk_shared", "decode_codes", "decode_chunk_
 # Kernels with shapes in `hopper.tile_table`; others may be forced like tiles.
 HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass", "hopper_fp8")
 HOPPER_FORWARD = ("hopper_forward", "hopper_fp8")
-# A number to force and install like tiles: see `programs_at_once`.
-SPLITS = "splits"
+# A number and a bool to force and install like tiles: see `programs_at_once` and `one_launch`.
+SPLITS, ONE_LAUNCH = "splits", "one_launch"
 TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 
 
@@ -80,8 +80,8 @@ TileRow = Mapping[str, Any]
 # By device, replacements of rows of its table, and the number of changes.
 _installed: dict[int, tuple[TileRow, ...]] = {}
 _installs = 0
-# By device, element size and head dim; see `programs_at_once`.
-_programs: dict[tuple[int, int, int], int] = {}
+# By device, element size and head dim; see `programs_at_once` and `one_launch`.
+_programs: dict[tuple[int, int, int], tuple[int, bool]] = {}
 _CLASSES = (64, 128, 256)
 # Valid values of an installed row's fields. A program has at most 1024 threads; 256 x 256 scores
 # fill the registers of a multiprocessor. A row needs all required fields; setmaxnreg takes
@@ -148,7 +148,8 @@ def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()
         rows: "kernel", "calls" as in `lookup`, "element_size", "BLOCK_D" and the fields of the
             configuration.
         device: as in `current_device`.
-        splits: "element_size", "BLOCK_D" and "programs", for `programs_at_once`.
+        splits: "element_size", "BLOCK_D", "programs" for `programs_at_once`, and "one_launch" (if
+            absent False).
 
     Raises:
         ValueError: a row is invalid; nothing is installed.
@@ -160,8 +161,11 @@ def install(rows: Iterable[TileRow], device: int, splits: Iterable[TileRow] = ()
             raise ValueError(f"there is no kernel {kind}: {dict(row)}")
         _check_row(kind, row)
         installed.append({**row, "kernel": kind, "source": "tuned"})
-    programs = {(device, row["element_size"], row["BLOCK_D"]): row["programs"] for row in splits}
-    if not all(_takes(_PROGRAMS, x) for x in programs.values()):
+    programs = {
+        (device, row["element_size"], row["BLOCK_D"]): (row["programs"], row.get(ONE_LAUNCH, False))
+        for row in splits
+    }
+    if not all(_takes(_PROGRAMS, x) and _takes(_FLAGS, one) for x, one in programs.values()):
         raise ValueError(f"these are no numbers of programs: {list(programs.values())}")
     for key in [key for key in _programs if key[0] == device]:
         del _programs[key]
@@ -263,6 +267,19 @@ def programs_at_once(element_size: int, BLOCK_D: int) -> int | None:
     if SPLITS in _forced:
         programs: int = _forced[SPLITS]
         return programs
+    row = _split_row(element_size, BLOCK_D)
+    return None if row is None else row[0]
+
+
+def one_launch(element_size: int, BLOCK_D: int) -> bool:
+    """Whether decoding merges parts of the keys in its own launch where it may, by tuning."""
+    if ONE_LAUNCH in _forced:
+        return bool(_forced[ONE_LAUNCH])
+    row = _split_row(element_size, BLOCK_D)
+    return row is not None and row[1]
+
+
+def _split_row(element_size: int, BLOCK_D: int) -> tuple[int, bool] | None:
     if not _programs:
         return None
     width = next((D for D in _CLASSES if BLOCK_D <= D), BLOCK_D)
@@ -274,9 +291,9 @@ def forced(**configs: Any) -> Iterator[None]:
     """Use these tiles, by kernel name, inside the block: for tests and measurements.
 
     configs: a `TileConfig` for one of KINDS, a `HopperConfig` for one of HOPPER, a number for
-        SPLITS.
+        SPLITS, a bool for ONE_LAUNCH.
     """
-    assert set(configs) <= {*KINDS, *HOPPER, SPLITS}, configs
+    assert set(configs) <= {*KINDS, *HOPPER, SPLITS, ONE_LAUNCH}, configs
     saved = dict(_forced)
     _forced.update(configs)
     try:

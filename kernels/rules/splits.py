@@ -219,11 +219,13 @@ def part_of(
 
 @triton.jit
 def packed_part(
-    part, B, total, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    part, parts, B, total, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """`Part` number `part` of packed queries, `total` in all; a row's last tile comes first.
+    """`Part` number `part` of `parts` of packed queries, `total` in all; a row's last tile comes
+    first.
 
-    Its queries and places are within bounds, even with invalid offsets and lengths.
+    Its queries and places are within bounds, even with invalid offsets and lengths, and either all
+    parts of a tile exist or none.
     """
     places = value(plan.places)
     b, first, size, begin, free = _part_by_work(
@@ -238,6 +240,7 @@ def packed_part(
     split = (part - first) % splits
     begin += tile * splits
     exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
+    exists = exists & (first + (tile + 1) * splits <= parts)
     return Part(
         exists, b, cache_row, row, first_token(b, total, lengths), row.T_q, tiles - 1 - tile,
         split, splits, begin, free,
