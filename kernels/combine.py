@@ -16,10 +16,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from .launch.arguments import block_dim
-from .launch.decode_splits import MERGE_WARPS, PARTS_AT_ONCE, nvidia_capability
+from .launch.decode_splits import PARTS_AT_ONCE, nvidia_capability
 from .launch.launches import Launch
 from .rules.integers import runtime_int, value
-from .rules.softmax import finish, merge_states
+from .rules.softmax import finish_merge, merge_states, no_parts
 
 # After each output of a part: its lse and, in part number b, the first part of batch row b and the
 # number of its parts, exact in fp32. The fourth entry pads to 16 bytes. For packed queries, the
@@ -49,7 +49,7 @@ def strided(x: Tensor) -> Strided:
 
 @triton.jit
 def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
-    """Pointers [M] to the rows of heads h at tokens t; ALIGN elements are a launcher's promise."""
+    """Pointers to the rows of heads h [M] or scalar at tokens t; ALIGN elements are a launcher's promise."""
     stride_b = tl.multiple_of((x.stride_b >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
     stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
@@ -97,22 +97,24 @@ def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.con
     """o [1, BLOCK_DV] and lse [1] of a row, its parts merged in order.
 
     row_ptr: the row in its first part, `step` elements before that in the next; the facts of a part
-    are `facts` elements behind. With MERGE_WARPS, every kernel adds up in the same order.
+    are `facts` elements behind.
     """
-    cols = tl.arange(0, BLOCK_DV)
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    cols = tl.arange(0, BLOCK_DV)[None, :]
+    acc, m, l = no_parts(BLOCK_DV)
     for first in range(0, splits, _BLOCK_S):
-        part = first + tl.arange(0, _BLOCK_S)
-        pointers = row_ptr + part * step
-        lse = tl.load(pointers + facts, mask=part < splits, other=float("-inf"))
-        within = (part < splits)[:, None] & (cols < D_V)[None, :]
-        outputs = tl.load(pointers[:, None] + cols[None, :], mask=within, other=0.0)
-        # A part without keys has no output, but it is read without waiting for its lse.
-        outputs = tl.where((lse > float("-inf"))[:, None], outputs, 0.0)
-        acc, m, l = merge_states(acc, m, l, outputs, lse)
-    return finish(acc, m, l)
+        outputs = ()
+        lses = ()
+        pointer = row_ptr + first * step
+        for n in tl.static_range(_BLOCK_S):
+            exists = first + n < splits
+            lse = tl.load(pointer + facts, mask=exists, other=float("-inf"))
+            o = tl.load(pointer + cols, mask=exists & (cols < D_V), other=0.0)
+            # A part without keys has no output, but it is read without waiting for its lse.
+            outputs = outputs + (tl.where(lse > float("-inf"), o, 0.0),)  # noqa: RUF005
+            lses = lses + (lse,)  # noqa: RUF005
+            pointer += step
+        acc, m, l = merge_states(acc, m, l, outputs, lses)
+    return finish_merge(acc, m, l)
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> 
     return Launch(
         combine_kernel,
         B * H * T,
-        {"num_warps": MERGE_WARPS, **({"launch_pdl": True} if early else {})},
+        {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4},
         (stride_b, stride_h, stride_t),
         runtime_int(parts.stride(2)),
         of_packed,
@@ -219,21 +221,19 @@ def merge_kernel(
     o1_ptr, lse1_ptr, o2_ptr, lse2_ptr, o_ptr, lse_ptr, width: tl.constexpr, COLS: tl.constexpr
 ):
     """Merge the two parts of a row."""
-    n = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    n = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, COLS)[None, :]
-    index = n[:, None] * width + cols
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, COLS], tl.float32)
+    index = n * width + cols
+    acc, m, l = no_parts(COLS)
     for part in tl.static_range(2):
         lse = tl.load((lse1_ptr if part == 0 else lse2_ptr) + n)
         # A part without keys has no output.
-        within = (lse > float("-inf"))[:, None] & (cols < width)
+        within = (lse > float("-inf")) & (cols < width)
         o = tl.load((o1_ptr if part == 0 else o2_ptr) + index, mask=within, other=0.0)
-        acc, m, l = merge_states(acc, m, l, o.to(tl.float32), lse)
-    o, lse = finish(acc, m, l)
+        acc, m, l = merge_states(acc, m, l, (o.to(tl.float32),), (lse,))
+    o, lse = finish_merge(acc, m, l)
     tl.store(o_ptr + index, o.to(o_ptr.dtype.element_ty), mask=cols < width)
-    tl.store(lse_ptr + n, lse)
+    tl.store(lse_ptr + n + tl.arange(0, 1), lse)
 
 
 def launch_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,26 +256,24 @@ def merge_prefix_kernel(
     """Merge a shared prefix's result for query [h, t] into its result, in place, if its token is in
     a group.
     """
-    n = tl.program_id(0) + tl.arange(0, 1)
+    n = tl.program_id(0)
     h, t = n // T, n % T
     inside = t < tl.load(offsets_ptr + groups)
     lse = tl.load(prefix_lse_ptr + n, mask=inside, other=float("-inf"))
     # A query that sees no key of the prefix keeps its result bitwise.
     seen = lse > float("-inf")
     cols = tl.arange(0, COLS)[None, :]
-    within = seen[:, None] & (cols < width)
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, COLS], tl.float32)
-    x = tl.load(row_pointers(prefix, 0, h, t, 1)[:, None] + cols, mask=within, other=0.0)
-    acc, m, l = merge_states(acc, m, l, x.to(tl.float32), lse)
+    within = seen & (cols < width)
+    acc, m, l = no_parts(COLS)
+    x = tl.load(row_pointers(prefix, 0, h, t, 1) + cols, mask=within, other=0.0)
+    acc, m, l = merge_states(acc, m, l, (x.to(tl.float32),), (lse,))
     lse = tl.load(lse_ptr + n, mask=seen, other=float("-inf"))
-    pointers = row_pointers(o, 0, h, t, 1)[:, None] + cols
-    x = tl.load(pointers, mask=within & (lse > float("-inf"))[:, None], other=0.0)
-    acc, m, l = merge_states(acc, m, l, x.to(tl.float32), lse)
-    x, lse = finish(acc, m, l)
+    pointers = row_pointers(o, 0, h, t, 1) + cols
+    x = tl.load(pointers, mask=within & (lse > float("-inf")), other=0.0)
+    acc, m, l = merge_states(acc, m, l, (x.to(tl.float32),), (lse,))
+    x, lse = finish_merge(acc, m, l)
     tl.store(pointers, x.to(o.ptr.dtype.element_ty), mask=within)
-    tl.store(lse_ptr + n, lse, mask=seen)
+    tl.store(lse_ptr + n + tl.arange(0, 1), lse, mask=seen)
 
 
 def launch_merge_prefix(

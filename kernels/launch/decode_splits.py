@@ -44,8 +44,8 @@ _CHUNK_COST = 2
 # The merge of a device full of chunks (20 MB written and read, and a launch) takes as long as a
 # tile of forward for so many keys.
 _MERGING_KEYS = 1024
-# A merging program has so many warps, and loads so many parts of a row at a time.
-MERGE_WARPS, PARTS_AT_ONCE = 4, 16
+# A merging program loads so many parts of a row at a time.
+PARTS_AT_ONCE = 16
 # The last program of a tile merges its rows one after another. Modelled: as many loads as this,
 # each of 500 to 1000 clocks, take as long as a further launch, 2 to 4 us.
 _LOADS_OF_A_LAUNCH = 8
@@ -102,8 +102,8 @@ def merges_alone(B: int, rows: int, cache: CacheTensors, tile: TileConfig, split
     if split.plan is None or not tiles.one_launch(cache.k.element_size(), _widest(cache)):
         return False
     shares, splits = split.plan
-    loads = min(rows, tile.BLOCK_M) * blocks(splits or blocks(shares, B), PARTS_AT_ONCE)
-    return tile.num_warps == MERGE_WARPS and loads <= _LOADS_OF_A_LAUNCH
+    parts = splits or blocks(shares, B)
+    return min(rows, tile.BLOCK_M) * blocks(parts, PARTS_AT_ONCE) <= _LOADS_OF_A_LAUNCH
 
 
 class PackedSplit(NamedTuple):

@@ -97,12 +97,36 @@ def weights(s, lse, scale_log2, keep=None):
 
 
 @triton.jit
-def merge_states(acc, m, l, o, lse):
-    """Merge finished parts of a row into its state: outputs o [PARTS, COLS] and lse [PARTS].
+def merge_states(acc, m, l, outputs, lses):
+    """Merge finished parts of a row into its state, in order: tuples of o [1, COLS] and scalar lse.
 
     A part is like a key: its lse (natural log) is the score, its output the value. A part without
-    keys has lse = -inf and o = 0, which must be defined. acc is [1, COLS], m and l are [1].
+    keys has lse = -inf and o = 0, which must be defined. acc is [1, COLS], m and l are scalars. No
+    sum is over threads, so that bits do not depend on the layout.
     """
-    p, rescale, m, l = online_step(lse[None, :], m, l, LOG2E, True)
-    acc = acc * rescale[:, None] + tl.sum(tl.trans(p) * o, 0)[None, :]
-    return acc, m, l
+    m_next = m
+    for n in tl.static_range(len(lses)):
+        m_next = tl.maximum(m_next, lses[n] * LOG2E)
+    # Rows without keys so far: -inf minus -inf would be NaN.
+    m_finite = tl.maximum(m_next, LOWEST)
+    rescale = tl.exp2(m - m_finite)
+    l *= rescale
+    acc *= rescale
+    for n in tl.static_range(len(lses)):
+        p = tl.exp2(lses[n] * LOG2E - m_finite)
+        l += p
+        acc += p * outputs[n]
+    return acc, m_next, l
+
+
+@triton.jit
+def no_parts(COLS: tl.constexpr):
+    """The state (acc, m, l) of `merge_states` before the first part."""
+    start = tl.full([], float("-inf"), tl.float32)
+    return tl.zeros([1, COLS], tl.float32), start, tl.full([], 0.0, tl.float32)
+
+
+@triton.jit
+def finish_merge(acc, m, l):
+    """`finish` for the state of `merge_states`: o [1, COLS] and lse [1]."""
+    return finish(acc, tl.full([1], m, tl.float32), tl.full([1], l, tl.float32))
