@@ -73,8 +73,10 @@ def _setting(case: Case) -> Iterator[None]:
                     relative=long,
                     decode=TileConfig(16, 16),
                     decode_chunk=TileConfig(16, 16),
+                    one_launch=case.random("merge").choice(False, True),
                 )
             )
+            stack.enter_context(mock.patch.object(decode_splits, "_LOADS_OF_A_LAUNCH", 1 << 20))
             if "split" in case.traits:
                 stack.enter_context(mock.patch.object(decode_splits, "MANY_KEYS", 1))
                 # More rows than a tile of 16 has are a chunk, whatever it would cost.
