@@ -49,7 +49,7 @@ def strided(x: Tensor) -> Strided:
 
 @triton.jit
 def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
-    """Pointers to the rows of heads h [M] or scalar at tokens t; ALIGN elements are a launcher's promise."""
+    """Pointers to rows of heads h, [M] or a scalar, at tokens t; ALIGN elements are promised."""
     stride_b = tl.multiple_of((x.stride_b >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
     stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)

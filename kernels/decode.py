@@ -234,8 +234,7 @@ def _merge_tile(
             step = value(parts.stride_b).to(tl.int64)
             for i in range(0, tl.minimum(one.count * G - one.tile * BLOCK_M, BLOCK_M)):
                 r = one.tile * BLOCK_M + i
-                t = r // G
-                h = h_k * G + r % G
+                t, h = r // G, h_k * G + r % G
                 if PACKED:
                     row_ptr = row_pointers(parts, one.begin, h_k, i, 1)
                 else:

@@ -56,6 +56,7 @@ def _findings(rows: choices.Records) -> Iterator[str]:
     for row in rows.get("splits", ()):
         which = f"{row['element_size']} bytes, {row['BLOCK_D']}"
         programs = f"{row['programs']} programs a multiprocessor"
+        programs += ", merged in one launch" if row.get("one_launch") else ""
         yield f"  splits of decode, {which}: {programs}, tuned here {row['date']}"
     count = Counter(row["backend"] for row in rows.get("backends", ()))
     if count:

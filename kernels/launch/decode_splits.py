@@ -103,7 +103,9 @@ def merges_alone(B: int, rows: int, cache: CacheTensors, tile: TileConfig, split
         return False
     shares, splits = split.plan
     parts = splits or blocks(shares, B)
-    return min(rows, tile.BLOCK_M) * blocks(parts, PARTS_AT_ONCE) <= _LOADS_OF_A_LAUNCH
+    loads = min(rows, tile.BLOCK_M) * blocks(parts, PARTS_AT_ONCE)
+    # AMD's barrier does not wait for the stores of other waves, which the counter would announce.
+    return loads <= _LOADS_OF_A_LAUNCH and not tiles.current_arch().startswith("gfx")
 
 
 class PackedSplit(NamedTuple):

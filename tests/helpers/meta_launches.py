@@ -328,6 +328,12 @@ def decode(kind: str, D: int, dtype: str = "bf16", codes: str | None = None, T: 
     )
 
 
+def decode_once(*arguments: Any) -> None:
+    """`decode`, whose last programs merge the parts."""
+    with tiles.forced(one_launch=True):
+        decode(*arguments)
+
+
 def packed(D: int, dtype: str = "bf16", codes: str | None = None, options: str = "causal",
            **sizes: Any) -> None:  # fmt: skip
     """Launch a step of a server, whose pages have K beside V, as vLLM's have."""
@@ -440,6 +446,6 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (attention, tangent, tangent_backward, biases, heads, beside, additive, selected,
-              block_scores, statistics, decode, packed,
+              block_scores, statistics, decode, decode_once, packed,
               few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip

@@ -54,7 +54,7 @@ KERNELS = {
                  "additive_backward_dbv_kernel"],
     "statistics": ["attention_row_statistics_kernel", "attention_received_kernel",
                    "attention_weights_kernel"],
-    "decode": ["decode_kernel", "combine_kernel"],
+    "decode": ["decode_kernel", "combine_kernel"], "decode_once": ["decode_kernel"],
     # Tiles of 16 rows, their merge, and chunks.
     "packed": ["decode_kernel", "combine_kernel", "decode_kernel"],
     "merge": ["merge_kernel", "merge_prefix_kernel"],
@@ -276,6 +276,16 @@ def check_decode(case: Case, facts: list[CompiledFacts]) -> None:
     assert full.count("STS.64") == (1 if RELEASE in ("3.8", "3.9") else 0)
 
 
+def check_decode_once(case: Case, facts: list[CompiledFacts]) -> None:
+    """All threads' stores come before the one release, and the acquire before all threads' loads."""
+    (code,) = sass_of(facts[0].code)
+    names = [instruction.base for instruction in code]
+    (added,) = (n for n, name in enumerate(names) if name == "ATOMG")
+    order = [x for x in names[added - 30 : added + 20] if x in ("BAR", "MEMBAR", "ATOMG", "CCTL")]
+    at = order.index("ATOMG")
+    assert order[at - 2 : at + 3] == ["BAR", "MEMBAR", "ATOMG", "CCTL", "BAR"]
+
+
 def check_packed(case: Case, facts: list[CompiledFacts]) -> None:
     assert not facts[1].spills
     assert "fp32" in case.arguments or all(x.mma for x in facts[::2])
@@ -353,6 +363,7 @@ def check_fp8_codes(case: Case, facts: list[CompiledFacts]) -> None:
 
 CHECKS = {
     "attention": check_attention, "decode": check_decode, "packed": check_packed,
+    "decode_once": check_decode_once,
     "hopper": check_hopper,
     "hopper_fp8": check_hopper_fp8, "fp8_codes": check_fp8_codes,
 }  # fmt: skip

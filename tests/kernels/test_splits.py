@@ -175,9 +175,9 @@ def test_programs_that_share_a_multiprocessor_may_be_tuned() -> None:
         assert shares() == usual
         assert tiles.device_key(torch.float32) != key, "known launches have other splits"
         tiles.install([], device, [row])
-        for programs in (0, 2**40, True):
+        for wrong in ({"programs": 0}, {"programs": 2**40}, {"programs": True}, {"one_launch": 1}):
             with pytest.raises(ValueError, match="no numbers of programs"):
-                tiles.install([], device, [{**row, "programs": programs}])
+                tiles.install([], device, [{**row, **wrong}])
         assert shares() == more
     finally:
         for index in (device, device + 1):

@@ -34,6 +34,8 @@ def test_what_is_known_of_kernels(
     shape = {"BLOCK": 64, "STAGES": 2, "D": 128}
     here.put("tiles", {"kernel": "hopper_dq", **shape, **TILE})
     here.put("splits", {"element_size": 1, "BLOCK_D": 64, "programs": 3, "date": DAY})
+    wide = {"element_size": 2, "BLOCK_D": 128, "programs": 2, "one_launch": True}
+    here.put("splits", {**wide, "date": DAY})
     key = {"direction": "forward", "dtype": "float16", "head_dim": 64, "causal": True}
     names = {"few": "torch", "some": "triton", "many": "triton"}
     for waves, name in names.items():
@@ -51,6 +53,8 @@ def test_what_is_known_of_kernels(
         assert f"  hopper_dq: 128 tuned here {DAY}" in lines
         splits = "  splits of decode, 1 bytes, 64: 3 programs a multiprocessor"
         assert f"{splits}, tuned here {DAY}" in lines
+        one = "  splits of decode, 2 bytes, 128: 2 programs a multiprocessor, merged in one launch"
+        assert f"{one}, tuned here {DAY}" in lines
         assert "fastest backend of 3 kinds of plain calls: triton 2, torch 1" in lines
     else:
         assert len(lines) == 2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...kernels.hopper.tile_table import HopperConfig
 from ...kernels.launch import tiles
 from ...kernels.launch.decode_splits import PROGRAMS_AT_ONCE
-from ...kernels.launch.tiles import HOPPER_FORWARD, SPLITS, TileConfig
+from ...kernels.launch.tiles import HOPPER_FORWARD, ONE_LAUNCH, SPLITS, TileConfig
 from ..cases.case import Case, plain
 from ..cases.registry import ONE_PASS, PORTABLE, named
 from .candidates import (
@@ -188,12 +188,19 @@ def pass_choice(backend: str, shape: Shape) -> Choice:
 
 
 def split_choice(shape: Shape) -> Choice:
-    """Decoding programs per multiprocessor, for many rows and for one."""
+    """Decoding programs per multiprocessor, for many rows and for one, and what merges parts."""
     entry = TableEntry("decode", SIZES[shape.dtype], shape.BLOCK_D)
     (many,) = entry.cases(shape)
     decode = (("triton", "decode"),)
     made = (
-        Candidate(f"{n} at once", PORTABLE, {SPLITS: n}, {"programs": n}, decode)
+        Candidate(
+            f"{n} at once{', one launch' if one else ''}",
+            PORTABLE,
+            {SPLITS: n, ONE_LAUNCH: one},
+            {"programs": n, ONE_LAUNCH: one},
+            decode,
+        )
+        for one in (False, True)
         for n in (PROGRAMS_AT_ONCE, *_PROGRAMS)
     )
     key = {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D}

@@ -74,12 +74,13 @@ def test_the_shipped_choice_comes_first_and_once():
         if isinstance(step, Verification):
             continue
         names = [candidate.name for candidate in step.candidates]
+        numbers = [f"{n} at once" for n in (2, 1, 3, 4)]
         hopper = ["hopper"] * (step.key.get("dtype") == "bfloat16")
         assert len(names) == len(set(names)) >= 2, step.name
         assert names == {
             "backends": [*hopper, "triton", "torch"],
             "passes": ["one", "two"],
-            "splits": ["2 at once", "1 at once", "3 at once", "4 at once"],
+            "splits": [*numbers, *(f"{x}, one launch" for x in numbers)],
         }.get(step.kind, names)
 
 
@@ -199,9 +200,10 @@ def test_splits_of_decoding_are_looked_up(stored, monkeypatch):
     monkeypatch.setattr(choices, "applies", lambda device: True)
     here = torch.device("cuda", max(0, tiles.current_device()))
     choices.adopt(here, {"splits": [stored(split_choice(SHAPE))]})
-    assert tiles.programs_at_once(2, 64) == 4
+    assert tiles.programs_at_once(2, 64) == 4 and tiles.one_launch(2, 64)
+    assert not tiles.one_launch(1, 64)
     choices.forget()
-    assert tiles.programs_at_once(2, 64) is None
+    assert tiles.programs_at_once(2, 64) is None and not tiles.one_launch(2, 64)
 
 
 @pytest.mark.parametrize("waves", ["few", "some", "many"])
