@@ -277,7 +277,7 @@ def check_decode(case: Case, facts: list[CompiledFacts]) -> None:
 
 
 def check_decode_once(case: Case, facts: list[CompiledFacts]) -> None:
-    """All threads' stores come before the one release, and the acquire before all threads' loads."""
+    """All threads' stores come before the release, and the acquire before all their loads."""
     (code,) = sass_of(facts[0].code)
     names = [instruction.base for instruction in code]
     (added,) = (n for n, name in enumerate(names) if name == "ATOMG")
