@@ -110,8 +110,9 @@ def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.con
             lse = tl.load(pointer + facts, mask=exists, other=float("-inf"))
             o = tl.load(pointer + cols, mask=exists & (cols < D_V), other=0.0)
             # A part without keys has no output, but it is read without waiting for its lse.
-            outputs = outputs + (tl.where(lse > float("-inf"), o, 0.0),)  # noqa: RUF005
-            lses = lses + (lse,)  # noqa: RUF005
+            o = tl.where(lse > float("-inf"), o, 0.0)
+            outputs = outputs + (o,)  # type: ignore[assignment]  # noqa: RUF005
+            lses = lses + (lse,)  # type: ignore[assignment]  # noqa: RUF005
             pointer += step
         acc, m, l = merge_states(acc, m, l, outputs, lses)
     return finish_merge(acc, m, l)
