@@ -77,8 +77,9 @@ def _inherit(environment: dict[str, str]) -> None:
 
 
 def _run(function: str, store: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Any:
-    sizes = {"rank": rank, "world_size": world_size}
-    torch.distributed.init_process_group("gloo", init_method=store, timeout=_TIMEOUT, **sizes)
+    torch.distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
     try:
         return _call(function, kwargs)
     finally:

@@ -157,9 +157,11 @@ def assembly_interpreted(*rules: ModuleType) -> Iterator[None]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     with contextlib.ExitStack() as stack:
-        patches = [mock.patch.object(InterpreterBuilder, "create_inline_asm", _create_inline_asm)]
+        stack.enter_context(
+            mock.patch.object(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
+        )
         for module in rules:
-            patches.append(mock.patch.object(module, "cuda_capability_geq", lambda *version: True))
-        for patch in patches:
-            stack.enter_context(patch)
+            stack.enter_context(
+                mock.patch.object(module, "cuda_capability_geq", lambda *version: True)
+            )
         yield
