@@ -114,7 +114,6 @@ def test_tables_made_for_inference_serve_training() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_tables_made_in_a_transform_are_not_kept() -> None:
     """torch wraps them, and says `escaped?` where they are used after it."""
     kept = RotaryPositions(4)

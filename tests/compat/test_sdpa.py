@@ -310,7 +310,6 @@ def test_the_rest_is_torchs_bit_for_bit(served, name):
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_nested_tensors_and_forward_mode_derivatives_are_torchs(served):
     parts = [torch.randn(n, 2, 8) for n in (3, 5)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)

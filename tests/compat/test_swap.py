@@ -297,7 +297,6 @@ def test_reports_follow_what_was_served(swap):
     assert list(done.replaced) == ["1"] and total(done) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripts_of_swapped_models_are_refused_by_name(swap):
     model = nn.Sequential(Timm())
     done = swap(model)

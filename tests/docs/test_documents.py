@@ -88,7 +88,7 @@ COMMANDS = [
 # A process that has imported what takes seconds, and starts each program as a copy of itself.
 # Programs are files, because Triton reads the source of its functions.
 # Of the first tangent of a process, about what torch does then.
-TORCHS_OWN = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+TORCHS_OWN = "ignore:`torch.jit.script` is deprecated"
 SERVER = """
 import os, runpy, sys, traceback
 import fastattn
@@ -276,7 +276,6 @@ def test_the_line_of_each_family_works(monkeypatch) -> None:
         assert eval(line, scope).isfinite().all(), line
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 def test_the_line_of_each_name_works(monkeypatch) -> None:
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     scope: dict[str, object] = {}

@@ -26,8 +26,6 @@ from fastattn.testing.option_examples import (
 )
 from fastattn.torch_backend import double_backward, tangents
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`")
-
 B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
 EXAMPLES = option_examples(H_q, H_k, T_q, T_k, D, reach=6)
 Function = Callable[..., Any]

@@ -20,8 +20,6 @@ from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.inputs import draws, to_device
 from fastattn.testing.option_examples import option_examples, sets_that_cover_pairs, together
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
-
 B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
 TILE = tiles.TileConfig(16, 16)
 KINDS = ("forward", "relative", "backward_dq", "backward_dkv", "decode", "decode_chunk")

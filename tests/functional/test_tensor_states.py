@@ -16,9 +16,6 @@ from fastattn.testing.inputs import draws
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
-# By torch, as it prepares for the first tangent.
-from_torch = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
-
 
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +69,6 @@ def test_a_cache_with_the_negative_bit_is_not_written(device: str) -> None:
     assert torch.equal(k, before)
 
 
-@from_torch
 # torch derives by itself what it computes backward.
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -121,7 +117,6 @@ TRANSFORMS: dict[str, Function] = {
 }
 
 
-@from_torch
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_that_go_forward(name: str) -> None:
     """Serve as ever what has no tangent at any level."""

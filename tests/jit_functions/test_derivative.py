@@ -24,7 +24,6 @@ from fastattn.torch_backend import block
 from fastattn.torch_backend.triton_language import LANGUAGE, Pointer, Value
 
 B, H, H_k, T_q, T_k, D = 2, 4, 2, 21, 37, 16
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 KNEE = tl.constexpr(0.5)
 
 

@@ -64,7 +64,6 @@ def test_backward_op_is_registered_right(device: str) -> None:
 
 
 # torch's own inductor still imports what torch deprecates.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("backend", gate_cases(["eager", "aot_eager"], ["inductor"]))
 def test_compiles_as_one_graph(backend: str, device: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None and shutil.which("clang++") is None:

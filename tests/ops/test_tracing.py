@@ -250,7 +250,7 @@ def test_packed_sequences_compile_once(function: Callable[..., Tensor], backend:
     assert compiled_count(function, inputs, "dynamic", tracer) == 1
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("function", [attend_packed, scored_packed])
 def test_packed_sequences_export_and_trace(function: Callable[..., Tensor]) -> None:
     total, starts = {0: Dim("total", min=4)}, {0: Dim("starts", min=2)}
@@ -286,7 +286,7 @@ def test_exports_for_all_lengths(strict: bool) -> None:
         torch.testing.assert_close(exported.module()(*inputs), attend(*inputs))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_what_torch_jit_traces_serves_other_lengths() -> None:
     traced = torch.jit.trace(attend, heads(16), check_trace=False)
     for sizes in ((16, 4, 16), (33, 4, 33), (5, 4, 20), (16, 2, 16)):
@@ -302,7 +302,6 @@ def scriptable(name: str) -> nn.Module:
     return layer
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("name", ["alone", "encoder"])
 def test_scripts_call_multihead_attention(name: str) -> None:
     module = scriptable(name).to(DEVICE)

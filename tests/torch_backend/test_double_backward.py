@@ -98,7 +98,6 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(twice <= 2 * once for once, twice in zip(*peaks, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 def test_memory_behind_tangents(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The backward of tangents that a kernel pushed."""
     T = 96
