@@ -104,8 +104,8 @@ class _OfKeys(NamedTuple):
 
 
 def _scored(options: Options, D: int) -> bool:
-    """Whether scores need extra registers, for a derivative or addresses."""
-    if options.softcap is not None:
+    """Whether scores need extra registers, for a derivative, addresses or random numbers."""
+    if options.softcap is not None or options.dropout:
         return True
     return options.relative_bias is not None and tile_columns(D) == APART_HEAD_DIM
 

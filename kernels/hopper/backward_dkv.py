@@ -22,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..rules.mask import visible
 from ..rules.plans import full_block, masked_block
-from ..rules.score import gradient, modified, slope_of
+from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
 from .bias import allocate_bias, load_bias, take_bias
+from .dropout import kept_pairs
 from .hidden_keys import allocate_landed, load_keys, load_until, some_exist
 from .one_pass import (
     DqSum,
@@ -187,6 +188,14 @@ def _load_tile_keys(slots, landed, tile, h, i, mask, scrubs):
 
 
 @gluon.jit
+def _minus_delta(n, shared, config: gl.constexpr):
+    """-delta of the queries of the n-th block, [1, BLOCK]."""
+    stage, _parity = stage_and_parity(shared.q, n)
+    VECTOR: gl.constexpr = gl.SliceLayout(0, accumulator_layout(config.BLOCK))
+    return shared.stats_ring.minus_delta.index(stage).load(VECTOR)[None, :]
+
+
+@gluon.jit
 def _starts(n, row, mine, shared, config: gl.constexpr):
     """Initial S^T and dP^T of the n-th block, and the lse that is left to subtract.
 
@@ -207,7 +216,7 @@ def _starts(n, row, mine, shared, config: gl.constexpr):
     VECTOR: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     minus_lse = shared.stats_ring.minus_lse.index(stage).load(VECTOR)[None, :]
     s_start = nowhere + minus_lse
-    dp_start = elsewhere + shared.stats_ring.minus_delta.index(stage).load(VECTOR)[None, :]
+    dp_start = elsewhere + _minus_delta(n, shared, config)
     lse = 0.0
     if score.softcap is not None:
         # The subtrahend of a capped score cannot be subtracted before.
@@ -243,7 +252,7 @@ def _step(
     do = tile_of(shared.do, n)
     if DK:
         v = held(shared.v, CONSUMER, n)
-        dp = over_columns(v, do, dp_start, config.value_columns)
+        dp = over_columns(v, do, dp_start, config.value_columns, score.dropout is None)
 
     s = warpgroup_mma_wait(products_of(config.value_columns) if DK else 0, deps=[s])
     rows = rows[None, :]
@@ -256,8 +265,13 @@ def _step(
     if MASKED:
         seen = visible(rows, keys, h, batch, mask)
     p = weights(s, lse, factor, seen)
+    kept = p
+    if score.dropout is not None:
+        H_q = shared.work.H * shared.work.G
+        survivors = kept_pairs(row, mine.first, h, H_q, batch, score, config.BLOCK, True)
+        kept = gl.where(survivors, p, 0.0)
     if DV:
-        dv = warpgroup_mma(as_operand(p, dtype, config.value_tile), do, dv, is_async=True)
+        dv = warpgroup_mma(as_operand(kept, dtype, config.value_tile), do, dv, is_async=True)
     if DK:
         if not DV:
             # Already loaded. As in forward, without a branch ptxas would wait for dP^T before the
@@ -266,6 +280,8 @@ def _step(
         dp = warpgroup_mma_wait(1 if DV else 0, deps=[dp])
         if not DV:
             release(shared.do, n)
+        if score.dropout is not None:
+            dp = dropped(dp, survivors, score) + _minus_delta(n, shared, config)
         _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)
         ds = ds.to(dtype)
         if exchange is not None:
@@ -347,6 +363,8 @@ def _differentiate(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.conste
         _store(shared.dk, shared.dk_parts_ptr, slot, dk, at, config.columns)
     if shared.dv.ptr is not None:
         exists = gl.convert_layout(exists, gl.SliceLayout(1, accumulator_layout(D_V)))
+        if shared.score.dropout is not None:
+            dv = dv * shared.score.dropout_scale
         dv = gl.where(exists[:, None], dv, 0.0)
         slot = shared.dv_tiles.index(CONSUMER)
         _store(shared.dv, shared.dv_parts_ptr, slot, dv, at, config.value_columns)

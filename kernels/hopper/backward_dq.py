@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ..rules.integers import value
 from ..rules.mask import visible
 from ..rules.plans import full_block, masked_block
-from ..rules.score import gradient, modified, slope_of
+from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
 from .bias import allocate_bias, load_bias, take_bias
+from .dropout import kept_pairs
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
 from .partitions import configured, run_partitions
@@ -139,10 +140,14 @@ def _step(
         shown = shown_keys(mine.rows, numbers, key, row, mask)
         seen = visible(rows, keys, h, row, mask, shown, first=key)
     p = weights(s, mine.lse[:, None], factor, seen)
+    if score.dropout is not None:
+        survivors = kept_pairs(mine.first, key, h, shared.work.H, row, score, BLOCK_N, False)
     # As in forward, without a branch ptxas would wait for dO V^T before the exponentials.
     wait_full(shared.k, n + 1, more)
     dp = warpgroup_mma_wait(0, deps=[dp])
     release(shared.v, n)
+    if score.dropout is not None:
+        dp = dropped(dp, survivors, score)
     dx = p * (dp - mine.delta[:, None])
     _dbias, ds = gradient(dx, before, capped, rows, keys, h, row, None, score)
     dq = warpgroup_mma(as_operand(ds, dtype, config.D), k, dq, is_async=True)

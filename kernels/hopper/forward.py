@@ -23,6 +23,7 @@ from ..rules.score import Score, first_state, modified, slope_of, with_sink
 from ..rules.softmax import LN2, finish, online_step
 from ..rules.tile import at_keys
 from .bias import allocate_bias, load_bias, take_bias
+from .dropout import kept_pairs
 from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .host import (
@@ -185,6 +186,16 @@ def _scores(s, bias, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr
 
 
 @gluon.jit
+def _dropped(p, key, mine, shared, config: gl.constexpr):
+    """The weights of the block from `key` on that dropout keeps, to be scaled, 0 for the others."""
+    if mine.score.dropout is not None:
+        h, row = mine.tile.h, at_keys(mine.tile.row, key, shared.work.mask)
+        seen = kept_pairs(mine.first, key, h, shared.work.H, row, mine.score, config.BLOCK, False)
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
 def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.constexpr):
     """Weights of a tile's first block, number n, without overlap."""
     dtype: gl.constexpr = mine.q.dtype
@@ -199,6 +210,7 @@ def _first_block(m, l, n, mine, shared, CONSUMER: gl.constexpr, config: gl.const
     bias = take_bias(shared.bias, n, accumulator_layout(config.BLOCK, dtype), CONSUMER)
     s, factor = _scores(s, bias, key, mine, mask, True, config)
     p, _rescale, m, l = online_step(s, m, l, factor, True, weight_shift(dtype))
+    p = _dropped(p, key, mine, shared, config)
     p = _waiting(p, dtype, config)
     wait_full(shared.k, n + 1, mine.tile.blocks > 1)
     return p, m, l
@@ -226,6 +238,7 @@ def _step(
     SLACK: gl.constexpr = weight_slack(dtype, config.SLACK)
     HIDES: gl.constexpr = MASKED or mine.score.hides is not None
     p, rescale, m, l = online_step(s, m, l, factor, HIDES, weight_shift(dtype), SLACK=SLACK)
+    p = _dropped(p, key, mine, shared, config)
     # There must be a branch between the softmax and the wait for P V: otherwise ptxas moves the
     # wait before the exponentials, and nothing overlaps. The wait for the next keys is a branch.
     wait_full(shared.k, n + 1, more)
@@ -288,6 +301,8 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
         gl.store(shared.max_ptr + statistics + rows, m * LN2, mask=rows < tile.length)
         acc, m, l = with_sink(acc, m, l, tile.h, shared.score)
     o, lse = finish(acc, m, l)
+    if shared.score.dropout is not None:
+        o = o * shared.score.dropout_scale
     if is_fp8(dtype):
         o = o * v_scale
     gl.store(shared.lse_ptr + statistics + rows, lse, mask=rows < tile.length)
@@ -352,7 +367,8 @@ def _plan_with_max(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor)
 
 def _config(options: Options, q: Tensor, v: Tensor) -> HopperConfig:
     placed = options.q_positions is not None
-    return forward_config(q.shape[3], end_early(options), placed, v.shape[3])
+    dropped = options.dropout > 0
+    return forward_config(q.shape[3], end_early(options), placed, v.shape[3], dropped)
 
 
 def _plan_with(

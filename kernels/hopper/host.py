@@ -52,7 +52,7 @@ _SERVED_IN_8_BITS = {
 }  # fmt: skip
 _SERVED = _SERVED_IN_8_BITS | {
     "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes", "attn_bias",
-    "relative_bias",
+    "relative_bias", "dropout", "dropout_seed",
 }  # fmt: skip
 _SECOND = ("query2", "key2")
 
@@ -175,6 +175,8 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
         return f"halves of head dim {D} are no tiles"
     if D == 128 and options.softcap is not None:
         return "softcap and head dim 128 do not leave it registers"
+    if options.dropout:
+        return "dropout does not leave it registers"
     if q.dim() == 3:
         q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
     tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], 2 * ROWS.value)

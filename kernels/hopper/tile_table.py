@@ -74,16 +74,17 @@ def _registers(early: bool) -> tuple[int, int]:
 
 
 def forward_config(
-    D: int, early: bool, placed: bool = False, D_v: int | None = None
+    D: int, early: bool, placed: bool = False, D_v: int | None = None, dropped: bool = False
 ) -> HopperConfig:
     """Configuration of forward for head dims D and D_v (default D).
 
     early: a batch row's keys may end before the keys in memory. placed: queries and keys have
-    explicit positions, which are in order within tiles of 128 rows.
+    explicit positions, which are in order within tiles of 128 rows. dropped: random numbers take
+    registers.
     """
     registers = _registers(early)
     tile, D_v = tile_columns(D), D if D_v is None else D_v
-    config = _other("forward", tile, early or placed or tile != tile_columns(D_v))
+    config = _other("forward", tile, early or placed or dropped or tile != tile_columns(D_v))
     if config is None:
         config = {
             64: HopperConfig(tile, 128, 4, 2, *registers, WIDE_WEIGHTS=early or placed),
@@ -91,6 +92,8 @@ def forward_config(
             # Another 64 KB for the output do not fit.
             256: HopperConfig(tile, 64, 2, 2, *registers, APART=False),
         }[tile]
+        if dropped:
+            config = config._replace(BLOCK=64)
     return _of_heads(config, D, D_v)
 
 

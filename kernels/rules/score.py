@@ -326,9 +326,9 @@ def kept(
     rows = m_first + tl.arange(0, BLOCK_M)[:, None]
     fours = n_first // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zeros = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    w0, w1, w2, w3 = _random_words(zeros + fours, zeros + rows, h, H_q, row, score, WIDE)
+    w0, w1, w2, w3 = random_words(zeros + fours, zeros + rows, h, H_q, row, score, WIDE)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
-    return _survives(words, score)
+    return survives(words, score)
 
 
 @triton.jit
@@ -339,14 +339,14 @@ def kept_at(rows, k_pos, h, H_q, row, score):
         k_pos += row.shift
     zeros = (rows + k_pos) * 0
     fours = zeros + k_pos // 4
-    w0, w1, w2, w3 = _random_words(fours, zeros + rows, h, H_q, row, score, True)
+    w0, w1, w2, w3 = random_words(fours, zeros + rows, h, H_q, row, score, True)
     word = k_pos % 4
     words = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
-    return _survives(words, score)
+    return survives(words, score)
 
 
 @triton.jit
-def _random_words(fours, rows, h, H_q, row, score, WIDE: tl.constexpr):
+def random_words(fours, rows, h, H_q, row, score, WIDE: tl.constexpr):
     """Random words for four keys each, from key 4 fours on; fours and rows have one shape.
 
     WIDE: multiply once for both words of a product, where tl.philox multiplies twice. It takes
@@ -354,7 +354,7 @@ def _random_words(fours, rows, h, H_q, row, score, WIDE: tl.constexpr):
     """
     seed = tl.load(score.seed_ptr)
     salt = tl.load(score.seed_ptr + 1).to(tl.int32)
-    zeros = tl.zeros_like(rows)
+    zeros = rows * 0
     if score.first_head is not None:
         H_q = value(score.all_heads)
         h = head_of_whole(h, score)
@@ -379,7 +379,7 @@ def _wide_product(word, factor: tl.constexpr):
 
 
 @triton.jit
-def _survives(words, score):
+def survives(words, score):
     return (words.to(tl.int32, bitcast=True) ^ -(2**31)) >= score.dropout
 
 

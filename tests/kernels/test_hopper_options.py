@@ -45,6 +45,8 @@ BIAS[:, :, 5] = BIAS[:, :, :, 7] = float("-inf")
 BIAS = torch.nn.functional.pad(BIAS, (0, 7))[..., 1:201]
 # Of distances to 60, and beyond them those of 60.
 TABLE = torch.randn(4, 121, generator=torch.Generator().manual_seed(1))
+# A seed of all bits, of which the higher half counts too.
+DROPOUT: dict[str, Any] = dict(dropout=0.3, dropout_seed=torch.tensor([2**62 + 12345, 2**33 + 7]))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-none-shown": ("two", dict(
@@ -87,6 +89,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         H_q=1, T_q=128, T_k=128, alibi_slopes=SLOPES[1:2],
         positions=(torch.arange(256, 384)[None].int(), torch.arange(128)[None].int()),
     )),
+    "dropout": ("two", dict(H_q=4, H_k=2, T_q=140, B=2, **DROPOUT)),
+    "dropout-d128": ("two", dict(
+        B=2, T_q=70, T_k=290, D=128, causal=False, window=(100, 90), key_lengths=[280, 290],
+        softcap=3.0, heads=(2, 8), **DROPOUT,
+    )),
+    "dropout-positions": ("two", dict(
+        H_q=1, T_q=128, T_k=128, **DROPOUT,
+        positions=(torch.arange(256, 384)[None].int(), torch.arange(128, 256)[None].int()),
+    )),
+    "dropout-d256": ("/ three", dict(D=256, T_q=140, sinks=torch.tensor([0.5, -1.0]), **DROPOUT)),
     # Heads between the widths of tiles, and those of v narrower than those of q.
     "96": ("two", dict(D=96, D_v=96, T_q=140)),
     "192/128": ("three", dict(D=192, D_v=128, T_q=140)),

@@ -53,7 +53,9 @@ class Tensor:
     def dtype(self) -> Any:
         return from_torch(self.data.dtype)
 
-    def to(self, dtype: Any) -> "Tensor":
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        if bitcast:
+            return Tensor(self.data.view(to_torch(dtype)), self.layout)
         return Tensor(self.data.to(to_torch(dtype)), self.layout)
 
     def reshape(self, shape: list[int]) -> "Tensor":

@@ -1,0 +1,59 @@
+"""Dropout on Hopper: the mask of `kernels/rules/score.py` in the layout of scores.
+
+One call of the generator decides on four neighbouring keys of a query, but neighbouring threads
+hold these. So each thread makes as many calls as it holds groups of four weights, and threads
+exchange the decisions, as bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..rules.score import random_words, survives
+from .pipeline import ROWS, accumulator_layout
+
+
+@gluon.constexpr_function
+def _calls_layout(columns, transposed):
+    """Layout of the calls for scores [64, columns]: [64, columns / 4], or transposed, keys down,
+    [16, columns].
+
+    Threads that exchange decisions, two or transposed four, differ in the lowest bits of a lane,
+    transposed in the third and fourth.
+    """
+    if transposed:
+        steps = [[0, 1 << n] for n in range(3, columns.bit_length() - 1)]
+        lanes = [[0, 2], [0, 4], [0, 1], [2, 0], [1, 0]]
+        return gl.DistributedLinearLayout(steps, lanes, [[4, 0], [8, 0]], [], [16, columns])
+    steps = [[0, 1 << n] for n in range(1, columns.bit_length() - 3)]
+    lanes = [[8, 0], [0, 1], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(steps, lanes, [[16, 0], [32, 0]], [], [64, columns // 4])
+
+
+@gluon.jit
+def kept_pairs(
+    m_first, n_first, h, H_q, row, score, COLUMNS: gl.constexpr, KEYS_DOWN: gl.constexpr
+):
+    """bool [64, COLUMNS]: which weights dropout keeps, of the queries from m_first on and the keys
+    from n_first on, `score.kept`.
+
+    KEYS_DOWN: 64 keys and COLUMNS queries; else 64 queries and COLUMNS keys.
+    """
+    CALLS: gl.constexpr = _calls_layout(COLUMNS, KEYS_DOWN)
+    DOWN: gl.constexpr = gl.SliceLayout(1, CALLS)
+    ACROSS: gl.constexpr = gl.SliceLayout(0, CALLS)
+    if score.placed is not None:
+        m_first += row.offset
+        n_first += row.shift
+    if KEYS_DOWN:
+        rows = m_first + gl.arange(0, COLUMNS, layout=ACROSS)[None, :]
+        fours = n_first // 4 + gl.arange(0, ROWS // 4, layout=DOWN)[:, None]
+    else:
+        rows = m_first + gl.arange(0, ROWS, layout=DOWN)[:, None]
+        fours = n_first // 4 + gl.arange(0, COLUMNS // 4, layout=ACROSS)[None, :]
+    w0, w1, w2, w3 = random_words(fours, rows, h, H_q, row, score, True)
+    evens = gl.join(survives(w0, score), survives(w2, score))
+    odds = gl.join(survives(w1, score), survives(w3, score))
+    kept = gl.join(evens, odds)
+    if KEYS_DOWN:
+        kept = kept.reshape([ROWS // 4, COLUMNS, 4]).permute((0, 2, 1))
+    return gl.convert_layout(kept.reshape([ROWS, COLUMNS]), accumulator_layout(COLUMNS))
