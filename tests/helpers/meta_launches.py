@@ -403,7 +403,8 @@ def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: i
     T = 40000 if given.cu_seqlens_q is not None else T  # so many tiles are put in order
     (q, k, lse), (o, v, _) = rows(D, T=T, B=1), rows(D_v, T=T, B=1)
     if kernel == "forward":
-        config = forward_config(D, end_early(given), given.q_positions is not None, D_v)
+        placed, dropped = given.q_positions is not None, given.dropout > 0
+        config = forward_config(D, end_early(given), placed, D_v, dropped)
         config = config._replace(PING_PONG=how == "turns")
         name = "launch_hopper_forward" + "_with_max" * (how == "max")
         with mock.patch.object(kernels.hopper_forward, "forward_config", lambda *_: config):
