@@ -92,7 +92,7 @@ def forward_config(
             # Another 64 KB for the output do not fit.
             256: HopperConfig(tile, 64, 2, 2, *registers, APART=False),
         }[tile]
-        if dropped:
+        if dropped and (tile == 128 or early or placed):
             config = config._replace(BLOCK=64)
     return _of_heads(config, D, D_v)
 

@@ -306,11 +306,13 @@ def check_hopper(case: Case, facts: list[CompiledFacts]) -> None:
         for loop in full:
             assert loop.count("STL") == 0
             # A mask takes one a score; a quotient that ptxas leaves in the loop, a few.
-            assert loop.count("FSEL") < 8, "full blocks are masked"
+            kept = masked[0].count("FSEL") // 2 if options == "dropout" else 0  # one a weight
+            assert loop.count("FSEL") < 8 + kept, "full blocks are masked"
             assert loop.count("MUFU.EX2") <= masked[0].count("MUFU.EX2")
         assert all(loop.count("ISETP") >= 8 for loop in masked)
         if kernel == "forward":
-            config = forward_config(D, options == "capped-band", D_v=D_v)
+            dropped = options == "dropout"
+            config = forward_config(D, options == "capped-band", D_v=D_v, dropped=dropped)
             scores = 64 * config.BLOCK // 128  # a thread
             assert all(loop.count("MUFU.EX2") >= scores for loop in full)
             for loop in full + masked:
