@@ -16,7 +16,7 @@ from .tile_table import HopperConfig
 def configured(config):
     """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields."""
     *fields, columns = config
-    return HopperConfig(*fields, columns and tuple(columns))
+    return HopperConfig(*fields, columns and tuple(columns))  # type: ignore[call-arg]
 
 
 @gluon.jit
