@@ -25,8 +25,6 @@ from ..rules.plans import full_block, masked_block
 from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_queries
-from .bias import allocate_bias, load_bias, take_bias
-from .dropout import kept_pairs
 from .hidden_keys import allocate_landed, load_keys, load_until, some_exist
 from .one_pass import (
     DqSum,
@@ -39,6 +37,7 @@ from .one_pass import (
     start_dq,
     wait_read,
 )
+from .pairs import allocate_bias, kept_pairs, load_bias, take_bias
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -78,9 +77,9 @@ from .schedule import (
 class BackwardDkv(NamedTuple):
     """State shared by the partitions of dK/dV.
 
-    k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO):
-    see `load_until`. bias: see `bias.py`. stats_ring: of the queries in q. exchange: of `one_pass`,
-    or None. dq: likewise, a `DqSum`. dk, dv: without ptr if not computed; without dk there is no v.
+    k, v: a slot for each consumer. q, do: rings. k_landed (of k and v), q_landed (of q and dO): see
+    `load_until`. bias: see `pairs.py`. stats_ring: of the queries in q. exchange: of `one_pass`, or
+    None. dq: likewise, a `DqSum`. dk, dv: without ptr if not computed; without dk there is no v.
     dv_tiles: a store buffer of dV for each consumer. dk_parts_ptr, dv_parts_ptr: see `_store`.
     """
 

@@ -16,10 +16,9 @@ from ..rules.plans import full_block, masked_block
 from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
-from .bias import allocate_bias, load_bias, take_bias
-from .dropout import kept_pairs
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
+from .pairs import allocate_bias, kept_pairs, load_bias, take_bias
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -45,7 +44,7 @@ class BackwardDq(NamedTuple):
     """State shared by the partitions of dQ.
 
     q, do: a slot for each consumer. k, v: rings. landed: see `load_until`. bias: see
-    `bias.py`. lse_ptr, dlse_ptr, delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.
+    `pairs.py`. lse_ptr, dlse_ptr, delta_ptr: [B, H_q, T_q]; stats: in whole tiles, for dK/dV.
     """
 
     q: Any

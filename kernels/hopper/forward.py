@@ -22,8 +22,6 @@ from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified, slope_of, with_sink
 from ..rules.softmax import LN2, finish, online_step
 from ..rules.tile import at_keys
-from .bias import allocate_bias, load_bias, take_bias
-from .dropout import kept_pairs
 from .fp8 import head_scales, is_fp8, weight_shift, weight_slack
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .host import (
@@ -37,6 +35,7 @@ from .host import (
     to_send,
     walkable,
 )
+from .pairs import allocate_bias, kept_pairs, load_bias, take_bias
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -74,7 +73,7 @@ class Forward(NamedTuple):
     """State shared by the partitions of forward.
 
     q: a slot for each consumer. k, v: rings. o_tiles: buffers of TMA stores. landed: see
-    `load_until`. bias: see `bias.py`. turns: see `take_turn`. scales: of 8-bit q, k and v, else
+    `load_until`. bias: see `pairs.py`. turns: see `take_turn`. scales: of 8-bit q, k and v, else
     None.
     """
 

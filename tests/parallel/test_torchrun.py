@@ -27,10 +27,9 @@ def test_the_program_of_the_page_runs(printed):
 
 
 def test_info_says_what_ranks_there_are_and_what_the_model_would_choose(printed):
-    assert re.fullmatch(r"torch\.distributed: gloo, of (\w+, )*gloo(, \w+)*", printed[1])
-    assert printed[2] == "ranks: 1 x 2 (nodes x ranks of a node)"
-    assert re.fullmatch(r"intra: \d+\.\d us, [\d.e+-]+ GB/s, measured", printed[3])
-    assert printed[4] == "inter: 15.0 us, 50 GB/s, assumed"
-    assert re.fullmatch(r"attention: [\d.e-]+ TFLOP/s a rank, measured", printed[5])
+    assert re.fullmatch(
+        r"torch\.distributed: (\w+, )*gloo(, \w+)*; 2 ranks, 2 on a node", printed[1]
+    )
+    assert re.fullmatch(r"assumed: flops 5e\+14, intra 4\.5e\+11, .*, node 2", printed[2])
     (chosen,) = (line for line in printed if line.startswith("llama-8b on 2 ranks, modelled: "))
     assert re.search(r": (\w+) for 8192 tokens, (\w+) for 131072 tokens, (\w+) for", chosen)
