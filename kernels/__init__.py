@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = [
     "additive", "append", "arguments", "backward", "backward_bias", "backward_mods",
     "backward_relative", "combine", "decode", "decode_splits", "forward", "fp8_quantize",
-    "fp8_values", "hopper_backward", "hopper_forward", "hopper_host", "paged", "pages",
+    "fp8_values", "hopper_backward", "hopper_forward", "hopper_host", "pages",
     "selected_backward", "selected_choose", "selected_forward", "statistics", "tangent",
     "tangent_backward", "tiles",
 ]  # fmt: skip
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         combine,
         decode,
         forward,
-        paged,
         statistics,
     )
     from .forward_mode import backward_dq as tangent_backward

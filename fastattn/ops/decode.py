@@ -82,7 +82,7 @@ def paged_forward(
     of_keys = (k, v, k_scale, v_scale, rope)
     tensors = _tensors(of_keys, block_table, lengths, batch_index, None)
     o, lse = results(q, v.shape[3], out)
-    kernels.paged.launch_packed(q, cu_seqlens, tensors, starts, o, lse, options, longest=longest)
+    kernels.decode.launch_packed(q, cu_seqlens, tensors, starts, o, lse, options, longest=longest)
     return o, lse
 
 
@@ -126,7 +126,7 @@ def prepare_packed(
         return None
     width = view.v.shape[3]
     o, lse = results(q, width, out)
-    launch = kernels.paged.prepare_packed(
+    launch = kernels.decode.prepare_packed(
         q, cu_seqlens, _of_view(view), view.starts, o, lse, options, longest=longest
     )  # fmt: skip
 

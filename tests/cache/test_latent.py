@@ -10,7 +10,7 @@ from fastattn import LatentCache, PagedLatentCache, attention_paged, decode_atte
 from fastattn.cache.views import view_of_tensors
 from fastattn.cache_view import as_bytes
 from fastattn.functional.decode import explain_decode
-from fastattn.kernels import decode
+from fastattn.kernels.decode import launch as launchers
 from fastattn.kernels.launch import tiles
 from fastattn.quantization import quantize_rows
 from fastattn.testing import assert_within_budget
@@ -175,8 +175,8 @@ def test_new_tokens_of_any_number_over_pages(device: str) -> None:
 def test_keys_are_loaded_once_where_they_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the values is read apart, with the same result; other columns are no values."""
     flags: list[bool] = []
-    load = decode.groups_of
-    monkeypatch.setattr(decode, "groups_of", lambda x: flags.append(x.shared) or load(x))
+    load = launchers.groups_of
+    monkeypatch.setattr(launchers, "groups_of", lambda x: flags.append(x.shared) or load(x))
     kv, lengths = draw(2, 1, 20, 40), torch.tensor([20, 7])
     q = draw(2, 4, 1, 40, seed=1)
     results = []

@@ -11,10 +11,9 @@ from nightly import gate_cases
 from torch import Tensor
 
 from fastattn import attention_paged, decode_attention
-from fastattn.kernels import decode, paged
+from fastattn.kernels.decode import launch, launch_packed, packed
 from fastattn.kernels.launch import arrivals, decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.kernels.paged import launch_packed
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.testing import make_qkv
@@ -49,7 +48,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tensor]:
         assert count <= kept.numel()
         return kept.to(device) if device.type == "cpu" else arrivals.arrival_counters(device, count)
 
-    for module in (decode, paged):
+    for module in (launch, packed):
         monkeypatch.setattr(module, "arrival_counters", of_device)
     monkeypatch.setattr(decode_splits, "_LOADS_OF_A_LAUNCH", 1 << 20)
     with tiles.forced(**TILES):

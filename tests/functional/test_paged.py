@@ -12,10 +12,9 @@ from torch import Tensor
 from fastattn import PagedKVCache, attention_paged, reference, shared_pages, view_of_tensors
 from fastattn.cache_view import CacheView
 from fastattn.functional import call_memo
-from fastattn.kernels import paged as launchers
+from fastattn.kernels.decode import launch_packed, packed
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.kernels.paged import launch_packed
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
 from fastattn.quantization import codes_within, quantize_rows
@@ -180,13 +179,13 @@ def test_keys_are_split_for_as_many_multiprocessors_as_there_are(
     """In tiles of few rows and in those of a chunk; with one nothing is split."""
     monkeypatch.setattr(tiles, "multiprocessors", lambda _: multiprocessors)
     call_memo.forget()
-    merged, combine = set(), launchers.combine_launch
+    merged, combine = set(), packed.combine_launch
 
     def recorded(parts: Tensor, *arguments: Any, **how: Any) -> Any:
         merged.add(parts.shape[2])
         return combine(parts, *arguments, **how)
 
-    monkeypatch.setattr(launchers, "combine_launch", recorded)
+    monkeypatch.setattr(packed, "combine_launch", recorded)
     total = sum(step.new)
     tree = torch.randn(total, max(step.new) + 2, generator=torch.Generator().manual_seed(3)) > -0.3
     options = {"tree_mask": tree.to(device)}

@@ -346,7 +346,7 @@ def packed(D: int, dtype: str = "bf16", codes: str | None = None, options: str =
     q, lse = meta(s.total, s.H_q, D, dtype=dtype), floats(s.H_q, s.total)
     longest = s.total if s.longest is None else s.longest
     cache = CacheTensors(*tensors)
-    kernels.paged.launch_packed(q, integers(s.B + 1), cache, None, q, lse, given, longest=longest)
+    kernels.decode.launch_packed(q, integers(s.B + 1), cache, None, q, lse, given, longest=longest)
 
 
 def few_queries(by_token: int = 0, T: int = 4096, H_k: int = 2) -> None:

@@ -31,8 +31,8 @@ SOURCES = {
     "hopper": ("hopper/*.py",),
     "forward": ("forward.py",),
     "backward": ("backward*.py",),
-    "decode": ("decode.py", "combine.py"),
-    "all": ("*.py", "hopper/*.py"),
+    "decode": ("decode/*.py", "combine.py"),
+    "all": ("*.py", "decode/*.py", "hopper/*.py"),
 }
 _COMMON = ("rules/*.py", "launch/**/*.py", "launch/**/*.json")
 Run = Callable[[list[str]], str]

@@ -1,4 +1,4 @@
-"""Packed queries against a cache: rows of any number of new tokens, by the kernel of `decode`.
+"""Packed queries against a cache: rows of any number of new tokens, by the kernel of decoding.
 
 A launch for rows of few tokens and one for longer ones: see `decode_splits.split_packed`.
 """
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .combine import PART_FACTS, combine_launch
-from .decode import as_bytes, kernel_launch
-from .launch.arguments import blocks
-from .launch.arrivals import arrival_counters
-from .launch.decode_splits import merges_alone, split_packed
-from .launch.launches import Launch
-from .rules.pages import CacheTensors
+from ..combine import PART_FACTS, combine_launch
+from ..launch.arguments import blocks
+from ..launch.arrivals import arrival_counters
+from ..launch.decode_splits import merges_alone, split_packed
+from ..launch.launches import Launch
+from ..rules.pages import CacheTensors
+from .launch import as_bytes, kernel_launch
 
 if TYPE_CHECKING:
     from fastattn.options import Options
