@@ -58,8 +58,8 @@ class Versions:
 ROWS = (
     Versions("3.10", "2.11", "3.6"),
     Versions("3.12", "2.12", "3.7"),
-    Versions("3.13", "2.13", "3.8"),
     Versions("3.13", "2.13", "3.9"),
+    Versions("3.13", "2.14", "3.8"),
 )
 
 
