@@ -69,7 +69,7 @@ class SelfMade(nn.Module):
         if self.kind == "whole":
             scores = (9 * scores).to(torch.int32).to(q.dtype)
         if self.kind == "other-dim":
-            scores = scores.softmax(-2)
+            scores = scores.softmax(2)
         if self.kind == "in-place":
             bias = torch.arange(float(x.shape[1]))
             scores = scores + bias[:, None]

@@ -235,7 +235,7 @@ class Mixer(nn.Module):
         seen = (distances < self.window) | (steps < self.prefix)
         seen[0] = True
         scores = torch.where(seen, scores, -torch.inf)
-        out = torch.bmm(scores.softmax(-1), v)
+        out = torch.bmm(scores.softmax(2), v)
         return self.b(rearrange(out, "(b h) t d -> b t (h d)", h=H))
 
 
