@@ -158,15 +158,15 @@ class Launch:
         if self._tables is not None:
             inputs = (*inputs, *self._tables.empty)
             self._tables.bind(inputs)
-        elif not any(map(_of_a_call, inputs)):
+        places = {id(inputs[index]): index for index in _of_a_call(inputs)}
+        if not places and self._tables is None:
             return  # no argument can derive from a tensor
-        places = {id(x): index for index, x in enumerate(inputs) if _of_a_call(x)}
         arguments = list(self._arguments)
         for at, argument in enumerate(arguments):
             record, fields = None, [argument]
             if isinstance(argument, tuple):
                 record, fields = type(argument), list(argument)
-            held = [(n, id(x)) for n, x in enumerate(fields) if _of_a_call(x)]
+            held = [(n, id(fields[n])) for n in _of_a_call(fields)]
             tensors = [(n, places[x]) for n, x in held if x in places]
             self.reusable = self.reusable and len(tensors) == len(held)
             for n, _ in tensors:
@@ -234,9 +234,13 @@ class _Bound(NamedTuple):
     places: list[tuple[int, int]]
 
 
-def _of_a_call(x: object) -> bool:
-    """Whether it is a tensor, or a tuple of them."""
-    return isinstance(x, Tensor) or (type(x) is tuple and any(isinstance(y, Tensor) for y in x))
+def _of_a_call(values: Sequence[object]) -> list[int]:
+    """Indices of tensors, and of tuples that hold one."""
+    return [
+        index
+        for index, x in enumerate(values)
+        if isinstance(x, Tensor) or (type(x) is tuple and any(isinstance(y, Tensor) for y in x))
+    ]
 
 
 def _described(x: object, like: TensorDescriptor | None) -> TensorDescriptor | None:
@@ -292,7 +296,9 @@ def cached(
         if slot:
             return slot[0]
     # Distinct objects, even if a call passes one tensor twice.
-    views = [_viewed(x) for x in inputs] if any(map(_of_a_call, inputs)) else list(inputs)
+    views = list(inputs)
+    for index in _of_a_call(inputs):
+        views[index] = _viewed(inputs[index])
     launch = plan(views)
     launch.bind(views)
     if key is not None and launch.reusable:
@@ -303,7 +309,7 @@ def cached(
 def _viewed(x: object) -> object:
     if isinstance(x, Tensor):
         return x.detach()
-    return tuple(map(_viewed, x)) if isinstance(x, tuple) and _of_a_call(x) else x
+    return tuple(map(_viewed, x)) if type(x) is tuple else x
 
 
 def signature(inputs: Sequence[object]) -> tuple[Hashable, ...]:
