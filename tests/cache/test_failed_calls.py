@@ -108,7 +108,8 @@ def calls_of_paged() -> Iterator[tuple[str, dict[str, Any], Any]]:
         yield "append", {**given, **wrong}, error
     yield "append", {**given, "new_lengths": torch.tensor([1, 1])}, (TypeError, "got a tensor")
     yield "append", {**given, "new_lengths": [1]}, (ValueError, "must hold 2 numbers, got 1")
-    yield "append", {**given, "k": tokens(2, 9)[0], "v": tokens(2, 9)[1]}, ValueError
+    yield "append", {**given, "k": tokens(2, 6)[0], "v": tokens(2, 6)[1]}, ValueError
+    yield "append", {**given, "k": tokens(2, 3)[0], "v": tokens(2, 3)[1]}, RuntimeError
     yield "append", {**given, "layer": 2}, (ValueError, "layer must be from 0 to 1, got 2")
     yield "append", {**given, "layer": 1, "k": k[..., :1].expand(-1, -1, -1, D)}, ValueError
     for rows in ([0, 0], [0, 3]):
