@@ -11,12 +11,8 @@ import torch
 _CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _CHECKOUT]
 
-from fastattn.bench.cases.case import SETS, cpu_cases, gpu_cases  # noqa: E402
+from fastattn.bench.cases.case import cpu_cases, gpu_cases  # noqa: E402
 from fastattn.bench.cases.registry import side_by_side  # noqa: E402
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--case-set", choices=SETS, default="quick", help="on a GPU (quick)")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 id=f"{case.name}-{implementation.name}",
                 marks=pytest.mark.gpu if case.device == "cuda" else (),
             )
-            for case in [*gpu_cases(metafunc.config.getoption("--case-set")), *cpu_cases()]
+            for case in [*gpu_cases(), *cpu_cases()]
             for implementation in side_by_side(case.device)
         ]
         metafunc.parametrize(("case", "implementation"), pairs)

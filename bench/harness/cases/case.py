@@ -6,7 +6,7 @@ The sweep at 16384 tokens and hidden size 2048 follows FlashAttention-3 (Shah et
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ Direction = Literal["forward", "backward", "forward_backward"]
 
 _BOTH: tuple[Direction, ...] = ("forward", "backward")
 
-SETS = ("quick", "full")
 FAMILIES = ("forward", "backward", "padded", "masks", "decode")
 
 # Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the module sizes in CPython
@@ -188,15 +187,12 @@ def gpu_cases(which: str = "quick") -> list[Case]:
 
     Args:
         which: "quick" (a few minutes, slow peers at a few lengths only) or "full".
-
-    Raises:
-        ValueError: there is no such set.
     """
-    if which not in SETS:
-        raise ValueError(f"case set must be one of {', '.join(SETS)}, got {which!r}")
+    every = [*_important(), *(_remaining() if which == "full" else ())]
+    each_once = {case.name: case for case in every}.values()
     if which == "full":
-        return _each_once([*_important(), *_remaining()])
-    return [replace(case, slow_peers=_compares_all(case)) for case in _each_once(_important())]
+        return [*each_once]
+    return [replace(case, slow_peers=_compares_all(case)) for case in each_once]
 
 
 def cpu_cases() -> list[Case]:
@@ -223,7 +219,3 @@ def _compares_all(case: Case) -> bool:
     if case.family == "padded":
         return case.label == "documents" and case.direction == "forward"
     return case.family == "masks" and case.causal and case.window is not None
-
-
-def _each_once(cases: Iterable[Case]) -> list[Case]:
-    return list({case.name: case for case in cases}.values())

@@ -24,7 +24,7 @@ from ..cases.case import Case
 from ..cases.fp8 import EIGHT_BITS
 from ..cases.inputs import Unserved, make_inputs
 from ..cases.registry import IMPLEMENTATIONS, ONE_PASS, PORTABLE
-from .attention import work_from_nothing
+from .attention import call
 
 EIGHT_BIT_NAMES = tuple(i.name for i in EIGHT_BITS)
 COMPILED = (PORTABLE, ONE_PASS, "fastattn-hopper", "fastattn-hopper-one-pass", *EIGHT_BIT_NAMES)
@@ -42,7 +42,7 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
         mock.patch.object(dispatch, "on_hopper", lambda device: True),
     ):
         try:
-            work_from_nothing(here, ours.prepare(here, inputs), inputs)()
+            call(here, ours.prepare(here, inputs), inputs)
         except (Unserved, ValueError) as error:
             if isinstance(error, ValueError) and "cannot serve this call" not in str(error):
                 raise
@@ -82,7 +82,7 @@ class Ahead:
         # Processes that start here must not use the GPU's memory.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
             for case in cases if self._arch in TARGETS else ():
-                for name in (i.name for i in ours if forced or i.why_not(case) is None):
+                for name in (i.name for i in ours if forced or i.serves(case) is None):
                     if "hopper" in name and self._arch != "sm_90":
                         continue
                     call = (small(case), name, repr(forced))

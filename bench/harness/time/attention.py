@@ -34,15 +34,14 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
     """
     outcomes: dict[str, Record] = {}
     served: list[Implementation] = []
-    for implementation in implementations:
-        name = implementation.name
-        outcomes[name] = {}
-        if name in bench.broken:
-            outcomes[name] = Failure(FAILED, bench.broken[name])._asdict()
-        elif (why_not := implementation.why_not(case)) is not None:
-            outcomes[name] = Failure(UNSERVED, why_not)._asdict()
+    for one in implementations:
+        outcomes[one.name] = {}
+        if one.name in bench.broken:
+            outcomes[one.name] = Failure(FAILED, bench.broken[one.name])._asdict()
+        elif (why_not := one.serves(case)) is not None:
+            outcomes[one.name] = Failure(UNSERVED, why_not)._asdict()
         else:
-            served.append(implementation)
+            served.append(one)
 
     def ready(one: Implementation) -> Function:
         issued = partial(bench.announce, one.name, RUNS)
@@ -89,10 +88,10 @@ def prepare(
         warnings.simplefilter("ignore")
         attention = implementation.prepare(case, inputs)
         work = work_of(case, attention, inputs)
-        results = _results(case, attention, inputs)
+        results = call(case, attention, inputs)
         issued()
         _check(implementation, case, inputs, results, expected)
-        memory = _memory(case, work_from_nothing(case, attention, inputs))
+        memory = _memory(case, partial(call, case, attention, inputs))
         if case.graph:
             work, replayed = _captured(case, work)
             _check(implementation, case, inputs, (replayed, None), expected)
@@ -104,7 +103,7 @@ def _check(
 ) -> None:
     o, gradients = results
     if implementation.check is None:
-        check(case, o.detach(), gradients, expected)
+        check(case, o, gradients, expected)
     else:
         implementation.check(case, inputs, o)
 
@@ -112,14 +111,9 @@ def _check(
 def _captured(case: Case, work: Function) -> tuple[Function, Tensor]:
     """`work` as the replay of a CUDA graph, and the output of a replay."""
     assert case.direction == "forward", "graphs are measured forward only"
-    outputs: list[Any] = []
-
-    def remember() -> object:
-        outputs.append(work())  # kept: no output may be freed during capture
-        return outputs[-1]
-
-    replay = record_cuda_graph(remember)
-    o: Tensor = outputs[-1]
+    outputs: list[Any] = []  # kept: no output may be freed during capture
+    replay = record_cuda_graph(lambda: outputs.append(work()))
+    o: Tensor = outputs[-1][0]
     # NaN in the outputs detects a replay that writes nothing.
     o.fill_(math.nan)
     replay()
@@ -129,30 +123,20 @@ def _captured(case: Case, work: Function) -> tuple[Function, Tensor]:
 def work_of(case: Case, attention: Attention, inputs: Inputs) -> Function:
     """The timed call. For a backward case the forward has run already."""
     if case.direction != "backward":
-        return work_from_nothing(case, attention, inputs)
+        return partial(call, case, attention, inputs)
     leaves = (inputs.q, inputs.k, inputs.v)
     o = attention(*leaves)
     return lambda: torch.autograd.grad(o, leaves, inputs.do, retain_graph=True)
 
 
-def work_from_nothing(case: Case, attention: Attention, inputs: Inputs) -> Function:
-    """A self-contained call: forward, or forward and backward."""
-
-    def call() -> object:
-        o, gradients = _results(case, attention, inputs)
-        return o if gradients is None else gradients
-
-    return call
-
-
-def _results(case: Case, attention: Attention, inputs: Inputs) -> Results:
+def call(case: Case, attention: Attention, inputs: Inputs) -> Results:
     """o, and the gradients if the case has them."""
     leaves = (inputs.q, inputs.k, inputs.v)
     if case.direction == "forward":
         with torch.no_grad():
             return attention(*leaves), None
     o = attention(*leaves)
-    return o, torch.autograd.grad(o, leaves, inputs.do)
+    return o.detach(), torch.autograd.grad(o, leaves, inputs.do)
 
 
 def _memory(case: Case, work: Function) -> Record:
@@ -168,8 +152,5 @@ def _memory(case: Case, work: Function) -> Record:
     work()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    inputs = figures.input_bytes(case)
-    return {
-        "peak_mib": round(peak / 2**20, 1),
-        "memory_ratio": round((peak + inputs) / figures.least_memory(case), 3),
-    }
+    ratio = (peak + figures.input_bytes(case)) / figures.least_memory(case)
+    return {"peak_mib": round(peak / 2**20, 1), "memory_ratio": round(ratio, 3)}

@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -35,23 +35,23 @@ SOURCES = {
     "all": ("*.py", "decode/*.py", "hopper/*.py"),
 }
 _COMMON = ("rules/*.py", "launch/**/*.py", "launch/**/*.json")
-Run = Callable[[list[str]], str]
 
 
-def _run(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
+    """What a command prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip()
 
 
-def collect(run: Run = _run) -> dict[str, Any]:
-    """Versions and the GPU, if any, as JSON values; `run` returns the output of a command."""
+def collect() -> dict[str, Any]:
+    """Versions and the GPU, if any, as JSON values."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = run(["git", "rev-parse", "HEAD"])
+        commit = output_of(["git", "rev-parse", "HEAD"])
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -60,7 +60,7 @@ def collect(run: Run = _run) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "commit": commit,
         "kernels": fingerprints(),
-        "gpu": _gpu(run) if torch.cuda.is_available() else None,
+        "gpu": _gpu() if torch.cuda.is_available() else None,
     }
 
 
@@ -80,22 +80,22 @@ def fingerprints() -> dict[str, str]:
     }
 
 
-def _gpu(run: Run) -> dict[str, Any]:
+def _gpu() -> dict[str, Any]:
     """The current CUDA device: properties from torch and from nvidia-smi."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "sm_count": properties.multi_processor_count,
-        **smi(run=run),
+        **smi(_DEVICE),
     }
 
 
-def smi(fields: Mapping[str, str] = _DEVICE, run: Run = _run) -> dict[str, Any]:
+def smi(fields: Mapping[str, str]) -> dict[str, Any]:
     """Fields of the first GPU that have a value, by our names; {} without nvidia-smi."""
     query = f"--query-gpu={','.join(fields.values())}"
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
-        output = run(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", query])
+        output = output_of(["nvidia-smi", "--format=csv,noheader,nounits", "--id=0", query])
         texts = dict(zip(fields, output.splitlines()[0].split(", "), strict=True))
         number = re.compile(r"\d+(\.\d+)?")
         return {n: float(x) if number.fullmatch(x) else x for n, x in texts.items() if x[:1] != "["}
@@ -109,5 +109,4 @@ def clocks() -> dict[str, Any]:
 
 def command_line() -> str:
     """The command of this process, without the paths of its interpreter and folder."""
-    arguments = [a.rsplit("/", 1)[-1] if i == 0 else a for i, a in enumerate(sys.argv)]
-    return " ".join(["python", *arguments])
+    return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -16,8 +16,6 @@ TIMED, UNSERVED, WRONG = "timed", "cannot serve", "wrong"
 FAILED, NO_MEMORY = "failed", "out of memory"
 # Exit code of a process whose CUDA context is lost; a new process can continue.
 LOST = 3
-# Words of torch's pinned backends, and of ours.
-_REFUSALS = ("No available kernel", "cannot serve this call")
 _MOST, _BEGINNING = 400, 120  # characters of a reason, and of its start if it is longer
 
 
@@ -49,7 +47,7 @@ def failure(error: Exception, who: str, synchronize: Callable[[], object]) -> Fa
         log(who, error)
         raise DeviceLost(who, text) from broken
     _, _, message = text.partition(": ")
-    if isinstance(error, Unserved) or any(refusal in text for refusal in _REFUSALS):
+    if isinstance(error, Unserved) or "cannot serve this call" in text:
         return Failure(UNSERVED, message)
     if isinstance(error, torch.OutOfMemoryError):
         release()

@@ -69,11 +69,7 @@ def run(which: str, names: list[str], tell: Tell, requests: Iterator[Any]) -> in
 
 
 def gpu_jobs(which: str) -> dict[str, Job]:
-    """The jobs of a case set (see `cases.gpu_cases`) on a GPU, by name.
-
-    Raises:
-        ValueError: there is no such set.
-    """
+    """The jobs of a case set (see `cases.gpu_cases`) on a GPU, by name."""
     cases = [
         (case.name, Job(partial(_attention, case), kinds(case), (case,)))
         for case in gpu_cases(which)

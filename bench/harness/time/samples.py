@@ -45,16 +45,13 @@ Start = Callable[[], Callable[[], float]]
 class HostTimer:
     """Wall time of a synchronous call, for the CPU; the interface of a timer."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-
     def prepare(self, function: Function) -> Start:
         """Calibrate on a warm function; return the issuer of its samples."""
 
         def start() -> Callable[[], float]:
-            begin = self._clock()
+            begin = time.perf_counter()
             function()
-            elapsed = 1e3 * (self._clock() - begin)
+            elapsed = 1e3 * (time.perf_counter() - begin)
             return lambda: elapsed
 
         return start
@@ -63,53 +60,37 @@ class HostTimer:
         """Wait for all issued calls."""
 
 
-_timing_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
-
-
 class DeviceTimer(HostTimer):
     """Time between CUDA events around a call, after `flush` has overwritten the L2 cache."""
 
-    def __init__(
-        self,
-        flush: Function,
-        event: Callable[[], Any] = _timing_event,
-        synchronize: Callable[[], None] = torch.cuda.synchronize,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(clock)
-        self._flush, self._event = flush, event
-        self._synchronize = synchronize
+    def __init__(self, flush: Function) -> None:
+        self._flush = flush
         self._flush_ms: float | None = None
 
     def prepare(self, function: Function) -> Start:
-        flushes = self._flushes_to_hide(function)
-        return lambda: self._time([self._flush] * flushes, [function])
+        host_ms = super().prepare(function)()()
+        self.synchronize()
+        if self._flush_ms is None:
+            read = self._time(1, self._flush, 4)
+            self.synchronize()
+            self._flush_ms = max(1e-3, read() / 4)
+        # They take twice as long as the host's work for a call.
+        flushes = max(1, min(_MOST_FLUSHES, math.ceil(2 * host_ms / self._flush_ms)))
+        return lambda: self._time(flushes, function)
 
     def synchronize(self) -> None:
-        self._synchronize()
+        torch.cuda.synchronize()
 
-    def _time(self, before: list[Function], timed: list[Function]) -> Callable[[], float]:
-        for function in before:
-            function()
-        begin, end = self._event(), self._event()
+    def _time(self, flushes: int, function: Function, calls: int = 1) -> Callable[[], float]:
+        for _ in range(flushes):
+            self._flush()
+        event: Any = torch.cuda.Event
+        begin, end = (event(enable_timing=True) for _ in range(2))
         begin.record()
-        for function in timed:
+        for _ in range(calls):
             function()
         end.record()
         return lambda: float(begin.elapsed_time(end))
-
-    def _flushes_to_hide(self, function: Function) -> int:
-        """Number of flushes that take twice as long as the host's work for a call."""
-        self.synchronize()
-        begin = self._clock()
-        function()
-        host_ms = 1e3 * (self._clock() - begin)
-        self.synchronize()
-        if self._flush_ms is None:
-            read = self._time([self._flush], [self._flush] * 4)
-            self.synchronize()
-            self._flush_ms = max(1e-3, read() / 4)
-        return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_ms / self._flush_ms)))
 
 
 def device_timer() -> DeviceTimer:

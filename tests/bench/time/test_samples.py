@@ -1,8 +1,10 @@
 """The loop that times, with fake clocks, events and functions."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastattn.bench.time import samples
 from fastattn.bench.time.failures import DeviceLost, Failure
@@ -15,7 +17,7 @@ class Device:
     def __init__(self):
         self.now = 0.0  # milliseconds of the device
         self.host = 0.0  # seconds of the host
-        self.log = []
+        self.log, self.pauses = [], []
 
     def work(self, name, ms, host_ms=0.0):
         def run():
@@ -26,8 +28,17 @@ class Device:
         return run
 
     def timer(self, flush_ms=1.0):
-        flush = self.work("flush", flush_ms)
-        return DeviceTimer(flush, lambda: Event(self), lambda: None, lambda: self.host)
+        return DeviceTimer(self.work("flush", flush_ms))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    time = SimpleNamespace(perf_counter=lambda: device.host, sleep=device.pauses.append)
+    monkeypatch.setattr(samples, "time", time)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return device
 
 
 class Event:
@@ -55,8 +66,7 @@ def test_summary_of_samples():
     assert summary([7.0]) == of(7.0, 1)
 
 
-def test_a_sample_is_the_call_alone_with_the_cache_overwritten():
-    device = Device()
+def test_a_sample_is_the_call_alone_with_the_cache_overwritten(device):
     works = {"a": device.work("a", 3.0), "b": device.work("b", 1.0)}
     results = Bench(device.timer(flush_ms=50.0), once()).compare(works)
     assert results == {"a": of(3.0, 4), "b": of(1.0, 4)}
@@ -67,34 +77,24 @@ def test_a_sample_is_the_call_alone_with_the_cache_overwritten():
         assert name not in works or previous == "flush"
 
 
-def test_flushes_outlast_the_host():
-    device = Device()
+def test_flushes_outlast_the_host(device):
     start = device.timer(flush_ms=2.0).prepare(device.work("a", 1.0, host_ms=7.0))
     del device.log[:]
     start()
     assert device.log == ["flush"] * 7 + ["a"]
 
 
-def test_functions_take_turns_forwards_and_backwards():
-    device = Device()
-    works = {name: device.work(name, 1.0) for name in "abc"}
-    Bench(HostTimer(lambda: device.host), once()).compare(works)
-    # One call each to learn the time of a call, then four rounds.
-    assert "".join(device.log) == "abc" + "abccba" * 2
-
-
-def test_number_of_samples_follows_the_time_of_a_call():
+def test_number_of_samples_follows_the_time_of_a_call(device):
     effort = Effort(target_ms=60, least=5, most=40)
     assert [effort.samples(ms) for ms in (0.001, 2.0, 6.0, 1000.0)] == [40, 30, 10, 5]
-    device = Device()
     works = {"long": device.work("long", 30.0), "short": device.work("short", 1.0)}
     effort = Effort(warm_up=0, target_ms=10, least=2, most=40, pause=0)
     results = Bench(device.timer(), effort).compare(works)
     assert (results["long"]["samples"], results["short"]["samples"]) == (2, 10)
 
 
-def test_a_function_that_raises_does_not_stop_the_others(capsys):
-    device, calls = Device(), []
+def test_a_function_that_raises_does_not_stop_the_others(device, capsys):
+    calls = []
 
     def fails_late():
         calls.append(1)
@@ -114,20 +114,19 @@ def test_a_function_that_raises_does_not_stop_the_others(capsys):
     assert "\nlate:\nTraceback" in capsys.readouterr().err
 
 
-def test_rest_warm_up_and_clocks(monkeypatch):
-    device, pauses, readings = Device(), [], []
-    monkeypatch.setattr(samples.time, "sleep", pauses.append)
+def test_rest_warm_up_and_clocks(device):
+    readings = []
 
     def clocks():
         readings.append(len(device.log))
         return {"power_w": 600.0}
 
     effort = Effort(warm_up=3, target_ms=0, least=8, most=8, pause=0.5)
-    bench = Bench(HostTimer(lambda: device.host), effort, clocks)
+    bench = Bench(HostTimer(), effort, clocks)
     results = bench.compare({"a": device.work("a", 0.0, host_ms=2.5)})
     assert results["a"] == of(2.5, 8) and len(bench.taken["a"]) == 8
     # In the fourth turn, while the device works.
-    assert (pauses, len(device.log), readings) == ([0.5], 3 + 1 + 8, [8])
+    assert (device.pauses, len(device.log), readings) == ([0.5], 3 + 1 + 8, [8])
     assert bench.readings == {"power_w": 600.0}
 
 
@@ -160,16 +159,17 @@ def test_who_loses_the_device_is_named(at):
     assert lost.value.implementation == "bad"
 
 
-def test_a_function_is_made_and_warm_before_the_next_is_made():
+def test_functions_are_made_and_warm_one_by_one_and_take_turns_forwards_and_backwards():
     log = []
 
     def made(name):
         log.append(f"made {name}")
         return partial(log.append, name)
 
-    bench = Bench(HostTimer(), once(least=1), announce=lambda *told: log.append(told))
+    bench = Bench(HostTimer(), once(least=3), announce=lambda *told: log.append(told))
     bench.samples({name: partial(made, name) for name in "ab"})
     a, b = (("a", "runs"), ("b", "runs"))
     assert log == [
-        ("a", "prepares"), "made a", "a", ("b", "prepares"), "made b", "b", a, "a", b, "b",
+        ("a", "prepares"), "made a", "a", ("b", "prepares"), "made b", "b",
+        a, "a", b, "b", b, "b", a, "a", a, "a", b, "b",
     ]  # fmt: skip
