@@ -27,10 +27,10 @@ def run(arguments: argparse.Namespace) -> str:
         sys.stdout.writelines(f"{file}\n" for file in written)
         return "" if written else f"{path} has no figure that a chart shows"
     for path in arguments.add:
-        sys.stdout.writelines(f"{file}\n" for file in add(path, arguments.results))
+        sys.stdout.writelines(f"{file}\n" for file in add(path, RESULTS))
     if arguments.check:
-        return check(arguments.results)
-    draw(arguments.results)
+        return check(RESULTS)
+    draw(RESULTS)
     return ""
 
 
@@ -40,7 +40,6 @@ def main() -> int:
     option("--check", action="store_true", help="change nothing; exit 1 on a difference")
     option("--add", type=Path, nargs="+", default=[], metavar="FILE", help="findings or reports")
     option("--charts", type=Path, nargs=2, metavar=("FILE", "DIR"), help="SVGs of a file into DIR")
-    option("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     try:
         wrong = run(parser.parse_args())
     except (OSError, ValueError) as error:

@@ -45,7 +45,6 @@ def run_all(
     command: str,
     skip: Collection[str] = (),
     earlier: Iterable[Mapping[str, Any]] = (),
-    start: Callable[..., ChildProcess] = ChildProcess,
 ) -> dict[str, Any]:
     """Verify, measure and tune on this machine's GPU, within a time; return the report's data.
 
@@ -82,7 +81,7 @@ def run_all(
 
         def suite(names: list[str]) -> ChildProcess:
             program = python("fastattn.bench.time.jobs", which, json.dumps(names))
-            return start(program, variables(), out / "log.txt")
+            return ChildProcess(program, variables(), out / "log.txt")
 
         data["suite"] = measure(kinds, data, lambda: save(file, data), suite, lambda: left(kept))
         save(file, data)
@@ -143,9 +142,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for results")
     parser.add_argument("--quick", action="store_true", help="the small set of cases")
-    parser.add_argument(
-        "--budget-minutes", type=float, help="for everything (9 with --quick, else 60)"
-    )
+    minutes = "for everything (9 with --quick, else 60)"
+    parser.add_argument("--budget-minutes", type=float, help=minutes)
     parser.add_argument("--skip", nargs="+", default=[], choices=PARTS, help="leave out")
     options = parser.parse_args()
     if not torch.cuda.is_available():

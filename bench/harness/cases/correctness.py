@@ -9,7 +9,6 @@ wider.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +25,10 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
 _PARTS = 20
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The oracle's results for the sampled heads: in float64 (exact) and the case's dtype (naive).
-
-    Both map (batch row, key/value head) to o, or o, dq, dk, dv, of that head: [1, G, T_q, D] and
-    [1, 1, T_k, D].
-    """
-
-    exact: dict[tuple[int, int], tuple[Tensor, ...]]
-    naive: dict[tuple[int, int], tuple[Tensor, ...]]
+# Results of a head: o, or o, dq, dk, dv; [1, G, T_q, D] and [1, 1, T_k, D].
+Results = tuple[Tensor, ...]
+# The oracle's results in float64 and in the case's dtype, by (batch row, key/value head).
+Expected = dict[tuple[int, int], tuple[Results, Results]]
 
 
 def sampled_heads(case: Case) -> list[tuple[int, int]]:
@@ -63,61 +56,48 @@ def expect(case: Case, inputs: Inputs, heads: list[tuple[int, int]] | None = Non
     """The oracle's results for these heads; default: the sampled ones."""
     heads = sampled_heads(case) if heads is None else heads
     dtype = getattr(torch, case.dtype)
-    return Expected(
-        {head: _oracle(case, inputs, *head, torch.float64) for head in heads},
-        {head: _oracle(case, inputs, *head, dtype) for head in heads},
-    )
+    return {
+        head: (
+            _oracle(case, inputs, *head, torch.float64),
+            _oracle(case, inputs, *head, dtype),
+        )
+        for head in heads
+    }
 
 
 def check(case: Case, o: Tensor, gradients: tuple[Tensor, ...] | None, expected: Expected) -> None:
     """Check o [B, H_q, T_q, D] and dq, dk, dv, in a case with a backward, by the error budget."""
-    names = ("o", "dq", "dk", "dv")
-    results = (o, *(gradients or ()))
-    G = case.H_q // case.H_k
-    for name, x in zip(names, results, strict=False):
+    for i, x in enumerate((o, *(gradients or ()))):
+        name = ("o", "dq", "dk", "dv")[i]
         assert x.isfinite().all(), f"{name} has NaN or inf"
-        for (b, h), exact in expected.exact.items():
-            first = h * G if name in ("o", "dq") else h
-            count = G if name in ("o", "dq") else 1
-            part = x[b : b + 1, first : first + count]
-            i = names.index(name)
-            assert_within_budget(name, part, exact[i], expected.naive[b, h][i])
+        count = case.H_q // case.H_k if name in ("o", "dq") else 1
+        for (b, h), (exact, naive) in expected.items():
+            part = x[b : b + 1, h * count : (h + 1) * count]
+            assert_within_budget(name, part, exact[i], naive[i])
 
 
-def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """o, or o, dq, dk, dv, of one key/value head and its query heads, in chunks of query rows."""
+def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> Results:
+    """Results of one key/value head and its query heads, in chunks of query rows."""
     G = case.H_q // case.H_k
     row, queries = slice(b, b + 1), slice(h * G, (h + 1) * G)
     q, do = (x[row, queries].detach().to(dtype) for x in (inputs.q, inputs.do))
     k, v = (x[row, h : h + 1].detach().to(dtype) for x in (inputs.k, inputs.v))
-    padding: dict[str, Any] = {
-        name: None if x is None else x[row] for name, x in inputs.padding().items()
-    }
+    options: dict[str, Any] = {"causal": case.causal, "window": case.window}
+    options |= {name: None if x is None else x[row] for name, x in inputs.padding().items()}
     needs_grad = case.direction != "forward"
     wide = torch.promote_types(dtype, torch.float32)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     outputs, dqs = [], []
     rows = rows_at_once(case, dtype)
     for first in range(0, case.T_q, rows):
-        option: dict[str, Any] = {
-            name: _rows(x, queries, first, rows) for name, x in inputs.option.items()
-        }
-        leaves = [
-            x.detach().requires_grad_(needs_grad) for x in (q[:, :, first:][:, :, :rows], k, v)
-        ]
-        o = reference.attention(
-            *leaves,
-            causal=case.causal,
-            window=case.window,
-            query_offset=case.T_k - case.T_q + first,
-            **{**padding, **option},
-        )
+        chunk = slice(first, first + rows)
+        options |= {name: _rows(x, queries, chunk) for name, x in inputs.option.items()}
+        leaves = [x.detach().requires_grad_(needs_grad) for x in (q[:, :, chunk], k, v)]
+        o = reference.attention(*leaves, query_offset=case.T_k - case.T_q + first, **options)
         assert isinstance(o, Tensor)
         outputs.append(o.detach())
         if needs_grad:
-            dq_part, dk_part, dv_part = torch.autograd.grad(
-                o, leaves, do[:, :, first : first + rows]
-            )
+            dq_part, dk_part, dv_part = torch.autograd.grad(o, leaves, do[:, :, chunk])
             dqs.append(dq_part)
             dk += dk_part
             dv += dv_part
@@ -125,9 +105,9 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> t
     return (o, torch.cat(dqs, 2), dk.to(dtype), dv.to(dtype)) if needs_grad else (o,)
 
 
-def _rows(option: Tensor, heads: slice, first: int, rows: int) -> Tensor:
+def _rows(option: Tensor, heads: slice, chunk: slice) -> Tensor:
     """Slice an option's tensor of `Inputs` by heads and query rows."""
     if option.dim() <= 2:
         return option[heads]
-    part = option[:, :, first : first + rows]
+    part = option[:, :, chunk]
     return part if part.shape[1] == 1 else part[:, heads]

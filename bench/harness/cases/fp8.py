@@ -32,24 +32,10 @@ def _implementation(name: str, packed: bool) -> Implementation:
             quantize_fp8(x, ends) for x, ends in _with_ends(inputs)
         )
         values = pack_values(v) if packed else v
-        dtype = getattr(torch, case.dtype)
-
-        def call(*_: Tensor) -> Tensor:
-            return attention_fp8(
-                q,
-                k,
-                values,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                causal=case.causal,
-                window=case.window,
-                key_lengths=inputs.key_lengths,
-                out_dtype=dtype,
-                backend="hopper",
-            )
-
-        return call
+        options: dict[str, Any] = {"causal": case.causal, "window": case.window}
+        options |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        options |= {"key_lengths": inputs.key_lengths, "out_dtype": getattr(torch, case.dtype)}
+        return lambda *_: attention_fp8(q, k, values, backend="hopper", **options)
 
     return Implementation(name, _serves, prepare, check=_check)
 
@@ -76,14 +62,10 @@ def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
         arguments["key_lengths"] = None if lengths is None else lengths[row]
         rows = rows_at_once(case, q.dtype)
         for first in range(0, case.T_q, rows):
+            chunk = slice(first, first + rows)
+            arguments |= {"query_offset": case.T_k - case.T_q + first, "tensor_cores": o.is_cuda}
             assert_output_within_fp8_bounds(
-                o[row, queries, first : first + rows],
-                q[:, :, first : first + rows],
-                k,
-                v,
-                tensor_cores=o.is_cuda,
-                query_offset=case.T_k - case.T_q + first,
-                **arguments,
+                o[row, queries, chunk], q[:, :, chunk], k, v, **arguments
             )
 
 

@@ -19,7 +19,6 @@ from ..tune import tables as tuning
 from ..tune.candidates import names_of
 from .report import DONE, Record, load, newest, save, timed, write_whole
 
-_NOTHING = "## Measured\n\nThere is no such file yet."
 _LEGEND = (
     "Behind each figure of ours is the commit that it was measured at, and in *slanted* figures "
     "the kernels have changed since. Of figures measured more than once the newest is shown."
@@ -95,10 +94,8 @@ def _ratios(records: list[Record]) -> str:
         if peer in TORCH_PEERS and ours is not None:
             ratio = theirs["ms"]["median"] / ours["ms"]["median"]
             cells += [(case, "by", ours["implementation"]), (case, peer, f"{ratio:.2f}")]
-    head = (
-        f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
-        "figures above:\n\n"
-    )
+    head = f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
+    head += "figures above:\n\n"
     return head + _by_case(cells, ["by", *TORCH_PEERS]) if cells else ""
 
 
@@ -154,21 +151,20 @@ def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
 def page(folder: Path) -> str:
     """The text of README.md for the JSON files of a folder.
 
-    The folder's notes.md, if any, has the text around its line "<!-- tables -->".
+    The folder's notes.md has the text around its line "<!-- tables -->".
 
     Raises:
         ValueError: a file is not a report.
     """
+    every = reports(folder)
     by_gpu: dict[str, list[dict[str, Any]]] = {}
-    for data in reports(folder):
+    for data in every:
         by_gpu.setdefault(data["environment"]["gpu"]["name"], []).append(data)
-    notes = folder / "notes.md"
-    text = notes.read_text(encoding="utf-8") if notes.exists() else "# Results"
-    before, _, behind = text.partition("<!-- tables -->")
-    parts = [before, "## Measured" if by_gpu else _NOTHING]
-    parts += [markdown(*of_gpu) for of_gpu in by_gpu.values()]
+    notes = (folder / "notes.md").read_text(encoding="utf-8")
+    before, _, behind = notes.partition("<!-- tables -->")
+    parts = [before, "## Measured", *(markdown(*of_gpu) for of_gpu in by_gpu.values())]
     parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]
-    parts += [_verified([data for of_gpu in by_gpu.values() for data in of_gpu]), behind]
+    parts += [_verified(every), behind]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -242,12 +238,10 @@ def draw(folder: Path) -> None:
 
 def check(folder: Path) -> str:
     """A diff of README.md and its generated text, "" if they agree."""
-    path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = difflib.unified_diff(
-        text.splitlines(), page(folder).splitlines(), "README.md", "the JSON files", lineterm=""
-    )
-    return "\n".join(lines)
+    texts = ((folder / "README.md").read_text(encoding="utf-8"), page(folder))
+    old, new = (text.splitlines() for text in texts)
+    names = ("README.md", "the JSON files")
+    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
 
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:

@@ -58,7 +58,7 @@ def measure(
         for ended in supervise(waiting, lambda: start(open_jobs()), **how):
             last, name = ended.messages[-1], ended.job
             if ended.why:
-                blame(data, name, kinds[name][-1], ended.at, ended.why)
+                _blame(data, name, kinds[name][-1], ended.at, ended.why)
                 waiting.extendleft([name] if name in open_jobs() else [])
             elif "failed" in last:
                 statuses[name] = {"status": BROKEN, "reason": last["failed"]}
@@ -77,7 +77,7 @@ def measure(
     return TIME_IS_UP if waiting else FINISHED
 
 
-def blame(data: dict[str, Any], job: str, kind: str, who: str, why: str) -> None:
+def _blame(data: dict[str, Any], job: str, kind: str, who: str, why: str) -> None:
     """Record why a job's process ended: all jobs of this kind exclude who was running.
 
     If there is none to exclude, the job is abandoned.

@@ -168,14 +168,14 @@ def bare_launch(call: Function) -> Function:
 
 
 @contextmanager
-def stand_in_gpu(target: str = "sm_90") -> Iterator[None]:
-    """Launch kernels on CPU tensors, compiled for a target GPU, without computation.
+def stand_in_gpu() -> Iterator[None]:
+    """Launch kernels on CPU tensors, compiled for sm_90, without computation.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process.
     """
     with (
-        compiling_for(target),
+        compiling_for("sm_90"),
         # Few instructions per thread, for fast compilation.
         tiles.forced(**dict.fromkeys(tiles.KERNELS, tiles.TileConfig(16, 16, 4, 1))),
         mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,27 +88,24 @@ def supervise(
             worker.end()
 
 
+@dataclass
 class _Worker:
     """A child and its job."""
 
-    def __init__(
-        self,
-        start: Callable[[], ChildProcess],
-        request: Callable[[Any], Any],
-        heard: Callable[[Any, Message], None],
-    ) -> None:
-        self._start, self._request, self._tell = start, request, heard
-        self._child: ChildProcess | None = None
-        self.job: Any = None
+    start: Callable[[], ChildProcess]
+    request: Callable[[Any], Any]
+    tell: Callable[[Any, Message], None]
+    _child: ChildProcess | None = None
+    job: Any = None
 
     def begin(self, job: Any) -> None:
         self.job, self._told, self._at = job, list[Message](), ""
         self._heard = time.monotonic()
         self._doing = PREPARES
         if self._child is None:
-            self._child, self._doing = self._start(), STARTS
+            self._child, self._doing = self.start(), STARTS
         else:
-            self._child.send(self._request(job))
+            self._child.send(self.request(job))
 
     def look(self) -> Ended | None:
         """Read the child's messages; return the job if it has ended."""
@@ -117,19 +115,22 @@ class _Worker:
             self._heard = time.monotonic()
             if "ready" in message:
                 self._doing = PREPARES
-                self._child.send(self._request(self.job))
+                self._child.send(self.request(self.job))
                 continue
             self._at = message.get("at", self._at)
             self._doing = message.get("doing", self._doing)
             self._told.append(message)
-            self._tell(self.job, message)
+            self.tell(self.job, message)
             if "done" in message:
                 return self._ended()
-        if code is not None:
-            return self._died(self._how(code))
-        if time.monotonic() - self._heard > (limit := STALL[self._doing]):
-            return self._died(f"made no progress for {limit:.0f} s", hung=True)
-        return None
+        limit = STALL[self._doing]
+        if code is None and time.monotonic() - self._heard <= limit:
+            return None
+        why = f"made no progress for {limit:.0f} s" if code is None else self._how(code)
+        self.end()
+        if not self._at:
+            raise ChildProcessError(f"the process {why}, with nothing at work")
+        return self._ended(why, hung=code is None)
 
     def end(self) -> None:
         if self._child is not None:
@@ -140,12 +141,6 @@ class _Worker:
         ended = Ended(self.job, self._told, self._at, why, hung)
         self.job = None
         return ended
-
-    def _died(self, why: str, hung: bool = False) -> Ended:
-        self.end()
-        if not self._at:
-            raise ChildProcessError(f"the process {why}, with nothing at work")
-        return self._ended(why, hung)
 
     def _how(self, code: int) -> str:
         assert self._child is not None
@@ -211,20 +206,13 @@ class ChildProcess:
     """A child, killed together with its own children; `log` gets its stderr, appended."""
 
     def __init__(
-        self,
-        command: list[str],
-        environment: dict[str, str] | None = None,
-        log: Path | None = None,
+        self, command: list[str], environment: dict[str, str] | None = None, log: Path | None = None
     ) -> None:
         # Open as long as the process runs.
         self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            start_new_session=True,
+            command, stderr=self._log, env=environment, start_new_session=True, **pipes
         )
         self._unread = b""
 

@@ -119,13 +119,8 @@ def tile_choice(kernel: str, calls: str, shape: Shape, gpu: Gpu) -> Choice:
 
 def _family(kernel: str) -> str:
     """A kernel's family in `fastattn verify`."""
-    if kernel.startswith("decode"):
-        return "decode"
-    if "one_pass" in kernel:
-        return "one-pass"
-    if kernel == "hopper_fp8":
-        return "fp8"
-    return "forward" if "forward" in kernel else "backward"
+    families = {"decode": "decode", "one_pass": "one-pass", "fp8": "fp8", "forward": "forward"}
+    return next((families[part] for part in families if part in kernel), "backward")
 
 
 def hopper_choice(kernel: str, shape: Shape) -> Choice | None:

@@ -215,14 +215,9 @@ class Tuner:
     def _verify(self, step: Verification, bench: Bench) -> list[attention.Record]:
         bench.announce("the verification", WAITS)  # it ends hangs itself
         backends, families = (list(dict.fromkeys(x)) for x in zip(*step.families, strict=True))
-        scope = verification.scope_of(
-            self.device,
-            quick=self.quick,
-            backends=backends,
-            families=families,
-            dtypes=[step.dtype],
-            head_dims=[step.head_dim],
-        )
+        filters: dict[str, Any] = {"backends": backends, "families": families}
+        filters |= {"dtypes": [step.dtype], "head_dims": [step.head_dim]}
+        scope = verification.scope_of(self.device, quick=self.quick, **filters)
 
         def progress(count: int, of: int, result: object) -> None:
             self.tell(note=f"{count} of {of}")
@@ -288,35 +283,27 @@ def _best_so_far(choice: Choice, times: Mapping[str, float]) -> str:
 def main() -> None:
     """Do steps of a plan on a GPU; the argument is the settings of `run` as JSON."""
     settings = json.loads(sys.argv[1])
-    talk(lambda tell, requests: run(tell=tell, requests=requests, **settings))
+    talk(lambda tell, requests: run(settings, tell, requests))
 
 
-def run(
-    device: int,
-    gpu: list[Any],
-    shapes: list[list[Any]],
-    names: list[str],
-    seconds: float,
-    folder: str | None,
-    quick: bool,
-    tell: Tell,
-    requests: Iterator[Any],
-) -> int:
-    """The work of the process; its exit code. names: remaining steps, which are compiled ahead."""
-    end = time.monotonic() + seconds
-    torch.cuda.set_device(device)
-    here = torch.device("cuda", device)
+def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int:
+    """The work of the process; its exit code. Remaining steps, by their names, are compiled ahead.
+
+    settings: see `tune`.
+    """
+    end = time.monotonic() + settings["seconds"]
+    torch.cuda.set_device(settings["device"])
+    here, quick = torch.device("cuda", settings["device"]), settings["quick"]
     tell(ready=True)
     # Measures the shipped choices, not the findings of an earlier run.
     choices.adopt(here, {})
     effort = replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
     bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
-    properties = Gpu(*gpu)
-    plan = {step.name: step for step in steps((Shape(*x) for x in shapes), properties)}
-    ahead, store = Ahead(properties.arch), Store(environment(here), folder)
-    about = (ahead, store, properties.arch, quick, tell)
-    tuner = Tuner(here, lambda: end - time.monotonic(), *about)
-    for step in (plan[name] for name in names):
+    gpu = Gpu(*settings["gpu"])
+    plan = {step.name: step for step in steps((Shape(*x) for x in settings["shapes"]), gpu)}
+    ahead, store = Ahead(gpu.arch), Store(environment(here), settings["folder"])
+    tuner = Tuner(here, lambda: end - time.monotonic(), ahead, store, gpu.arch, quick, tell)
+    for step in (plan[name] for name in settings["names"]):
         if isinstance(step, Choice):
             tuner.compile(step)
     runs = {name: partial(tuner.run, step) for name, step in plan.items()}

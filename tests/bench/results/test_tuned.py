@@ -53,6 +53,7 @@ def folders(tmp_path):
     """A file of findings, a folder of results, and one of tables."""
     shutil.copytree(tables.FOLDER, tmp_path / "shipped")
     (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "notes.md").touch()
     findings.write(tmp_path / "sent.json", Findings(H100, ROWS))
     return tmp_path / "sent.json", tmp_path / "results", tmp_path / "shipped"
 
@@ -115,7 +116,7 @@ def test_what_is_neither_is_an_error_and_changes_nothing(folders):
         sent.write_text(text)
         with pytest.raises(ValueError, match=message):
             tuned.add(sent, results, shipped)
-    assert not list(results.iterdir())
+    assert [path.name for path in results.iterdir()] == ["notes.md"]
 
 
 def test_files_are_named_by_gpu():

@@ -150,8 +150,9 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
         return FakeChild(lambda tell, requests: serve(runs, BENCH, tell, requests))
 
     monkeypatch.setattr(script, "gpu_jobs", lambda which: every)
+    monkeypatch.setattr(script, "ChildProcess", start)
     options = (tmp_path / "out", "quick", 1000, "x", ("tests",))
-    data = script.run_all(*options, start=start)
+    data = script.run_all(*options)
     assert data["suite"] == "finished"
     assert len(commands) == 4  # one behind each end
     command, log, safe = commands[0]
@@ -172,7 +173,7 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
     assert "ValueError: no such layer" in capsys.readouterr().err
     assert script.summary(data) == "suite: finished; 4 of 5 jobs done"
     # The same command has nothing left to do.
-    assert script.run_all(*options, start=start) == data and len(commands) == 4
+    assert script.run_all(*options) == data and len(commands) == 4
 
 
 def test_a_run_verifies_and_tunes_for_what_is_left(script, clock, tmp_path, monkeypatch):
@@ -228,9 +229,10 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(script, tmp_path, 
         plans.append(json.loads(command[4]))
         return FakeChild(lambda tell, requests: 1)
 
+    monkeypatch.setattr(script, "ChildProcess", start)
     monkeypatch.setattr(script, "gpu_jobs", lambda which: dict.fromkeys("abc", Job(None, ("x",))))
     earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
-    script.run_all(tmp_path, "quick", 100, "x", ("tests",), earlier, start)
+    script.run_all(tmp_path, "quick", 100, "x", ("tests",), earlier)
     assert plans == [["b", "a", "c"]]
     assert [(x["commit"], x["stale"]) for x in newest(earlier)] == [
         ("0123456", False),
