@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +182,6 @@ def test_a_process_writes_to_the_log_and_is_killed_with_its_children(tmp_path: P
     process.kill()
     assert process.poll() == -9
     # It dies soon, if not at once; nobody may have waited for it yet.
-    ps, end = ["ps", "-o", "stat=", "-p", child.strip()], time.monotonic() + 10
-    while (state := subprocess.run(ps, capture_output=True).stdout.strip()[:1]) not in (b"", b"Z"):
-        assert time.monotonic() < end, state
+    ps = ["ps", "-o", "stat=", "-p", child.strip()]
+    states = (subprocess.run(ps, capture_output=True).stdout.strip()[:1] for _ in range(200))
+    assert any(state in (b"", b"Z") for state in states)
