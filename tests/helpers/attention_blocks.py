@@ -219,7 +219,7 @@ class Diffusers(nn.Module):
 
 
 class Mixer(nn.Module):
-    """A name that says nothing of attention; heads in the batch, scores by baddbmm."""
+    """A name that says nothing of attention; heads in the batch, scores by baddbmm, a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,9 +234,12 @@ class Mixer(nn.Module):
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=D**-0.5)
         seen = (distances < self.window) | (steps < self.prefix)
         seen[0] = True
-        scores = torch.where(seen, scores, -torch.inf)
-        out = torch.bmm(scores.softmax(2), v)
+        out = _mixed(torch.where(seen, scores, -torch.inf), v)
         return self.b(rearrange(out, "(b h) t d -> b t (h d)", h=H))
+
+
+def _mixed(scores: Tensor, v: Tensor) -> Tensor:
+    return torch.bmm(scores.softmax(2), v)
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
