@@ -166,7 +166,7 @@ class Swin(nn.Module):
         windows[:, 2:] = torch.arange(B, device=x.device)[:, None]
         mask = windows.unsqueeze(1) - windows.unsqueeze(2)
         mask = mask.to(x.dtype).masked_fill(mask != 0, -100.0)
-        attn = (attn.view(-1, B, H, T, T) + mask.unsqueeze(1).unsqueeze(0)).view(-1, H, T, T)
+        attn = (attn.view(1, B, -1, T, T) + mask.unsqueeze(1).unsqueeze(0)).view(-1, H, T, T)
         out = self.softmax(attn) @ v
         return self.proj(out.transpose(1, 2).reshape(*x.shape))
 
