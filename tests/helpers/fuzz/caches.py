@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import reference
+from fastattn import reference, view_of_tensors
+from fastattn.cache_view import as_bytes
+from fastattn.quantization import codes_within
 from fastattn.testing.compare import assert_all_near
 from fastattn.testing.decoding import KINDS, Filled, fill
 
@@ -18,6 +20,7 @@ from .values import drawn_options
 
 # What a ring has of its own.
 _OF_RINGS = ("window", "keep_first", "stride")
+_CODES: tuple[tuple[float, Any], ...] = ((127.0, "int8"), (448.0, "fp8"))
 # What a step over shared pages takes.
 _OF_SHARED = ("causal", "scale", "softcap", "sinks")
 
@@ -108,6 +111,7 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     rows = [x[:, :n].transpose(0, 1) for x, n in zip(q, counts, strict=True)]
     packed = torch.cat((*rows, q[0, :, : draw.choice(0, 0, 2)].transpose(0, 1)))
     filled = fill(draw.choice(*kinds), k, v, _lengths(case, draw, max(counts) if shares else 0))
+    filled = _of_a_server(case.random("server"), filled)
     if shares:
         filled, how = _with_shared_pages(sharing, filled, counts, offsets, how)
     if draw.chance(0.4):
@@ -131,6 +135,36 @@ def paged(case: Case, how: dict[str, Any]) -> None:
 
     exact = oracle(torch.float64)
     assert_all_near(("o", "lse"), actual, exact, lambda: oracle(case.dtype), ORDERS)
+
+
+def _of_a_server(draw: Draw, filled: Filled) -> Filled:
+    """The pages in the layout of a server, whose rows start anywhere, or by one scale for a head or
+    for all; some numbers are past the largest code, and become it.
+    """
+    view, k, v = filled.view, filled.k, filled.v
+    scales: dict[str, Any] = {}
+    if view.k_scale is not None:
+        scales = {"k_scale": view.k_scale, "v_scale": view.v_scale}
+    elif draw.chance(0.3):
+        dims, largest, codes = draw.choice((0, 2, 3), (0, 1, 2, 3)), *draw.choice(*_CODES)
+        numbers = []
+        for name, x, pool in (("k", k, view.k), ("v", v, view.v)):
+            scale = 0.8 / largest * x.float().abs().amax(dims).reshape(-1).clamp(min=1e-6)
+            scales[f"{name}_scale"], per_head = scale, scale.view(-1, 1, 1)
+            view = view._replace(**{name: codes_within(pool, per_head, codes)})
+            numbers.append(codes_within(x, per_head, codes).float() * per_head)
+        k, v = numbers
+    bytes_of = torch.cat((as_bytes(view.k), as_bytes(view.v)), -1)
+    layout, layers = draw.choice("own", "heads first", "tokens first"), draw.choice(1, 3)
+    if layout == "tokens first":
+        bytes_of = bytes_of.transpose(1, 2).contiguous().transpose(1, 2)
+    bytes_of = torch.stack((bytes_of,) * layers, 1)[:, -1]
+    D = view.k.shape[3]
+    pools = [x.view(view.k.dtype) for x in (bytes_of[..., :D], bytes_of[..., D:])]
+    return replace(filled, k=k, v=v, view=view_of_tensors(
+        *((view.k, view.v) if layout == "own" else pools), view.lengths, **scales,
+        block_table=view.block_table, batch_index=view.batch_index, dtype=view.dtype,
+    ))  # fmt: skip
 
 
 def _with_shared_pages(
