@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
 import torch
+from matplotlib.figure import Figure
 
 from fastattn.generation import Engine
 from fastattn.models.gpt import GPT, GPTConfig
@@ -74,6 +74,7 @@ ATTENTIONS = {
 }  # fmt: skip
 ONE_STEP = {"dense": "dense in torch", "fastattn": "fastattn"}
 SCORES = {"plain": "no gates", "dense": "gates, dense in torch", "gates": "gates, score_mod"}
+NATS = "cross-entropy (nats per token)"
 Record = dict[str, Any]
 
 
@@ -87,21 +88,14 @@ def layers(steps: int, text: Path, folder: Path) -> Record:
         for name, changes in variants.items():
             model, out = {**MODEL, **changes}, folder / f"run-{len(runs)}"
             result = train(Options(model, training, {"text": (str(text),)}), out)
-            runs[f"{group}: {name}"] = {
-                "model": model,
-                "loss": [
-                    [x["step"], round(x["loss"], 4)] for x in read_metrics(out) if "loss" in x
-                ],
-                "validation_loss": round(result.validation_loss or 0.0, 4),
-            }
+            losses = [[x["step"], round(x["loss"], 4)] for x in read_metrics(out) if "loss" in x]
+            validation = round(result.validation_loss or 0.0, 4)
+            run = {"model": model, "loss": losses, "validation_loss": validation}
+            runs[f"{group}: {name}"] = run
     return {"training": training, "runs": runs}
 
 
-def draw_layers(
-    record: Mapping[str, Any],
-    figure: matplotlib.figure.Figure,
-    unit: str = "cross-entropy (nats per token)",
-) -> None:
+def draw_layers(record: Mapping[str, Any], figure: Figure, unit: str = NATS) -> None:
     """One panel per group: training loss over steps, validation losses in the legend."""
     groups = list(dict.fromkeys(name.split(": ")[0] for name in record["runs"]))
     panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
@@ -164,7 +158,7 @@ def splits(steps: int, text: Path, folder: Path) -> Record:
     return {"largest_difference": largest, "runs": runs}
 
 
-def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
+def draw_splits(record: Mapping[str, Any], figure: Figure) -> None:
     """Training loss over steps, and its distance from one rank's, by 10 steps."""
     losses, apart = figure.subplots(1, 2)
     runs = {name: run["loss"] for name, run in record["runs"].items()}
@@ -178,21 +172,20 @@ def draw_splits(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> 
             axes.plot(range(10, 10 * len(tens) + 1, 10), tens, label=name, **style)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3, which="both")
-    losses.set(title="training loss, mean of 10 steps", ylabel="cross-entropy (nats per token)")
+    losses.set(title="training loss, mean of 10 steps", ylabel=NATS)
     apart.set(title="distance from 1 rank, largest of 10 steps", ylabel="nats per token")
     apart.set_yscale("log")
     losses.legend()
 
 
-def examples(
-    example: str, kinds: Mapping[str, str], steps: int, text: Path | None, folder: Path
-) -> Record:
+def examples(example: str, kinds: Mapping[str, str], steps: int, text: Path, *_: Path) -> Record:
     """Train an example's model with each kind of attention; its losses."""
     runs = {}
     for name, title in kinds.items():
         line = f"python {example} --attention {name} --steps {steps}"
         words = [sys.executable, str(CHECKOUT / example), *line.split()[2:]]
-        words += ["--text", str(text)] if text else []
+        # The other trains a generator by its tangents: the distance of its samples from the data.
+        words += ["--text", str(text)] if kinds is not ONE_STEP else []
         said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
         ((parameters,), *losses) = (re.findall(r"[\d.]+", x) for x in said.splitlines())
         runs[f"attention: {title}"] = {
@@ -200,12 +193,7 @@ def examples(
             "parameters": int(parameters),
             "loss": [[int(step), float(loss)] for step, loss in losses],
         }
-    return {"runs": runs}
-
-
-def one_step(steps: int, text: Path, folder: Path) -> Record:
-    """Train a generator by its tangents; the distance of its samples from the data."""
-    return {"text": None, **examples("examples/one_step.py", ONE_STEP, steps, None, folder)}
+    return {"runs": runs} if kinds is not ONE_STEP else {"text": None, "runs": runs}
 
 
 def serving(steps: int, text: Path, folder: Path) -> Record:
@@ -234,7 +222,7 @@ def serving(steps: int, text: Path, folder: Path) -> Record:
     return {"model": SERVED, "prompt": prompt, "threads": torch.get_num_threads(), "runs": runs}
 
 
-def draw_serving(record: Mapping[str, Any], figure: matplotlib.figure.Figure) -> None:
+def draw_serving(record: Mapping[str, Any], figure: Figure) -> None:
     """Tokens per second and milliseconds per step, over the number of concurrent requests."""
     panels = figure.subplots(1, 2)
     sizes = [int(size) for size in record["runs"]]
@@ -244,12 +232,13 @@ def draw_serving(record: Mapping[str, Any], figure: matplotlib.figure.Figure) ->
         axes.grid(alpha=0.3)
 
 
+draw_distances = partial(draw_layers, unit="square distance of samples from data")
 COMPARED = {
     "layers": (layers, draw_layers, 4.0),
     "splits": (splits, draw_splits, 4.4),
     "attention": (partial(examples, "examples/sparse_gpt.py", ATTENTIONS), draw_layers, 4.0),
     "scores": (partial(examples, "examples/own_score.py", SCORES), draw_layers, 4.0),
-    "one-step": (one_step, partial(draw_layers, unit="square distance of samples from data"), 4.0),
+    "one-step": (partial(examples, "examples/one_step.py", ONE_STEP), draw_distances, 4.0),
     "serving": (serving, draw_serving, 3.6),
 }
 
@@ -273,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / options.what
     file.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    figure = matplotlib.figure.Figure(figsize=(11, height), layout="constrained")
+    figure = Figure(figsize=(11, height), layout="constrained")
     draw(record, figure)
     figure.savefig(file.with_suffix(".png"), dpi=110)
     return 0

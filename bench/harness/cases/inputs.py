@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import reference
 from .case import Case
 
 # Options of `attention`, one name or two joined by "+", for each class of calls with its own tiles.
@@ -85,15 +84,6 @@ def option_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         "relative_bias": (case.H_q, 2 * _REACH + 1),
     }
     return {name: shapes[name] for name in filter(None, case.option.split("+"))}
-
-
-def visible_mask(case: Case, inputs: Inputs) -> Tensor | None:
-    """The mask as bool [B or 1, 1, T_q, T_k], for SDPA; None = all visible."""
-    sees_all = case.window is None and (not case.causal or case.T_q == 1)
-    if sees_all and case.lengths is None:
-        return None
-    options = {"causal": case.causal, "window": case.window, **inputs.padding()}
-    return reference.visible_mask(case.T_q, case.T_k, device=inputs.q.device, **options)
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

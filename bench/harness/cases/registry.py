@@ -22,7 +22,7 @@ from ...ops import attend as ops
 from ...options import Options
 from .case import Case
 from .fp8 import EIGHT_BITS
-from .inputs import Attention, Implementation, Inputs, Unserved, visible_mask
+from .inputs import Attention, Implementation, Inputs, Unserved
 from .peers import PEERS
 
 # The backend that `auto` selects.
@@ -102,9 +102,13 @@ def _naive(case: Case, inputs: Inputs) -> Attention:
 
 def _sdpa(case: Case, inputs: Inputs) -> Attention:
     """scaled_dot_product_attention for a case."""
-    square = case.causal and case.window is None and case.lengths is None
-    is_causal = square and case.T_q == case.T_k
-    mask = None if is_causal else visible_mask(case, inputs)
+    whole = case.window is None and case.lengths is None
+    is_causal = whole and case.causal and case.T_q == case.T_k
+    mask = None
+    if not (is_causal or (whole and (not case.causal or case.T_q == 1))):
+        options = {"causal": case.causal, "window": case.window, **inputs.padding()}
+        sizes = (case.T_q, case.T_k)
+        mask = reference.visible_mask(*sizes, device=inputs.q.device, **options)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -127,16 +131,13 @@ def _pinned_sdpa(name: str, backend: SDPBackend) -> Implementation:
             with sdpa_kernel(backend):
                 return call(q, k, v)
 
-        why_not = why_refused(pinned, inputs)
-        if why_not is not None:
-            raise Unserved(why_not)
-        return pinned
+        return try_pinned(pinned, inputs)
 
     return Implementation(f"sdpa-{name}", serves, prepare)
 
 
-def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
-    """Torch's warnings on why the pinned backend refuses a call; None if it does not."""
+def try_pinned(pinned: Attention, inputs: Inputs) -> Attention:
+    """Return a pinned backend's call, or raise `Unserved` with torch's warnings if it refuses."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -145,10 +146,10 @@ def why_refused(pinned: Attention, inputs: Inputs) -> str | None:
             if "No available kernel" not in str(error):
                 raise
         else:
-            return None
+            return pinned
     words = [str(warning.message).split(" (Triggered")[0] for warning in caught]
-    kept = [text for text in words if "disabled" not in text]
-    return " ".join(" ".join(kept).split())[:300] or "torch says no, without a reason"
+    kept = " ".join(text for text in words if "disabled" not in text)
+    raise Unserved(" ".join(kept.split())[:300] or "torch says no, without a reason")
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

@@ -18,7 +18,7 @@ from fastattn.bench.cases.registry import (
     PORTABLE,
     TORCH_PEERS,
     side_by_side,
-    why_refused,
+    try_pinned,
 )
 from fastattn.bench.time import attention
 from fastattn.bench.time.attention import prepare, run_case
@@ -217,10 +217,12 @@ def test_a_refusal_has_torch_s_words():
         raise RuntimeError("No available kernel. Aborting execution.")
 
     words = "Flash attention kernel not used because: Flash does not support non-null attn_mask."
-    assert why_refused(refuses, inputs) == words
-    assert why_refused(lambda q, k, v: q, inputs) is None
+    with pytest.raises(Unserved, match=words):
+        try_pinned(refuses, inputs)
+    works, fails = right(CASE, inputs), raising(RuntimeError("boom"))(CASE, inputs)
+    assert try_pinned(works, inputs) is works
     with pytest.raises(RuntimeError, match="boom"):
-        why_refused(raising(RuntimeError("boom"))(CASE, inputs), inputs)
+        try_pinned(fails, inputs)
 
 
 @pytest.mark.gpu
