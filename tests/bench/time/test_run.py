@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -65,38 +66,22 @@ def names(data):
 
 
 def measured(data, runs, work=None, save=lambda: None):
-    """How it ended, and the processes; `work` is the life of one, if it is not `serve`."""
-    made = []
+    """How it ended; `work` is the life of a process, if it is not `serve`."""
     work = work or (lambda tell, requests: serve(runs, BENCH, tell, requests))
-
-    def start(names):
-        made.append(FakeChild(work))
-        return made[-1]
-
     kinds = {name: (name,) for name in runs}
-    ended = measure.measure(kinds, data, save, start, lambda: 600)
-    return ended, made
+    return measure.measure(kinds, data, save, lambda names: FakeChild(work), lambda: 600)
 
 
 def test_jobs_are_saved_one_by_one_and_a_second_run_goes_on(clock):
     saved, data = [], empty("command")
     failing = run_of("b", raising(RuntimeError("no\n luck")))
     runs = {"a": run_of("a"), "b": failing, "c": run_of("c")}
-    assert measured(data, runs, save=lambda: saved.append(names(data)))[0] == "finished"
+    assert measured(data, runs, save=lambda: saved.append(names(data))) == "finished"
     assert saved[:3] == [["a"], ["a"], ["a", "c"]]
     failed = {"status": "broken off", "reason": "RuntimeError: no luck"}
     assert data["jobs"]["b"] == failed
-    assert measured(data, runs | {"d": run_of("d")})[0] == "finished"
+    assert measured(data, runs | {"d": run_of("d")}) == "finished"
     assert names(data) == ["a", "c", "d"]
-
-
-def test_a_job_with_nobody_to_leave_out_is_given_up(clock):
-    data = empty("command")
-    lost = run_of("a", raising(DeviceLost("the reference", "illegal access")))
-    ended, processes = measured(data, {"a": lost, "b": run_of("b")})
-    assert (ended, [p.code for p in processes]) == ("finished", [LOST, None])
-    assert data["broken"] == {"a": {}} and names(data) == ["b"]
-    assert data["jobs"]["a"]["status"] == "broken off"
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no such shape")])
@@ -120,7 +105,7 @@ def test_a_job_that_leaves_a_broken_device_is_blamed_and_not_the_next(error):
 
 
 def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, capsys, monkeypatch):
-    """One crashes, one hangs, one loses the device: each in its own job."""
+    """One crashes, one hangs, one loses the device, each in its own job; none is the oracle."""
     commands = []
 
     def turns(bench):
@@ -141,6 +126,7 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
         "turns": Job(turns, ("turns",)),
         "hang": Job(ending("hang", Hang), ("forward",)),
         "layer": Job(run_of("layer", raising(ValueError("no such layer"))), ("layer",)),
+        "inputs": Job(raising(DeviceLost("the reference", "illegal access")), ("inputs",)),
         "after": Job(ending("after", Crash), ("forward", "other")),
     }
     runs = {name: job.run for name, job in every.items()}
@@ -154,26 +140,27 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
     options = (tmp_path / "out", "quick", 1000, "x", ("tests",))
     data = script.run_all(*options)
     assert data["suite"] == "finished"
-    assert len(commands) == 4  # one behind each end
+    assert len(commands) == 5  # one behind each end
     command, log, safe = commands[0]
     assert jobs.__name__ in command[2] and command[3] == "quick"
     assert json.loads(command[4]) == list(every)
-    assert json.loads(commands[-1][0][4]) == ["hang", "layer", "after"]
+    assert json.loads(commands[-2][0][4]) == ["hang", "layer", "inputs", "after"]
     assert (log, safe) == ("log.txt", "1")
     assert data["broken"] == {
         "backward": {"ours": "ended by SIGSEGV: its last line (in crash)"},
         "turns": {"loses": "broke the device: illegal access (in turns)"},
         "forward": {"ours": "made no progress for 25 s (in hang)"},
+        "inputs": {},
     }
     statuses = {name: job["status"] for name, job in data["jobs"].items()}
-    assert statuses.pop("layer") == "broken off"
+    assert statuses.pop("layer") == statuses.pop("inputs") == "broken off"
     # Who hung in a forward runs in no job that has one.
     assert len(statuses) == 4 and set(statuses.values()) == {"done"}
     assert names(data) == ["crash", "turns", "hang", "after"]
     assert "ValueError: no such layer" in capsys.readouterr().err
-    assert script.summary(data) == "suite: finished; 4 of 5 jobs done"
+    assert script.summary(data) == "suite: finished; 4 of 6 jobs done"
     # The same command has nothing left to do.
-    assert script.run_all(*options) == data and len(commands) == 4
+    assert script.run_all(*options) == data and len(commands) == 5
 
 
 def test_a_run_verifies_and_tunes_for_what_is_left(script, clock, tmp_path, monkeypatch):
@@ -206,9 +193,8 @@ def test_a_run_verifies_and_tunes_for_what_is_left(script, clock, tmp_path, monk
     # A quarter for verification; the suite, which is empty, leaves the rest.
     assert asked[1:] == [(False, False, 25.0), 50.0]
     assert data["tests"]["failures"] == ["triton f2 bfloat16 64 crash"]
-    assert {p.name for p in out.iterdir()} == {
-        "results.json", "results.md", "findings", "tuned.json",
-    }  # fmt: skip
+    files = {"results.json", "results.md", "findings", "tuned.json"}
+    assert {path.name for path in out.iterdir()} == files
     assert script.summary(data).splitlines() == [
         "kernels: the time was up; 1 passed, 1 failed",
         "  triton f2 bfloat16 64 crash",
@@ -234,11 +220,8 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(script, tmp_path, 
     earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
     script.run_all(tmp_path, "quick", 100, "x", ("tests",), earlier)
     assert plans == [["b", "a", "c"]]
-    assert [(x["commit"], x["stale"]) for x in newest(earlier)] == [
-        ("0123456", False),
-        ("0123456", True),
-        ("0123456", False),
-    ]
+    assert {x["commit"] for x in newest(earlier)} == {"0123456"}
+    assert [x["stale"] for x in newest(earlier)] == [False, True, False]
 
 
 def test_the_process_tells_of_the_gpu_and_measures_what_is_asked_for(clock, monkeypatch):
@@ -252,8 +235,8 @@ def test_the_process_tells_of_the_gpu_and_measures_what_is_asked_for(clock, monk
     monkeypatch.setattr(jobs, "gpu_jobs", lambda which: every)
     del runs["a"]
     data = empty("command")
-    ended, _ = measured(data, runs, lambda *talk: jobs.run("full", ["b"], *talk))
-    assert ended == "finished" and names(data) == ["b"] and data.items() >= collected.items()
+    assert measured(data, runs, lambda *talk: jobs.run("full", ["b"], *talk)) == "finished"
+    assert names(data) == ["b"] and data.items() >= collected.items()
 
 
 @pytest.mark.parametrize("which", ["quick", "full"])
@@ -280,9 +263,7 @@ def test_training_tells_who_trains_and_leaves_out_who_is_broken(monkeypatch):
     broken = {"fastattn-triton": "hung"}
     bench = Bench(HostTimer(), broken=broken, announce=lambda *told: announced.append(told))
     records = gpu_jobs("quick")["training-T1024"].run(bench)
-    assert announced == [
-        (name, doing) for name in ("fastattn", "fastattn-torch") for doing in ("prepares", "runs")
-    ]
+    assert announced == [*product(("fastattn", "fastattn-torch"), ("prepares", "runs"))]
     assert [(r["implementation"], r["status"], r.get("reason")) for r in records] == [
         ("fastattn", "timed", None),
         ("fastattn-triton", "failed", "hung"),

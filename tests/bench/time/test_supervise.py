@@ -3,16 +3,13 @@
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_child import Clock
 
 from fastattn.bench.time import supervise as module
 from fastattn.bench.time.failures import LOST
-from fastattn.bench.time.supervise import STALL, ChildProcess, Ended, supervise
+from fastattn.bench.time.supervise import STALL, ChildProcess, supervise
 
 READY, DONE = {"ready": True}, {"done": True}
 A, B = {"at": "a"}, {"at": "b", "doing": "runs"}
@@ -21,24 +18,24 @@ A, B = {"at": "a"}, {"at": "b", "doing": "runs"}
 class Planned:
     """A child that tells a message at a time, and whose plan may end by its exit code."""
 
-    def __init__(self, plan: list[Any]) -> None:
+    def __init__(self, plan):
         self.plan, self.sent, self.killed = list(plan), [], False
 
-    def send(self, job: Any) -> None:
+    def send(self, job):
         self.sent.append(job)
 
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self):
         if not self.plan or not isinstance(self.plan[0], dict):
             return []
         return [self.plan.pop(0)]
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.plan[0] if self.plan and isinstance(self.plan[0], int) else None
 
-    def kill(self) -> None:
+    def kill(self):
         self.killed = True
 
-    def last_words(self) -> str:
+    def last_words(self):
         return "its last line"
 
 
@@ -47,10 +44,10 @@ class Host(Clock):
 
     step = 1.0
 
-    def run(self, plans: list[list[Any]], waiting: deque[str], **how: Any) -> list[Ended]:
-        self.children: list[Any] = []
+    def run(self, plans, waiting, **how):
+        self.children = []
 
-        def start() -> Any:
+        def start():
             self.children.append(Planned(plans[len(self.children)]))
             return self.children[-1]
 
@@ -60,7 +57,7 @@ class Host(Clock):
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+def host(monkeypatch):
     host = Host()
     monkeypatch.setattr(module, "time", host)
     for phase, limit in {"starts": 30.0, "prepares": 10.0, "runs": 5.0}.items():
@@ -68,15 +65,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return host
 
 
-def ends(jobs: list[Ended]) -> list[tuple[str, str, str]]:
+def ends(jobs):
     return [(ended.job, ended.at, ended.why) for ended in jobs]
 
 
-def test_one_child_does_all_jobs(host: Host) -> None:
-    heard: list[tuple[str, Any]] = []
-    how: dict[str, Callable[..., Any]] = {
-        "request": str.upper, "heard": lambda *told: heard.append(told),
-    }  # fmt: skip
+def test_one_child_does_all_jobs(host):
+    heard = []
+    how = {"request": str.upper, "heard": lambda *told: heard.append(told)}
     actual = host.run([[READY, A, DONE, A, DONE]], deque(["x", "y"]), **how)
     assert ends(actual) == [("x", "a", ""), ("y", "a", "")]
     assert actual[0].messages == [A, DONE]
@@ -94,25 +89,23 @@ def test_one_child_does_all_jobs(host: Host) -> None:
         ([], "made no progress for 5 s"),
     ],
 )
-def test_who_ends_a_process_is_named_and_the_next_job_has_a_new_one(
-    host: Host, end: list[Any], why: str
-) -> None:
+def test_who_ends_a_process_is_named_and_the_next_job_has_a_new_one(host, end, why):
     actual = host.run([[READY, A, B, *end], [READY, A, DONE]], deque(["x", "y"]))
     assert ends(actual) == [("x", "b", why), ("y", "a", "")]
     assert actual[0].hung == (not end)
 
 
-def test_every_message_is_progress_and_some_work_may_take_its_time(host: Host) -> None:
+def test_every_message_is_progress_and_some_work_may_take_its_time(host):
     """Nine messages with six seconds between them: longer than a stall, and none is one."""
     host.step = 6.0
-    plans: list[list[Any]] = [[READY, A, *[{"compiled": True}] * 9, DONE]]
+    plans = [[READY, A, *[{"compiled": True}] * 9, DONE]]
     assert ends(host.run(plans, deque("x"))) == [("x", "a", "")]
     plans = [[READY, {"at": "a", "doing": "waits"}]]
     assert host.run(plans, deque("x"), left=lambda: 999 - host.now) == []
 
 
-def test_the_time_is_kept_and_what_is_not_done_is_left(host: Host) -> None:
-    plans: list[list[Any]] = [[READY, A, DONE, A, *[{}] * 3, DONE, A, DONE]]
+def test_the_time_is_kept_and_what_is_not_done_is_left(host):
+    plans = [[READY, A, DONE, A, *[{}] * 3, DONE, A, DONE]]
     for grace, done in ((0.0, ["x"]), (9.0, ["x", "y"])):
         waiting, host.now = deque("xyz"), 0.0
         actual = host.run(plans, waiting, left=lambda: 5 - host.now, grace=grace)
@@ -128,7 +121,7 @@ def test_the_time_is_kept_and_what_is_not_done_is_left(host: Host) -> None:
         ([READY, 0], "ended with exit code 0"),
     ],
 )
-def test_a_child_that_cannot_do_anything_ends_it(host: Host, plan: list[Any], message: str) -> None:
+def test_a_child_that_cannot_do_anything_ends_it(host, plan, message):
     with pytest.raises(ChildProcessError, match=message):
         host.run([plan], deque("xyz"))
     assert host.children[0].killed
@@ -155,10 +148,10 @@ for line in sys.stdin:
 """
 
 
-def test_processes_that_sleep_and_die(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes: list[ChildProcess] = []
+def test_processes_that_sleep_and_die(monkeypatch):
+    processes = []
 
-    def start() -> ChildProcess:
+    def start():
         processes.append(ChildProcess([sys.executable, "-S", "-c", PROGRAM]))
         return processes[-1]
 
@@ -174,7 +167,7 @@ def test_processes_that_sleep_and_die(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(child.poll() is not None for child in processes), "a process was left behind"
 
 
-def test_a_process_writes_to_the_log_and_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_process_writes_to_the_log_and_is_killed_with_its_children(tmp_path):
     log = tmp_path / "log"
     process = ChildProcess(["sh", "-c", "sleep 1000 & echo $! >&2; wait"], log=log)
     while not (child := log.read_text()).endswith("\n"):
