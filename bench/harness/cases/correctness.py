@@ -55,12 +55,9 @@ def all_heads(case: Case) -> list[tuple[int, int]]:
 def expect(case: Case, inputs: Inputs, heads: list[tuple[int, int]] | None = None) -> Expected:
     """The oracle's results for these heads; default: the sampled ones."""
     heads = sampled_heads(case) if heads is None else heads
-    dtype = getattr(torch, case.dtype)
+    exact, naive = torch.float64, getattr(torch, case.dtype)
     return {
-        head: (
-            _oracle(case, inputs, *head, torch.float64),
-            _oracle(case, inputs, *head, dtype),
-        )
+        head: (_oracle(case, inputs, *head, exact), _oracle(case, inputs, *head, naive))
         for head in heads
     }
 

@@ -26,16 +26,11 @@ def conventional_pairs(case: Case) -> float:
 
 def _pairs(case: Case) -> int:
     """Pairs of one batch row within the window, exactly."""
+    assert case.window is not None
     position = torch.arange(case.T_q) + (case.T_k - case.T_q)
-    low, high = torch.zeros_like(position), torch.full_like(position, case.T_k - 1)
-    left, right = case.window or (None, None)
-    if left is not None:
-        low = low.maximum(position - left)
-    if right is not None:
-        high = high.minimum(position + right)
-    if case.causal:
-        high = high.minimum(position)
-    return int((high - low + 1).clamp(min=0).sum())
+    left, right = (case.T_k if side is None else side for side in case.window)
+    high = (position + (0 if case.causal else right)).clamp(max=case.T_k - 1)
+    return int((high - (position - left).clamp(min=0) + 1).clamp(min=0).sum())
 
 
 def flops(case: Case) -> float:
@@ -43,24 +38,22 @@ def flops(case: Case) -> float:
     return 4.0 * case.B * case.H_q * case.D * conventional_pairs(case) * PASSES[case.direction]
 
 
-def element_size(case: Case) -> int:
-    """Bytes of an element of q."""
+def row_bytes(case: Case) -> int:
+    """Bytes of a token in one head."""
     dtype: torch.dtype = getattr(torch, case.dtype)
-    return dtype.itemsize
+    return case.D * dtype.itemsize
 
 
 def key_value_bytes(case: Case) -> int:
     """Bytes of all keys and values but padding, which decoding reads once."""
     keys = sum(case.lengths) if case.lengths is not None else case.B * case.T_k
-    return 2 * keys * case.H_k * case.D * element_size(case)
+    return 2 * keys * case.H_k * row_bytes(case)
 
 
 def input_bytes(case: Case) -> int:
     """Bytes of q, k, v and, with a backward, of o's gradient: held before the call."""
-    size = element_size(case)
-    queries = case.B * case.H_q * case.T_q * case.D * size
-    keys = case.B * case.H_k * case.T_k * case.D * size
-    return queries + 2 * keys + (0 if case.direction == "forward" else queries)
+    queries, keys = case.B * case.H_q * case.T_q, case.B * case.H_k * case.T_k
+    return (queries * (1 + (case.direction != "forward")) + 2 * keys) * row_bytes(case)
 
 
 def least_memory(case: Case) -> int:
@@ -68,12 +61,9 @@ def least_memory(case: Case) -> int:
 
     Forward: q, k, v, o and lse; backward adds the gradients of all four.
     """
-    size = element_size(case)
-    queries = case.B * case.H_q * case.T_q * case.D * size
-    keys = case.B * case.H_k * case.T_k * case.D * size
-    lse = 4 * case.B * case.H_q * case.T_q
-    tensors = 2 * queries + 2 * keys
-    return tensors + lse if case.direction == "forward" else 2 * tensors + lse
+    queries, keys = case.B * case.H_q * case.T_q, case.B * case.H_k * case.T_k
+    tensors = 2 * (queries + keys) * row_bytes(case)
+    return tensors * (1 + (case.direction != "forward")) + 4 * queries
 
 
 def figures(case: Case, ms: float) -> dict[str, float]:

@@ -57,9 +57,9 @@ def _check(case: Case, inputs: Inputs, o: Tensor) -> None:
             dequantized(*quantize_fp8(x[row, head], ends if ends is None else ends[row]))
             for (x, ends), head in zip(_with_ends(inputs), heads, strict=True)
         )
-        lengths = inputs.key_lengths
+        lengths = None if inputs.key_lengths is None else inputs.key_lengths[row]
         arguments: dict[str, Any] = {"causal": case.causal, "window": case.window}
-        arguments["key_lengths"] = None if lengths is None else lengths[row]
+        arguments["key_lengths"] = lengths
         rows = rows_at_once(case, q.dtype)
         for first in range(0, case.T_q, rows):
             chunk = slice(first, first + rows)

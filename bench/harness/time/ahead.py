@@ -28,6 +28,7 @@ from .attention import call
 
 EIGHT_BIT_NAMES = tuple(i.name for i in EIGHT_BITS)
 COMPILED = (PORTABLE, ONE_PASS, "fastattn-hopper", "fastattn-hopper-one-pass", *EIGHT_BIT_NAMES)
+JOB = f"{__name__}:launch"
 _SMALL = 256  # tokens
 
 
@@ -76,8 +77,7 @@ class Ahead:
 
         forced: tiles and shapes, which exclude no implementation.
         """
-        wanted = self._wanted.setdefault(key, [])
-        forced = dict(forced or {})
+        wanted, forced = self._wanted.setdefault(key, []), dict(forced or {})
         ours = [i for i in IMPLEMENTATIONS if i.name in implementations]
         # Processes that start here must not use the GPU's memory.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
@@ -85,14 +85,13 @@ class Ahead:
                 for name in (i.name for i in ours if forced or i.serves(case) is None):
                     if "hopper" in name and self._arch != "sm_90":
                         continue
-                    call = (small(case), name, repr(forced))
-                    if call not in self._started:
+                    key = (small(case), name, repr(forced))
+                    if key not in self._started:
                         # Quantisation to 8 bits computes on inputs: it gets the smaller case.
-                        of = call[0] if name in EIGHT_BIT_NAMES or forced else case
+                        of = key[0] if name in EIGHT_BIT_NAMES or forced else case
                         job = {"case": of, "implementation": name, "forced": forced}
-                        launched = self._pool.submit(f"{__name__}:launch", self._arch, **job)
-                        self._started[call] = launched
-                    wanted.append(self._started[call])
+                        self._started[key] = self._pool.submit(JOB, self._arch, **job)
+                    wanted.append(self._started[key])
 
     def why_not(self, key: Hashable, seconds: float) -> str | None:
         """Reason not to launch the calls, or None; waits at most `seconds`."""

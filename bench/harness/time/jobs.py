@@ -70,14 +70,15 @@ def run(which: str, names: list[str], tell: Tell, requests: Iterator[Any]) -> in
 
 def gpu_jobs(which: str) -> dict[str, Job]:
     """The jobs of a case set (see `cases.gpu_cases`) on a GPU, by name."""
-    cases = [
-        (case.name, Job(partial(_attention, case), kinds(case), (case,)))
-        for case in gpu_cases(which)
-    ]
-    lengths = (1024, 4096) if which == "quick" else (1024, 4096, 16384)
+    cases = []
+    for case in gpu_cases(which):
+        # A backward also runs the forward.
+        kinds = ("forward",) if case.direction == "forward" else ("forward", "backward")
+        kinds = ("decode",) if case.family == "decode" else kinds
+        cases.append((case.name, Job(partial(_attention, case), kinds, (case,))))
     H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
     training = {}
-    for T in lengths:
+    for T in (1024, 4096) if which == "quick" else (1024, 4096, 16384):
         case = plain("forward_backward", 16384 // T, H, H, T, D, causal=True)
         training[f"training-T{T}"] = Job(partial(_training, T), ("training",), (case,))
     # Important cases, other measurements, then the rest of the sweeps.
@@ -90,13 +91,6 @@ def gpu_jobs(which: str) -> dict[str, Job]:
         "import": Job(_import, ("import",)),
         **dict(cases[AIMS:]),
     }
-
-
-def kinds(case: Case) -> tuple[str, ...]:
-    """Kinds of work in a case: a backward also runs the forward."""
-    if case.family == "decode":
-        return ("decode",)
-    return ("forward",) if case.direction == "forward" else ("forward", "backward")
 
 
 def _environment(bench: Bench) -> list[Record]:

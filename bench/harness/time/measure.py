@@ -58,8 +58,14 @@ def measure(
         for ended in supervise(waiting, lambda: start(open_jobs()), **how):
             last, name = ended.messages[-1], ended.job
             if ended.why:
-                _blame(data, name, kinds[name][-1], ended.at, ended.why)
-                waiting.extendleft([name] if name in open_jobs() else [])
+                # All jobs of this kind exclude who was running. With none to exclude, it is over.
+                out = broken.setdefault(kinds[name][-1], {})
+                nobody = ended.at in NOBODY or ended.at in out
+                if not nobody:
+                    out[ended.at] = f"{ended.why} (in {name})"
+                    waiting.appendleft(name)
+                reason = f"{ended.at} {ended.why}"
+                statuses[name] = {"status": BROKEN if nobody else LEFT, "reason": reason}
             elif "failed" in last:
                 statuses[name] = {"status": BROKEN, "reason": last["failed"]}
             else:
@@ -75,18 +81,6 @@ def measure(
     statuses.update({name: {"status": LEFT, "reason": TIME_IS_UP} for name in waiting})
     save()
     return TIME_IS_UP if waiting else FINISHED
-
-
-def _blame(data: dict[str, Any], job: str, kind: str, who: str, why: str) -> None:
-    """Record why a job's process ended: all jobs of this kind exclude who was running.
-
-    If there is none to exclude, the job is abandoned.
-    """
-    broken = data["broken"].setdefault(kind, {})
-    nobody = who in NOBODY or who in broken
-    if not nobody:
-        broken[who] = f"{why} (in {job})"
-    data["jobs"][job] = {"status": BROKEN if nobody else LEFT, "reason": f"{who} {why}"}
 
 
 def serve(
