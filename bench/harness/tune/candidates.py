@@ -6,14 +6,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ...kernels.hopper.tile_table import (
-    APART_HEAD_DIM,
-    HEAD_DIMS,
-    HopperConfig,
-    backward_config,
-    forward_config,
-    fp8_config,
-)
+from ...kernels.hopper import tile_table
+from ...kernels.hopper.tile_table import HopperConfig
 from ...kernels.launch import tiles
 from ...kernels.launch.tiles import HOPPER_FORWARD, TileConfig
 from ..cases.case import Case, Direction, plain
@@ -182,11 +176,15 @@ def _plausible(entry: TableEntry, tile: TileConfig, shared_bytes: int, arch: str
 
 def hopper_shipped(kernel: str, D: int) -> HopperConfig | None:
     """The shape of one of `tiles.HOPPER` in plain calls, or None without this head dim."""
-    if kernel in HOPPER_FORWARD and D in HEAD_DIMS:
-        return fp8_config(D, False) if kernel == "hopper_fp8" else forward_config(D, False)
-    if D not in HEAD_DIMS or D == APART_HEAD_DIM:  # shared memory allows one shape only
+    if D not in tile_table.HEAD_DIMS:
         return None
-    return backward_config(kernel.removeprefix("hopper_"), D, False, False)
+    if kernel == "hopper_fp8":
+        return tile_table.fp8_config(D, False)
+    if kernel in HOPPER_FORWARD:
+        return tile_table.forward_config(D, False)
+    if D == tile_table.APART_HEAD_DIM:  # shared memory allows one shape only
+        return None
+    return tile_table.backward_config(kernel.removeprefix("hopper_"), D, False, False)
 
 
 def hopper_candidates(kernel: str, D: int) -> list[HopperConfig]:

@@ -149,8 +149,7 @@ def backend_choice(
     """
     least, limit = WAVES[waves]
     if waves == "many":
-        T = shape.T
-        enough = -(-8 * multiprocessors * _QUERIES // (T * shape.H_q))
+        T, enough = shape.T, -(-8 * multiprocessors * _QUERIES // (shape.T * shape.H_q))
         B = max(1, 16384 // T, enough)
     else:
         many = multiprocessors // 2 if waves == "few" else 2 * multiprocessors
@@ -187,17 +186,11 @@ def split_choice(shape: Shape) -> Choice:
     entry = TableEntry("decode", SIZES[shape.dtype], shape.BLOCK_D)
     (many,) = entry.cases(shape)
     decode = (("triton", "decode"),)
-    made = (
-        Candidate(
-            f"{n} at once{', one launch' if one else ''}",
-            PORTABLE,
-            {SPLITS: n, ONE_LAUNCH: one},
-            {"programs": n, ONE_LAUNCH: one},
-            decode,
-        )
-        for one in (False, True)
-        for n in (PROGRAMS_AT_ONCE, *_PROGRAMS)
-    )
+    made = []
+    for one, n in itertools.product((False, True), (PROGRAMS_AT_ONCE, *_PROGRAMS)):
+        name = f"{n} at once{', one launch' if one else ''}"
+        forced, row = {SPLITS: n, ONE_LAUNCH: one}, {"programs": n, ONE_LAUNCH: one}
+        made.append(Candidate(name, PORTABLE, {**forced}, row, decode))
     key = {"element_size": entry.element_size, "BLOCK_D": entry.BLOCK_D}
     return Choice("splits", key, (many, replace(many, B=1)), tuple(made))
 
@@ -286,21 +279,20 @@ def shapes_of(
     """
     if model is None and heads is None and kv_heads is None and not head_dims and not dtypes:
         return list(USUAL_SHAPES)
-    model_shape = {} if model is None else _configuration(Path(model))
-    heads = heads or model_shape.get("heads")
-    head_dims = head_dims or ([model_shape["head_dim"]] if model_shape else [128, 64])
+    config = {} if model is None else _configuration(Path(model))
+    head_dims = head_dims or ([config["head_dim"]] if config else [128, 64])
     made = []
     for dtype, D in itertools.product(dtypes or ("bfloat16",), head_dims):
         if dtype not in SIZES:
             raise ValueError(f"dtype must be one of {', '.join(SIZES)}, got {dtype!r}")
-        H_q = heads or usual_shape(D).H_q
-        H_k = kv_heads or model_shape.get("kv_heads") or H_q
+        H_q = heads or config.get("heads") or usual_shape(D).H_q
+        H_k = kv_heads or config.get("kv_heads") or H_q
         if not 1 <= D <= 256 or H_q < 1 or H_q % H_k:
             raise ValueError(
                 f"a head dim is 1 to 256, and heads are a multiple of kv_heads; got head dim "
                 f"{D}, {H_q} heads on {H_k}"
             )
-        made.append(Shape(D, H_q, H_k, dtype, model_shape.get("tokens", 4096)))
+        made.append(Shape(D, H_q, H_k, dtype, config.get("tokens", 4096)))
     return made
 
 
@@ -318,6 +310,4 @@ def _configuration(path: Path) -> dict[str, int]:
     if "heads" not in shape or not {"head_dim", "width"} & shape.keys():
         raise ValueError(f"{file} says neither {_FIELDS['heads'][0]} nor what goes with it")
     shape.setdefault("head_dim", shape.get("width", 0) // shape["heads"])
-    if "tokens" in shape:
-        shape["tokens"] = min(shape["tokens"], _MOST_TOKENS)
-    return shape
+    return shape | {"tokens": min(shape.get("tokens", 4096), _MOST_TOKENS)}

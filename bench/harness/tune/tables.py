@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ...files.replace import replacing
 from ...kernels.launch import tiles
 from ...kernels.launch.tiles import TileConfig
 from ...tuned.findings import Findings
+from ..results.report import write_whole
 
 FOLDER = Path(tiles.__file__).parent / "tuning"
 TILE = tuple(field.name for field in fields(TileConfig))
@@ -29,28 +29,18 @@ def ship(stored: Findings, folder: Path = FOLDER) -> Iterator[Path]:
             made.setdefault(row["arch"], []).append(_shipped(row, stored))
     for name, rows in made.items():
         path = folder / f"{name}.json"
-        merged = _merged(json.loads(path.read_text("utf-8")), rows)
-        with replacing(path) as file:
-            file.write(merged)
+        write_whole(path, _merged(json.loads(path.read_text("utf-8")), rows))
         yield path
 
 
 def _shipped(row: Mapping[str, Any], stored: Findings) -> dict[str, Any]:
     """A finding as a row of a table."""
     calls = "" if row["calls"] == "plain" else f"_{row['calls']}"
-    kept = ("element_size", "BLOCK_D", *TILE)
-    about = stored.environment
-    return {
-        "kernel": row["kernel"] + calls,
-        **{name: row[name] for name in kept},
-        "source": "measured",
-        **{name: row[name] for name in ("ms", "ms_full") if name in row},
-        "gpu": about.gpu,
-        "torch": about.torch,
-        "triton": about.triton,
-        "date": row["date"],
-        "command": "fastattn tune",
-    }
+    kept = {name: row[name] for name in ("element_size", "BLOCK_D", *TILE)}
+    ms = {name: row[name] for name in ("ms", "ms_full") if name in row}
+    about = {name: getattr(stored.environment, name) for name in ("gpu", "torch", "triton")}
+    about |= {"date": row["date"], "command": "fastattn tune"}
+    return {"kernel": row["kernel"] + calls, **kept, "source": "measured", **ms, **about}
 
 
 def _merged(table: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> str:

@@ -123,8 +123,7 @@ class Outcome:
         best = next(c for c in self.choice.candidates if c.name == name)
         row = {**self.choice.key, **best.row, "gain": round(gain, 4)}
         medians = {
-            name: [round(statistics.median(times), 4) for times in samples]
-            for name, samples in self.finals.items()
+            name: [_median(times) for times in samples] for name, samples in self.finals.items()
         }
         if self.choice.kind != "tiles":
             return {**row, "ms": {name: ms[0] for name, ms in medians.items()}}
@@ -186,8 +185,10 @@ def decide(
 def _glance(timed: Trial, candidate: Candidate) -> float | str:
     """The median of a few samples, or the reason that there are none."""
     samples = timed([candidate], _GLANCE)[candidate.name]
-    if isinstance(samples, Failure):
-        return samples.reason
+    return samples.reason if isinstance(samples, Failure) else _median(samples)
+
+
+def _median(samples: Sequence[float]) -> float:
     return round(statistics.median(samples), 4)
 
 

@@ -114,8 +114,7 @@ def tune(
     shapes = shapes_of(model, heads, kv_heads, head_dims, dtypes)
     if not torch.cuda.is_available():
         raise ValueError("no GPU: torch sees no CUDA device, so there is nothing to time here")
-    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-    with torch.cuda.device(device):
+    with torch.cuda.device(torch.cuda.current_device() if device is None else device):
         device = torch.device("cuda", torch.cuda.current_device())
         gpu = gpu_of(device)
     store = Store(environment(device), folder)
@@ -148,26 +147,26 @@ def tune(
         choices.forget()  # they have changed
     if ended not in (FINISHED, TIME_IS_UP):
         raise ChildProcessError(ended)
-    texts = {record["step"]: record["text"] for record in data["results"]}
+    results, ends = data["results"], {name: data["jobs"][name] for name in numbers}
+    texts = {x["step"]: x["text"] for x in results}
     records = [
         Record(name, job["status"], texts.get(name, job.get("reason", "")))
-        for name, job in ((name, data["jobs"][name]) for name in numbers)
+        for name, job in ends.items()
     ]
-    chosen = [x for x in data["results"] if "row" in x]
-    rows = [(x["kind"], x["row"]) for x in chosen if x["row"] is not None]
-    return Tuning(records, rows, [y for x in chosen for y in x["tried"]], store.folder)
+    rows = [(x["kind"], x["row"]) for x in results if x.get("row") is not None]
+    return Tuning(records, rows, [y for x in results for y in x.get("tried", ())], store.folder)
 
 
 def unknown_first(plan: list[Step], store: Store) -> list[Step]:
     """The plan, with choices that lack a finding first."""
 
-    def verified(step: Step) -> bool:
+    def known(step: Step) -> bool:
         return isinstance(step, Choice) and any(
             step.key.items() <= row.items() for row in stored[step.kind]
         )
 
     stored = {step.kind: store.read(step.kind) for step in plan if isinstance(step, Choice)}
-    return sorted(plan, key=verified)
+    return sorted(plan, key=known)
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -235,15 +234,15 @@ class Tuner:
         # Other kernels use their stored tiles; the candidate's tiles are forced.
         rows = {kind: self.store.read(kind) for kind in ("tiles", "splits")}
         choices.adopt(self.device, rows)
-        times: dict[str, float] = {}
         tried: list[dict[str, Any]] = []
+        times: dict[str, float] = {}
 
         def remember(candidate: Candidate, outcome: float | str) -> None:
             field = "ms" if isinstance(outcome, float) else "reason"
             tried.append({**choice.key, **candidate.row, field: outcome})
             if isinstance(outcome, float):
                 times[candidate.name] = outcome
-            best = _best_so_far(choice, times)
+            best = _best_so_far(choice, times) if times else ""
             self.tell(note=f"{len(tried)} of {len(choice.candidates)}{best}")
 
         def why_passed_over(candidate: Candidate) -> str | None:
@@ -259,8 +258,8 @@ class Tuner:
             self.store.put(choice.kind, row | {"arch": self.arch})
         passed = ", ".join(c.name for c in choice.candidates if c.name in bench.broken)
         text = f"{outcome}; ended their processes: {passed}" if passed else str(outcome)
-        about = {"step": choice.name, "text": text}
-        return [{**about, "kind": choice.kind, "row": row, "tried": tried}]
+        outcomes = {"kind": choice.kind, "row": row, "tried": tried}
+        return [{"step": choice.name, "text": text, **outcomes}]
 
     def _why_wrong(self, choice: Choice, candidate: Candidate) -> str | None:
         head_dim = choice.key.get("BLOCK_D") or choice.key["head_dim"]
@@ -272,8 +271,6 @@ class Tuner:
 
 
 def _best_so_far(choice: Choice, times: Mapping[str, float]) -> str:
-    if not times:
-        return ""
     best = min(times, key=times.__getitem__)
     shipped = times.get(choice.shipped.name)
     gained = "" if shipped is None else f", {1 - times[best] / shipped:.1%} less".replace("%", " %")
