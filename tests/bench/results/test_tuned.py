@@ -99,12 +99,12 @@ def test_a_report_is_copied_under_its_gpu_and_date(folders, tmp_path):
     save(path, data)
     with pytest.raises(ValueError, match=r"out\.json is a report of no GPU"):
         tuned.add(path, results, shipped)
-    data["environment"] = {"gpu": {"name": "NVIDIA GeForce RTX 4090"}}
     data["started"] = "2026-11-22T10:00:00"
-    save(path, data)
-    (copy,) = tuned.add(path, results, shipped)
-    assert copy == results / "rtx-4090-2026-11-22.json"
-    assert load(copy) == data
+    names = {"NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA A100-SXM4-80GB": "a100"}
+    for gpu, name in (names | {"NVIDIA H200": "h200", "AMD Instinct MI300X": "mi300x"}).items():
+        save(path, data | {"environment": {"gpu": {"name": gpu}}})
+        (copy,) = tuned.add(path, results, shipped)
+        assert copy == results / f"{name}-2026-11-22.json" and load(copy) == load(path)
 
 
 def test_what_is_neither_is_an_error_and_changes_nothing(folders):
@@ -117,13 +117,3 @@ def test_what_is_neither_is_an_error_and_changes_nothing(folders):
         with pytest.raises(ValueError, match=message):
             tuned.add(sent, results, shipped)
     assert [path.name for path in results.iterdir()] == ["notes.md"]
-
-
-def test_files_are_named_by_gpu():
-    names = {
-        "NVIDIA H200": "h200",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "AMD Instinct MI300X": "mi300x",
-        "NVIDIA GeForce RTX 3060": "rtx-3060",
-    }
-    assert {gpu: tuned.slug(gpu) for gpu in names} == names

@@ -218,6 +218,7 @@ def test_what_was_not_timed_since_kernels_changed_comes_first(script, tmp_path, 
     monkeypatch.setattr(script, "ChildProcess", start)
     monkeypatch.setattr(script, "gpu_jobs", lambda which: dict.fromkeys("abc", Job(None, ("x",))))
     earlier = [data("a"), data("b", decode="of older sources"), data("c", backward="older ones")]
+    earlier.append(data("a", decode="of older sources") | {"started": "2025"})
     script.run_all(tmp_path, "quick", 100, "x", ("tests",), earlier)
     assert plans == [["b", "a", "c"]]
     assert {x["commit"] for x in newest(earlier)} == {"0123456"}
