@@ -52,18 +52,12 @@ class Event:
         return end.at - self.at
 
 
-def once(least=4, warm_up=0):
-    return Effort(warm_up=warm_up, target_ms=0, least=least, most=least, pause=0)
+def once(count=4, warm_up=0, pause=0):
+    return Effort(warm_up=warm_up, target_ms=0, least=count, most=count, pause=pause)
 
 
 def of(ms, count):
     return dict.fromkeys(("median", "p20", "p80", "least"), ms) | {"samples": count}
-
-
-def test_summary_of_samples():
-    expected = {"median": 3.0, "p20": 1.8, "p80": 4.2, "least": 1.0, "samples": 5}
-    assert summary([5.0, 1.00001, 2.0, 4.0, 3.0]) == expected
-    assert summary([7.0]) == of(7.0, 1)
 
 
 def test_a_sample_is_the_call_alone_with_the_cache_overwritten(device):
@@ -91,6 +85,8 @@ def test_number_of_samples_follows_the_time_of_a_call(device):
     effort = Effort(warm_up=0, target_ms=10, least=2, most=40, pause=0)
     results = Bench(device.timer(), effort).compare(works)
     assert (results["long"]["samples"], results["short"]["samples"]) == (2, 10)
+    expected = {"median": 3.0, "p20": 1.8, "p80": 4.2, "least": 1.0, "samples": 5}
+    assert summary([5.0, 1.00001, 2.0, 4.0, 3.0]) == expected and summary([7.0]) == of(7.0, 1)
 
 
 def test_a_function_that_raises_does_not_stop_the_others(device, capsys):
@@ -105,7 +101,7 @@ def test_a_function_that_raises_does_not_stop_the_others(device, capsys):
         raise ValueError("no")
 
     works = {"bad": fails, "late": fails_late, "good": device.work("good", 2.0)}
-    results = Bench(device.timer(), once(least=6)).compare(works)
+    results = Bench(device.timer(), once(6)).compare(works)
     assert list(results.items()) == [
         ("bad", Failure("failed", "ValueError: no")),
         ("late", Failure("failed", "RuntimeError: worn out")),
@@ -121,8 +117,7 @@ def test_rest_warm_up_and_clocks(device):
         readings.append(len(device.log))
         return {"power_w": 600.0}
 
-    effort = Effort(warm_up=3, target_ms=0, least=8, most=8, pause=0.5)
-    bench = Bench(HostTimer(), effort, clocks)
+    bench = Bench(HostTimer(), once(8, warm_up=3, pause=0.5), clocks)
     results = bench.compare({"a": device.work("a", 0.0, host_ms=2.5)})
     assert results["a"] == of(2.5, 8) and len(bench.taken["a"]) == 8
     # In the fourth turn, while the device works.
@@ -166,7 +161,7 @@ def test_functions_are_made_and_warm_one_by_one_and_take_turns_forwards_and_back
         log.append(f"made {name}")
         return partial(log.append, name)
 
-    bench = Bench(HostTimer(), once(least=3), announce=lambda *told: log.append(told))
+    bench = Bench(HostTimer(), once(3), announce=lambda *told: log.append(told))
     bench.samples({name: partial(made, name) for name in "ab"})
     a, b = (("a", "runs"), ("b", "runs"))
     assert log == [
