@@ -75,9 +75,8 @@ def run_all(
     if "suite" in wanted:
         say(f"measurements, at most {left(kept):.0f} s")
         records, jobs = newest(earlier), gpu_jobs(which)
-        kinds = {
-            name: jobs[name].kinds for name in sorted(jobs, key=lambda x: not untimed(x, records))
-        }
+        order = sorted(jobs, key=lambda name: not untimed(name, records))
+        kinds = {name: jobs[name].kinds for name in order}
 
         def suite(names: list[str]) -> ChildProcess:
             program = python("fastattn.bench.time.jobs", which, json.dumps(names))
@@ -125,12 +124,11 @@ def summary(data: Mapping[str, Any]) -> str:
     """Last lines of a log: outcomes of tests and measurements."""
     jobs, tests = data["jobs"].values(), data["tests"]
     done = sum(job["status"] == DONE for job in jobs)
-    lines = []
-    if tests:
-        lines = [f"kernels: {tests['status']}; {tests['passed']} passed, {tests['failed']} failed"]
-        lines += [f"  {name}" for name in tests["failures"][:10]]
-    lines.append(f"suite: {data.get('suite', 'not run')}; {done} of {len(jobs)} jobs done")
-    return "\n".join(lines)
+    line = f"suite: {data.get('suite', 'not run')}; {done} of {len(jobs)} jobs done"
+    if not tests:
+        return line
+    counts = f"kernels: {tests['status']}; {tests['passed']} passed, {tests['failed']} failed"
+    return "\n".join([counts, *(f"  {name}" for name in tests["failures"][:10]), line])
 
 
 def say(line: str) -> None:

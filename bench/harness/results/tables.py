@@ -50,9 +50,14 @@ def _heading(data: Mapping[str, Any]) -> str:
             "and written."
         )
     if "passed" in tests:
-        outcome = f"{tests['passed']} passed, {tests['failed']} failed"
-        lines.append(f"Kinds of kernels verified on this GPU: {outcome} ({tests['status']}).")
+        lines.append(f"Kinds of kernels verified on this GPU: {_outcome(tests)}.")
     return "\n".join(line.strip() for line in lines)
+
+
+def _outcome(tests: Mapping[str, Any]) -> str:
+    if "passed" not in tests:
+        return str(tests["status"])
+    return f"{tests['passed']} passed, {tests['failed']} failed ({tests['status']})"
 
 
 def shown(figure: str, record: Mapping[str, Any]) -> str:
@@ -82,18 +87,17 @@ def _ratios(records: list[Record]) -> str:
 
     Reports that lack this name have it under the first backend that serves.
     """
-    ms: dict[tuple[str, str], Mapping[str, Any]] = {
-        (record["case"]["name"], record["implementation"]): record
+    ms = {
+        (record["case"]["name"], record["implementation"]): record["ms"]["median"]
         for record in timed(records)
         if "tflops" in record or "kv_gbps" in record
     }
     cells = []
     for (case, peer), theirs in ms.items():
         names = (OURS, named("hopper"), PORTABLE)
-        ours = next((ms[case, name] for name in names if (case, name) in ms), None)
+        ours = next((name for name in names if (case, name) in ms), None)
         if peer in TORCH_PEERS and ours is not None:
-            ratio = theirs["ms"]["median"] / ours["ms"]["median"]
-            cells += [(case, "by", ours["implementation"]), (case, peer, f"{ratio:.2f}")]
+            cells += [(case, "by", ours), (case, peer, f"{theirs / ms[case, ours]:.2f}")]
     head = f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
     head += "figures above:\n\n"
     return head + _by_case(cells, ["by", *TORCH_PEERS]) if cells else ""
@@ -106,9 +110,8 @@ def _others(records: list[Record]) -> str:
     for record in timed(records):
         if ("tflops" in record and "B" in record["case"]) or "kv_gbps" in record:
             continue
-        figures = [f"{key} {value}" for key, value in record.items() if key not in skipped]
-        if "ms" in record:
-            figures.insert(0, f"{record['ms']['median']} ms")
+        figures = [f"{record['ms']['median']} ms"] if "ms" in record else []
+        figures += [f"{key} {value}" for key, value in record.items() if key not in skipped]
         name = record["case"]["name"]
         lines.append((name, record["implementation"], shown(", ".join(figures), record)))
     return table(["measurement", "of", "figures"], lines) if lines else ""
@@ -176,17 +179,12 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 def _verified(reports: list[dict[str, Any]]) -> str:
     """A table of the runs on each architecture with tuned tiles."""
-    ran: dict[str, tuple[list[str], list[str]]] = {
-        arch: ([], []) for arch in tiles.TABLES if arch != "interpreter"
-    }
+    ran: dict[str, tuple[list[str], list[str]]]
+    ran = {arch: ([], []) for arch in tiles.TABLES if arch != "interpreter"}
     for data in reports:
         gpu, tests = data["environment"]["gpu"], data["tests"]
         numeric, kernels = ran[tiles.table_for("sm_" + gpu["capability"].replace(".", ""))]
-        if "passed" in tests:
-            counts = f"{tests['passed']} passed, {tests['failed']} failed"
-            numeric.append(f"{gpu['name']}: {counts} ({tests['status']})")
-        elif tests:
-            numeric.append(f"{gpu['name']}: {tests['status']}")
+        numeric += [f"{gpu['name']}: {_outcome(tests)}"] if tests else []
         if any(x["implementation"] in (OURS, PORTABLE) for x in timed(data["results"])):
             kernels.append(f"{gpu['name']}, {data['started'][:10]}")
     columns = ("tiles for", "numeric tests", "kernels timed")

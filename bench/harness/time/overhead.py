@@ -44,14 +44,13 @@ def host_costs(functions: Mapping[str, Function], rounds: int = 20) -> dict[str,
 
     Other load only adds time.
     """
-    on_gpu = torch.cuda.is_available()
-    synchronize: Function = torch.cuda.synchronize if on_gpu else lambda: None
     least = dict.fromkeys(functions, math.inf)
     for _ in range(rounds):
         for name, call in functions.items():
             for _ in range(10):
                 call()
-            synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(_CALLS):
                 call()
@@ -85,14 +84,14 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
 Call = tuple[Callable[..., Any], list[Tensor]]
 
 
-def _dense(device: str, options: Mapping[str, Tensor] | None = None) -> Call:
-    on_device = {name: x.to(device) for name, x in (options or {}).items()}
+def _dense(device: str, **options: Tensor) -> Call:
+    on_device: dict[str, Any] = {name: x.to(device) for name, x in options.items()}
     tensors = [torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
     return partial(attend.attention, causal=True, backend="triton", **on_device), tensors
 
 
 def _packed(device: str) -> Call:
-    call, tensors = _dense(device)
+    _, tensors = _dense(device)
     offsets = torch.tensor([0, 30, _SHAPE[2]], dtype=torch.int32, device=device)
     call = partial(attend.attention_varlen, cu_seqlens_q=offsets, causal=True, backend="triton")
     return call, [x[0].transpose(0, 1).contiguous() for x in tensors]
@@ -120,18 +119,15 @@ def _autocast(device: str) -> Call:
     return cast, tensors
 
 
-_OPTIONS = {
-    "key_lengths": torch.tensor([60]),
-    "sinks": torch.zeros(_SHAPE[1]),
-    "alibi_slopes": torch.ones(_SHAPE[1]),
-    "attn_bias": torch.zeros(_SHAPE[2], _SHAPE[2]),
-    "key_padding_mask": torch.ones(1, _SHAPE[2], dtype=torch.bool),
-    "documents": torch.zeros(1, 64, dtype=torch.int32),
-}
 # By their arguments other than q, k and v.
 ROWS: dict[str, Callable[[str], Call]] = {
     "plain": _dense,
-    **{name: partial(_dense, options={name: x}) for name, x in _OPTIONS.items()},
+    "key_lengths": partial(_dense, key_lengths=torch.tensor([60])),
+    "sinks": partial(_dense, sinks=torch.zeros(_SHAPE[1])),
+    "alibi_slopes": partial(_dense, alibi_slopes=torch.ones(_SHAPE[1])),
+    "attn_bias": partial(_dense, attn_bias=torch.zeros(_SHAPE[2], _SHAPE[2])),
+    "key_padding_mask": partial(_dense, key_padding_mask=torch.ones(1, 64, dtype=torch.bool)),
+    "documents": partial(_dense, documents=torch.zeros(1, 64, dtype=torch.int32)),
     "autocast": _autocast,
     "packed": _packed,
     "decode": partial(_decode, paged=False),
@@ -228,25 +224,18 @@ def first_call() -> float:
 
 def first_call_ms() -> dict[str, float]:
     """Milliseconds of the first call: with an empty Triton cache, and with a filled one."""
+    caches = ("empty cache", "warm cache")
     with tempfile.TemporaryDirectory() as folder:
-        environment = {"TRITON_CACHE_DIR": folder}
-        caches = ("empty cache", "warm cache")
-        return {name: _python(_FIRST_CALL, **environment) for name in caches}
+        return {name: _python(_FIRST_CALL, TRITON_CACHE_DIR=folder) for name in caches}
 
 
 def _python(code: str, **environment: str) -> float:
     """The number that code prints in a fresh interpreter, without TRITON_INTERPRET."""
     variables = {**os.environ, **environment}
     variables.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=variables,
-        cwd=tempfile.gettempdir(),
-        capture_output=True,
-        text=True,
-        timeout=40,  # below the stall limit of the process that waits
-        check=False,
-    )
+    # Less time than the stall limit of the process that waits.
+    how: dict[str, Any] = {"env": variables, "cwd": tempfile.gettempdir(), "timeout": 40}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **how)
     if done.returncode:
         raise RuntimeError(f"a measuring process failed: {done.stderr.strip()}")
     return float(done.stdout)

@@ -147,11 +147,9 @@ class _Worker:
         lost = [message["lost"] for message in self._told if "lost" in message]
         if code == LOST and lost:
             return f"broke the device: {lost[-1]}"
-        how = f"ended with exit code {code}"
-        if code < 0:
-            codes = {x.value for x in signal.Signals}
-            how = f"ended by {signal.Signals(-code).name if -code in codes else f'signal {-code}'}"
-        return f"{how}: {self._child.last_words()}"
+        names = {-x.value: f"by {x.name}" for x in signal.Signals}
+        how = names.get(code, f"with exit code {code}")
+        return f"ended {how}: {self._child.last_words()}"
 
 
 # Children use this process's sys.path, in any working directory.
