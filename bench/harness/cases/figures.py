@@ -15,18 +15,11 @@ from .case import Case
 PASSES = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
 
 
-def conventional_pairs(case: Case) -> float:
-    """Pairs of query and key in one head of one batch row, padding counted, causal half."""
-    if case.window is not None:
-        return _pairs(case)
-    if case.causal and case.T_q > 1:
-        return case.T_q * (case.T_k + max(0, case.T_k - case.T_q)) / 2
-    return case.T_q * case.T_k
-
-
-def _pairs(case: Case) -> int:
-    """Pairs of one batch row within the window, exactly."""
-    assert case.window is not None
+def _pairs(case: Case) -> float:
+    """Pairs of query and key in one head of one batch row, by convention."""
+    if case.window is None:
+        half = case.causal and case.T_q > 1
+        return case.T_q * (case.T_k + max(0, case.T_k - case.T_q) if half else 2 * case.T_k) / 2
     position = torch.arange(case.T_q) + (case.T_k - case.T_q)
     left, right = (case.T_k if side is None else side for side in case.window)
     high = (position + (0 if case.causal else right)).clamp(max=case.T_k - 1)
@@ -35,7 +28,7 @@ def _pairs(case: Case) -> int:
 
 def flops(case: Case) -> float:
     """Floating-point operations by convention."""
-    return 4.0 * case.B * case.H_q * case.D * conventional_pairs(case) * PASSES[case.direction]
+    return 4.0 * case.B * case.H_q * case.D * _pairs(case) * PASSES[case.direction]
 
 
 def row_bytes(case: Case) -> int:

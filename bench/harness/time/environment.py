@@ -44,14 +44,19 @@ def output_of(command: list[str]) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """Versions and the GPU, if any, as JSON values."""
+    """Versions and the current GPU, if any, as JSON values."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    commit = None
+    commit = gpu = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = output_of(["git", "rev-parse", "HEAD"])
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        capability = f"{properties.major}.{properties.minor}"
+        gpu = {"name": properties.name, "capability": capability, **smi(_DEVICE)}
+        gpu["sm_count"] = properties.multi_processor_count
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -60,7 +65,7 @@ def collect() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "commit": commit,
         "kernels": fingerprints(),
-        "gpu": _gpu() if torch.cuda.is_available() else None,
+        "gpu": gpu,
     }
 
 
@@ -77,17 +82,6 @@ def fingerprints() -> dict[str, str]:
             )
         ).hexdigest()[:16]
         for group, patterns in SOURCES.items()
-    }
-
-
-def _gpu() -> dict[str, Any]:
-    """The current CUDA device: properties from torch and from nvidia-smi."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "sm_count": properties.multi_processor_count,
-        **smi(_DEVICE),
     }
 
 

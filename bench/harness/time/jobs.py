@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...kernels.launch import tiles
 from ...models.gpt import GPTConfig
@@ -75,7 +76,8 @@ def gpu_jobs(which: str) -> dict[str, Job]:
         # A backward also runs the forward.
         kinds = ("forward",) if case.direction == "forward" else ("forward", "backward")
         kinds = ("decode",) if case.family == "decode" else kinds
-        cases.append((case.name, Job(partial(_attention, case), kinds, (case,))))
+        measure = partial(run_case, case, side_by_side(case.device))
+        cases.append((case.name, Job(measure, kinds, (case,))))
     H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
     training = {}
     for T in (1024, 4096) if which == "quick" else (1024, 4096, 16384):
@@ -94,14 +96,9 @@ def gpu_jobs(which: str) -> dict[str, Job]:
 
 
 def _environment(bench: Bench) -> list[Record]:
-    """Record of the environment of the other records: see `environment.collect` and `ceilings`."""
-    return [{"environment": environment.collect(), "ceilings": ceilings(bench)}]
+    """The environment of the other records, see `environment.collect`, and limits of this GPU.
 
-
-def ceilings(bench: Bench) -> dict[str, float]:
-    """Measured limits of this GPU: a bf16 matrix product, a copy, an empty sample.
-
-    matmul_tflops of 8192 x 8192 x 8192 on normal data; copy_gbps of bytes read and written;
+    matmul_tflops of 8192 x 8192 x 8192 on normal data in bf16; copy_gbps of bytes read and written;
     empty_ms between two successive events, an overhead of every time.
     """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -117,16 +114,13 @@ def ceilings(bench: Bench) -> dict[str, float]:
         if isinstance(result, Failure):
             raise RuntimeError(result.reason)
         ms[name] = result["median"]
-    return {
+    ceilings = {
         "matmul_tflops": round(2 * 8192**3 / ms["matmul"] / 1e9, 1),
         "copy_gbps": round(2 * source.numel() / ms["copy"] / 1e6, 1),
         "empty_ms": ms["nothing"],
         **bench.readings,
     }
-
-
-def _attention(case: Case, bench: Bench) -> list[Record]:
-    return run_case(case, side_by_side(case.device), bench)
+    return [{"environment": environment.collect(), "ceilings": ceilings}]
 
 
 def record(family: str, name: str, implementation: str, **figures: Any) -> Record:
@@ -137,7 +131,8 @@ def record(family: str, name: str, implementation: str, **figures: Any) -> Recor
 
 def _host_cost(bench: Bench) -> list[Record]:
     name = "host cost of a call"
-    costs = overhead.call_costs().items()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        costs = overhead.host_costs(overhead.calls("cuda")).items()
     return [record("overhead", name, call, host_us=round(us, 2)) for call, us in costs]
 
 

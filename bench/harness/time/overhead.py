@@ -25,7 +25,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import dispatch
 from ...cache.views import view_of_tensors
@@ -133,12 +132,6 @@ ROWS: dict[str, Callable[[str], Call]] = {
     "decode": partial(_decode, paged=False),
     "decode, paged": partial(_decode, paged=True),
 }
-
-
-def call_costs() -> dict[str, float]:
-    """Host microseconds of each of `calls` on a GPU."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return host_costs(calls("cuda"))
 
 
 def bare_launch(call: Function) -> Function:

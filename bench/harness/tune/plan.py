@@ -218,13 +218,9 @@ def steps(shapes: Iterable[Shape], gpu: Gpu) -> list[Step]:
     for choices_of in (_plain_choices, _other_calls):
         for shape in shapes:
             choices = list(choices_of(shape, gpu))
-            made += [_verification(shape, choices), *choices]
+            pairs = dict.fromkeys(p for x in choices for c in x.candidates for p in c.verified)
+            made += [Verification(tuple(pairs), shape.dtype, shape.BLOCK_D), *choices]
     return made
-
-
-def _verification(shape: Shape, choices: Iterable[Choice]) -> Verification:
-    pairs = (p for choice in choices for c in choice.candidates for p in c.verified)
-    return Verification(tuple(dict.fromkeys(pairs)), shape.dtype, shape.BLOCK_D)
 
 
 def _plain_choices(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
@@ -253,12 +249,11 @@ def _plain_choices(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
 
 
 def _other_calls(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
-    for calls in CALLS:
-        # A bias is loaded by TMA, or has no tiles of its own.
-        by_tma = gpu.arch in TMA and SIZES[shape.dtype] == 2
-        if calls == "plain" or (calls == "bias" and not by_tma):
-            continue
-        for kernel in _ATTENTION:
+    # A bias is loaded by TMA, or has no tiles of its own.
+    by_tma = gpu.arch in TMA and SIZES[shape.dtype] == 2
+    left_out = ("plain",) if by_tma else ("plain", "bias")
+    for calls, kernel in itertools.product(CALLS, _ATTENTION):
+        if calls not in left_out:
             yield tile_choice(kernel, calls, shape, gpu)
 
 

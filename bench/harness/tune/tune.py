@@ -242,8 +242,13 @@ class Tuner:
             tried.append({**choice.key, **candidate.row, field: outcome})
             if isinstance(outcome, float):
                 times[candidate.name] = outcome
-            best = _best_so_far(choice, times) if times else ""
-            self.tell(note=f"{len(tried)} of {len(choice.candidates)}{best}")
+            note = f"{len(tried)} of {len(choice.candidates)}"
+            if times:
+                best = min(times, key=times.__getitem__)
+                note += f"; best so far {best} {times[best]:.4g} ms"
+            if choice.shipped.name in times:
+                note += f", {100 * (1 - times[best] / times[choice.shipped.name]):.1f} % less"
+            self.tell(note=note)
 
         def why_passed_over(candidate: Candidate) -> str | None:
             if candidate.name in bench.broken:
@@ -268,13 +273,6 @@ class Tuner:
             if verdict not in (RIGHT, "not verified"):
                 return f"verification of {' '.join(pair)} says: {verdict}"
         return None
-
-
-def _best_so_far(choice: Choice, times: Mapping[str, float]) -> str:
-    best = min(times, key=times.__getitem__)
-    shipped = times.get(choice.shipped.name)
-    gained = "" if shipped is None else f", {1 - times[best] / shipped:.1%} less".replace("%", " %")
-    return f"; best so far {best} {times[best]:.4g} ms{gained}"
 
 
 def main() -> None:
