@@ -11,7 +11,7 @@ from fastattn.cache.append import append
 from fastattn.cache.views import view_of_tensors
 from fastattn.cache_view import CacheView
 from fastattn.compat.flash_attn import flash_attn_with_kvcache
-from fastattn.quantization import quantize_rows
+from fastattn.quantization import codes_within, quantize_rows
 from fastattn.testing.budget import assert_within_budget
 
 H, S, D, T = 2, 4, 16, 3
@@ -47,11 +47,24 @@ class Pool(NamedTuple):
     memory: list[Tensor]
 
 
+def codes_and_scale(quantize: str | None) -> tuple[str | None, Tensor | None]:
+    """Kind of codes, and the scale that is given: numbers too large for it become the largest."""
+    codes, _, per = (quantize or "").partition(" a ")
+    least = 1 / (60 if codes == "int8" else 400)
+    scales = {"head": torch.tensor([least, least / 2]), "tensor": torch.tensor([least / 2])}
+    return codes or None, scales.get(per)
+
+
 def make_pool(case: Case, quantize: str | None, device: str) -> Pool:
     P = len(case.lengths) if case.table is None else 10 if len(case.table) > 5 else 5
-    dtype = {None: torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[quantize]
-    buffers = [torch.full((P + 2, H, S, D), 7.0, device=device).to(dtype) for _ in "kv"]
-    scales = [torch.full((P + 2, H, S), 7.0, device=device) for _ in "kv" if quantize]
+    codes, given = codes_and_scale(quantize)
+    dtype = {None: torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[codes]
+    if given is None:
+        buffers = [torch.full((P + 2, H, S, D), 7.0, device=device).to(dtype) for _ in "kv"]
+        scales = [torch.full((P + 2, H, S), 7.0, device=device) for _ in "kv" if quantize]
+    else:  # as a server has them: K and V side by side, tokens before heads
+        both = torch.full((P + 2, S, H, 2 * D), 7.0, device=device).to(dtype).transpose(1, 2)
+        buffers, scales = [both[..., :D], both[..., D:]], [given.to(device) for _ in "kv"]
 
     def rows(x: list | None) -> Tensor | None:
         return None if x is None else torch.tensor(x, device=device)
@@ -59,7 +72,10 @@ def make_pool(case: Case, quantize: str | None, device: str) -> Pool:
     view = view_of_tensors(
         *(x[1:-1] for x in buffers),
         rows(case.lengths),
-        **{f"{name}_scale": x[1:-1] for name, x in zip("kv", scales, strict=False)},
+        **{
+            f"{name}_scale": x[1:-1] if given is None else x
+            for name, x in zip("kv", scales, strict=False)
+        },
         block_table=rows(case.table),
         batch_index=rows(case.batch_index),
         starts=rows(case.starts),
@@ -90,6 +106,7 @@ def place_of(case: Case, pages: int, row: int, position: int, end: int) -> tuple
 
 def expected_memory(case: Case, pool: Pool, k: Tensor, v: Tensor, quantize: str | None):
     memory = [x.clone() for x in pool.memory]
+    codes_of, given = codes_and_scale(quantize)
     inner = [x[1:-1] for x in memory]
     for b, row in enumerate(case.batch_index or range(len(case.lengths))):
         first = case.lengths[row]
@@ -99,7 +116,9 @@ def expected_memory(case: Case, pool: Pool, k: Tensor, v: Tensor, quantize: str 
                 continue
             page, slot = place
             for n, x in enumerate((k[b, :, i], v[b, :, i])):
-                if quantize:
+                if given is not None:
+                    codes = codes_within(x, given.to(x.device)[:, None], codes_of)
+                elif quantize:
                     codes, scale = quantize_rows(x, quantize)
                     inner[2 + n][page, :, slot] = scale
                 inner[n].view(torch.uint8)[page, :, slot] = (codes if quantize else x).view(
@@ -109,8 +128,11 @@ def expected_memory(case: Case, pool: Pool, k: Tensor, v: Tensor, quantize: str 
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("quantize", [None, "int8", "fp8"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [(name, quantize) for name in CASES for quantize in (None, "int8", "fp8")]
+    + [("paged", f"{codes} a {per}") for codes in ("int8", "fp8") for per in ("head", "tensor")],
+)
 def test_nothing_but_the_places_of_its_tokens_is_written(name, quantize, backend, device):
     case = CASES[name]
     pool = make_pool(case, quantize, device)

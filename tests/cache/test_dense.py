@@ -141,10 +141,6 @@ def test_left_padding_is_hidden_moves_with_rows_and_is_forgotten():
     cache.set_starts(torch.zeros(B).int())
     cache.set_starts(None)
     assert cache.starts is None
-    with pytest.raises(ValueError, match=r"starts must have shape \[3\], got \[2\]"):
-        cache.set_starts(torch.tensor([1, 1]))
-    with pytest.raises(TypeError, match=r"starts must be an int32 or int64 tensor"):
-        cache.set_starts(torch.ones(B))
 
 
 def test_view_shares_the_buffers_and_is_of_the_rows_asked_for():
@@ -157,7 +153,3 @@ def test_view_shares_the_buffers_and_is_of_the_rows_asked_for():
     view = cache.view(index)
     assert (view.batch_size, view.length_bound) == (2, 3)
     assert torch.equal(view.gather()[0], cache.k[index, :, :3])
-    with pytest.raises(TypeError, match=r"batch_index must be an int32 or int64 tensor"):
-        cache.view(torch.tensor([0.0]))
-    with pytest.raises(ValueError, match=r"batch_index must have shape \[3\], got \[4\]"):
-        cache.view(torch.tensor([0, 1, 2, 0]))

@@ -53,9 +53,10 @@ def test_generated_calls(call: str, seed: int, one_thread: None, device: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["contiguous", "pages-of-3", "pages-of-16"])
-@pytest.mark.parametrize(("D", "D_v"), [(15, 20), (60, 59)])
-def test_rows_without_padding(D: int, D_v: int, kind: str, backend: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "D", "D_v"), [("contiguous", 15, 20), ("pages-of-3", 60, 59), ("pages-of-16", 15, 20)]
+)
+def test_rows_without_padding(kind: str, D: int, D_v: int, backend: str, device: str) -> None:
     """Somebody else's cache, whose rows are no whole 16 bytes and start anywhere."""
     q, k, v, lengths = tokens(device, D=D, D_v=D_v, dtype=torch.float16)
     filled = fill(kind, k, v, lengths)

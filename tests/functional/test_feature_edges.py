@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import reference
 from fastattn.kernels import backward, backward_dkv, forward
 from fastattn.kernels.launch import tiles
 from fastattn.testing import assert_matches_reference, make_qkv
@@ -57,27 +56,6 @@ def test_rows_past_the_last_add_nothing_whatever_their_scores(device: str) -> No
     bias[:, reach + T_k :] = 300.0
     inputs = make_qkv(1, 2, 1, T_q, T_k, 8, device=device)
     assert_matches_reference(triton_attention, *inputs, relative_bias=bias)
-
-
-def test_packed_keys_past_their_lengths_reach_nothing(device: str) -> None:
-    q, k, v = packed_inputs(40, 40, 8, device)
-    starts = torch.tensor([0, 19, 19, 40], device=device)
-    lengths = torch.tensor([7, 0, 18], device=device)
-    hidden = torch.ones(40, dtype=torch.bool, device=device)
-    hidden[:7] = hidden[19:37] = False
-    bad = [x.masked_fill(hidden[:, None, None], math.nan) for x in (k, v)]
-    assert_matches_reference(
-        triton_varlen,
-        q,
-        *bad,
-        starts,
-        starts,
-        clean=(q, k, v),
-        key_lengths=lengths,
-        causal=True,
-        oracle=reference.attention_varlen,
-        relative_bias=draw(2, 5).to(device),
-    )
 
 
 def test_neighbours_in_the_pack_reach_nothing(device: str) -> None:

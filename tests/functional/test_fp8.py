@@ -118,11 +118,16 @@ def test_codes_can_be_packed_at_once():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+@pytest.mark.parametrize("layout", ["bhtd", "bthd", "sequences"])
 def test_fake_codes_are_like_real_ones(packed: bool, layout: str, device: str):
-    x, _, _ = make_qkv(2, 4, 2, 20, D=64, layout=layout, requires_grad=False, device=device)
-    real = fp8_ops.quantize_heads.op(x, None, None, packed)
-    fake = fp8_ops.quantize_heads.op(x.to("meta"), None, None, packed)
+    sequences = layout == "sequences"
+    sizes = {"B": 1 if sequences else 2, "layout": "bhtd" if layout == "bhtd" else "bthd"}
+    x = make_qkv(H_q=4, H_k=2, T_q=20, D=64, requires_grad=False, device=device, **sizes)[0]
+    offsets = torch.tensor([0, 5, 5, 20], device=device) if sequences else None
+    real = fp8_ops.quantize_heads.op(x, None, offsets, packed)
+    fake = fp8_ops.quantize_heads.op(
+        x.to("meta"), None, None if offsets is None else offsets.to("meta"), packed
+    )
     for ours, theirs in zip(fake, real, strict=True):
         described = (ours.shape, ours.stride(), ours.dtype)
         assert described == (theirs.shape, theirs.stride(), theirs.dtype)

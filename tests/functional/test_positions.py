@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import attention, attention_block_backward, attention_block_forward
+from fastattn import attention
 from fastattn.kernels.launch import tiles
-from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
+from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import draw, to_device
 from fastattn.testing.option_examples import near_or_striped, squash, squash_grad
 
@@ -83,47 +83,6 @@ def test_blocks_that_stand_anywhere(name: str, device: str) -> None:
     q, k, v = make_qkv(1, H_q, H_k, T_q, T_k, D, device=device)
     options = to_device({**OPTIONS[name], "positions": POSITIONS}, device)
     assert_matches_reference(by_triton, q, k, v, **options)
-
-
-def test_parts_of_a_sequence_add_up_to_it(device: str) -> None:
-    """Two ranks, with blocks 0 and 3 and blocks 1 and 2: every result of the whole and its bits."""
-    T, ranks = 4 * BLOCK, [of_blocks(0, 3), of_blocks(1, 2)]
-    options: dict[str, Any] = {
-        "causal": True,
-        "window": 300,
-        "dropout": 0.4,
-        "dropout_seed": torch.tensor([5, 6], device=device),
-        "relative_bias": draw(1, 9).to(device).requires_grad_(),
-        "deterministic": False,
-    }
-    q, k, v = make_qkv(1, 1, 1, T, T, D, device=device)
-    do = draw(1, 1, T, D).to(device)
-    whole, lse = attention(q, k, v, return_lse=True, backend="triton", **options)
-    bias = options["relative_bias"]
-    wanted = torch.autograd.grad(whole, (q, k, v, bias), do)
-    whole, lse = whole.detach(), lse.detach()
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    dbias = torch.zeros_like(bias)
-    for mine in ranks:
-        at = mine.to(device).long()
-        parts = []
-        for theirs in ranks:
-            there = theirs.to(device).long()
-            given = {**options, "positions": (mine.to(device)[None], theirs.to(device)[None])}
-            given["backend"] = "triton"
-            qkv = (q[:, :, at].detach(), k[:, :, there].detach(), v[:, :, there].detach())
-            parts.append(attention_block_forward(*qkv, **given))
-            of_whole = (whole[:, :, at], lse[:, :, at])
-            actual = attention_block_backward(do[:, :, at], *qkv, *of_whole, **given)
-            dq[:, :, at] += actual.dq
-            dk[:, :, there] += actual.dk
-            dv[:, :, there] += actual.dv
-            dbias += actual.of_options["relative_bias"]
-        o, part_lse = fastattn.merge(*parts[0], *parts[1])
-        assert_within_budget("o", o, whole[:, :, at].double(), whole[:, :, at])
-        assert_within_budget("lse", part_lse, lse[:, :, at].double(), lse[:, :, at])
-    for name, x, exact in zip(("dq", "dk", "dv", "bias"), (dq, dk, dv, dbias), wanted, strict=True):
-        assert_within_budget(name, x, exact.double(), exact)
 
 
 def test_dropout_drops_what_it_drops_of_the_whole() -> None:

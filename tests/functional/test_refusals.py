@@ -27,6 +27,7 @@ from fastattn import (
     attention_weights,
     cascade_attention,
     decode_attention,
+    decode_selected,
     explain_fp8,
     indexer_loss,
     rotary,
@@ -286,6 +287,18 @@ INDICES, INDEX = Z(1, 2, 3, 1).int(), ones(1, 2, 3, 4)
 def selected(**change: Any) -> Any:
     given = dict(zip("qkv", make_qkv(1, 4, 2, 3, 20, 8), strict=True))
     return selected_attention(**{**given, "indices": INDICES, "block": (1, 16), **change})
+
+
+LISTED = PagedKVCache(8, 8, 2, 16)
+LISTED.append([LISTED.allocate(), LISTED.allocate()], Z(2, 2, 5, 16), Z(2, 2, 5, 16))
+TURNED = LISTED.view(LISTED.rows)
+TURNED = TURNED._replace(k=TURNED.k.transpose(1, 2).contiguous().transpose(1, 2))
+WIDE = Z(1, 1, 1, 8).double()
+
+
+def listed(**change: Any) -> Any:
+    call = {"q": Z(2, 4, 2, 16), "cache": LISTED, "indices": Z(2, 1, 2, 2).int(), "block_k": 8}
+    return decode_selected(**{**call, **change})
 
 
 def loss(**change: Any) -> Any:

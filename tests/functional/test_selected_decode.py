@@ -89,29 +89,3 @@ def test_deepseek_s_choice_of_tokens_is_read_from_latents(device: str) -> None:
     o = decode_selected(q, cache, lists, block_k=1, scale=0.2)
     wanted = selected_attention(q, kv, kv[..., :32], lists, block=(1, 1), scale=0.2)
     torch.testing.assert_close(o, wanted)
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"block_k": 3}, "block_k must divide the page size 8, got 3"),
-        (
-            {"indices": torch.zeros(B, 3, T, 2, dtype=torch.int32)},
-            "multiple of 2 that divides q's 4",
-        ),
-        ({"indices": torch.zeros(B, 1, 1, 2, dtype=torch.int32)}, r"shape \[2, H_s, 2, n\], got"),
-        ({"q": torch.zeros(B, 4, T, 8)}, r"q must have shape \[2, H_q, T_q, 16\]"),
-    ],
-)
-def test_what_does_not_fit_is_named(changes: dict[str, Any], match: str) -> None:
-    cache, _, _ = filled("8", 2, "cpu")
-    call: dict[str, Any] = {
-        "q": torch.zeros(B, 4, T, D), "indices": torch.zeros(B, 1, T, 2, dtype=torch.int32),
-        "block_k": 8, **changes,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=match):
-        decode_selected(cache=cache, **call)
-    view = cache.view(cache.rows)
-    other = view._replace(k=view.k.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match="cache must have pages of heads of slots that follow"):
-        decode_selected(torch.zeros(B, 4, T, D), other, torch.zeros(B, 1, T, 2).int(), block_k=8)

@@ -26,43 +26,6 @@ def output_and_gradients(function, inputs):
     return (o.detach(), *torch.autograd.grad(o.float().sin().sum(), inputs))
 
 
-def op_arguments(**options):
-    q, k, v = make_qkv(**SIZES, **options)
-    masks = (torch.ones(2, 20, dtype=torch.bool), torch.tensor([3, 20]), torch.tensor([0, 1]))
-    masks = tuple(x.to(q.device) for x in masks)
-    return [
-        (q, k, v, *schema.flat(Options(causal=True, scale=0.25))),
-        (q, k, v, *schema.flat(Options(*masks, left=4, scale=0.25, atomic_dq=True))),
-    ]
-
-
-# Every pair of layout, masks and dtype.
-@pytest.mark.parametrize(
-    ("layout", "which", "dtype"),
-    [
-        pytest.param("bhtd", 0, torch.float32, id="bhtd-causal-fp32"),
-        pytest.param("bhtd", 1, torch.bfloat16, id="bhtd-masks-bf16"),
-        pytest.param("bthd", 0, torch.bfloat16, id="bthd-causal-bf16"),
-        pytest.param("bthd", 1, torch.float32, id="bthd-masks-fp32"),
-    ],
-)
-def test_forward_op_is_registered_right(layout, which, dtype, device: str) -> None:
-    arguments = op_arguments(dtype=dtype, device=device, layout=layout)[which]
-    torch.library.opcheck(attend.attention_forward.op, arguments)
-
-
-def test_backward_op_is_registered_right(device: str) -> None:
-    arguments = [
-        x.detach() if isinstance(x, torch.Tensor) else x
-        for x in op_arguments(device=device, layout="bthd")[1]
-    ]
-    o, lse = attend.attention_forward.op(*arguments)
-    torch.library.opcheck(
-        attend.attention_backward.op,
-        (torch.randn_like(o), torch.randn_like(lse), *arguments[:3], o, lse, *arguments[3:]),
-    )
-
-
 # torch's own inductor still imports what torch deprecates.
 @pytest.mark.parametrize("backend", gate_cases(["eager", "aot_eager"], ["inductor"]))
 def test_compiles_as_one_graph(backend: str, device: str) -> None:
@@ -79,16 +42,6 @@ def test_compiles_as_one_graph(backend: str, device: str) -> None:
         output_and_gradients(compiled, inputs), output_and_gradients(model, inputs), strict=True
     ):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
-
-
-def test_compiles_for_every_length(device: str) -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(causal, fullgraph=True, backend=counter, dynamic=True)
-    for T in (20, 33, 5):
-        inputs = make_qkv(**{**SIZES, "T_q": T}, device=device)
-        torch.testing.assert_close(compiled(*inputs), causal(*inputs), rtol=0, atol=0)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

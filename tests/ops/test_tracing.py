@@ -144,7 +144,6 @@ def compiled_count(
     ("function", "how", "most"),
     [
         (attend, "automatic", 3),
-        (attend, "marked", 2),
         (torchs, "dynamic", 3),
         (scaled_by_length, "marked", 2),
     ],

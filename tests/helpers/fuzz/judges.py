@@ -1,6 +1,7 @@
 """Judges of a case's results: the oracle, within the error budget."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -112,7 +113,7 @@ def _compare(
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
         clean = _packed(inputs(turned if turn == 3 else case, f"/{turn}"), starts)
-        tested = _with_poison(case, clean, options, bool(starts))
+        tested = _with_poison(case, clean, options, starts)
         backward = case.learns and turn == 0
         assert_matches_reference(
             ours,
@@ -193,10 +194,17 @@ def _packed(rows: tuple[Tensor, ...], starts: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 def _with_poison(
-    case: Case, clean: tuple[Tensor, ...], options: dict[str, Any], packed: bool
+    case: Case, clean: tuple[Tensor, ...], options: dict[str, Any], starts: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """q, k and v with NaN or inf in keys and values that no query may see."""
-    if "nan" not in case.traits or packed:
+    if "nan" not in case.traits:
+        return clean
+    if starts and "key_lengths" in options:
+        counts = starts[1].diff()
+        place = torch.arange(int(starts[1][-1])) - starts[1][:-1].repeat_interleave(counts)
+        unseen = place >= options["key_lengths"].repeat_interleave(counts)
+        return clean[0], *(x.masked_fill(unseen[:, None, None], math.nan) for x in clean[1:])
+    if starts:
         return clean
     documents = options.get("documents")
     exists = reference.existing_keys(
