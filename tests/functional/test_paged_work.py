@@ -12,8 +12,8 @@ from fastattn.kernels.launch.interpreter import mend
 from fastattn.kernels.launch.tiles import TileConfig
 
 H_Q, H_K, D, SIZE = 16, 1, 16, 16
-NEW = (300, *[1] * 15, 0)
-HELD = (1500, *range(950, 1400, 30), 777)
+NEW = (192, *[1] * 15, 0)
+HELD = (960, *range(650, 1100, 30), 777)
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"

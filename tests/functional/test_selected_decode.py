@@ -22,20 +22,6 @@ B, T, D = 2, 2, 16
 LENGTHS = [37, 5]
 
 
-def seen(lists: Tensor, block_k: int, heads: int) -> list[Tensor]:
-    """bool [heads, T, n] of each row: whether a new token sees a key, said key by key."""
-    masks = []
-    for of_row, n in zip(lists, LENGTHS, strict=True):
-        mask = torch.zeros(heads, T, n, dtype=torch.bool)
-        for h in range(heads):
-            for t in range(T):
-                named = set(of_row[h * len(of_row) // heads, t].tolist())
-                for key in range(n - T + t + 1):
-                    mask[h, t, key] = key // block_k in named
-        masks.append(mask)
-    return masks
-
-
 def filled(kind: str, heads: int, device: str) -> tuple[Any, Tensor, Tensor]:
     """A cache of rows of LENGTHS, NaN elsewhere, and its keys and values."""
     k, v = draw(B, heads, 40, D).to(device), draw(B, heads, 40, D, seed=1).to(device)
@@ -69,8 +55,9 @@ def test_new_tokens_see_what_their_lists_name(
     o, lse = decode_selected(
         q, cache, lists.to(device), block_k=block_k, backend=backend, return_lse=True
     )
-    for b, (mask, n) in enumerate(zip(seen(lists, block_k, H_q), LENGTHS, strict=True)):
-        mask = mask.to(device)[None]
+    for b, n in enumerate(LENGTHS):
+        mask = reference.selected_mask(lists[b : b + 1], (1, block_k), H_q, T, n, None)
+        mask = (mask & torch.ones(T, n, dtype=torch.bool).tril(n - T)).to(device)
         call = [x[b : b + 1] for x in (q, k[:, :, :n], v[:, :, :n])]
         exact = [x.double() for x in call]
         ref = reference.attention(*exact, attn_mask=mask, return_lse=True)
