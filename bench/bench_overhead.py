@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, nn
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
@@ -22,12 +23,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(scope="module")
 def device():
     """The GPU, or a CPU whose launches go to the stand-in driver."""
-    import triton
-
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not launched")
-    stand_in = contextlib.nullcontext() if DEVICE == "cuda" else overhead.stand_in_gpu()
-    with stand_in:
+    with contextlib.nullcontext() if DEVICE == "cuda" else overhead.stand_in_gpu():
         yield DEVICE
 
 
@@ -58,8 +56,7 @@ class _Calling(nn.Module):
         self.function = function
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        function = self.function or F.scaled_dot_product_attention
-        return function(q, k, v)
+        return (self.function or F.scaled_dot_product_attention)(q, k, v)
 
 
 class _Eager(nn.Module):
@@ -90,11 +87,10 @@ def test_host_cost_of_doors(benchmark, device, fewest):
         "a module, swapped": swapped,
         "a module, captured": captured,
     }
+    functions = {name: partial(call, *tensors) for name, call in calls.items()}
     try:
         with torch.no_grad(), patch_sdpa():
-            costs = overhead.host_costs(
-                {name: partial(call, *tensors) for name, call in calls.items()}, rounds=4 * fewest
-            )
+            costs = overhead.host_costs(functions, rounds=4 * fewest)
             benchmark.pedantic(partial(swapped, *tensors), rounds=10 * fewest, iterations=10)
     finally:
         restore_flash_attention_impl(_raise_warn=False)

@@ -22,7 +22,7 @@ class Inputs:
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
     grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
-    bool [B, T_k]. option: the case's option tensors by name, see `option_shapes`.
+    bool [B, T_k]. option: the case's option tensors by name.
     """
 
     q: Tensor
@@ -67,23 +67,18 @@ def make_inputs(case: Case, *, empty: bool = False) -> Inputs:
         else:
             keys = torch.arange(case.T_k, device=device)
             inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
-    for name, shape in option_shapes(case).items():
-        wide = dtype if name == "attn_bias" else torch.float32
-        x = torch.randn(shape, generator=generator, device=device, dtype=wide)
-        inputs.option[name] = x > -1 if name == "attn_mask" else x
-    return inputs
-
-
-def option_shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes of the option's tensors: alibi_slopes, attn_bias, attn_mask (bool), relative_bias."""
-    assert case.option in OPTIONS, case.option
     shapes: dict[str, tuple[int, ...]] = {
         "alibi_slopes": (case.H_q,),
         "attn_bias": (1, case.H_q, case.T_q, case.T_k),
-        "attn_mask": (1, 1, case.T_q, case.T_k),
+        "attn_mask": (1, 1, case.T_q, case.T_k),  # bool
         "relative_bias": (case.H_q, 2 * _REACH + 1),
     }
-    return {name: shapes[name] for name in filter(None, case.option.split("+"))}
+    assert case.option in OPTIONS, case.option
+    for name in filter(None, case.option.split("+")):
+        wide = dtype if name == "attn_bias" else torch.float32
+        x = torch.randn(shapes[name], generator=generator, device=device, dtype=wide)
+        inputs.option[name] = x > -1 if name == "attn_mask" else x
+    return inputs
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -61,14 +61,13 @@ def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:
     """The case's mask in FlexAttention's form; None = all visible."""
     offset = case.T_k - case.T_q
     left, right = case.window or (None, None)
+    right = 0 if case.causal else right
     lengths, padding = inputs.key_lengths, inputs.key_padding_mask
     if not ((case.causal and case.T_q > 1) or case.window or case.lengths):
         return None
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         keep = j >= 0
-        if case.causal:
-            keep = keep & (j <= i + offset)
         if left is not None:
             keep = keep & (i + offset - j <= left)
         if right is not None:

@@ -26,25 +26,22 @@ def row(kernel, config, calls="plain", **change):
     return {"kernel": kernel, "calls": calls, **config, **MEASURED, **COMMON, **change}
 
 
+NO_SLACK = forward_config(64, False)._replace(SLACK=0)
 FP8 = fp8_config(64, False)._replace(BLOCK=64, CONSUMERS=3)
 ONE_PASS = backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)
+TORCH = {"direction": "training", "dtype": "bfloat16", "head_dim": 128, "causal": True}
+TORCH |= {"waves": "many", "backend": "torch", "ms": {"hopper": 2.0, "torch": 1.5}}
 ROWS = {
     "tiles": [
         row("forward", asdict(TILE), gain=0.15),
         row("forward", asdict(TILE), "masked", gain=0.1),
-        row("hopper_forward", forward_config(64, False)._replace(SLACK=0)._asdict(), gain=0.0),
+        row("hopper_forward", NO_SLACK._asdict(), gain=0.0),
         row("hopper_fp8", FP8._asdict(), gain=0.1),
         row("hopper_one_pass", ONE_PASS._asdict(), gain=0.05),
         # Of a GPU that takes another one's table.
         row("decode", asdict(TILE), gain=0.5, arch="sm_89"),
     ],
-    "backends": [
-        {
-            **{"direction": "training", "dtype": "bfloat16", "head_dim": 128, "causal": True},
-            **{"waves": "many", "backend": "torch", "ms": {"hopper": 2.0, "torch": 1.5}},
-            **{"gain": 0.25, "date": "2026-11-21"},
-        }
-    ],
+    "backends": [TORCH | {"gain": 0.25, "date": "2026-11-21"}],
 }
 
 

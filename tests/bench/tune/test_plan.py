@@ -144,15 +144,13 @@ def stored(tmp_path):
     """Stores and reads the row of a choice whose last candidate takes half of the shipped time."""
 
     def store_and_read(choice):
-        last = choice.candidates[-1]
-        samples = {choice.shipped.name: [[2.0] * 10], last.name: [[1.0] * 10]}
+        samples = {choice.shipped.name: [[2.0] * 10], choice.candidates[-1].name: [[1.0] * 10]}
         finals = {name: each * len(choice.cases) for name, each in samples.items()}
         row = Outcome(choice, {}, finals).row()
-        assert row is not None and row["gain"] == 0.5
+        assert row["gain"] == 0.5
         store = Store(Environment("imaginary", 132, "1", "2", "3", "4"), tmp_path)
         assert store.put(choice.kind, {**row, "arch": "sm_90"})
-        (actual,) = store.read(choice.kind)
-        return actual
+        return store.read(choice.kind)[0]
 
     yield store_and_read
     tiles.install((), tiles.current_device())
@@ -191,11 +189,11 @@ def test_splits_of_decoding_are_looked_up(stored, monkeypatch):
 @pytest.mark.parametrize("waves", ["few", "some", "many"])
 def test_backends_and_passes_are_found(stored, waves, monkeypatch):
     backends = backend_choice("training", SHAPE, True, waves, 132, hopper=True)
-    assert backends is not None and backends.cases[0].direction == "forward_backward"
+    assert backends.cases[0].direction == "forward_backward"
     rows = {"backends": [stored(backends)], "passes": [stored(pass_choice("hopper", SHAPE))]}
     monkeypatch.setattr(choices, "environment", lambda _: Environment("x", 132, "", "", "", ""))
     actual = choices.adopt(torch.device("cuda", 7), rows)
     row = actual.fastest("training", torch.bfloat16, 64, True, waves)
-    assert row is not None and (row["backend"], row["ms"]) == ("torch", {"hopper": 2, "torch": 1})
+    assert (row["backend"], row["ms"]) == ("torch", {"hopper": 2, "torch": 1})
     assert actual.fastest("forward", torch.bfloat16, 64, True, waves) is None
     assert actual.passes["hopper", "bfloat16", 64]["passes"] == "two"
