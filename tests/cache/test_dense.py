@@ -1,4 +1,4 @@
-"""KVCache: lengths on the host and in tensors, rows, padding and messages."""
+"""KVCache: lengths on the host and in tensors, rows, padding; no value is read back."""
 
 import copy
 
@@ -153,3 +153,37 @@ def test_view_shares_the_buffers_and_is_of_the_rows_asked_for():
     view = cache.view(index)
     assert (view.batch_size, view.length_bound) == (2, 3)
     assert torch.equal(view.gather()[0], cache.k[index, :, :3])
+
+
+def use(cache: KVCache, rows: torch.Tensor) -> None:
+    k, v = (torch.ones(B, H, 2, width, device=cache.k.device) for width in (D, DV))
+    cache.append(k, v)
+    cache.append(k, v, new_lengths=rows)
+    cache.append(k, v)
+    cache.truncate(rows)
+    cache.truncate(3)
+    cache.reorder(rows)
+    cache.reset()
+
+
+def test_no_value_is_read_back_while_there_is_room():
+    """Meta tensors have no values: any read of one raises."""
+    cache = KVCache(B, H, MAX, D, value_dim=DV, device="meta")
+    rows = torch.zeros(B, dtype=torch.int64, device="meta")
+    use(cache, rows)
+    k, v = (torch.ones(B, H, 4, width, device="meta") for width in (D, DV))
+    cache.append(k, v, new_lengths=rows)
+    cache.append(k, v)
+    with pytest.raises(RuntimeError, match="meta"):
+        cache.append(k, v)
+
+
+@pytest.mark.gpu
+def test_no_method_waits_for_the_gpu_while_there_is_room():
+    cache = KVCache(B, H, MAX, D, value_dim=DV, device="cuda")
+    rows = torch.tensor([2, 1, 0], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        use(cache, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
