@@ -12,31 +12,7 @@ from refusals import rows_of, served
 from torch import Tensor
 
 import fastattn
-from fastattn import (
-    KVCache,
-    PagedKVCache,
-    append_paged,
-    attention,
-    attention_block_backward,
-    attention_block_forward,
-    attention_fp8,
-    attention_paged,
-    attention_statistics,
-    attention_varlen,
-    attention_varlen_fp8,
-    attention_weights,
-    cascade_attention,
-    decode_attention,
-    decode_selected,
-    explain_fp8,
-    indexer_loss,
-    rotary,
-    rotary_scaling,
-    select_blocks,
-    selected_attention,
-    shared_pages,
-    view_of_tensors,
-)
+from fastattn import rotary, rotary_scaling
 from fastattn.functional.call_options import dense_options
 from fastattn.functional.fp8 import PackedValues
 from fastattn.functional.fp8.codes import E4M3
@@ -52,8 +28,8 @@ Z, DEVICE = torch.zeros, "cuda" if torch.cuda.is_available() else "cpu"
 INTS, ROW = Z(2).int(), torch.arange(4, dtype=torch.int32)[None]
 
 
-def filled(B: int, *, T: int = 5, slots: int = 8, **options: Any) -> KVCache:
-    cache = KVCache(B, 2, slots, 16, **options)
+def filled(B: int, *, T: int = 5, slots: int = 8, **options: Any) -> fastattn.KVCache:
+    cache = fastattn.KVCache(B, 2, slots, 16, **options)
     cache.append(Z(B, 2, T, 16), Z(B, 2, T, 16), backend="torch")
     return cache
 
@@ -114,13 +90,13 @@ def explained(call: Any, explain: Any, given: dict[str, Any]) -> Any:
 
 def dense(**change: Any) -> Any:
     given = dict(zip("qkv", make_qkv(B, H_q, H_k, T_q, T_k, D), strict=True))
-    return explained(attention, fastattn.explain, given | change)
+    return explained(fastattn.attention, fastattn.explain, given | change)
 
 
 def packed(**change: Any) -> Any:
     q, k, v = (x[0].transpose(0, 1).detach() for x in make_qkv(1, H_q, H_k, T_q, T_k, D))
     starts = {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.tensor([0, 2, 5])}
-    return attention_varlen(**{"q": q, "k": k, "v": v, **starts, **change})
+    return fastattn.attention_varlen(**{"q": q, "k": k, "v": v, **starts, **change})
 
 
 def tables(positions: Any = 3, **change: Any) -> Any:
@@ -133,26 +109,28 @@ def rotate(x: Any = X, cos: Any = COS, sin: Any = SIN, **change: Any) -> Any:
 
 Q, CACHE, ONE_ROW = Z(2, 4, 1, 16), filled(2), filled(1)
 RING, ONE_RING = (filled(B, T=9, slots=6, window=4, keep_first=1) for B in (2, 1))
-PADDED = KVCache(1, 2, 8, 16)
+PADDED = fastattn.KVCache(1, 2, 8, 16)
 PADDED.set_starts(torch.tensor([2]))
 
 
 def decode(**change: Any) -> Any:
-    return decode_attention(**{"q": Q, "cache": CACHE, "backend": "torch", **change})
+    return fastattn.decode_attention(**{"q": Q, "cache": CACHE, "backend": "torch", **change})
 
 
 def ring(**change: Any) -> Any:
     given = {"q": Q[:1], "cache": ONE_RING, "window": 3, "keep_first": 1}
-    return decode_attention(**{**given, "backend": "torch", **change})
+    return fastattn.decode_attention(**{**given, "backend": "torch", **change})
 
 
 def cascade(prefix: Any = ONE_ROW, cache: Any = CACHE, *, q: Tensor = Q, **options: Any) -> Any:
-    return cascade_attention(q, prefix, cache, **options)
+    return fastattn.cascade_attention(q, prefix, cache, **options)
 
 
 def view(**change: Any) -> Any:
     pages = Z(2, 1, 4, 16)
-    return view_of_tensors(**{"k": pages, "v": pages, "lengths": torch.tensor([2, 3]), **change})
+    return fastattn.view_of_tensors(
+        **{"k": pages, "v": pages, "lengths": torch.tensor([2, 3]), **change}
+    )
 
 
 CODES, SCALE = dict.fromkeys("kv", Z(2, 1, 4, 16).to(torch.int8)), Z(2, 1, 4)
@@ -167,7 +145,7 @@ def cache_with(**change: Any) -> tuple[Any, ...]:
 
 def paged(**change: Any) -> Any:
     given = {"q": P, "cache": cache_with(), "cu_seqlens_q": torch.tensor([0, 3, 4])}
-    return attention_paged(**{**given, "backend": "torch", **change})
+    return fastattn.attention_paged(**{**given, "backend": "torch", **change})
 
 
 # Rows that share their first page, which the older tokens of one of them fill.
@@ -177,17 +155,19 @@ SHARED["cu_seqlens_q"] = torch.tensor([0, 3, 4])
 
 def shared(**change: Any) -> Any:
     groups = {"rows": torch.tensor([0, 2]), "lengths": torch.tensor([4])}
-    return shared_pages(**{**SHARED, **groups, **change})
+    return fastattn.shared_pages(**{**SHARED, **groups, **change})
 
 
 def over_shared(**change: Any) -> Any:
     given = {"q": P, **SHARED, "shared": shared(), "softcap": 1.0, "window": None} | change
-    return explained(attention_paged, fastattn.explain_paged, {**given, "backend": "torch"})
+    return explained(
+        fastattn.attention_paged, fastattn.explain_paged, {**given, "backend": "torch"}
+    )
 
 
 def paged_scale(scale: Any = None) -> Any:
     codes, scale = PAGES.to(torch.int8), torch.ones(()) if scale is None else scale
-    return view_of_tensors(codes, codes, INTS, k_scale=scale, v_scale=torch.ones(()))
+    return fastattn.view_of_tensors(codes, codes, INTS, k_scale=scale, v_scale=torch.ones(()))
 
 
 def merge(**change: Any) -> Any:
@@ -201,13 +181,13 @@ def values(rows: int, keys: int, length: Any = 3) -> PackedValues:
 def fp8(**change: Any) -> Any:
     code = Z(1, 2, 3, 64).to(E4M3)
     call = {"q": code.repeat(1, 2, 1, 1), "k": code, "v": code}
-    return explained(attention_fp8, explain_fp8, call | change)
+    return explained(fastattn.attention_fp8, fastattn.explain_fp8, call | change)
 
 
 def packed_fp8(**change: Any) -> Any:
     code = Z(3, 2, 64).to(E4M3)
     call = {"q": code, "k": code, "v": code, "cu_seqlens_q": torch.tensor([0, 1, 3])}
-    return attention_varlen_fp8(**(call | change))
+    return fastattn.attention_varlen_fp8(**(call | change))
 
 
 def additive(**change: Any) -> Any:
@@ -223,11 +203,11 @@ QKV = make_qkv(1, 2, 1, 3, 4, 8)
 
 def statistics(**change: Any) -> Any:
     q, k, _ = make_qkv(2, 2, 1, 21, 25, 12)
-    return attention_statistics(q, k, **change)
+    return fastattn.attention_statistics(q, k, **change)
 
 
 def weights(**change: Any) -> Any:
-    return attention_weights(*QKV[:2], **change)
+    return fastattn.attention_weights(*QKV[:2], **change)
 
 
 def append(
@@ -246,7 +226,9 @@ def append(
     how |= {} if positions is None else {"positions": torch.tensor(positions)}
     try:
         k = ones(7, 2, 16, dtype=dtype)
-        append_paged(cache or tuple(pages), k, k, torch.tensor(slots, device=device), **how, **q)
+        fastattn.append_paged(
+            cache or tuple(pages), k, k, torch.tensor(slots, device=device), **how, **q
+        )
     except (TypeError, ValueError):
         assert all((x == 7).all() for x in pages), "something was written"
         raise
@@ -257,11 +239,11 @@ def plan(T: int = 256, ranks: int = 2, **change: Any) -> ContextPlan:
 
 
 def heads(heads: Any = (0, 4)) -> Any:
-    return attention(*make_qkv(1, 4, 2, 4, D=8), heads=heads, dropout=0.5)
+    return fastattn.attention(*make_qkv(1, 4, 2, 4, D=8), heads=heads, dropout=0.5)
 
 
 def positions(positions: Any = (ROW, ROW), **change: Any) -> Any:
-    return attention(*make_qkv(2, 1, 1, 4, 4, 8), positions=positions, **change)
+    return fastattn.attention(*make_qkv(2, 1, 1, 4, 4, 8), positions=positions, **change)
 
 
 def warmup(**change: Any) -> Any:
@@ -272,12 +254,12 @@ HALF, LSE = Z(1, 2, 4, 8).half(), Z(1, 2, 4)
 
 
 def forward(**change: Any) -> Any:
-    return attention_block_forward(HALF, HALF, HALF, **change)
+    return fastattn.attention_block_forward(HALF, HALF, HALF, **change)
 
 
 def backward(**change: Any) -> Any:
     given = dict.fromkeys(("do", "q", "k", "v", "o"), HALF)
-    return attention_block_backward(**{**given, "lse": LSE, **change})
+    return fastattn.attention_block_backward(**{**given, "lse": LSE, **change})
 
 
 BF16 = torch.bfloat16
@@ -286,10 +268,10 @@ INDICES, INDEX = Z(1, 2, 3, 1).int(), ones(1, 2, 3, 4)
 
 def selected(**change: Any) -> Any:
     given = dict(zip("qkv", make_qkv(1, 4, 2, 3, 20, 8), strict=True))
-    return selected_attention(**{**given, "indices": INDICES, "block": (1, 16), **change})
+    return fastattn.selected_attention(**{**given, "indices": INDICES, "block": (1, 16), **change})
 
 
-LISTED = PagedKVCache(8, 8, 2, 16)
+LISTED = fastattn.PagedKVCache(8, 8, 2, 16)
 LISTED.append([LISTED.allocate(), LISTED.allocate()], Z(2, 2, 5, 16), Z(2, 2, 5, 16))
 TURNED = LISTED.view(LISTED.rows)
 TURNED = TURNED._replace(k=TURNED.k.transpose(1, 2).contiguous().transpose(1, 2))
@@ -298,22 +280,22 @@ WIDE = Z(1, 1, 1, 8).double()
 
 def listed(**change: Any) -> Any:
     call = {"q": Z(2, 4, 2, 16), "cache": LISTED, "indices": Z(2, 1, 2, 2).int(), "block_k": 8}
-    return decode_selected(**{**call, **change})
+    return fastattn.decode_selected(**{**call, **change})
 
 
 def loss(**change: Any) -> Any:
     call = {"q_index": INDEX, "k_index": INDEX[:, :1], "w": INDEX[..., 0], "q": INDEX, "k": INDEX}
-    return indexer_loss(**{**call, **change})
+    return fastattn.indexer_loss(**{**call, **change})
 
 
 def select(**change: Any) -> Any:
     q, k, _ = make_qkv(1, 4, 2, 8, 8, 8)
-    return select_blocks(q, k, **{"n": 2, "block_k": 4, **change})
+    return fastattn.select_blocks(q, k, **{"n": 2, "block_k": 4, **change})
 
 
-def pool(**change: Any) -> PagedKVCache:
+def pool(**change: Any) -> fastattn.PagedKVCache:
     sizes = {"num_pages": 2, "page_size": 4, "num_kv_heads": 1, "head_dim": 8}
-    return PagedKVCache(**{**sizes, **change})
+    return fastattn.PagedKVCache(**{**sizes, **change})
 
 
 def compact(first: int = 1, kept: tuple[int, ...] = (2,)) -> None:
@@ -324,7 +306,7 @@ def compact(first: int = 1, kept: tuple[int, ...] = (2,)) -> None:
 
 def tokens(**change: Any) -> Any:
     """To a cache of three rows, of which each holds four tokens."""
-    cache = KVCache(3, 2, 8, 4, value_dim=3)
+    cache = fastattn.KVCache(3, 2, 8, 4, value_dim=3)
     cache.append(Z(3, 2, 4, 4), Z(3, 2, 4, 3), backend="torch")
     return cache.append(**{"k": Z(3, 2, 1, 4), "v": Z(3, 2, 1, 3), "backend": "torch", **change})
 
