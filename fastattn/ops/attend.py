@@ -85,9 +85,11 @@ def by_hopper(
         if not call.from_compiler(error):
             raise
         cause = " ".join(str(error).split())[:200]
-        uncompiled.append(f"a kernel of it does not compile here: {type(error).__name__}: {cause}")
+        reason = f"a kernel of it does not compile here: {type(error).__name__}: {cause}"
+    result = otherwise(*arguments, **_)  # raises if a user's function is what does not compile
+    uncompiled.append(reason)
     warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)
-    return otherwise(*arguments, **_)
+    return result
 
 
 @operator(flops.attended(1, 1))

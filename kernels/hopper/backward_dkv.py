@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..rules.mask import visible
 from ..rules.plans import full_block, masked_block
 from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
@@ -37,7 +36,7 @@ from .one_pass import (
     start_dq,
     wait_read,
 )
-from .pairs import allocate_bias, kept_pairs, load_bias, take_bias
+from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -262,7 +261,7 @@ def _step(
     )
     seen = None
     if MASKED:
-        seen = visible(rows, keys, h, batch, mask)
+        seen = seen_pairs(rows, keys, h, batch, mask, config)
     p = weights(s, lse, factor, seen)
     kept = p
     if score.dropout is not None:
@@ -396,7 +395,7 @@ def hopper_backward_dkv_kernel(
     dq_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, minus_lse_ptr, minus_delta_ptr, q_desc,
     k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, bias_desc, dk_strides, dv_strides,
     stats_stride, mask, order_ptr, score, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group,
-    parts, given: gl.constexpr,
+    parts, given: gl.constexpr, mod,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 128 keys of each K/V head, and their parts.
 
@@ -406,7 +405,7 @@ def hopper_backward_dkv_kernel(
     it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. bias_desc:
     None without attn_bias. parts: None with dq_ptr, whose kernel lacks registers for them.
     """
-    config: gl.constexpr = configured(given)
+    config: gl.constexpr = configured(given, mod)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
     dq_tiles: gl.constexpr = None
     if dq_desc is not None:

@@ -11,14 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..rules.integers import value
-from ..rules.mask import visible
 from ..rules.plans import full_block, masked_block
 from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
 from ..rules.tile import at_keys
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
-from .pairs import allocate_bias, kept_pairs, load_bias, take_bias
+from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -137,7 +136,7 @@ def _step(
     seen = None
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
-        seen = visible(rows, keys, h, row, mask, shown, first=key)
+        seen = seen_pairs(rows, keys, h, row, mask, config, shown, key)
     p = weights(s, mine.lse[:, None], factor, seen)
     if score.dropout is not None:
         survivors = kept_pairs(mine.first, key, h, shared.work.H, row, score, BLOCK_N, False)
@@ -263,13 +262,14 @@ def hopper_backward_dq_kernel(
     pairs,
     pair_group,
     given: gl.constexpr,
+    mod,
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
 
     dq_desc, dq_strides: see `Output`. bias_desc: None without attn_bias. dlse_ptr,
     delta_ptr: None if not given and not wanted, respectively.
     """
-    config: gl.constexpr = configured(given)
+    config: gl.constexpr = configured(given, mod)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     landed = allocate_landed(mask)
     k, v = allocate_rings(k_desc, v_desc, config)

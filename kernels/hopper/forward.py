@@ -18,7 +18,6 @@ from ..forward import prepare_forward
 from ..fp8.values import first_packed
 from ..launch.arguments import empty_in_layout, kernel_score, result_in_layout
 from ..launch.launches import Described, Launch, cached, cached_plan, signature
-from ..rules.mask import visible
 from ..rules.score import Score, first_state, modified, slope_of, with_sink
 from ..rules.softmax import LN2, finish, online_step
 from ..rules.tile import at_keys
@@ -35,7 +34,7 @@ from .host import (
     to_send,
     walkable,
 )
-from .pairs import allocate_bias, kept_pairs, load_bias, take_bias
+from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -179,7 +178,7 @@ def _scores(s, bias, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr
     )
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
-        seen = visible(rows, cols, h, row, mask, shown, first=key)
+        seen = seen_pairs(rows, cols, h, row, mask, config, shown, key)
         s = gl.where(seen, s, float("-inf"))
     return s, factor
 
@@ -322,6 +321,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 def hopper_forward_kernel(
     o_ptr, lse_ptr, max_ptr, q_desc, k_desc, v_desc, o_desc, bias_desc, o_strides, mask, order_ptr,
     score, scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, given: gl.constexpr,
+    mod,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
@@ -329,7 +329,7 @@ def hopper_forward_kernel(
     `Output`. bias_desc: None without attn_bias. scales: of e4m3 q [B, H_q], k and v [B, H_k], else
     None; b counts packed sequences too. v_desc is then of v packed by `kernels.fp8.values`.
     """
-    config: gl.constexpr = configured(given)
+    config: gl.constexpr = configured(given, mod)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dims of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
@@ -394,12 +394,13 @@ def _plan_with(
         grid[0],
         {"num_warps": 4},
         strides_to_send(o, options),
-        mask,
+        mask._replace(mod=None),
         order,
         kernel_score(options, q.dtype),
         scales,
         *sizes,
         config,
+        mask.mod,
         tables=tables,
         described=(
             *maximum,

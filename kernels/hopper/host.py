@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +14,11 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import ConstexprFunction
 
 from ..launch import tiles as launch_tiles
 from ..launch.arguments import aligned, bias_by_tma, strides, tiles_of
-from ..launch.block_sparsity import CallTables, launch_mask
+from ..launch.block_sparsity import CallTables, launch_mask, per_head
 from ..launch.descriptors import tma_strides
 from ..launch.packed_order import order_of_tiles
 from ..launch.tiles import TileConfig
@@ -52,9 +56,20 @@ _SERVED_IN_8_BITS = {
 }  # fmt: skip
 _SERVED = _SERVED_IN_8_BITS | {
     "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes", "attn_bias",
-    "relative_bias", "dropout", "dropout_seed",
+    "relative_bias", "dropout", "dropout_seed", "mask_mod", "mod_tensors",
 }  # fmt: skip
 _SECOND = ("query2", "key2")
+_OF_HEADS = "each head has an attn_mask of its own, and heads share keys"
+_MAYBE_OF_HEADS = (
+    "mask_mod may differ between heads that share keys; a BlockMask can promise per_head=False"
+)
+# Functions and methods of Triton whose result takes the layout of their operands.
+_ELEMENTWISE = {
+    "abs", "add", "cast", "cdiv", "ceil", "clamp", "constexpr", "cos", "div_rn", "dtype", "erf",
+    "exp", "exp2", "fdiv", "floor", "fma", "load", "log", "log2", "logical_and", "logical_or",
+    "maximum", "minimum", "mul", "range", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn", "static_assert",
+    "static_print", "static_range", "sub", "to", "umulhi", "where",
+}  # fmt: skip
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -106,8 +121,12 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
         if value is not default and value != default and name not in served:
             hint = "; concatenated behind q and k they take its columns" if name in _SECOND else ""
             return f"they do not know {name}{hint}"
-    if options.attn_mask is not None and options.attn_mask.shape[1] > 1 and _grouped(q, k):
-        return "each head has an attn_mask of its own, and heads share keys"
+    if _grouped(q, k) and per_head(options):
+        return _OF_HEADS if options.mask_mod is None else _MAYBE_OF_HEADS
+    if options.mask_mod is not None:
+        mod = getattr(options.mask_mod, "mask_mod", options.mask_mod)
+        if (name := not_elementwise(mod)) is not None:
+            return f"mask_mod uses {name}, which is not known to be elementwise"
     if options.attn_bias is not None and (reason := _why_not_bias(options.attn_bias, T_q, D)):
         return reason
     longest = max(T_k, T_q)
@@ -156,6 +175,57 @@ def describe_bias(
 def _grouped(q: Tensor, k: Tensor) -> bool:
     """Whether query heads share keys, for [B, H, T, D] or packed [total, H, D]."""
     return q.shape[-3 if q.dim() == 4 else 1] != k.shape[-3 if k.dim() == 4 else 1]
+
+
+def not_elementwise(function: Any) -> str | None:
+    """Name of an operation of a @triton.jit function that may not be elementwise, or None.
+
+    Such operations need layouts in Gluon, and tiles here have other shapes than the portable ones.
+    """
+    return _first_not_elementwise(function)
+
+
+# torch.compile takes the result for a constant.
+not_elementwise._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(256)
+def _first_not_elementwise(function: Any) -> str | None:
+    return next(_not_elementwise(function), None)
+
+
+def _not_elementwise(function: Any) -> Iterator[str]:
+    """Names of all such operations, also of functions that it calls."""
+    used = inspect.getclosurevars(function.fn)
+    scope = {**used.builtins, **used.globals, **used.nonlocals}
+    values = function.fn.__code__.co_varnames
+    source = getattr(function, "src", None) or inspect.getsource(function.fn)
+
+    def named(node: ast.AST) -> Any:
+        """The object that an expression names, None for a value that Triton computes."""
+        if isinstance(node, ast.Name) and node.id not in values:
+            return scope.get(node.id)
+        of = named(node.value) if isinstance(node, ast.Attribute) else None
+        return None if of is None else getattr(of, node.attr, None)  # type: ignore[attr-defined]
+
+    (definition,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(definition, ast.FunctionDef)
+    for node in (x for statement in definition.body for x in ast.walk(statement)):
+        x = named(node)
+        of_user = getattr(x, "fn", None)
+        name = None
+        if isinstance(node, ast.Subscript) and named(node.value) is None:
+            name = "a subscript"
+        elif isinstance(x, ConstexprFunction):
+            continue  # computes with constants
+        elif inspect.isfunction(of_user) and not of_user.__module__.startswith("triton."):
+            yield from _not_elementwise(x)
+        elif x is not None and str(getattr(x, "__module__", "")).startswith("triton."):
+            name = getattr(x, "__name__", None)
+        elif isinstance(node, ast.Attribute) and named(node.value) is None:
+            name = node.attr
+        if name is not None and name not in _ELEMENTWISE:
+            yield name
 
 
 def why_not_worth_it(q: Tensor) -> str | None:

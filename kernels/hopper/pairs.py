@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..rules.integers import value
+from ..rules.mask import shown_by, visible
 from ..rules.score import random_words, survives
 from .pipeline import ROWS, accumulator_layout, allocate_ring, async_load
 
@@ -50,6 +51,16 @@ def take_bias(
         bias = tile.load(LAYOUT)
         mbarrier.arrive(slots.empty.index(NUMBER), count=1)
         return bias
+
+
+@gluon.jit
+def seen_pairs(rows, keys, h, row, mask, config: gl.constexpr, valid=None, first=None):
+    """`visible`, with the user's function."""
+    seen = visible(rows, keys, h, row, mask, valid, first)
+    # A tile of queries visits a block even if its packed sequence has no keys.
+    if config.MOD is not None and (mask.cu_k_ptr is None or row.T_k > 0):
+        seen = seen & shown_by(config.MOD, rows, keys, h, row, mask)
+    return seen
 
 
 @gluon.constexpr_function

@@ -13,10 +13,13 @@ from .tile_table import HopperConfig
 
 
 @gluon.constexpr_function
-def configured(config):
-    """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields."""
-    *fields, columns = config
-    return HopperConfig(*fields, columns and tuple(columns))  # type: ignore[call-arg]
+def configured(config, mod=None):
+    """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields, with the user's mask.
+
+    It is no field of `Mask` here, as a record made in a kernel holds no function.
+    """
+    *fields, columns, _ = config
+    return HopperConfig(*fields, columns and tuple(columns), mod)  # type: ignore[call-arg]
 
 
 @gluon.jit

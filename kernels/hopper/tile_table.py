@@ -1,6 +1,6 @@
 """Tile shapes, stages and registers by head dim: without spills, within shared memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..launch import tiles
 
@@ -20,7 +20,8 @@ class HopperConfig(NamedTuple):
     PING_PONG: consumers of forward issue their products in turn. WIDE_WEIGHTS: weights of forward
     wait for their product in fp32, as always in 8 bits; else packed in pairs. DQ_BY_TMA: TMA adds
     dQ of one pass to its sum; else the threads do. SLACK: O of forward is rescaled only if a score
-    is 2^SLACK times above the weights' reference; 0: in every block, as always in 8 bits.
+    is 2^SLACK times above the weights' reference; 0: in every block, as always in 8 bits. MOD: the
+    user's mask_mod, which a kernel adds.
     """
 
     D: int
@@ -37,6 +38,7 @@ class HopperConfig(NamedTuple):
     SLACK: int = 8
     D_V: int | None = None
     COLUMNS: tuple[int, int] | None = None
+    MOD: Any = None
 
     @property
     def value_tile(self) -> int:

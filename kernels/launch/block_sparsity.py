@@ -244,8 +244,8 @@ def _irregular(options: Options) -> bool:
     return any(x is not None for x in masks)
 
 
-def _per_head(options: Options) -> bool:
-    """Whether the mask differs between heads."""
+def per_head(options: Options) -> bool:
+    """Whether the mask may differ between heads."""
     of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_head", True)
     return of_mod or (options.attn_mask is not None and options.attn_mask.shape[1] > 1)
 
@@ -267,7 +267,7 @@ def _empty_table(
 ) -> dict[str, Any]:
     """Table fields of `Mask`: the blocks of each tile of the kernel."""
     B, H_q, T_q, _ = q.shape
-    per_batch, heads = _per_batch(options), H_q if _per_head(options) else 1
+    per_batch, heads = _per_batch(options), H_q if per_head(options) else 1
     (T, BLOCK), (T_other, BLOCK_OTHER) = (T_q, tile.BLOCK_M), (k.shape[2], tile.BLOCK_N)
     if not of_keys:
         T, BLOCK, T_other, BLOCK_OTHER = T_other, BLOCK_OTHER, T, BLOCK
@@ -293,7 +293,7 @@ def _blocks_launch(
     return Launch(
         block_sparsity_kernel, (tiles if rows else 0, rows), {"num_warps": 8},
         mask, table["counts_ptr"], table["blocks_ptr"], q.shape[2], k.shape[2],
-        q.shape[1] if _per_head(options) else 1, width, tile.BLOCK_M, tile.BLOCK_N, of_keys,
+        q.shape[1] if per_head(options) else 1, width, tile.BLOCK_M, tile.BLOCK_N, of_keys,
     )  # fmt: skip
 
 

@@ -148,11 +148,16 @@ def visible(rows, k_pos, h, row, mask, valid=None, first=None):
     if mask.tree_ptr is not None:
         keep = keep & _in_tree(rows, k_pos, row, mask)
     if mask.mod is not None:
-        # The user's function may load by position, so only existing pairs are evaluated.
-        q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
-        k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
-        keep = keep & mask.mod(row.b, head_of_whole(h, mask), q_pos, k_pos, *mask.tensors)
+        keep = keep & shown_by(mask.mod, rows, k_pos, h, row, mask)
     return keep
+
+
+@triton.jit
+def shown_by(mod, rows, k_pos, h, row, mask):
+    """The result of the user's function, which may load by position: of existing pairs."""
+    q_pos = tl.minimum(rows, row.T_q - 1) + row.offset
+    k_pos = tl.minimum(k_pos, row.T_k - 1) + row.shift
+    return mod(row.b, head_of_whole(h, mask), q_pos, k_pos, *mask.tensors)
 
 
 @triton.jit

@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from emulated_hopper import attention_on_hopper, check_on_hopper, grid_of, passes
+from fuzz import mods
 from nightly import gate_cases
 from torch import Tensor
 
-from fastattn import reference
+from fastattn import BlockMask, reference
 from fastattn.kernels.hopper.host import aligned_bias
+from fastattn.mods import shared_prefix
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 
@@ -47,6 +51,9 @@ BIAS = torch.nn.functional.pad(BIAS, (0, 7))[..., 1:201]
 TABLE = torch.randn(4, 121, generator=torch.Generator().manual_seed(1))
 # A seed of all bits, of which the higher half counts too.
 DROPOUT: dict[str, Any] = dict(dropout=0.3, dropout_seed=torch.tensor([2**62 + 12345, 2**33 + 7]))
+# Of the fuzzer's functions, and the answer of each of 384 tokens.
+TABLES = torch.rand(16), torch.tensor([0, 40, 3, 70] * 4, dtype=torch.int32)
+BRANCHES = torch.tensor([-1, 0, 1, -1, 1, 0]).repeat_interleave(64).int()
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-none-shown": ("two", dict(
@@ -99,6 +106,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         positions=(torch.arange(256, 384)[None].int(), torch.arange(128, 256)[None].int()),
     )),
     "dropout-d256": ("/ three", dict(D=256, T_q=140, sinks=torch.tensor([0.5, -1.0]), **DROPOUT)),
+    "mask_mod": ("two one", dict(
+        B=2, H_q=2, H_k=2, T_q=150, causal=False, mask_mod=mods.ahead_or_near, heads=(1, 4),
+    )),
+    "mask_mod-of-groups": ("two", dict(
+        B=2, H_q=4, H_k=2, T_q=70, T_k=290, D=128, causal=False,
+        mask_mod=BlockMask(mods.striped, per_head=False),
+        key_padding_mask=HOLES[:2], softcap=3.0,
+    )),
+    "mask_mod-d256": ("/ three", dict(
+        H_k=2, D=256, T_q=140, mask_mod=mods.within_table, mod_tensors=TABLES, key_lengths=[130],
+    )),
+    "mask_mod-positions": ("two", dict(
+        T_q=128, T_k=256, mask_mod=BlockMask(shared_prefix, per_head=False),
+        mod_tensors=(BRANCHES,), positions=(torch.arange(256, 384)[None].int(), torch.cat([
+            torch.arange(128, 256), torch.arange(256, 384),
+        ])[None].int()),
+    )),
     # Heads between the widths of tiles, and those of v narrower than those of q.
     "96": ("two", dict(D=96, D_v=96, T_q=140)),
     "192/128": ("three", dict(D=192, D_v=128, T_q=140)),
@@ -132,6 +156,28 @@ def test_packed_sequences_end_within_a_tile() -> None:
     how = {"causal": True, "oracle": reference.attention_varlen}
     with grid_of(2):
         assert_matches_reference(attention_on_hopper, *packed, offsets, offsets, **how)
+
+
+@triton.jit
+def until(b, h, q_pos, k_pos, ends):
+    return q_pos <= tl.load(ends + k_pos)
+
+
+def test_packed_sequences_without_keys_call_no_function() -> None:
+    """A tile of queries visits a block, of which a function could read."""
+    q, k, v = (
+        torch.randn(T, 2, 64, generator=torch.Generator().manual_seed(T)).bfloat16()
+        for T in (170, 160, 160)
+    )
+    offsets = [
+        torch.tensor(ends, dtype=torch.int32) for ends in ([0, 60, 100, 170], [0, 60, 60, 160])
+    ]
+    how = {"mask_mod": until, "mod_tensors": (torch.arange(100, dtype=torch.int32) % 70,)}
+    inputs = (x.requires_grad_() for x in (q, k, v))
+    with grid_of(2):
+        assert_matches_reference(
+            attention_on_hopper, *inputs, *offsets, **how, oracle=reference.attention_varlen
+        )
 
 
 def test_a_bias_starts_where_tma_does() -> None:

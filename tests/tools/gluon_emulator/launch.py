@@ -64,6 +64,8 @@ def _argument(x: Any) -> Any:
         return Descriptor(x)
     if isinstance(x, bool) or x is None:
         return x
+    if isinstance(getattr(x, "fn", None), types.FunctionType):
+        return emulated(x)
     if isinstance(x, int):
         return Tensor(torch.tensor(x, dtype=torch.int32 if abs(x) < 2**31 else torch.int64))
     if isinstance(x, float):
