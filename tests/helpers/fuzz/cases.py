@@ -12,6 +12,8 @@ from fastattn.kernels.hopper import host
 from fastattn.options import CALLS, OPTIONS, Options
 from fastattn.testing.option_examples import cover_pairs
 
+from . import mods
+
 # Functions by the options that they take.
 TAKES: dict[str, frozenset[str]] = {
     call: frozenset(name for name, row in OPTIONS.items() if call in row.calls) for call in CALLS
@@ -262,8 +264,10 @@ def _for_hopper(case: Case) -> Case:
     call = case.call if case.call in ("attention", "attention_varlen") else "attention"
     D, D_v = draw.choice((64, 64), (64, 64), (128, 128), (40, 48), (96, 64), (128, 56), (192, 128))
     lengths = (1, 2, 63, 65, 128, 129, draw.integer(130, 200))
+    # A function may differ between heads that share keys.
+    most = 1 if {"mask_mod", "mod_tensors"} & set(case.options) else 3
     return replace(
-        case, call=call, B=draw.choice(1, 1, 2), H_k=draw.choice(1, 1, 2), G=draw.choice(1, 2, 3),
+        case, call=call, B=draw.choice(1, 1, 2), H_k=draw.choice(1, 1, 2), G=draw.integer(1, most),
         T_q=draw.choice(*lengths), T_k=draw.choice(*lengths), D=D, D_v=D_v,
         dtype=draw.choice(torch.bfloat16, torch.float16),
         options=tuple(name for name in case.options if _hopper_knows(name)),
@@ -276,7 +280,8 @@ def _hopper_knows(name: str) -> bool:
     x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
     if name in ("attn_mask", "attn_bias"):
         return False  # their strides and heads decide
-    fields: dict[str, Any] = {field: object() for field in OPTIONS[name].fields or (name,)}
+    given = mods.striped if name == "mask_mod" else object()
+    fields: dict[str, Any] = dict.fromkeys(OPTIONS[name].fields or (name,), given)
     return host.why_not_hopper(x, x, x, Options(**fields)) is None
 
 
