@@ -55,6 +55,26 @@ def keep_two(b, h, i, j, one, other):
 
 
 @triton.jit
+def arranged(b, h, i, j):
+    return i == tl.arange(0, 1)
+
+
+@triton.jit
+def by_part(b, h, i, j):
+    return keep_all(b, h, i, j) & arranged(b, h, i, j)
+
+
+@triton.jit
+def by_method(b, h, i, j):
+    return i.to(tl.float32).max() > j
+
+
+@triton.jit
+def by_subscript(b, h, i, j):
+    return i[None] > j
+
+
+@triton.jit
 def same(x, b, h, i, j):
     return x
 

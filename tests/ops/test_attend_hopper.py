@@ -93,6 +93,30 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
         run(inputs, None)
 
 
+@triton.jit
+def until(b, h, q_pos, k_pos):
+    return k_pos <= q_pos + h
+
+
+def test_explain_masks_by_functions(called, inputs) -> None:
+    promised = fastattn.BlockMask(until, per_head=False)
+    assert fastattn.explain(*inputs, mask_mod=promised).backend == "hopper"
+    told = fastattn.explain(*inputs, mask_mod=until)
+    assert told.backend == "triton" and "per_head=False" in told.reasons["hopper"]
+
+
+def test_a_function_that_no_compiler_takes_leaves_hopper_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise triton.TritonError("a name in mask_mod is not defined")
+
+    monkeypatch.setattr(attend, "uncompiled", [])
+    with pytest.raises(triton.TritonError):
+        attend.by_hopper(refuse, refuse)
+    assert not attend.uncompiled
+
+
 def test_a_tuned_shape_that_does_not_compile_is_taken_back(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
