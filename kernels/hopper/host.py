@@ -123,8 +123,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
             return f"they do not know {name}{hint}"
     if options.mask_mod is not None:
         mod = getattr(options.mask_mod, "mask_mod", options.mask_mod)
-        if (name := not_elementwise(mod)) is not None:
-            return f"mask_mod uses {name}, which is not known to be elementwise"
+        if (operation := not_elementwise(mod)) is not None:
+            return f"mask_mod uses {operation}, which is not known to be elementwise"
     if _grouped(q, k) and per_head(options):
         return _OF_HEADS if options.mask_mod is None else _MAYBE_OF_HEADS
     if options.attn_bias is not None and (reason := _why_not_bias(options.attn_bias, T_q, D)):
