@@ -165,6 +165,22 @@ def nothing_known() -> Iterator[None]:
     call_memo.forget()
 
 
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every call whose arguments are checked."""
+    from fastattn.functional import call_options
+
+    names: list[str] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        check = getattr(call_options, name)
+        return lambda *args, **kwargs: names.append(name) or check(*args, **kwargs)
+
+    for name in ("dense_options", "packed_options", "cache_options"):
+        monkeypatch.setattr(call_options, name, counting(name))
+    return names
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For models too small to share: threads that wait for each other are slow."""

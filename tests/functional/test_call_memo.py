@@ -12,7 +12,7 @@ import triton
 
 from fastattn import attention, attention_varlen, decode_attention, view_of_tensors
 from fastattn.bench.time import overhead
-from fastattn.functional import call_memo, call_options
+from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches as plan
 from fastattn.testing import make_qkv
 from fastattn.testing.compiling.compile_pool import CompilePool
@@ -21,20 +21,6 @@ pytestmark = pytest.mark.usefixtures("nothing_known")
 
 by_triton = partial(attention, backend="triton")
 SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every call whose arguments are checked."""
-    checks: list[int] = []
-    check = call_options.dense_options
-
-    def counting(*args, **kwargs):
-        checks.append(1)
-        return check(*args, **kwargs)
-
-    monkeypatch.setattr(call_options, "dense_options", counting)
-    return checks
 
 
 def inputs(device: str, **changes) -> tuple[torch.Tensor, ...]:
@@ -75,7 +61,7 @@ def test_a_known_packed_call_has_gradients_of_its_lse(device: str) -> None:
     assert all(map(torch.equal, once, again))
 
 
-def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[int]) -> None:
+def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[str]) -> None:
     tensors = inputs(device)
     torch.manual_seed(3)
     first, second = (by_triton(*tensors, dropout=0.5) for _ in range(2))
@@ -87,7 +73,7 @@ def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[int]) -> N
 
 @pytest.mark.parametrize("memo", [call_memo, plan], ids=["calls", "launches"])
 def test_the_least_recently_used_is_dropped(
-    memo: Any, device: str, checked: list[int], monkeypatch: pytest.MonkeyPatch
+    memo: Any, device: str, checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memo, "_slot", lru_cache(2)(memo._slot.__wrapped__))
     made: list[int] = []
@@ -137,7 +123,7 @@ def under_autocast(
 
 
 @pytest.mark.parametrize("kind", ["dense", "relative_keys", "packed"])
-def test_autocast_keeps_the_memo(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_keeps_the_memo(kind: str, device: str, checked: list[str]) -> None:
     """Known calls cast as the first one did: leaves of fp32 get gradients in fp32."""
     actual = []
     tensors = list(inputs(device))
@@ -147,16 +133,11 @@ def test_autocast_keeps_the_memo(kind: str, device: str, monkeypatch: pytest.Mon
     if kind == "packed":
         tensors = [x.detach()[0].transpose(0, 1).clone().requires_grad_() for x in tensors]
         options["cu_seqlens_q"] = torch.tensor([0, 4, 9], device=device)
-    checks = []
-    for name in ("dense_options", "packed_options"):
-        check = getattr(call_options, name)
-        counting = lambda *x, check=check, **y: checks.append(1) or check(*x, **y)  # noqa: E731
-        monkeypatch.setattr(call_options, name, counting)
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
         actual.append(under_autocast(dtype, *tensors, **options))
         assert actual[-1][0].dtype == dtype
         assert {x.dtype for x in actual[-1][1:]} == {torch.float32}
-    assert len(checks) == 2
+    assert len(checked) == 2
     assert all(map(torch.equal, actual[0], actual[1])) and all(
         map(torch.equal, actual[0], actual[3])
     )

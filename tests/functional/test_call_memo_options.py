@@ -12,7 +12,7 @@ import triton
 
 from fastattn import attention, attention_varlen, decode_attention
 from fastattn.cache.views import view_of_tensors
-from fastattn.functional import call_memo, call_options
+from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches
 from fastattn.options import LEARNED, OPTIONS
 
@@ -59,20 +59,6 @@ def even(b, h, q_pos, k_pos):
 @triton.jit
 def odd(b, h, q_pos, k_pos):
     return k_pos % 2 == 1
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every call whose arguments are checked."""
-    names: list[str] = []
-
-    def counting(name: str) -> Callable[..., Any]:
-        check = getattr(call_options, name)
-        return lambda *args, **kwargs: names.append(name) or check(*args, **kwargs)
-
-    for name in ("dense_options", "packed_options", "cache_options"):
-        monkeypatch.setattr(call_options, name, counting(name))
-    return names
 
 
 def values(call: str, device: str, seed: int) -> dict[str, Any]:
