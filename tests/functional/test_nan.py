@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import KVCache, PagedKVCache, attention, attention_statistics, decode_attention, merge
+from fastattn import attention, attention_statistics, decode_attention, merge
 from fastattn.testing import make_qkv
+from fastattn.testing.decoding import fill
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,27 +105,15 @@ def test_traced_and_mapped_calls_of_torch_have_it_too(T, causal):
     assert torch.equal(mapped.squeeze(1).isnan(), expected)
 
 
-def filled(kind: str, lengths: list[int], device: str) -> Any:
-    k, v = torch.randn(2, len(lengths), H_K, max(lengths), D, device=device)
-    if kind == "paged":
-        cache = PagedKVCache(12, 4, H_K, D, device=device)
-        rows = [cache.allocate() for _ in lengths]
-        cache.append(rows, k, v, lengths, backend="torch")
-        return cache
-    options = {"ring": {"window": 5, "keep_first": 1}, "int8": {"quantize": "int8"}}.get(kind, {})
-    dense = KVCache(len(lengths), H_K, 12, D, device=device, **options)
-    new = None if kind == "uniform" else torch.tensor(lengths, device=device)
-    dense.append(k, v, new, backend="torch")
-    if kind == "left padded":
-        dense.set_starts(torch.tensor([2, 0, 4], device=device))
-    return dense
+KINDS = [("contiguous", [7, 7, 7])]
+KINDS += [(x, [7, 0, 4]) for x in ("contiguous", "left-padded", "pages-of-3", "ring", "int8")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["uniform", "ragged", "left padded", "paged", "ring", "int8"])
-def test_decoding_has_the_same_rule(kind, backend, device):
-    lengths = [7, 7, 7] if kind == "uniform" else [7, 0, 4]
-    cache = filled(kind, lengths, device)
+@pytest.mark.parametrize(("kind", "lengths"), KINDS)
+def test_decoding_has_the_same_rule(kind, lengths, backend, device):
+    k, v = torch.randn(2, 3, H_K, 7, D, device=device)
+    cache = fill(kind, k, v, torch.tensor(lengths, dtype=torch.int32, device=device)).view
     q = torch.randn(3, H_Q, 2, D, device=device)
     spoilt = q.clone()
     spoilt[:, 1, 1, 0] = math.nan

@@ -1,14 +1,9 @@
 """New tokens that attend to the blocks of a cache which their lists name, against a bool mask."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from fastattn import (
-    KVCache,
-    PagedKVCache,
     PagedLatentCache,
     decode_selected,
     reference,
@@ -16,37 +11,28 @@ from fastattn import (
     selected_attention,
 )
 from fastattn.testing import assert_within_budget
+from fastattn.testing.decoding import fill
 from fastattn.testing.inputs import draw
 
 B, T, D = 2, 2, 16
 LENGTHS = [37, 5]
 
 
-def filled(kind: str, heads: int, device: str) -> tuple[Any, Tensor, Tensor]:
-    """A cache of rows of LENGTHS, NaN elsewhere, and its keys and values."""
-    k, v = draw(B, heads, 40, D).to(device), draw(B, heads, 40, D, seed=1).to(device)
-    if kind == "contiguous":
-        cache: Any = KVCache(B, heads, 48, D, device=device)
-        cache.k.fill_(torch.nan)
-        cache.append(k, v, torch.tensor(LENGTHS, device=device))
-        return cache, k, v
-    cache = PagedKVCache(40, int(kind), heads, D, device=device)
-    cache.k.fill_(torch.nan)
-    cache.append([cache.allocate() for _ in LENGTHS], k, v, LENGTHS)
-    return cache, k, v
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("kind", "block_k", "H_s"),
-    [("contiguous", 8, 2), ("8", 8, 1), ("8", 4, 2), ("16", 4, 4), ("8", 1, 1)],
+    [
+        ("contiguous", 8, 2),
+        *(("pages-of-16", *x) for x in ((16, 1), (8, 1), (4, 2), (4, 4), (1, 1))),
+    ],
 )
 def test_new_tokens_see_what_their_lists_name(
     kind: str, block_k: int, H_s: int, backend: str, device: str
 ) -> None:
     """Lists for all, a K/V head and a head; -1, twins, blocks ahead, cut off and out of range."""
     H_q, H_k = 4, 2
-    cache, k, v = filled(kind, H_k, device)
+    k, v = draw(B, H_k, 37, D).to(device), draw(B, H_k, 37, D, seed=1).to(device)  # in 40 slots
+    cache = fill(kind, k, v, torch.tensor(LENGTHS, dtype=torch.int32, device=device)).view
     q = draw(B, H_q, T, D, seed=2).to(device)
     lists = torch.randint(-1, 40 // block_k + 1, (B, H_s, T, 5), generator=torch.manual_seed(0))
     own = (torch.tensor(LENGTHS)[:, None] - T + torch.arange(T)).div(block_k, rounding_mode="floor")
