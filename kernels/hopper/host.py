@@ -126,7 +126,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
         if (operation := not_elementwise(mod)) is not None:
             return f"mask_mod uses {operation}, which is not known to be elementwise"
     if _grouped(q, k) and per_head(options):
-        return _OF_HEADS if options.mask_mod is None else _MAYBE_OF_HEADS
+        of_mask = per_head(options._replace(mask_mod=None))
+        return _OF_HEADS if of_mask else _MAYBE_OF_HEADS
     if options.attn_bias is not None and (reason := _why_not_bias(options.attn_bias, T_q, D)):
         return reason
     longest = max(T_k, T_q)

@@ -13,6 +13,7 @@ from fastattn import dispatch
 from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.hopper.tile_table import backward_config
 from fastattn.kernels.launch import tiles
+from fastattn.mods import dilated
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 
@@ -62,6 +63,14 @@ def test_hopper_matches_the_reference(option: str, D: int, device: str) -> None:
 def test_hopper_heads_between_tiles(option: str, D: int, D_v: int, device: str) -> None:
     inputs = make_qkv(*SIZES, D, D_v, dtype=torch.bfloat16, device=device)
     assert_matches_reference(attention, *inputs, **on(device, OPTIONS[option]))
+
+
+@BY_D
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_hopper_masks_by_functions(D: int, deterministic: bool, device: str) -> None:
+    inputs = make_qkv(*SIZES, D, dtype=torch.bfloat16, device=device)
+    mask = fastattn.BlockMask(dilated(64, 3), per_head=False)
+    assert_matches_reference(attention, *inputs, mask_mod=mask, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("by", ["tma", "threads-2", "threads-4"])

@@ -48,6 +48,7 @@ NEW_SIZES: list[tuple[list[str], str, int, dict[int, int]]] = [
     (["append ring int8 interleaved 256"], f"{APPEND} slots=1", 1, {}),
     (["append slots fp8 half"], "T=1 T=4096 T=17", 1, {}),
     (HOPPER, LENGTHS, 6, {}),
+    (["hopper forward 128 mask_mod"], LENGTHS, 2, {}),
     (
         ["hopper_fp8 128 causal", "hopper_fp8 128 packed", "fp8_codes 128"],
         f"{LENGTHS} B=1 H=1 H=16", 10, {},

@@ -92,6 +92,7 @@ def attention_calls() -> Calls:
         "deterministic": {"deterministic": False},
         "hopper": {"backend": "hopper"},
         "hopper,one_pass": {"backend": "hopper", "deterministic": False},
+        "hopper,mask_mod": {"backend": "hopper", "mask_mod": BlockMask(checkered, per_head=False)},
     }
     calls_by_name: Calls = {
         f"attention {name}": partial(train, B, T, **{"causal": True, **given})
