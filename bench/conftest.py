@@ -14,6 +14,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _C
 from fastattn.bench.cases.case import cpu_cases, gpu_cases  # noqa: E402
 from fastattn.bench.cases.registry import side_by_side  # noqa: E402
 
+WHY_NOT = "needs a GPU: torch sees no CUDA device"
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=WHY_NOT))
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise tests of (case, implementation) with every pair."""
@@ -23,14 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 case,
                 implementation,
                 id=f"{case.name}-{implementation.name}",
-                marks=pytest.mark.gpu if case.device == "cuda" else (),
+                marks=ON_GPU if case.device == "cuda" else (),
             )
             for case in [*gpu_cases(), *cpu_cases()]
             for implementation in side_by_side(case.device)
         ]
         metafunc.parametrize(("case", "implementation"), pairs)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
-        pytest.skip("needs a GPU: torch sees no CUDA device")

@@ -19,31 +19,27 @@ from fastattn.bench.results.tables import add, check, draw
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def run(arguments: argparse.Namespace) -> str:
-    """Run the command; return an error message or ""."""
-    if arguments.charts:
-        path, folder = arguments.charts
-        written = charts.write(charts.measured(load(path)), folder)
-        sys.stdout.writelines(f"{file}\n" for file in written)
-        return "" if written else f"{path} has no figure that a chart shows"
-    for path in arguments.add:
-        sys.stdout.writelines(f"{file}\n" for file in add(path, RESULTS))
-    if arguments.check:
-        return check(RESULTS)
-    draw(RESULTS)
-    return ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--check", action="store_true", help="change nothing; exit 1 on a difference")
     option("--add", type=Path, nargs="+", default=[], metavar="FILE", help="findings or reports")
     option("--charts", type=Path, nargs=2, metavar=("FILE", "DIR"), help="SVGs of a file into DIR")
+    arguments = parser.parse_args()
+    written, wrong = [], ""
     try:
-        wrong = run(parser.parse_args())
+        if arguments.charts:
+            path, folder = arguments.charts
+            written = charts.write(charts.measured(load(path)), folder)
+            wrong = "" if written else f"{path} has no figure that a chart shows"
+        else:
+            written = [file for path in arguments.add for file in add(path, RESULTS)]
+            if not arguments.check:
+                draw(RESULTS)
+            wrong = check(RESULTS)
     except (OSError, ValueError) as error:
         wrong = str(error)
+    sys.stdout.writelines(f"{file}\n" for file in written)
     sys.stderr.write(wrong + "\n" if wrong else "")
     return int(bool(wrong))
 

@@ -147,12 +147,10 @@ def tune(
         choices.forget()  # they have changed
     if ended not in (FINISHED, TIME_IS_UP):
         raise ChildProcessError(ended)
-    results, ends = data["results"], {name: data["jobs"][name] for name in numbers}
-    texts = {x["step"]: x["text"] for x in results}
-    records = [
-        Record(name, job["status"], texts.get(name, job.get("reason", "")))
-        for name, job in ends.items()
-    ]
+    results, ends = data["results"], data["jobs"]
+    texts = {name: job.get("reason", "") for name, job in ends.items()}
+    texts |= {x["step"]: x["text"] for x in results}
+    records = [Record(name, ends[name]["status"], texts[name]) for name in numbers]
     rows = [(x["kind"], x["row"]) for x in results if x.get("row") is not None]
     return Tuning(records, rows, [y for x in results for y in x.get("tried", ())], store.folder)
 

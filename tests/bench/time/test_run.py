@@ -25,8 +25,7 @@ HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(supervise, "time", clock)
+    monkeypatch.setattr(supervise, "time", clock := Clock())
     return clock
 
 
@@ -134,11 +133,10 @@ def test_culprits_are_named_and_everything_else_is_measured(script, tmp_path, ca
     data = script.run_all(*options)
     assert data["suite"] == "finished"
     assert len(commands) == 5  # one behind each end
-    command, log, safe = commands[0]
-    assert jobs.__name__ in command[2] and command[3] == "quick"
+    command, *log_and_safe = commands[0]
+    assert jobs.__name__ in command[2] and (command[3], log_and_safe) == ("quick", ["log.txt", "1"])
     assert json.loads(command[4]) == list(every)
     assert json.loads(commands[-2][0][4]) == ["hang", "layer", "inputs", "after"]
-    assert (log, safe) == ("log.txt", "1")
     assert data["broken"] == {
         "backward": {"ours": "ended by SIGSEGV: its last line (in crash)"},
         "turns": {"loses": "broke the device: illegal access (in turns)"},

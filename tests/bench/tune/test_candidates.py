@@ -49,9 +49,7 @@ def test_every_row_has_candidates_that_fit(kernel):
         ("backward_dq", "bias", "sm_90", {True}, 1),
     ],
 )
-def test_candidates_differ_from_the_tile_in_use_by_no_more_than_they_say(
-    kernel, calls, arch, loads, parts
-):
+def test_candidates_differ_from_the_tile_in_use_in_loads(kernel, calls, arch, loads, parts):
     """Equal parts of sums; TMA loads too on GPUs with TMA, for kernels that take descriptors."""
     actual = candidates(TableEntry(kernel, 2, 64, calls), SHARED, arch)
     assert {tile.descriptors for tile in actual} == loads
@@ -103,11 +101,11 @@ def test_shapes_for_hopper_differ_in_what_may_differ(kernel, D):
     assert always == ([usual._replace(SLACK=0)] if kernel == "hopper_forward" else [])
     if kernel == "hopper_one_pass":
         shapes = {(config.BLOCK, config.STAGES, config.DQ_BY_TMA) for config in actual}
-        assert (64, 2, False) in shapes and (32, 2, False) not in shapes
-        # Four stages of Q and dO leave no room for tiles of dQ.
-        assert ((64, 4, False) in shapes, (64, 4, True) in shapes) == (True, D == 64)
-        # Two tiles of dS of 128 queries, and lse and delta of four stages, are too much.
-        assert (128, 4, False) not in shapes
+        # Four stages of Q and dO leave no room for tiles of dQ; two tiles of dS of 128 queries, and
+        # lse and delta of four stages, are too much.
+        assert shapes >= {(64, 2, False), (64, 4, False)}
+        assert ((64, 4, True) in shapes) == (D == 64)
+        assert not shapes & {(32, 2, False), (128, 4, False)}
 
 
 @pytest.mark.parametrize("calls", CALLS)
