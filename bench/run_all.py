@@ -21,7 +21,6 @@ import torch
 from fastattn.bench.results import charts
 from fastattn.bench.results.report import DONE, empty, load, newest, save, untimed, write_whole
 from fastattn.bench.results.tables import markdown, reports
-from fastattn.bench.time.environment import command_line
 from fastattn.bench.time.jobs import gpu_jobs
 from fastattn.bench.time.measure import measure
 from fastattn.bench.time.supervise import ChildProcess, python, variables
@@ -152,7 +151,9 @@ def main() -> int:
     every = reports(CHECKOUT / "bench" / "results")
     earlier = [data for data in every if data["environment"]["gpu"]["name"] == name]
     which = "quick" if options.quick else "full"
-    data = run_all(options.out, which, seconds, command_line(), options.skip, earlier)
+    # Without the paths of its interpreter and folder.
+    command = " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    data = run_all(options.out, which, seconds, command, options.skip, earlier)
     say((options.out / "results.md").read_text(encoding="utf-8")[-6000:])
     say(summary(data))
     return 0

@@ -18,24 +18,16 @@ ONE_EACH = (
 SHORTEST = ("--benchmark-only", "--benchmark-max-time=0.001", "--benchmark-min-rounds=1")
 
 
-def run_bench(*arguments):
-    # In what looks like a worker of xdist nothing is measured.
-    hidden = ("TRITON_INTERPRET", "PYTEST_XDIST")
-    variables = {n: v for n, v in os.environ.items() if not n.startswith(hidden)}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SHORTEST, *arguments],
-        cwd=BENCH.parent,
-        env=variables | {"PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these take minutes")
 def test_without_a_gpu_the_cpu_is_measured_and_the_rest_skipped_with_a_reason(tmp_path):
     out = tmp_path / "out.json"
-    done = run_bench(str(BENCH), f"--benchmark-json={out}", "-rs", "-k", ONE_EACH)
+    # In what looks like a worker of xdist nothing is measured.
+    hidden = ("TRITON_INTERPRET", "PYTEST_XDIST")
+    variables = {n: v for n, v in os.environ.items() if not n.startswith(hidden)}
+    how = {"cwd": BENCH.parent, "env": variables | {"PYTHONSAFEPATH": "1"}}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *SHORTEST, str(BENCH)]
+    command += [f"--benchmark-json={out}", "-rs", "-k", ONE_EACH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     assert done.returncode == 0, done.stdout
     assert "needs a GPU: torch sees no CUDA device" in done.stdout
     assert "fastattn-triton cannot serve" not in done.stdout  # it is not asked on a CPU

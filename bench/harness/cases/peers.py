@@ -50,11 +50,8 @@ def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
         block_mask = create_block_mask(mask_mod, *sizes, device=inputs.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=case.H_q != case.H_k)
-        return o
-
-    return call
+    grouped = case.H_q != case.H_k
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped)
 
 
 def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:

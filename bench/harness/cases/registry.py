@@ -66,10 +66,8 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
             if (why_not := ops.why_not_one_pass_on_hopper(inputs.q, inputs.k, options)) is not None:
                 raise Unserved(why_not)
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, backend=backend, deterministic=deterministic, **arguments)
-
-        return call
+        how: dict[str, Any] = {"backend": backend, "deterministic": deterministic, **arguments}
+        return lambda q, k, v: attention(q, k, v, **how)
 
     name = named(backend)
     if not deterministic:
@@ -84,10 +82,7 @@ def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
         lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=inputs.q.device)
     view = view_of_tensors(inputs.k, inputs.v, lengths)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return decode_attention(q, view, window=case.window, backend=backend)
-
-    return call
+    return lambda q, k, v: decode_attention(q, view, window=case.window, backend=backend)
 
 
 def _naive(case: Case, inputs: Inputs) -> Attention:
@@ -110,12 +105,9 @@ def _sdpa(case: Case, inputs: Inputs) -> Attention:
         sizes = (case.T_q, case.T_k)
         mask = reference.visible_mask(*sizes, device=inputs.q.device, **options)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=case.H_q != case.H_k
-        )
-
-    return call
+    grouped = case.H_q != case.H_k
+    how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": grouped}
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **how)
 
 
 def _pinned_sdpa(name: str, backend: SDPBackend) -> Implementation:

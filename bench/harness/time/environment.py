@@ -7,7 +7,6 @@ import hashlib
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
@@ -25,7 +24,7 @@ _DEVICE = {
     "max_sm_clock_mhz": "clocks.max.sm",
     "power_limit_w": "power.limit",
 }
-_CLOCKS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw"}
+CLOCKS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw"}
 # Groups of kernels, and their files of kernels/ in addition to _COMMON.
 SOURCES = {
     "hopper": ("hopper/*.py",),
@@ -94,13 +93,3 @@ def smi(fields: Mapping[str, str]) -> dict[str, Any]:
         number = re.compile(r"\d+(\.\d+)?")
         return {n: float(x) if number.fullmatch(x) else x for n, x in texts.items() if x[:1] != "["}
     return {}
-
-
-def clocks() -> dict[str, Any]:
-    """The current sm_clock_mhz and power_w."""
-    return smi(_CLOCKS)
-
-
-def command_line() -> str:
-    """The command of this process, without the paths of its interpreter and folder."""
-    return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -110,10 +110,9 @@ def _autocast(device: str) -> Call:
     """An autocast region per call, as in a training step, without casts."""
     call, tensors = _dense(device)
 
-    def cast(*tensors: Tensor) -> Tensor:
+    def cast(*tensors: Tensor) -> Any:
         with torch.autocast(device, torch.bfloat16):
-            o: Tensor = call(*tensors)
-        return o
+            return call(*tensors)
 
     return cast, tensors
 

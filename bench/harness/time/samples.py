@@ -193,4 +193,4 @@ class Bench:
 def gpu_bench(which: str) -> Bench:
     """Timer, effort and clocks of a run on the current CUDA device."""
     effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
-    return Bench(device_timer(), effort, environment.clocks)
+    return Bench(device_timer(), effort, partial(environment.smi, environment.CLOCKS))

@@ -1,6 +1,7 @@
 """The loop that times, with fake clocks, events and functions."""
 
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -52,12 +53,12 @@ class Event:
         return end.at - self.at
 
 
-def once(count=4, warm_up=0, pause=0):
-    return Effort(warm_up=warm_up, target_ms=0, least=count, most=count, pause=pause)
+def once(number=4, warm_up=0, pause=0):
+    return Effort(warm_up=warm_up, target_ms=0, least=number, most=number, pause=pause)
 
 
-def of(ms, count):
-    return dict.fromkeys(("median", "p20", "p80", "least"), ms) | {"samples": count}
+def of(ms, number):
+    return dict.fromkeys(("median", "p20", "p80", "least"), ms) | {"samples": number}
 
 
 def test_a_sample_is_the_call_alone_with_the_cache_overwritten(device):
@@ -90,11 +91,10 @@ def test_number_of_samples_follows_the_time_of_a_call(device):
 
 
 def test_a_function_that_raises_does_not_stop_the_others(device, capsys):
-    calls = []
+    calls = count(1)
 
     def fails_late():
-        calls.append(1)
-        if len(calls) > 4:
+        if next(calls) > 4:
             raise RuntimeError("worn out")
 
     def fails():
@@ -135,11 +135,10 @@ class Fragile(HostTimer):
             raise RuntimeError("an illegal memory access was encountered")
 
     def breaking(self, at):
-        calls = []
+        calls = count(1)
 
         def run():
-            calls.append(1)
-            self.lost = self.lost or len(calls) == at
+            self.lost = next(calls) == at or self.lost
 
         return run
 

@@ -19,18 +19,16 @@ class Planned:
     """A child that tells a message at a time, and whose plan may end by its exit code."""
 
     def __init__(self, plan):
-        self.plan, self.sent, self.killed = list(plan), [], False
+        self.plan, self.sent, self.killed = [*plan, None], [], False
 
     def send(self, job):
         self.sent.append(job)
 
     def messages(self):
-        if not self.plan or not isinstance(self.plan[0], dict):
-            return []
-        return [self.plan.pop(0)]
+        return [self.plan.pop(0)] if isinstance(self.plan[0], dict) else []
 
     def poll(self):
-        return self.plan[0] if self.plan and isinstance(self.plan[0], int) else None
+        return self.plan[0] if isinstance(self.plan[0], int) else None
 
     def kill(self):
         self.killed = True
