@@ -98,11 +98,8 @@ def grouped(direction: Direction, T: int, causal: bool) -> Case:
 
 def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
     """A padded batch of 16 rows: kind "dense" (no mask), "half" (half full), "documents"."""
-    lengths = {
-        "dense": None,
-        "half": (T // 2,) * 16,
-        "documents": tuple(min(n, T) for n in DOCUMENT_LENGTHS[::2]),
-    }[kind]
+    documents = tuple(min(n, T) for n in DOCUMENT_LENGTHS[::2])
+    lengths = {"dense": None, "half": (T // 2,) * 16, "documents": documents}[kind]
     return Case("padded", direction, 16, 32, 8, T, T, 128, causal, lengths=lengths, label=kind)
 
 

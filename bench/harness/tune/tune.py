@@ -290,7 +290,7 @@ def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int
     tell(ready=True)
     # Measures the shipped choices, not the findings of an earlier run.
     choices.adopt(here, {})
-    effort = replace(Effort(), target_ms=60.0 if quick else 200.0, pause=0.1)
+    effort = Effort(target_ms=60.0 if quick else 200.0, pause=0.1)
     bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
     gpu = Gpu(*settings["gpu"])
     plan = {step.name: step for step in steps((Shape(*x) for x in settings["shapes"]), gpu)}

@@ -19,7 +19,6 @@ REPORT = "h100-2026-11-22.json"
 
 def test_the_page_follows_its_files(tmp_path):
     folder = shutil.copytree(RESULTS, tmp_path / "results")
-    assert tables.check(folder) == ""
     tests = {"status": "finished", "passed": 10, "failed": 1}
     save(folder / REPORT, load(folder / REPORT) | {"tests": tests})
     told = tables.check(folder)
@@ -57,9 +56,7 @@ def test_charts_are_drawn_of_what_there_is(script, tmp_path):
         files,
         "",
     )
-    assert {p.name: p.read_text() for p in (tmp_path / "a").iterdir()} == {
-        f"{name}.svg": chart for name, chart in drawn.items()
-    }
+    assert {path.stem: path.read_text() for path in (tmp_path / "a").iterdir()} == drawn
     path = tmp_path / "out.json"
     save(path, empty("command"))
     for text, said in (
