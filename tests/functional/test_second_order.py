@@ -120,7 +120,7 @@ of_tangents = partial(backward, by_levels), partial(backward, pushed)
 
 
 @pytest.mark.parametrize(
-    "names", gate_cases(SETS[::8], [x for n, x in enumerate(SETS) if n % 8]), ids="+".join
+    "names", gate_cases(SETS[::4], [x for n, x in enumerate(SETS) if n % 4]), ids="+".join
 )
 @pytest.mark.usefixtures("no_formula")
 def test_every_option(names: tuple[str, ...], device: str) -> None:
