@@ -204,11 +204,9 @@ def tangent(D: int, options: str, dtype: str = "bf16", T: int = 1000, B: int = 2
     kernels.tangent.launch_tangent(q, k, k, of, q, lse, given)
 
 
-def tangent_backward(
-    D: int, options: str, do: str = "do", dtype: str = "bf16", T: int = 1000
-) -> None:
+def tangent_backward(D: int, options: str, do: str = "do", dtype: str = "bf16") -> None:
     """Backward of o and its tangent; do: "-" without a gradient of o, as in a double backward."""
-    given, (q, k, stats) = options_of(options, 2, T, 4, D, dtype), rows(D, dtype, T)
+    given, (q, k, stats) = options_of(options, D=D, dtype=dtype), rows(D, dtype)
     of = kernels.tangent.InputTangents(q, k, k, given.attn_bias, given.relative_bias, None)
     do_dlse = (q, stats) if do else (None, None)
     kernels.tangent_backward.launch_tangent_backward(

@@ -54,10 +54,11 @@ def inputs(mesh: Any, plan: ContextPlan, **sizes: int) -> list[torch.Tensor]:
     return [shard(x, 2, plan, mesh) for x in make_qkv(**{"B": 1, "T_q": T, "D": 8, **sizes})]
 
 
-def attend(mesh: Any, method: str, **options: Any) -> torch.Tensor:
-    plan = plan_of()
-    q, k, v = inputs(mesh, plan)
-    return context_attention(q, k, v, mesh=mesh, plan=plan, method=method, causal=True, **options)
+def attend(
+    mesh: Any, method: str, *, plan: ContextPlan | None = None, H_q: int = 4, **options: Any
+) -> torch.Tensor:
+    own = inputs(mesh, plan := plan or plan_of(), H_q=H_q, H_k=2 if H_q == 4 else 1)
+    return context_attention(*own, mesh=mesh, plan=plan, method=method, causal=True, **options)
 
 
 def shards(mesh: Any) -> dict[str, bool]:
@@ -75,11 +76,9 @@ def shards(mesh: Any) -> dict[str, bool]:
             wanted[:, -1:] = wanted[:, -1:] if shift > 0 else -100
             wanted[:, :2] = -100 if shift > 0 else wanted[:, :2]
             rolled = roll(own, 1, plan, mesh, shift=shift)
-            results[f"{balance} roll {shift}"] = torch.equal(
-                rolled[:, :real], wanted[:, index[:real]]
-            ) and bool((rolled[:, real:] == -100).all())
-        x = draw(T, 3).requires_grad_()
-        weight = draw(T, 3, seed=1)
+            same = torch.equal(rolled[:, :real], wanted[:, index[:real]])
+            results[f"{balance} roll {shift}"] = same and bool((rolled[:, real:] == -100).all())
+        x, weight = draw(T, 3).requires_grad_(), draw(T, 3, seed=1)
         y = unshard(shard(x, 0, plan, mesh) ** 2, 0, plan, mesh)
         (grad,) = torch.autograd.grad((y * weight).sum(), x)
         results[f"{balance} gradient"] = torch.equal(grad, 2 * x * weight)
@@ -96,9 +95,8 @@ def same_bits(mesh: Any) -> dict[str, bool]:
             whole = make_qkv(B=1, T_q=T, D=8, dtype=torch.bfloat16)
             bias = draw(4, 21).requires_grad_()
             own = [shard(x, 2, plan, mesh) for x in whole]
-            o = context_attention(
-                *own, mesh=mesh, plan=plan, method=method, causal=True, relative_bias=bias
-            )
+            how = {"mesh": mesh, "plan": plan, "method": method, "causal": True}
+            o = context_attention(*own, relative_bias=bias, **how)
             grads = torch.autograd.grad(o.float().square().sum(), (*whole, bias))
             runs.append((o.detach(), *grads))
         results[method] = all(map(torch.equal, *runs))
@@ -127,10 +125,9 @@ def orders(mesh: Any) -> dict[str, list[str]]:
             results = function(*args, **kwargs)
             if what == "compute":
                 return results
-            works = [
-                Recorded(x, events) for x in (results if isinstance(results, list) else [results])
-            ]
-            return works if isinstance(results, list) else works[0]
+            if isinstance(results, list):
+                return [Recorded(x, events) for x in results]
+            return Recorded(results, events)
 
         return call
 
@@ -138,11 +135,8 @@ def orders(mesh: Any) -> dict[str, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", noted(dist.batch_isend_irecv, "issue"))
         patch.setattr(gather, "gather_single", noted(gather.gather_single, "issue"))
-        for module, names in (
-            (ring.parts, ("part_forward", "part_backward")),
-            (gather, ("whole_forward", "part_backward")),
-        ):
-            for name in names:
+        for module, forward in ((ring.parts, "part_forward"), (gather, "whole_forward")):
+            for name in (forward, "part_backward"):
                 patch.setattr(module, name, noted(getattr(module, name), "compute"))
         patch.setattr(gather, "heads_at_once", lambda *_: 1)
         for method in ("ring", "gather"):
@@ -186,10 +180,8 @@ def decoded(name: str) -> list[Any]:
     cache = KVCache(2, 2, 24, 16)
     own = torch.stack([mine[:n].sum() for n in LENGTHS.tolist()])
     cache.append(k[:, :, mine], v[:, :, mine], own.int())
-    o, lse = decode_attention(
-        q, cache, group=dist.group.WORLD, page=page, return_lse=True, **options
-    )
-    return [o.numpy(), lse.numpy()]
+    how = {"group": dist.group.WORLD, "page": page, "return_lse": True}
+    return [x.numpy() for x in decode_attention(q, cache, **how, **options)]
 
 
 def of_second_order(attend: Callable[..., Any]) -> list[torch.Tensor]:
@@ -232,8 +224,7 @@ def shards_twice(mesh: Any) -> bool:
 
 
 def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
-    plan = plan_of()
-    own = inputs(mesh, plan, **sizes)
+    own = inputs(mesh, plan := plan_of(), **sizes)
     return explain_context(*own, mesh=mesh, plan=plan, method=method, causal=True)
 
 
@@ -254,16 +245,12 @@ def refusal(call: Callable[[Any], Any], mesh: Any) -> str:
 
 
 def other_plans(mesh: Any) -> None:
-    plan = plan_of(balance=("contiguous", "zigzag")[dist.get_rank()])
-    context_attention(*inputs(mesh, plan), mesh=mesh, plan=plan)
+    attend(mesh, "auto", plan=plan_of(balance=("contiguous", "zigzag")[dist.get_rank()]))
 
 
 def other_length(mesh: Any) -> None:
-    plan = plan_of()
-    q, k, v = inputs(mesh, plan)
-    if dist.get_rank() == 1:
-        k = k[:, :, 1:]
-    context_attention(q, k, v, mesh=mesh, plan=plan)
+    q, k, v = inputs(mesh, plan := plan_of())
+    context_attention(q, k[:, :, dist.get_rank() :], v, mesh=mesh, plan=plan)
 
 
 def crossed(mesh: Any) -> None:
@@ -290,11 +277,6 @@ def other_gradients(mesh: Any) -> None:
     context_attention(*own, mesh=mesh, plan=plan, method="gather")
 
 
-def other_mods(mesh: Any) -> None:
-    mod = (hides_odd, hides_even)[dist.get_rank()]
-    attend(mesh, "ulysses", mask_mod=mod)
-
-
 @triton.jit
 def hides_odd(b, h, q_pos, k_pos):
     return k_pos % 2 == 0
@@ -310,14 +292,8 @@ def summed(x, b, h, q_pos, k_pos):
     return tl.cumsum(x, 1)
 
 
-def three_heads(mesh: Any) -> None:
-    plan = plan_of()
-    own = inputs(mesh, plan, H_q=3, H_k=1)
-    context_attention(*own, mesh=mesh, plan=plan, method="ulysses")
-
-
 ALIKE = "ValueError: plan, shapes and options must be the same on every rank: rank 0 has"
-MASK = torch.ones(T, T, dtype=torch.bool)
+MASK, MODS = torch.ones(T, T, dtype=torch.bool), (hides_odd, hides_even)
 # What cannot be served, and the beginning of what every rank says.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plans": (other_plans, ALIKE),
@@ -326,10 +302,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "backward": (crossed_backward, ALIKE),
     "known to one": (known_to_one, "ValueError: "),
     "gradients": (other_gradients, ALIKE),
-    "functions": (other_mods, ALIKE),
+    "functions": (lambda mesh: attend(mesh, "ulysses", mask_mod=MODS[dist.get_rank()]), ALIKE),
     "length": (other_length, "ValueError: "),
-    "heads": (three_heads, "ValueError: method 'ulysses' cannot serve this call: its 2 ranks do "
-              "not divide the 3 heads of q; gather and ring can"),
+    "heads": (lambda mesh: attend(mesh, "ulysses", H_q=3),
+              "ValueError: method 'ulysses' cannot serve this call: its 2 ranks do not divide the "
+              "3 heads of q; gather and ring can"),
     "ranks": (lambda mesh: context_attention(*inputs(mesh, plan_of()), mesh=mesh,
                                              plan=plan_of(ranks=4)),
               "ValueError: mesh must have the plan's 4 ranks, got 2"),
@@ -385,14 +362,10 @@ def test_the_next_transfer_starts_before_this_part_is_computed(ranks):
     for rank in ranks:
         assert rank["order"]["ring forward"] == ["issue", "compute", "wait", "compute"]
         # Backward the gradients of the keys go home.
-        assert rank["order"]["ring backward"] == [
-            *("issue", "compute", "wait", "compute"),
-            *("issue", "wait"),
-        ]
-        assert rank["order"]["gather forward"] == [
-            *("issue", "wait", "issue"),
-            *("compute", "wait", "compute"),
-        ]
+        backward = ["issue", "compute", "wait", "compute", "issue", "wait"]
+        assert rank["order"]["ring backward"] == backward
+        gathered = ["issue", "wait", "issue", "compute", "wait", "compute"]
+        assert rank["order"]["gather forward"] == gathered
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -402,15 +375,12 @@ def test_every_rank_refuses_by_name(ranks, name):
 
 
 def test_a_rank_hears_why_another_refused(ranks):
-    reason = "k must have 48 tokens, as a rank has by the plan for 90 tokens on 2 ranks, got 47"
-    assert ranks[1]["refusals"]["length"] == f"ValueError: {reason}"
-    assert ranks[0]["refusals"]["length"] == f"ValueError: rank 1 refused the call: {reason}"
-
-
-def test_a_rank_hears_it_of_a_call_that_it_has_made_before(ranks):
-    reason = "softcap must be positive and finite, got -1.0"
-    assert ranks[1]["refusals"]["known to one"] == f"ValueError: {reason}"
-    assert ranks[0]["refusals"]["known to one"] == f"ValueError: rank 1 refused the call: {reason}"
+    """Also of a call that it has made before."""
+    tokens = "k must have 48 tokens, as a rank has by the plan for 90 tokens on 2 ranks, got 47"
+    softcap = "softcap must be positive and finite, got -1.0"
+    for name, reason in {"length": tokens, "known to one": softcap}.items():
+        assert ranks[1]["refusals"][name] == f"ValueError: {reason}"
+        assert ranks[0]["refusals"][name] == f"ValueError: rank 1 refused the call: {reason}"
 
 
 def test_a_rank_that_does_not_come_is_an_error(ranks):
@@ -466,14 +436,11 @@ def test_a_cache_over_ranks_is_that_of_one(ranks, name):
     T_q, _, options = DECODED[name]
     inputs = decode_inputs(T_q)
 
+    lengths = {"key_lengths": LENGTHS, "query_offset": LENGTHS - T_q}
+
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return reference.attention(
-            *tensors,
-            **{"causal": True, **options},
-            key_lengths=LENGTHS,
-            query_offset=LENGTHS - T_q,
-            return_lse=True,
-        )
+        every = {"causal": True, **options, **lengths}
+        return reference.attention(*tensors, **every, return_lse=True)
 
     exact = run(*(x.double() for x in inputs))
     naive = worst_naive(exact, lambda: run(*inputs))
