@@ -81,6 +81,7 @@ def test_what_is_not_worth_a_launch(end, why_not):
 def test_the_jobs_of_a_run_say_what_they_launch():
     by_name = gpu_jobs("quick")
     assert by_name[FIRST.name].compiles == (FIRST,)
+    assert by_name[cases.decode(1, 4096).name].kinds == ("decode",)
     (case,) = by_name["training-T1024"].compiles
     assert (case.B * case.T_q, case.H_q * case.D) == (16384, 768)
     assert set(ahead.COMPILED) <= {i.name for i in IMPLEMENTATIONS}
