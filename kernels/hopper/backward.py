@@ -32,6 +32,7 @@ from .host import (
     strides_to_send,
     to_send,
     walkable,
+    without_mods,
 )
 from .pipeline import ROWS
 from .tile_table import APART_HEAD_DIM, backward_config, tile_columns
@@ -105,7 +106,7 @@ class _OfKeys(NamedTuple):
 
 def _scored(options: Options, D: int) -> bool:
     """Whether scores need extra registers, for a derivative, addresses or random numbers."""
-    if options.softcap is not None or options.dropout:
+    if options.softcap is not None or options.dropout or options.score_mod is not None:
         return True
     return options.relative_bias is not None and tile_columns(D) == APART_HEAD_DIM
 
@@ -120,6 +121,7 @@ def _plan_dq(
     config = backward_config("dq", q.shape[3], end_early(options), scored, placed, v.shape[3])
     grid, sizes = query_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
+    mask, score, mods = without_mods(mask, kernel_score(options, q.dtype))
     return Launch(
         hopper_backward_dq_kernel,
         grid[0],
@@ -127,12 +129,12 @@ def _plan_dq(
         strides_to_send(dq, options),
         strides(o),
         stats.stride(1),
-        mask._replace(mod=None),
+        mask,
         order,
-        kernel_score(options, q.dtype),
+        score,
         *sizes,
         config,
-        mask.mod,
+        mods,
         tables=tables,
         described=(
             (0, describe(q, ROWS.value, config.D)),
@@ -168,6 +170,7 @@ def _plan_dkv(
         sums = describe(total, config.BLOCK, piece) if config.DQ_BY_TMA else None
     grid, sizes = key_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=False)
+    mask, score, mods = without_mods(mask, kernel_score(options, q.dtype))
     launch = Launch(
         hopper_backward_dkv_kernel,
         grid[0],
@@ -175,12 +178,12 @@ def _plan_dkv(
         None if dk is None else strides_to_send(dk, options),
         None if dv is None else strides_to_send(dv, options),
         stats.stride(1),
-        mask._replace(mod=None),
+        mask,
         order,
-        kernel_score(options, q.dtype),
+        score,
         *sizes,
         config,
-        mask.mod,
+        mods,
         tables=tables,
         described=(
             (0, describe(q, config.BLOCK, config.D)),

@@ -36,7 +36,15 @@ from .one_pass import (
     start_dq,
     wait_read,
 )
-from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias
+from .pairs import (
+    allocate_bias,
+    kept_pairs,
+    load_bias,
+    seen_pairs,
+    take_bias,
+    user_gradient,
+    user_scores,
+)
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -216,8 +224,8 @@ def _starts(n, row, mine, shared, config: gl.constexpr):
     s_start = nowhere + minus_lse
     dp_start = elsewhere + _minus_delta(n, shared, config)
     lse = 0.0
-    if score.softcap is not None:
-        # The subtrahend of a capped score cannot be subtracted before.
+    if score.softcap is not None or config.SCORE_MOD is not None:
+        # The subtrahend of such a score cannot be subtracted before.
         lse = (minus_lse if shared.exchange is None else s_start) * -score.scale
     return rows, s_start, dp_start, lse
 
@@ -244,7 +252,7 @@ def _step(
 
     wait_full(shared.q, n)
     q = tile_of(shared.q, n)
-    from_start: gl.constexpr = score.softcap is None
+    from_start: gl.constexpr = score.softcap is None and config.SCORE_MOD is None
     s = over_columns(k, q, s_start, config.columns, from_start)
     wait_full(shared.do, n)
     do = tile_of(shared.do, n)
@@ -259,6 +267,7 @@ def _step(
     s, factor, before, capped = modified(
         s, rows, keys, h, batch, score, bias, first=row, slope=mine.slope, start=mine.first
     )
+    s = user_scores(s, rows, keys, h, batch, mask, score, config)
     seen = None
     if MASKED:
         seen = seen_pairs(rows, keys, h, batch, mask, config)
@@ -280,7 +289,8 @@ def _step(
             release(shared.do, n)
         if score.dropout is not None:
             dp = dropped(dp, survivors, score) + _minus_delta(n, shared, config)
-        _dbias, ds = gradient(p * dp, before, capped, rows, keys, h, batch, None, score)
+        dx = user_gradient(p * dp, before, seen, rows, keys, h, batch, mask, score, config)
+        _dbias, ds = gradient(dx, before, capped, rows, keys, h, batch, None, score)
         ds = ds.to(dtype)
         if exchange is not None:
             share(exchange, n, ds, CONSUMER)
@@ -395,7 +405,7 @@ def hopper_backward_dkv_kernel(
     dq_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, minus_lse_ptr, minus_delta_ptr, q_desc,
     k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_desc, bias_desc, dk_strides, dv_strides,
     stats_stride, mask, order_ptr, score, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group,
-    parts, given: gl.constexpr, mod,
+    parts, given: gl.constexpr, mods,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 128 keys of each K/V head, and their parts.
 
@@ -405,7 +415,7 @@ def hopper_backward_dkv_kernel(
     it, in tiles of BLOCK rows and D / 2 columns, if TMA adds; None if the threads do. bias_desc:
     None without attn_bias. parts: None with dq_ptr, whose kernel lacks registers for them.
     """
-    config: gl.constexpr = configured(given, mod)
+    config: gl.constexpr = configured(given, *mods)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
     dq_tiles: gl.constexpr = None
     if dq_desc is not None:

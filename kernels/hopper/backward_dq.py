@@ -17,7 +17,15 @@ from ..rules.softmax import weights
 from ..rules.tile import at_keys
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
-from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias
+from .pairs import (
+    allocate_bias,
+    kept_pairs,
+    load_bias,
+    seen_pairs,
+    take_bias,
+    user_gradient,
+    user_scores,
+)
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -133,6 +141,7 @@ def _step(
     s, factor, before, capped = modified(
         s, rows, keys, h, row, score, bias, first=key, slope=mine.slope, start=mine.first
     )
+    s = user_scores(s, rows, keys, h, row, mask, score, config)
     seen = None
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
@@ -147,6 +156,7 @@ def _step(
     if score.dropout is not None:
         dp = dropped(dp, survivors, score)
     dx = p * (dp - mine.delta[:, None])
+    dx = user_gradient(dx, before, seen, rows, keys, h, row, mask, score, config)
     _dbias, ds = gradient(dx, before, capped, rows, keys, h, row, None, score)
     dq = warpgroup_mma(as_operand(ds, dtype, config.D), k, dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
@@ -262,14 +272,14 @@ def hopper_backward_dq_kernel(
     pairs,
     pair_group,
     given: gl.constexpr,
-    mod,
+    mods,
 ):
     """Persistent grid of any size over tiles of 128 queries of each head.
 
     dq_desc, dq_strides: see `Output`. bias_desc: None without attn_bias. dlse_ptr,
     delta_ptr: None if not given and not wanted, respectively.
     """
-    config: gl.constexpr = configured(given, mod)
+    config: gl.constexpr = configured(given, *mods)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     landed = allocate_landed(mask)
     k, v = allocate_rings(k_desc, v_desc, config)

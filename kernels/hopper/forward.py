@@ -33,8 +33,9 @@ from .host import (
     strides_to_send,
     to_send,
     walkable,
+    without_mods,
 )
-from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias
+from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias, user_scores
 from .partitions import configured, run_partitions
 from .pipeline import (
     ROWS,
@@ -176,6 +177,7 @@ def _scores(s, bias, key, mine, mask, MASKED: gl.constexpr, config: gl.constexpr
     s, factor, _before, _capped = modified(
         s, rows, cols, h, row, mine.score, bias, first=key, slope=mine.slope, start=mine.first
     )
+    s = user_scores(s, rows, cols, h, row, mask, mine.score, config)
     if MASKED:
         shown = shown_keys(mine.rows, numbers, key, row, mask)
         seen = seen_pairs(rows, cols, h, row, mask, config, shown, key)
@@ -321,7 +323,7 @@ def _attend(shared, tile, i, n, CONSUMER: gl.constexpr, config: gl.constexpr):
 def hopper_forward_kernel(
     o_ptr, lse_ptr, max_ptr, q_desc, k_desc, v_desc, o_desc, bias_desc, o_strides, mask, order_ptr,
     score, scales, T_q, T_k, H, G, heads, tiles, group, pairs, pair_group, given: gl.constexpr,
-    mod,
+    mods,
 ):  # fmt: skip
     """Persistent grid of any size over tiles of 64 * CONSUMERS queries of each head.
 
@@ -329,7 +331,7 @@ def hopper_forward_kernel(
     `Output`. bias_desc: None without attn_bias. scales: of e4m3 q [B, H_q], k and v [B, H_k], else
     None; b counts packed sequences too. v_desc is then of v packed by `kernels.fp8.values`.
     """
-    config: gl.constexpr = configured(given, mod)
+    config: gl.constexpr = configured(given, *mods)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     # Dims of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
@@ -384,6 +386,7 @@ def _plan_with(
     """maximum: value of max_ptr for calls without one."""
     grid, sizes = query_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
+    mask, score, mods = without_mods(mask, kernel_score(options, q.dtype))
     if not grid[0]:
         return Launch(hopper_forward_kernel, 0, {})
     values = describe(v, config.D, config.BLOCK)
@@ -394,13 +397,13 @@ def _plan_with(
         grid[0],
         {"num_warps": 4},
         strides_to_send(o, options),
-        mask._replace(mod=None),
+        mask,
         order,
-        kernel_score(options, q.dtype),
+        score,
         scales,
         *sizes,
         config,
-        mask.mod,
+        mods,
         tables=tables,
         described=(
             *maximum,

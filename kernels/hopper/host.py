@@ -23,6 +23,7 @@ from ..launch.descriptors import tma_strides
 from ..launch.packed_order import order_of_tiles
 from ..launch.tiles import TileConfig
 from ..rules.mask import Mask
+from ..rules.score import Score
 from ..rules.tile import ORDERED
 from .pipeline import ROWS
 from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig, backward_config, tile_columns
@@ -57,6 +58,7 @@ _SERVED_IN_8_BITS = {
 _SERVED = _SERVED_IN_8_BITS | {
     "key_padding_mask", "q_documents", "k_documents", "attn_mask", "alibi_slopes", "attn_bias",
     "relative_bias", "dropout", "dropout_seed", "mask_mod", "mod_tensors",
+    "score_mod", "score_mod_grad",
 }  # fmt: skip
 _SECOND = ("query2", "key2")
 _OF_HEADS = "each head has an attn_mask of its own, and heads share keys"
@@ -121,10 +123,11 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
         if value is not default and value != default and name not in served:
             hint = "; concatenated behind q and k they take its columns" if name in _SECOND else ""
             return f"they do not know {name}{hint}"
-    if options.mask_mod is not None:
-        mod = getattr(options.mask_mod, "mask_mod", options.mask_mod)
-        if (operation := not_elementwise(mod)) is not None:
-            return f"mask_mod uses {operation}, which is not known to be elementwise"
+    for name in ("mask_mod", "score_mod", "score_mod_grad"):
+        mod = getattr(options, name)
+        operation = None if mod is None else not_elementwise(getattr(mod, "mask_mod", mod))
+        if operation is not None:
+            return f"{name} uses {operation}, which is not known to be elementwise"
     if _grouped(q, k) and per_head(options):
         of_mask = per_head(options._replace(mask_mod=None))
         return _OF_HEADS if of_mask else _MAYBE_OF_HEADS
@@ -244,6 +247,8 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
         return f"dK and dV of head dim {D} take a kernel each"
     if D not in HEAD_DIMS:
         return f"halves of head dim {D} are no tiles"
+    if options.score_mod is not None:
+        return "score_mod does not leave it registers"
     if D == 128 and options.softcap is not None:
         return "softcap and head dim 128 do not leave it registers"
     if options.dropout:
@@ -322,6 +327,14 @@ def mask_of(
         options, mask, q, k, tiles, (rows, config.BLOCK), rows_in_l2, tiles_of_keys=not of_keys
     )
     return mask, order, tables
+
+
+def without_mods(mask: Mask, score: Score) -> tuple[Mask, Score, tuple[Any, Any, Any]]:
+    """Users' functions apart, `HopperConfig.MASK_MOD` and so on: records that kernels make cannot
+    hold them.
+    """
+    mods = mask.mod, score.mod, score.mod_grad
+    return mask._replace(mod=None), score._replace(mod=None, mod_grad=None), mods
 
 
 def query_grid(

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..rules.integers import value
 from ..rules.mask import shown_by, visible
-from ..rules.score import random_words, survives
+from ..rules.score import indices, random_words, survives
 from .pipeline import ROWS, accumulator_layout, allocate_ring, async_load
 
 
@@ -58,9 +58,27 @@ def seen_pairs(rows, keys, h, row, mask, config: gl.constexpr, valid=None, first
     """`visible`, with the user's function."""
     seen = visible(rows, keys, h, row, mask, valid, first)
     # A tile of queries visits a block even if its packed sequence has no keys.
-    if config.MOD is not None and (mask.cu_k_ptr is None or row.T_k > 0):
-        seen = seen & shown_by(config.MOD, rows, keys, h, row, mask)
+    if config.MASK_MOD is not None and (mask.cu_k_ptr is None or row.T_k > 0):
+        seen = seen & shown_by(config.MASK_MOD, rows, keys, h, row, mask)
     return seen
+
+
+@gluon.jit
+def user_scores(x, rows, keys, h, row, mask, score, config: gl.constexpr):
+    """Scores after the user's function."""
+    if config.SCORE_MOD is not None and (mask.cu_k_ptr is None or row.T_k > 0):
+        x = config.SCORE_MOD(x, *indices(rows, keys, h, row, score), *score.tensors)
+    return x
+
+
+@gluon.jit
+def user_gradient(dx, before, seen, rows, keys, h, row, mask, score, config: gl.constexpr):
+    """The gradient of scores before the user's function. seen: visible pairs, or None = all."""
+    if config.SCORE_GRAD is not None and (mask.cu_k_ptr is None or row.T_k > 0):
+        dx = config.SCORE_GRAD(dx, before, *indices(rows, keys, h, row, score), *score.tensors)
+        if seen is not None:
+            dx = gl.where(seen, dx, 0.0)
+    return dx
 
 
 @gluon.constexpr_function

@@ -13,13 +13,13 @@ from .tile_table import HopperConfig
 
 
 @gluon.constexpr_function
-def configured(config, mod=None):
-    """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields, with the user's mask.
+def configured(config, *mods):
+    """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields, with users' functions.
 
-    It is no field of `Mask` here, as a record made in a kernel holds no function.
+    mods: see `host.without_mods`.
     """
-    *fields, columns, _ = config
-    return HopperConfig(*fields, columns and tuple(columns), mod)  # type: ignore[call-arg]
+    *fields, columns, _mask, _score, _grad = config
+    return HopperConfig(*fields, columns and tuple(columns), *mods)  # type: ignore[call-arg]
 
 
 @gluon.jit

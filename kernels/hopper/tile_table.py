@@ -20,8 +20,8 @@ class HopperConfig(NamedTuple):
     PING_PONG: consumers of forward issue their products in turn. WIDE_WEIGHTS: weights of forward
     wait for their product in fp32, as always in 8 bits; else packed in pairs. DQ_BY_TMA: TMA adds
     dQ of one pass to its sum; else the threads do. SLACK: O of forward is rescaled only if a score
-    is 2^SLACK times above the weights' reference; 0: in every block, as always in 8 bits. MOD: the
-    user's mask_mod, which a kernel adds.
+    is 2^SLACK times above the weights' reference; 0: in every block, as always in 8 bits. MASK_MOD,
+    SCORE_MOD, SCORE_GRAD: the user's functions, which a kernel adds.
     """
 
     D: int
@@ -38,7 +38,9 @@ class HopperConfig(NamedTuple):
     SLACK: int = 8
     D_V: int | None = None
     COLUMNS: tuple[int, int] | None = None
-    MOD: Any = None
+    MASK_MOD: Any = None
+    SCORE_MOD: Any = None
+    SCORE_GRAD: Any = None
 
     @property
     def value_tile(self) -> int:

@@ -280,7 +280,7 @@ def _hopper_knows(name: str) -> bool:
     x = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
     if name in ("attn_mask", "attn_bias"):
         return False  # their strides and heads decide
-    given = mods.striped if name == "mask_mod" else object()
+    given = mods.striped if name.startswith(("mask_mod", "score_mod")) else object()
     fields: dict[str, Any] = dict.fromkeys(OPTIONS[name].fields or (name,), given)
     return host.why_not_hopper(x, x, x, Options(**fields)) is None
 

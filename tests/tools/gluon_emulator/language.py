@@ -247,7 +247,19 @@ _FUNCTIONS: dict[str, Any] = {
     "sum": _reduction(torch.sum),
     **{
         name: partial(elementwise, getattr(torch, name))
-        for name in ("exp2", "exp", "log2", "log", "rsqrt", "sqrt", "abs", "floor", "ceil", "tanh")
+        for name in (
+            "exp2",
+            "exp",
+            "log2",
+            "log",
+            "rsqrt",
+            "sqrt",
+            "abs",
+            "floor",
+            "ceil",
+            "tanh",
+            "sigmoid",
+        )
     },
     "split": lambda x: tuple(map(Tensor, x.data.unbind(-1))),
     "join": partial(elementwise, lambda x, y: torch.stack((x, y), -1)),
