@@ -118,7 +118,10 @@ def _plan_dq(
 ) -> Launch:  # fmt: skip
     """Launch that fills dq, stats [2, B * H_q, whole tiles], and delta if given."""
     scored, placed = _scored(options, q.shape[3]), options.q_positions is not None
-    config = backward_config("dq", q.shape[3], end_early(options), scored, placed, v.shape[3])
+    called = options.score_mod is not None
+    config = backward_config(
+        "dq", q.shape[3], end_early(options), scored, placed, v.shape[3], called
+    )
     grid, sizes = query_grid(q, k, config, options)
     mask, order, tables = mask_of(options, q, k, config, sizes, of_keys=True)
     mask, score, mods = without_mods(mask, kernel_score(options, q.dtype))
@@ -162,7 +165,8 @@ def _plan_dkv(
     if total is None:
         kernel = "dv" if dk is None else "dk" if dv is None else "dkv"
         packed = options.cu_seqlens_q is not None
-        config = backward_config(kernel, D, packed, scored, placed, D_v)
+        called = options.score_mod is not None
+        config = backward_config(kernel, D, packed, scored, placed, D_v, called)
         piece, sums = None, None
     else:
         config = backward_config("one_pass", D, end_early(options), scored, placed, D_v)

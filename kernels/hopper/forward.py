@@ -368,7 +368,7 @@ def _plan_with_max(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor)
 
 def _config(options: Options, q: Tensor, v: Tensor) -> HopperConfig:
     placed = options.q_positions is not None
-    dropped = options.dropout > 0
+    dropped = options.dropout > 0 or options.score_mod is not None
     return forward_config(q.shape[3], end_early(options), placed, v.shape[3], dropped)
 
 

@@ -128,6 +128,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
         operation = None if mod is None else not_elementwise(getattr(mod, "mask_mod", mod))
         if operation is not None:
             return f"{name} uses {operation}, which is not known to be elementwise"
+    if options.score_mod is not None and D == APART_HEAD_DIM:
+        return f"score_mod and {D} columns do not leave them registers"
     if _grouped(q, k) and per_head(options):
         of_mask = per_head(options._replace(mask_mod=None))
         return _OF_HEADS if of_mask else _MAYBE_OF_HEADS

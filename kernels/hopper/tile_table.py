@@ -83,8 +83,8 @@ def forward_config(
     """Configuration of forward for head dims D and D_v (default D).
 
     early: a batch row's keys may end before the keys in memory. placed: queries and keys have
-    explicit positions, which are in order within tiles of 128 rows. dropped: random numbers take
-    registers.
+    explicit positions, which are in order within tiles of 128 rows. dropped: random numbers or
+    a user's function of scores take registers.
     """
     registers = _registers(early)
     tile, D_v = tile_columns(D), D if D_v is None else D_v
@@ -111,8 +111,9 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
 
 
 def backward_config(
-    kernel: str, D: int, early: bool, scored: bool, placed: bool = False, D_v: int | None = None
-) -> HopperConfig:
+    kernel: str, D: int, early: bool, scored: bool, placed: bool = False, D_v: int | None = None,
+    called: bool = False,
+) -> HopperConfig:  # fmt: skip
     """Configuration of a backward kernel for head dims D and D_v (default D).
 
     kernel: "dq", with rings of K and V, "dkv", with rings of Q and dO, "dk" and "dv" for
@@ -120,12 +121,15 @@ def backward_config(
 
     early: rows in the rings (for "one_pass" the keys) may end before the rows in memory. scored:
     scores need registers, such as a softcap's derivative. Both reduce the block size if registers
-    are short. placed: as in `forward_config`.
+    are short. placed: as in `forward_config`. called: scores call a user's function, which may take
+    more.
     """
     tile, D_v = tile_columns(D), D if D_v is None else D_v
     config = _other(kernel, tile, early or scored or placed or tile != tile_columns(D_v))
     if config is None:
         config = _backward_tile(kernel, tile, early, scored)
+    if called:
+        config = config._replace(BLOCK=32, STAGES=4)
     return _of_heads(config, D, D_v)
 
 

@@ -401,7 +401,8 @@ def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: i
     T = 40000 if given.cu_seqlens_q is not None else T  # so many tiles are put in order
     (q, k, lse), (o, v, _) = rows(D, T=T, B=1), rows(D_v, T=T, B=1)
     if kernel == "forward":
-        placed, dropped = given.q_positions is not None, given.dropout > 0
+        placed = given.q_positions is not None
+        dropped = given.dropout > 0 or given.score_mod is not None
         config = forward_config(D, end_early(given), placed, D_v, dropped)
         config = config._replace(PING_PONG=how == "turns")
         name = "launch_hopper_forward" + "_with_max" * (how == "max")

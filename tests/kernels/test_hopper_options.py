@@ -54,6 +54,20 @@ DROPOUT: dict[str, Any] = dict(dropout=0.3, dropout_seed=torch.tensor([2**62 + 1
 # Of the fuzzer's functions, and the answer of each of 384 tokens.
 TABLES = torch.rand(16), torch.tensor([0, 40, 3, 70] * 4, dtype=torch.int32)
 BRANCHES = torch.tensor([-1, 0, 1, -1, 1, 0]).repeat_interleave(64).int()
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+
+
+@triton.jit
+def nearer(x, b, h, q_pos, k_pos):
+    """Infinite at the next key, which a causal mask hides."""
+    return x / (q_pos + 1 - k_pos)
+
+
+@triton.jit
+def nearer_grad(dx, x, b, h, q_pos, k_pos):
+    return dx / (q_pos + 1 - k_pos)
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding": ("two one", dict(B=3, H_q=1, T_k=290, key_padding_mask=HOLES)),
     "padding-none-shown": ("two", dict(
@@ -122,6 +136,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         mod_tensors=(BRANCHES,), positions=(torch.arange(256, 384)[None].int(), torch.cat([
             torch.arange(128, 256), torch.arange(256, 384),
         ])[None].int()),
+    )),
+    "score_mod": ("two", dict(
+        B=2, H_q=4, H_k=2, T_q=150, score_mod=mods.bent, score_mod_grad=mods.bent_grad,
+        heads=(2, 8), key_lengths=[140, 90],
+    )),
+    "score_mod-d128": ("two", dict(
+        H_q=4, H_k=2, T_q=70, T_k=290, D=128, causal=False, softcap=3.0, sinks=SINKS,
+        score_mod=mods.by_table, score_mod_grad=mods.by_table_grad, mod_tensors=TABLES,
+    )),
+    "score_mod-guarded": ("two", dict(
+        H_k=2, T_q=140, score_mod=nearer, score_mod_grad=nearer_grad, **DROPOUT,
     )),
     # Heads between the widths of tiles, and those of v narrower than those of q.
     "96": ("two", dict(D=96, D_v=96, T_q=140)),
