@@ -1,4 +1,4 @@
-"""Scores and weights changed by a pair: tiles of attn_bias, users' masks, the mask of dropout.
+"""Scores and weights changed by a pair: tiles of attn_bias, users' functions, dropout.
 
 TMA loads attn_bias in 16-bit tiles for each consumer, one at a time. A consumer reads a tile into
 registers when its scores are ready, and releases it at once, so that the next load overlaps with

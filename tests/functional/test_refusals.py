@@ -85,6 +85,11 @@ def summed(x, b, h, i, j):
 
 
 @triton.jit
+def summed_grad(dx, x, b, h, i, j):
+    return tl.cumsum(dx, 1)
+
+
+@triton.jit
 def branching(x, b, h, i, j):
     if h > 1:
         x = 2 * x

@@ -262,7 +262,9 @@ def _for_hopper(case: Case) -> Case:
     """The case in sizes, dtypes and options that the kernels for Hopper know."""
     draw = case.random("hopper")
     call = case.call if case.call in ("attention", "attention_varlen") else "attention"
-    D, D_v = draw.choice((64, 64), (64, 64), (128, 128), (40, 48), (96, 64), (128, 56), (192, 128))
+    dims = ((64, 64), (64, 64), (128, 128), (40, 48), (96, 64), (128, 56))
+    of_scores = {"mod_tensors", "score_mod", "score_mod_grad"} & set(case.options)
+    D, D_v = draw.choice(*dims, (64, 64) if of_scores else (192, 128))
     lengths = (1, 2, 63, 65, 128, 129, draw.integer(130, 200))
     # A function may differ between heads that share keys.
     most = 1 if {"mask_mod", "mod_tensors"} & set(case.options) else 3
