@@ -42,6 +42,9 @@ CASES = {
     "whole": Lists((4, 2, 2), (5, 70), (1, 32), 2, {"softcap": 3.0}),
     "blocks": Lists((4, 2, 1), (20, 37), (8, 8), 3, {"window": (9, 4)}),
     "odd": Lists((6, 2, 2), (20, 37), (3, 5), 4, {"documents": DOCUMENTS}),
+    # Tokens; fewer lists than K/V heads.
+    "tokens": Lists((4, 4, 2), (6, 37), (1, 1), 9, {"causal": True}),
+    "fp16": Lists((4, 1, 1), (9, 40), (1, 8), 3, {"scale": 0.3}, dtype=torch.float16),
     "bf16": Lists((4, 2, 2), (9, 40), (2, 16), 2, {"causal": True}, dtype=torch.bfloat16),
 }  # fmt: skip
 
