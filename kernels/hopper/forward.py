@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 @cached_plan(3)
 def _plan(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """Plan for 16-bit q, k and v."""
-    return _plan_with(_config(options, q, v), options, None, q, k, v, o)
+    return _plan_with(configure(options, q, v), options, None, q, k, v, o)
 
 
 @cached_plan(3)
 def _plan_with_max(options: Options, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Launch:
     """Plan for calls with max_ptr: no row lags behind its largest score."""
-    config = _config(options, q, v)._replace(SLACK=0)
+    config = configure(options, q, v)._replace(SLACK=0)
     return _plan_with(config, options, None, q, k, v, o, maximum=())
 
 
-def _config(options: Options, q: Tensor, v: Tensor) -> HopperConfig:
+def configure(options: Options, q: Tensor, v: Tensor) -> HopperConfig:
+    """Configuration of a 16-bit call."""
     placed = options.q_positions is not None
     dropped = options.dropout > 0 or options.score_mod is not None
     return forward_config(q.shape[3], end_early(options), placed, v.shape[3], dropped)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fastattn import kernels
 from fastattn.jit_functions import derivative
-from fastattn.kernels.hopper.host import end_early
-from fastattn.kernels.hopper.tile_table import HopperConfig, backward_config, forward_config
+from fastattn.kernels.hopper.tile_table import HopperConfig, backward_config
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.block_sparsity import mask_for_keys, mask_for_queries
 from fastattn.kernels.rules.pages import CacheTensors
@@ -401,12 +400,9 @@ def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: i
     T = 40000 if given.cu_seqlens_q is not None else T  # so many tiles are put in order
     (q, k, lse), (o, v, _) = rows(D, T=T, B=1), rows(D_v, T=T, B=1)
     if kernel == "forward":
-        placed = given.q_positions is not None
-        dropped = given.dropout > 0 or given.score_mod is not None
-        config = forward_config(D, end_early(given), placed, D_v, dropped)
-        config = config._replace(PING_PONG=how == "turns")
+        config = kernels.hopper_forward.configure(given, q, v)._replace(PING_PONG=how == "turns")
         name = "launch_hopper_forward" + "_with_max" * (how == "max")
-        with mock.patch.object(kernels.hopper_forward, "forward_config", lambda *_: config):
+        with mock.patch.object(kernels.hopper_forward, "configure", lambda *_: config):
             launches.forget()
             getattr(kernels.hopper_forward, name)(q, k, v, given)
         return
