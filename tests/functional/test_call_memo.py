@@ -108,6 +108,16 @@ def test_tensors_that_start_between_16_bytes_are_copied(
     assert launched == [[0] * 5]
 
 
+@pytest.mark.parametrize("index", range(3))
+def test_a_known_call_with_other_strides(device: str, index: int) -> None:
+    """Rows of one tensor lie apart."""
+    tensors = [x.detach() for x in inputs(device)]
+    expected = attention(*tensors, backend="triton")
+    D = tensors[index].shape[-1]
+    tensors[index] = torch.nn.functional.pad(tensors[index], (0, 8))[..., :D]
+    assert torch.equal(attention(*tensors, backend="triton"), expected)
+
+
 def under_autocast(
     dtype: torch.dtype, *tensors: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, ...]:
