@@ -95,7 +95,7 @@ def test_results_and_gradients(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
-    """Of any heads, widths and blocks, some of lists without entries."""
+    """Any heads, widths and blocks; some lists have no entries."""
     check_by_kernels("selected_attention", seed, device)
 
 

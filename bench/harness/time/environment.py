@@ -37,7 +37,7 @@ _COMMON = ("rules/*.py", "launch/**/*.py", "launch/**/*.json")
 
 
 def output_of(command: list[str]) -> str:
-    """What a command prints."""
+    """Output of a command."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip()
 
