@@ -32,7 +32,8 @@ if _foreign := list(foreign(_CHECKOUT)):
         "\n".join([*_foreign, f"install this checkout: {sys.executable} -m pip install -e ."]),
         returncode=pytest.ExitCode.USAGE_ERROR,
     )
-# Files that take longest. They start first: else workers would wait for the last of them.
+# Files that take longest. They start first: else workers would wait for the last of them. Without
+# workers they run last: what fails sooner ends a run with -x sooner.
 _COSTLY = (
     "training/distributed/test_splits.py",
     "test_rehearsal.py",
@@ -93,8 +94,9 @@ def pytest_report_header() -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assert all((_TESTS / name).is_file() for name in _COSTLY), "a costly file has another name"
-    first = {name: place for place, name in enumerate(_COSTLY)}
-    items.sort(key=lambda item: first.get(item.path.relative_to(_TESTS).as_posix(), len(first)))
+    order = {name: place for place, name in enumerate(_COSTLY)}
+    others = len(_COSTLY) if _workers else -1
+    items.sort(key=lambda item: order.get(item.path.relative_to(_TESTS).as_posix(), others))
     release = ".".join(version("triton").split(".")[:2])
     over_budget = [f"test_compiles_well[sm_90 {x}]" for x in _OVER_BUDGET.get(release, ())]
     reason = f"Triton {release} makes more of this kernel than its budget allows"

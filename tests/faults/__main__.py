@@ -2,23 +2,25 @@
 
     python tests/faults                     every fault of planted/*.txt
     python tests/faults causal softcap      those whose name contains one of these words
-    python tests/faults --list              names and files; does every patch still apply?
+    python tests/faults --list              does every patch apply, and was any not caught?
+    python tests/faults --record            and keep the verdicts in verdicts.tsv
 
-The working tree is not touched: tests run in a copy, which is first on the path. For each fault the
-tests that are meant to see it run first, then those of its area, to the first failure. That test
-must pass in the copy without the fault, or it proves nothing.
+Tests run in copies; of the working tree only verdicts.tsv changes. For each fault the test that saw
+it last runs first, then those of its area, to the first failure. That test must pass in the copy
+without the fault, or it proves nothing.
 """
 
 import argparse
-import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
-from planted import Fault, areas_of, changed, read
+from planted import Fault, Verdict, areas_of, changed, read, verdicts, write_verdicts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PYTEST = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--benchmark-disable", "-rfE"]
@@ -80,7 +82,9 @@ class Copy:
         # `python -m pytest` would put the copy's own folder on the path.
         program = str(Path(sys.executable).with_name("pytest"))
         done = self._run([program, *PYTEST, *tests], limit)
-        if done.returncode in (0, 5):
+        # 4: a test has another name now.
+        renamed = done.returncode == 4 and "ERROR: not found" in done.stderr
+        if done.returncode in (0, 5) or renamed:
             return None
         for line in done.stdout.splitlines():
             kind, _, rest = line.partition(" ")
@@ -91,71 +95,80 @@ class Copy:
         )
 
 
-def used() -> float:
-    """Seconds of processors that finished children have taken."""
-    of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return of_children.ru_utime + of_children.ru_stime
-
-
-def judge(copy: Copy, fault: Fault, limit: float, sound: dict[str, bool]) -> dict[str, object]:
-    """The verdict on one fault: caught, survived or hung, by which test, in how much CPU time."""
+def judge(copy: Copy, fault: Fault, limit: float, sound: dict[str, bool], last: str) -> Verdict:
+    """Plant one fault and say what became of it. last: the test that saw it before, or ""."""
     whole = (copy.root / fault.file).read_text(encoding="utf-8")
     copy.write(fault.file, changed(whole, fault))
-    before = used()
-    verdict: dict[str, object] = {"file": fault.file, "verdict": "survived"}
+    before = [[last], [last.partition("::")[0]]] if last else []
+    runs = filter(None, (*before, *areas_of(fault, copy.root)))
     try:
-        for tests in (list(fault.meant), *areas_of(fault, copy.root)):
-            by = copy.failing(tests, limit) if tests else None
-            if by is not None:
-                verdict |= {"verdict": "caught", "by": by}
-                break
+        by = next(filter(None, (copy.failing(tests, limit) for tests in runs)), None)
     except subprocess.TimeoutExpired:
-        verdict["verdict"] = "hung"
+        return Verdict("hung")
     finally:
         copy.write(fault.file, whole)
-    verdict["seconds"] = round(used() - before)
-    by = verdict.get("by")
-    if isinstance(by, str):
-        if by not in sound:
-            sound[by] = copy.failing([by], limit) is None
-        if not sound[by]:
-            verdict["verdict"] = "fails without the fault"
-    return verdict
+    if by is None:
+        return Verdict("survived")
+    if by not in sound:
+        sound[by] = copy.failing([by], limit) is None
+    return Verdict("caught" if sound[by] else "fails without the fault", by)
+
+
+def judge_all(
+    faults: list[Fault], workers: int, limit: float, known: dict[str, Verdict]
+) -> Iterator[tuple[Fault, Verdict]]:
+    """Judge faults in as many copies as there are workers; known: verdicts of another time."""
+    sound: dict[str, bool] = {}
+    copies: SimpleQueue[Copy] = SimpleQueue()
+
+    def in_a_copy(fault: Fault) -> Verdict:
+        copy = copies.get()
+        try:
+            return judge(copy, fault, limit, sound, known.get(fault.name, Verdict("")).by)
+        finally:
+            copies.put(copy)
+
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        for number in range(workers):
+            copies.put(Copy(Path(folder) / str(number)))
+        with ThreadPoolExecutor(workers) as pool:
+            yield from zip(faults, pool.map(in_a_copy, faults), strict=True)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="parts of names of faults; default: all")
-    parser.add_argument("--list", action="store_true", help="check that patches apply, run nothing")
+    parser.add_argument("--list", action="store_true", help="verdicts that are known; run nothing")
+    parser.add_argument("--record", action="store_true", help="keep the verdicts in verdicts.tsv")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a run of tests")
-    parser.add_argument("--share", default="0/1", metavar="I/N", help="every N-th, from the I-th")
-    parser.add_argument("--out", type=Path, help="JSON to write, kept up to date after each fault")
+    parser.add_argument("--workers", type=int, default=1, help="copies that run at once")
     given = parser.parse_args()
-    faults = [x for x in read() if not given.words or any(w in x.name for w in given.words)]
+    every = read()
+    faults = [x for x in every if not given.words or any(w in x.name for w in given.words)]
     for fault in faults:
         changed((CHECKOUT / fault.file).read_text(encoding="utf-8"), fault)
-    index, count = map(int, given.share.split("/"))
-    faults = faults[index::count]
+    known = {name: x for name, x in verdicts().items() if name in {y.name for y in every}}
     if given.list:
         say(*(f"{x.name}: {x.file}\n" for x in faults), f"{len(faults)} faults")
-        return
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=CHECKOUT, capture_output=True, text=True
-    ).stdout.strip()
-    results: dict[str, object] = {}
-    sound: dict[str, bool] = {}
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        copy = Copy(Path(folder))
-        for fault in faults:
-            verdict = judge(copy, fault, given.limit, sound)
-            results[fault.name] = verdict
-            say(fault.name, *verdict.values())
-            if given.out:
-                written = {"commit": commit, "faults": results}
-                given.out.write_text(json.dumps(written, indent=1) + "\n")
-    caught = sum(x["verdict"] == "caught" for x in results.values() if isinstance(x, dict))
-    say(f"{caught} of {len(results)} caught at {commit}")
+    else:
+        for fault, verdict in judge_all(faults, given.workers, given.limit, dict(known)):
+            say(fault.name, fault.file, *verdict)
+            known[fault.name] = verdict
+            if given.record:
+                write_verdicts({x.name: known[x.name] for x in every if x.name in known})
+    if missed := not_caught(faults, known):
+        sys.exit(f"not caught: {', '.join(missed)}")
+
+
+def not_caught(faults: list[Fault], known: dict[str, Verdict]) -> list[str]:
+    """Names of faults that were judged and not caught, or whose test file is gone."""
+
+    def holds(verdict: Verdict) -> bool:
+        there = (CHECKOUT / verdict.by.partition("::")[0]).exists()
+        return verdict.word in ("", "caught") and there
+
+    return [x.name for x in faults if not holds(known.get(x.name, Verdict("")))]
 
 
 def say(*parts: object) -> None:

@@ -1,15 +1,15 @@
 """The list of planted faults, and which tests of the gate look at each file.
 
 A fault of planted/*.txt is a paragraph: its name, its file, a line (or part of one) that stands
-there once, and what replaces it. `after` names a line above it where it stands more than once;
-`tests` names those that are meant to see it:
+there once, and what replaces it. `after` names a line above it where it stands more than once:
 
     [name]
     kernels/rules/mask.py
-    tests tests/kernels/test_mask.py
     after def _near(ahead, k_pos, mask):
     - near = near & (ahead <= value(mask.right))
     + near = near & (ahead < value(mask.right))
+
+verdicts.tsv has a line a fault: its name, what became of it, and the test that saw it.
 """
 
 import re
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FOLDER = Path(__file__).resolve().parent / "planted"
+_VERDICTS = _FOLDER.with_name("verdicts.tsv")
 # More test files than this with one word say nothing of where a fault is seen.
 _FEW = 4
 _GENERATED = "tests/functional/test_generated_calls.py"
@@ -26,7 +27,8 @@ _AREAS: dict[str, tuple[str, str]] = {
     "kernels/hopper/": ("hopper", "kernels/test_hopper_*.py ops"),
     "kernels/append": ("triton", "cache"),
     "kernels/fp8": ("triton", "functional/test_fp8*.py test_quantization.py"),
-    "kernels/": ("triton", "functional cache kernels ops"),
+    "kernels/rules/": ("triton or hopper", "kernels functional cache ops"),
+    "kernels/": ("triton", "kernels functional cache ops"),
     "fastattn/cache": ("torch or triton", "cache functional/test_decode*.py generation modules"),
     "fastattn/torch_backend/": ("torch", "torch_backend functional"),
     "fastattn/functional/": ("torch or triton", "functional cache test_options.py"),
@@ -52,7 +54,27 @@ class Fault(NamedTuple):
     old: str
     new: str
     after: str = ""
-    meant: tuple[str, ...] = ()
+
+
+class Verdict(NamedTuple):
+    """caught, survived, hung or fails without the fault, and by which test; "": not judged yet, but
+    that test is meant to see it.
+    """
+
+    word: str
+    by: str = ""
+
+
+def verdicts() -> dict[str, Verdict]:
+    """The verdicts that were recorded, by the names of faults."""
+    lines = _VERDICTS.read_text(encoding="utf-8").splitlines() if _VERDICTS.exists() else []
+    return {name: Verdict(*verdict) for name, *verdict in (line.split("\t") for line in lines)}
+
+
+def write_verdicts(kept: dict[str, Verdict]) -> None:
+    """Record verdicts in place of those that were."""
+    lines = ("\t".join((name, *verdict)) + "\n" for name, verdict in kept.items())
+    _VERDICTS.write_text("".join(lines), encoding="utf-8")
 
 
 def read() -> list[Fault]:
@@ -72,11 +94,10 @@ def read() -> list[Fault]:
 def _fault(paragraph: str) -> Fault:
     head, file, *lines = paragraph.splitlines()
     parts = dict(line.split(" ", 1) for line in lines)
-    known = {"-", "+"} <= parts.keys() <= {"-", "+", "after", "tests"}
+    known = {"-", "+"} <= parts.keys() <= {"-", "+", "after"}
     if head[0] + head[-1] != "[]" or not known:
         raise ValueError(f"not a fault:\n{paragraph}")
-    meant = tuple(parts.get("tests", "").split())
-    return Fault(head[1:-1], file, parts["-"], parts["+"], parts.get("after", ""), meant)
+    return Fault(head[1:-1], file, parts["-"], parts["+"], parts.get("after", ""))
 
 
 def changed(text: str, fault: Fault) -> str:
@@ -100,7 +121,7 @@ def changed(text: str, fault: Fault) -> str:
 def areas_of(fault: Fault, root: Path) -> list[list[str]]:
     """Arguments of pytest for the area of the fault's file, the likeliest to see it first.
 
-    Test files that share a word with the fault, generated calls, and the rest of the area.
+    Generated calls, test files that share a word with the fault, and the rest of the area.
     """
     namesakes = _namesakes(fault, root)
     longest = max((x for x in _AREAS if fault.file.startswith(x)), key=len)
@@ -111,8 +132,8 @@ def areas_of(fault: Fault, root: Path) -> list[list[str]]:
         for path in paths
         for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
     ]
-    others = [x for x in dict.fromkeys(files) if x not in (*fault.meant, *namesakes, _GENERATED)]
-    return [namesakes, *([[_GENERATED, "-k", backend]] if backend else []), others]
+    others = [x for x in dict.fromkeys(files) if x not in (*namesakes, _GENERATED)]
+    return [*([[_GENERATED, "-k", backend]] if backend else []), namesakes, others]
 
 
 def _namesakes(fault: Fault, root: Path) -> list[str]:
@@ -123,7 +144,7 @@ def _namesakes(fault: Fault, root: Path) -> list[str]:
         for word in words & _words(path.stem):
             found.setdefault(word, []).append(str(path.relative_to(root)))
     few = dict.fromkeys(x for files in found.values() if len(files) <= _FEW for x in files)
-    return [x for x in few if x not in (*fault.meant, _GENERATED)]
+    return [x for x in few if x != _GENERATED]
 
 
 def _words(text: str) -> set[str]:

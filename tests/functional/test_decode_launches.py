@@ -116,21 +116,25 @@ def test_packed_queries(
     assert not counters.any()
 
 
+@pytest.mark.parametrize(("lengths", "T"), [((140,) * 6, 40), ((40, 40, 40, 40, 140, 40), 24)])
 def test_invalid_offsets_leave_no_counter(
-    counters: Tensor, monkeypatch: pytest.MonkeyPatch, device: str
+    lengths: tuple[int, ...], T: int, counters: Tensor, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """Rows that overlap have more tiles than there are programs; later calls find zeros."""
+    """Rows that overlap have more tiles than there are programs; later calls find zeros.
+
+    In the second case programs end within the parts of a tile.
+    """
     monkeypatch.setattr(tiles, "multiprocessors", lambda _: 4)
-    q, cache = filled("pages-of-16", (140,) * 6, 40, device)
+    q, cache = filled("pages-of-16", lengths, T, device)
     rows, view = q[0].transpose(0, 1).contiguous(), cache.view
     tensors = CacheTensors(
         view.k, view.v, None, None, view.block_table, view.lengths, None, view.batch_index, None
     )
-    offsets = torch.tensor((0, 40) * 3 + (0,), dtype=torch.int32, device=device)
-    o, lse = torch.zeros_like(rows), torch.zeros(4, 40, device=device)
+    offsets = torch.tensor((0, T) * 3 + (0,), dtype=torch.int32, device=device)
+    o, lse = torch.zeros_like(rows), torch.zeros(4, T, device=device)
     with tiles.forced(one_launch=True):
         options = Options(scale=1.0, causal=True)
-        launch_packed(rows, offsets, tensors, None, o, lse, options, longest=40)
+        launch_packed(rows, offsets, tensors, None, o, lse, options, longest=T)
     assert not counters.any()
 
 
