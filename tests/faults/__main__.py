@@ -99,7 +99,7 @@ def judge(copy: Copy, fault: Fault, limit: float, sound: dict[str, bool], last: 
     """Plant one fault and say what became of it. last: the test that saw it before, or ""."""
     whole = (copy.root / fault.file).read_text(encoding="utf-8")
     copy.write(fault.file, changed(whole, fault))
-    before = [[last], [last.partition("::")[0]]] if last else []
+    before = [[x] for x in dict.fromkeys((last, last.partition("::")[0])) if x]
     runs = filter(None, (*before, *areas_of(fault, copy.root)))
     try:
         by = next(filter(None, (copy.failing(tests, limit) for tests in runs)), None)
