@@ -148,11 +148,11 @@ def main() -> None:
     faults = [x for x in every if not given.words or any(w in x.name for w in given.words)]
     for fault in faults:
         changed((CHECKOUT / fault.file).read_text(encoding="utf-8"), fault)
-    known = {name: x for name, x in verdicts().items() if name in {y.name for y in every}}
+    known = verdicts()
     if given.list:
         say(*(f"{x.name}: {x.file}\n" for x in faults), f"{len(faults)} faults")
     else:
-        for fault, verdict in judge_all(faults, given.workers, given.limit, dict(known)):
+        for fault, verdict in judge_all(faults, given.workers, given.limit, known):
             say(fault.name, fault.file, *verdict)
             known[fault.name] = verdict
             if given.record:
