@@ -37,7 +37,7 @@ POSITIONS = (of_blocks(2, 1)[None, :T_q], of_blocks(3, 1)[None])
 OPTIONS: dict[str, dict[str, Any]] = {
     "window-first-alibi": {
         "causal": True,
-        "window": 150,
+        "window": 60,
         "keep_first": 140,
         "alibi_slopes": torch.tensor([0.02]),
         "sinks": draw(H_q),
