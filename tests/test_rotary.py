@@ -7,6 +7,7 @@ import torch
 
 from fastattn import rotary
 from fastattn.rotary import RotaryPositions, apply_rotary, rotary_tables
+from fastattn.testing.inputs import draw
 
 STYLES = ("half", "interleaved")
 
@@ -70,7 +71,7 @@ def test_strided_input_equals_contiguous_and_keeps_its_layout(style):
     assert y.stride() == view.stride()
 
 
-X, (COS, SIN) = torch.randn(2, 3, 5, 8), rotary_tables(5, 8)
+X, (COS, SIN) = draw(2, 3, 5, 8), rotary_tables(5, 8)
 
 
 def test_a_complex_table_turns_neighbours_as_a_product_of_complex_numbers() -> None:

@@ -17,13 +17,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
 from planted import Fault, Verdict, areas_of, changed, read, verdicts, write_verdicts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PYTEST = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--benchmark-disable", "-rfE"]
+PYTEST = ["-q", "--tb=no", "-p", "no:cacheprovider", "--benchmark-disable"]
 
 
 class Copy:
@@ -72,6 +73,16 @@ class Copy:
         stamp = path.stat().st_mtime + self._clock
         os.utime(path, (stamp, stamp))
 
+    def _pytest(self, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+        # `python -m pytest` would put the copy's own folder on the path.
+        program = str(Path(sys.executable).with_name("pytest"))
+        return self._run([program, *PYTEST, *arguments], limit)
+
+    def passing(self, tests: list[str], limit: float) -> list[str]:
+        """Those that pass, run in one process: none if one of them has another name now."""
+        lines = self._pytest(limit, "-rp", *tests).stdout.splitlines() if tests else []
+        return [rest for kind, _, rest in (x.partition(" ") for x in lines) if kind == "PASSED"]
+
     def failing(self, tests: list[str], limit: float) -> str | None:
         """The first test that fails, or None.
 
@@ -79,9 +90,7 @@ class Copy:
             subprocess.TimeoutExpired: they took longer than `limit` seconds.
             RuntimeError: pytest could not run them.
         """
-        # `python -m pytest` would put the copy's own folder on the path.
-        program = str(Path(sys.executable).with_name("pytest"))
-        done = self._run([program, *PYTEST, *tests], limit)
+        done = self._pytest(limit, "-x", "-rfE", *tests)
         # 4: a test has another name now.
         renamed = done.returncode == 4 and "ERROR: not found" in done.stderr
         if done.returncode in (0, 5) or renamed:
@@ -117,22 +126,39 @@ def judge(copy: Copy, fault: Fault, limit: float, sound: dict[str, bool], last: 
 def judge_all(
     faults: list[Fault], workers: int, limit: float, known: dict[str, Verdict]
 ) -> Iterator[tuple[Fault, Verdict]]:
-    """Judge faults in as many copies as there are workers; known: verdicts of another time."""
+    """Judge faults in as many copies as there are workers; known: verdicts of another time.
+
+    The tests that saw them then run first, without a fault.
+    """
     sound: dict[str, bool] = {}
+    last = sorted({known[x.name].by for x in faults if x.name in known})
+    last = [x for x in last if "::" in x]
     copies: SimpleQueue[Copy] = SimpleQueue()
 
-    def in_a_copy(fault: Fault) -> Verdict:
+    @contextmanager
+    def a_copy() -> Iterator[Copy]:
         copy = copies.get()
         try:
-            return judge(copy, fault, limit, sound, known.get(fault.name, Verdict("")).by)
+            yield copy
         finally:
             copies.put(copy)
+
+    def without_a_fault(tests: list[str]) -> list[str]:
+        with a_copy() as copy, suppress(subprocess.TimeoutExpired):
+            return copy.passing(tests, limit)
+        return []
+
+    def verdict_of(fault: Fault) -> Verdict:
+        with a_copy() as copy:
+            return judge(copy, fault, limit, sound, known.get(fault.name, Verdict("")).by)
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for number in range(workers):
             copies.put(Copy(Path(folder) / str(number)))
         with ThreadPoolExecutor(workers) as pool:
-            yield from zip(faults, pool.map(in_a_copy, faults), strict=True)
+            shares = pool.map(without_a_fault, (last[n::workers] for n in range(workers)))
+            sound.update((x, True) for share in shares for x in share)
+            yield from zip(faults, pool.map(verdict_of, faults), strict=True)
 
 
 def main() -> None:
