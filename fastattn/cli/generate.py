@@ -139,12 +139,12 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     if path is None:
         return prompts or [""]
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read prompts file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"prompts file {path} is not UTF-8 text") from None
-    if not lines:
+    if lines == [""]:
         raise ValueError(f"prompts file {path} is empty")
     return prompts + lines
 

@@ -121,14 +121,14 @@ def make_request(
     """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:
-        TypeError: an end token is no int.
+        TypeError: count or an end token is no int.
         ValueError: the prompt is empty, a token is not in the model's vocabulary, or count is
             negative.
     """
     vocab_size = model.config.vocab_size
     if not prompt:
         raise ValueError("prompt must hold at least one token, got none")
-    if count < 0:
+    if check_int("count", count) < 0:
         raise ValueError(f"count must be at least 0, got {count}")
     several = as_python(end_token)
     if not isinstance(several, Collection):

@@ -16,6 +16,7 @@ from torch import Tensor
 from .fields import check_type
 from .gpt import GPTConfig
 
+_EMBEDDINGS = ("wte", "wpe")
 _OUTSIDE = {"wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm"}
 # There q, k and v are rows of one parameter; here they are separate.
 _QKV = "attention.qkv_proj"
@@ -158,7 +159,7 @@ def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str,
         assert weight is not None, f"a GPT has {ours}.weight"
         linear = theirs.rpartition(".")[2].startswith("c_")
         converted[f"transformer.{theirs}.weight"] = weight.t() if linear else weight
-        if theirs not in ("wte", "wpe"):
+        if theirs not in _EMBEDDINGS:
             bias = _of_module(weights, ours, "bias")
             converted[f"transformer.{theirs}.bias"] = (
                 weight.new_zeros(weight.shape[0]) if bias is None else bias
@@ -236,11 +237,16 @@ def _renamed(
     renamed: dict[str, Tensor] = {}
     for theirs, ours in _modules(config):
         linear = theirs.rpartition(".")[2].startswith("c_")
-        kinds = ["weight"] + ["bias"] * (config.bias and theirs not in ("wte", "wpe"))
+        kinds = ["weight"] + ["bias"] * (config.bias and theirs not in _EMBEDDINGS)
         for kind in kinds:
             tensor = left.pop(f"{theirs}.{kind}", None)
             if tensor is None:
                 raise UnsupportedModelError(f"the weights have no {theirs}.{kind}")
+            dims = 2 if kind == "weight" and (linear or theirs in _EMBEDDINGS) else 1
+            if tensor.dim() != dims:
+                raise UnsupportedModelError(
+                    f"{theirs}.{kind} must have {dims} dims, got shape {tuple(tensor.shape)}"
+                )
             turned = transposed and linear and kind == "weight"
             tensor = tensor.t().contiguous() if turned else tensor
             together = ours.endswith(_QKV)

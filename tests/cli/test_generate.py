@@ -129,6 +129,8 @@ def test_unusable_prompts_stops_and_drafts_are_named(finished_run, tmp_path, err
     command = ["generate", "--checkpoint", finished_run, "--device", "cpu"]
     line = error_line(*command, "--prompts-file", path)
     assert f"prompts file {path} is not UTF-8 text" in line
+    path.write_text("a\fa\n")
+    assert "'\\x0c'" in error_line(*command, "--prompts-file", path), "one line, one prompt"
     for more in ([], ["--beams", "2"], ["--draft", finished_run]):
         line = error_line(*command, "--stop", "", *more)
         assert "stop must hold strings of at least one character, got ''" in line

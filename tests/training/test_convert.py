@@ -124,6 +124,8 @@ def test_weights_that_do_not_fit_are_named(bpe):
         ({"transformer.h.1.ln_1.bias": None}, r"no h\.1\.ln_1\.bias"),
         ({"transformer.h.7.ln_1.bias": torch.ones(16)}, r"have h\.7\.ln_1\.bias, which this"),
         ({"lm_head.weight": torch.zeros(270, 16)}, r"must equal wte\.weight"),
+        ({"transformer.h.0.ln_1.bias": torch.tensor(1.0)}, r"h\.0\.ln_1\.bias must have 1 dims"),
+        ({"transformer.wte.weight": torch.ones(4)}, r"wte\.weight must have 2 dims, got .*\(4,\)"),
     ):
         changed = {name: x for name, x in {**weights, **change}.items() if x is not None}
         with pytest.raises(gpt2.UnsupportedModelError, match=message):

@@ -7,6 +7,7 @@ import re
 import resource
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ def test_what_is_prepared_is_the_text(documents, piece, tmp_path, monkeypatch):
     ]
     assert texts == wanted
     actual.check()
+
+
+def test_a_long_paragraph_is_cut_between_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "PIECE_BYTES", 16)
+    text = "a long line\n" * 5 + "\n" + "another line\n" * 3
+    pieces = [x.text for x in preparing.read_pieces(str(write(tmp_path / "a", text)), "\n\n")]
+    assert "".join(pieces) == text and len(pieces) > 7
+    assert all(a[-1:] == "\n" or b[:1] in ("\n", "") for a, b in pairwise(pieces))
 
 
 def test_an_end_token_follows_each_document(tmp_path):

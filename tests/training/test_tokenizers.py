@@ -71,6 +71,10 @@ def test_a_tokenizer_that_is_not_byte_level_is_none_of_bpe(tmp_path):
     path = tmp_path / "tokenizer.json"
     words.save(str(path))
     assert load_tokenizer(path).encode("a") == [0]
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.enable_truncation(2)
+    words.enable_padding(pad_id=1)
+    assert from_json(words.to_str()).encode_batch(["a", "a a a"]) == [[0], [0, 0, 0]]
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

@@ -195,10 +195,13 @@ def read_pieces(path: str, separator: str = "\n", errors: Errors = "strict") -> 
 
 
 def _cut(text: str, separator: str) -> int:
-    """Position after the last separator."""
+    """Position after the last separator, or else after the last line."""
     end = text.rfind(separator) + len(separator)
-    # Line breaks at the end may be the first half of a separator.
-    return end if end >= len(separator) else len(text.rstrip("\n"))
+    if end < len(separator):
+        # Line breaks at the end may be the first half of a separator.
+        whole = text.rstrip("\n")
+        end = whole.rfind("\n") + 1 or len(whole)
+    return end
 
 
 def _is_utf8(path: str) -> bool:

@@ -16,10 +16,12 @@ _PIECE_CHARACTERS = 1 << 20
 class BackendTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` of any kind.
 
-    Its own padding, truncation and template of special tokens are not used.
+    Its own padding and truncation are taken off; its template of special tokens is not used.
     """
 
     def __init__(self, backend: Any) -> None:
+        backend.no_truncation()
+        backend.no_padding()
         self.backend = backend
         # Not the number of tokens, as ids may have gaps.
         self._vocab_size = max(backend.get_vocab().values(), default=-1) + 1
