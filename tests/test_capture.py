@@ -32,7 +32,7 @@ class Graph:
 
 def test_a_replay_holds_the_tensors_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed, their memory would be written by others, and read by the graph."""
-    graphs = []
+    graphs, runs = [], []
 
     def graph() -> Graph:
         graphs.append(Graph())
@@ -46,11 +46,12 @@ def test_a_replay_holds_the_tensors_of_its_work(monkeypatch: pytest.MonkeyPatch)
 
     def recorded():
         lengths = torch.ones(3)
-        return record_cuda_graph(lambda: lengths.sum()), weakref.ref(lengths)
+        return record_cuda_graph(lambda: runs.append(lengths.sum())), weakref.ref(lengths)
 
     replay, lengths = recorded()
     gc.collect()
     assert lengths() is not None
+    assert len(runs) == 2, "one run before that of the graph"
     replay()
     assert graphs[0].replays == 1
     del replay

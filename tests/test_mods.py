@@ -159,10 +159,19 @@ def test_the_same_parts_give_the_same_function() -> None:
     assert mods.natten_2d(4, 5, 2) is not MASKS["natten_2d"][0]
     with pytest.raises(ValueError, match="kernel of natten_2d must be an int from 1 to 4, got 5"):
         mods.natten_2d(4, 5, 5)
+    with pytest.raises(ValueError, match="sliding_tiles_2d must be an int from 1 to 2, got 3"):
+        mods.sliding_tiles_2d(4, 6, tile=2, kernel=3)
+    with pytest.raises(ValueError, match="tile must divide height 4 and width 5, got 2"):
+        mods.sliding_tiles_2d(4, 5, tile=2, kernel=2)
     with pytest.raises(ValueError, match="or_masks takes one mask or more, got none"):
         mods.or_masks()
     with pytest.raises(TypeError, match=r"jit function or a lambda in a file, got .*neigh"):
         mods.or_masks(mods.causal, neighbours)
+
+
+def test_rules_of_one_source_are_two_rules() -> None:
+    one, other = (mods.or_masks(triton.jit(mods.causal.fn)) for _ in range(2))
+    assert one is not other
 
 
 def test_a_lambda_keeps_the_numbers_of_its_scope() -> None:

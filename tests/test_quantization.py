@@ -97,9 +97,10 @@ def test_kernel_makes_the_codes_that_torch_makes(quantize, device):
 
 
 def test_quantized_cache_is_a_cache_with_codes():
-    cache = QuantizedKVCache(2, 1, 8, 16, dtype=torch.bfloat16)
+    cache = QuantizedKVCache(2, 1, 8, 16, window=4, keep_first=2, dtype=torch.bfloat16)
     assert isinstance(cache, KVCache)
     assert (cache.k.dtype, cache.dtype) == (torch.int8, torch.bfloat16)
     assert repr(cache).startswith("QuantizedKVCache(batch_size=2, num_kv_heads=1, max_length=8,")
+    assert (cache.window, cache.keep_first) == (4, 2)
     assert cache.nbytes == 2 * 2 * 8 * 16 + 2 * 2 * 8 * 4 + 2 * 4
     assert QuantizedKVCache(1, 1, 2, 16, quantize="fp8").k.dtype == torch.float8_e4m3fn

@@ -1,6 +1,7 @@
 """Rotary embedding: the formula, its invariants, and every argument message."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -41,10 +42,14 @@ def test_equals_the_rotation_matrix_of_the_paper(style, rotary_dim, base):
     cos, sin = rotary_tables(7, rotary_dim, base=base, dtype=torch.float64)
     expected = rotate_by_matrix(x, rotary_dim, style, base)
     torch.testing.assert_close(apply_rotary(x, cos, sin, style=style), expected)
+    inputs = [t.requires_grad_() for t in (x[:1, :1], cos, sin)]
+    assert torch.autograd.gradcheck(partial(apply_rotary, style=style), inputs)
 
 
 def test_tables_stay_accurate_at_long_positions():
-    cos, sin = rotary_tables(torch.tensor([131071]), 64)
+    position = torch.tensor([131071])
+    cos, sin = rotary_tables(position, 64)
+    assert rotary_tables(position, 64, device="meta")[0].is_meta
     angles = [131071 * 10000.0 ** (-2 * i / 64) for i in range(32)]
     half_ulp = torch.finfo(torch.float32).eps / 2
     assert (cos[0].double() - torch.tensor([math.cos(a) for a in angles])).abs().max() < half_ulp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 from collections.abc import Iterator
@@ -41,5 +42,5 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 def remove_partial(path: Path) -> None:
     """Remove the partial files of `path` that killed processes left; call it without writers."""
-    for left in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 16}{_SUFFIX}"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}{_SUFFIX}"):
         left.unlink(missing_ok=True)

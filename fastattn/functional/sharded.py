@@ -6,6 +6,7 @@ replicated option is sliced for each rank, and its gradient is summed. Results a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ def attend(
     Raises:
         TypeError: an input is no DTensor.
         ValueError: inputs have several meshes, or placements other than rows and heads; heads are
-            not divisible; or an option counts sharded batch rows.
+            not divisible; ranks have other heads of k and v than their queries read; or an option
+            counts sharded batch rows.
     """
     _check(inputs, arguments)
     q: Any = inputs["q"]
@@ -98,8 +100,13 @@ def _check(inputs: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         mesh = placed.device_mesh
         if mesh != q.device_mesh:
             raise ValueError(f"{name} must be on q's mesh {q.device_mesh}, got {mesh}")
-        for i, (one, of_q) in enumerate(zip(placed.placements, q.placements, strict=True)):
-            _check_placement(name, x, one, of_q, mesh.size(i))
+        for one, of_q in zip(placed.placements, q.placements, strict=True):
+            sizes = zip(mesh.shape, placed.placements, strict=True)
+            _check_placement(name, x, one, of_q, math.prod(n for n, other in sizes if other == one))
+        H_q, H = q.shape[1], x.shape[1]
+        if name != "q" and (not H or H_q % H):
+            raise ValueError(f"{name} must have a number of heads that divides q's {H_q}, got {H}")
+        _check_order(name, placed, q)
     if any(one.is_shard(0) for one in q.placements):
         for name in COUNTING:
             if arguments.get(name):
@@ -132,13 +139,28 @@ def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, rank
             )
 
 
-def _heads(q: DTensor) -> tuple[int, int]:
+def _check_order(name: str, x: DTensor, q: DTensor) -> None:
+    """Check that a rank has the heads that its queries read: the first mesh dims shard them."""
+    whole = False
+    sizes = x.device_mesh.shape
+    for n, one, of_q in zip(sizes, x.placements, q.placements, strict=True):
+        if n == 1 or not of_q.is_shard(1):
+            continue
+        if whole and one.is_shard(1):
+            raise ValueError(
+                f"{name} must be whole in the mesh dims behind the first that shards q's heads and "
+                f"not its own, got {x.placements}"
+            )
+        whole = one.is_replicate()
+
+
+def _heads(x: DTensor) -> tuple[int, int]:
     """This rank's first head, and its number of heads."""
-    first, count = 0, q.shape[1]
-    for i, one in enumerate(q.placements):
+    first, count = 0, x.shape[1]
+    for i, one in enumerate(x.placements):
         if one.is_shard(1):
-            count //= q.device_mesh.size(i)
-            first += q.device_mesh.get_local_rank(i) * count
+            count //= x.device_mesh.size(i)
+            first += x.device_mesh.get_local_rank(i) * count
     return first, count
 
 
@@ -164,7 +186,7 @@ def _input(x: Any, first: int, count: int, q: DTensor) -> Tensor:
             f"k and v that are whole must have heads that ranks do not split, got {x.shape[1]} "
             f"for {count} of the {q.shape[1]} heads of q on each"
         )
-    return part.narrow(1, first // group, max(count // group, 1))
+    return part.narrow(1, first // group - _heads(x)[0], max(count // group, 1))
 
 
 def _part(name: str, x: Any, q: DTensor) -> Any:
@@ -179,12 +201,13 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
         x = _shareable(x, q)
     wanted: list[Placement] = []
     dims = {0: _dim(_ROW_DIMS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
-    for i, one in enumerate(q.placements):
+    for one in q.placements:
         dim = dims.get(one.dim) if isinstance(one, Shard) else None
-        if name == "key2" and dim == 1 and x.shape[1] % q.device_mesh.size(i):
+        ranks = q.shape[1] // _heads(q)[1] if name == "key2" and dim == 1 else 0
+        if ranks and x.shape[1] % ranks:
             raise ValueError(
-                f"key2 must have one head or a multiple of {q.device_mesh.size(i)}, as so many "
-                f"ranks share the heads of q, got {x.shape[1]}"
+                f"key2 must have one head or a multiple of {ranks}, as so many ranks share the "
+                f"heads of q, got {x.shape[1]}"
             )
         wanted.append(Replicate() if dim is None else Shard(dim))
     if not isinstance(x, DTensor):

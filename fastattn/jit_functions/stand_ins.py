@@ -22,7 +22,9 @@ def over(language: Any, mod: Any) -> Callable[..., Any]:
         CellType(_stand_in(language, cell.cell_contents)) for cell in python.__closure__ or ()
     )
     scope["__builtins__"] = builtins
-    return FunctionType(code, scope, python.__name__, python.__defaults__, cells)
+    # Keyword-only parameters have no defaults here: Triton's compiler takes none.
+    defaults = tuple(_stand_in(language, x) for x in python.__defaults__ or ())
+    return FunctionType(code, scope, python.__name__, defaults, cells)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -31,7 +33,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _stand_in(language: Any, x: Any) -> Any:
-    """Replace x, a global of a user's function, by its counterpart in the language."""
+    """Replace x, a global or default of a user's function, by its counterpart in the language."""
     if isinstance(x, ModuleType):
         if x.__name__ == "triton":
             return SimpleNamespace(language=language, cdiv=language.cdiv)

@@ -179,6 +179,15 @@ def check_groups_in_cache(
             )
 
 
+def check_unprojected(memory_lengths: object, memory_padding_mask: object) -> None:
+    """Raise if a projected memory, which has its own, comes with lengths or a mask."""
+    if memory_lengths is not None or memory_padding_mask is not None:
+        raise ValueError(
+            "memory_lengths and memory_padding_mask belong to a memory that is not projected "
+            "yet: give them to project_memory"
+        )
+
+
 def check_relative_bias(buckets: int | None, max_distance: int | None, causal: bool) -> None:
     """Check T5's buckets: half of them hold one distance each.
 

@@ -11,7 +11,7 @@ from ..cache.views import view_of_tensors
 from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention
-from .checks import check_vectors
+from .checks import check_unprojected, check_vectors
 from .fused_weights import Fused
 from .layer import AttentionLayer
 from .options import SharedOptions, complete, shows_options
@@ -159,13 +159,10 @@ class CrossGQAttention(AttentionLayer):
             ValueError: a shape disagrees, or a projected memory comes with lengths or a mask.
         """
         check_vectors("x", x, self.embed_dim)
-        if not isinstance(memory, ProjectedMemory):
+        if isinstance(memory, ProjectedMemory):
+            check_unprojected(memory_lengths, memory_padding_mask)
+        else:
             memory = self.project_memory(memory, memory_lengths, padding_mask=memory_padding_mask)
-        elif memory_lengths is not None or memory_padding_mask is not None:
-            raise ValueError(
-                "memory_lengths and memory_padding_mask belong to a memory that is not projected "
-                "yet: give them to project_memory"
-            )
         k, v, lengths, padding_mask = memory
         if k.shape[0] != x.shape[0]:
             raise ValueError(f"memory must have {x.shape[0]} rows to match x, got {k.shape[0]}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..functional.additive import additive_attention
 from ..functional.statistics import attention_weights
 from ..rotary import RotaryTables
-from .checks import checked_tables
+from .checks import check_unprojected, checked_tables
 from .cross_attention import CrossGQAttention, ProjectedMemory
 from .relative import relative_terms
 from .self_attention import GQAttention
@@ -50,24 +50,29 @@ def self_attention_weights(
 
 @torch.no_grad()
 def cross_attention_weights(
-    layer: CrossGQAttention, x: Tensor, memory: Tensor | ProjectedMemory, **padding: Any
+    layer: CrossGQAttention,
+    x: Tensor,
+    memory: Tensor | ProjectedMemory,
+    *,
+    memory_lengths: Tensor | None = None,
+    memory_padding_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention weights of `layer(x, memory, ...)` over the memory, without dropout.
 
     Args:
         layer: a cross-attention of this package.
-        x, memory: as for `CrossGQAttention.forward`.
-        padding: memory_lengths and memory_padding_mask, likewise.
+        x, memory, memory_lengths, memory_padding_mask: as for `CrossGQAttention.forward`.
 
     Returns:
         [B, H_q, T, S], as in `self_attention_weights`.
+
+    Raises:
+        ValueError: a projected memory comes with lengths or a mask.
     """
-    if not isinstance(memory, ProjectedMemory):
-        memory = layer.project_memory(
-            memory,
-            padding.get("memory_lengths"),
-            padding_mask=padding.get("memory_padding_mask"),
-        )
+    if isinstance(memory, ProjectedMemory):
+        check_unprojected(memory_lengths, memory_padding_mask)
+    else:
+        memory = layer.project_memory(memory, memory_lengths, padding_mask=memory_padding_mask)
     q = layer.project_queries(x)
     _, _, lengths, padding_mask = memory
     masks: dict[str, Any] = {"key_lengths": lengths, "key_padding_mask": padding_mask}

@@ -55,6 +55,7 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
     if x.numel() == 0:
         return 0.0
     x, ref, naive = x.detach(), ref.detach().to(x.device), naive.detach().to(x.device)
+    assert not ref.isnan().any(), f"{name}: the reference has NaN, which no result can be held to"
     infinite = ref.isinf()
     assert torch.equal(x.double()[infinite], ref.double()[infinite]), f"{name}: infinities differ"
     assert x[~infinite].isfinite().all(), f"{name} has NaN or inf where the reference is finite"

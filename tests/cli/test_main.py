@@ -104,6 +104,7 @@ def test_ctrl_c_saves_and_resume_continues(
     def interrupted_step(self):
         step(self)
         if self.step == 5:
+            assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
     out = tmp_path / "run"

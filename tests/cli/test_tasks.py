@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from fastattn.cli.main import main
 from fastattn.models import model_config as model_config
 from fastattn.training.checkpoint import (
     CheckpointError,
-    check_tokenizer,
     load_checkpoint,
     load_trained,
+    save_checkpoint,
 )
 from fastattn.training.data.tagged_text import standard_library_sentences
 from fastattn.training.metrics import read_metrics
@@ -187,7 +188,7 @@ def test_dates_are_pairs_of_their_own(tmp_path, monkeypatch):
         sources.DataConfig(pairs="numbers")
 
 
-def test_a_file_to_measure_on_is_not_trained_on(tmp_path, error_line):
+def test_a_file_to_measure_on_is_not_trained_on(tmp_path, capsys, error_line):
     text = write(tmp_path / "a.conll", CONLL)
     other = write(tmp_path / "b.conll", "a O\nfox O\nthe X\n")
     options = ["--tokenizer", "word", "--context", 8, "--steps", 40, "--validation", other]
@@ -195,6 +196,11 @@ def test_a_file_to_measure_on_is_not_trained_on(tmp_path, error_line):
     # What was learned is wrong there, but for the first word.
     scores = load_checkpoint(tmp_path / "run").state["scores"]
     assert scores["accuracy"] == pytest.approx(1 / 3)
+    capsys.readouterr()
+    command = ["tag", "--checkpoint", tmp_path / "run", "--device", "cpu", "--text", "a don't\n"]
+    assert run(*command) == 0
+    words = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
+    assert words == ["a", "don't", ""], "at white space, as in the file"
     write(other, "the O\n\ndog Y\n")
     command = ["train", "--model", "encoder", "--text", text, "--validation", other]
     line = error_line(*command, "--out", tmp_path / "new")
@@ -241,9 +247,10 @@ def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, mask
 
 def test_a_tokenizer_of_another_checkpoint_is_refused(masked, translator, tmp_path):
     tokenizer = CharacterTokenizer("".join(map(chr, range(65, 265))))
-    config = load_trained(masked).config
+    saved = replace(load_checkpoint(masked), tokenizer=tokenizer)
+    run_dir = save_checkpoint(tmp_path / "run", saved)
     with pytest.raises(CheckpointError, match=r"does not belong to it: of 200 ids, its model's"):
-        check_tokenizer(tokenizer, config, "it")
+        load_trained(run_dir)
     mixed = shutil.copytree(masked, tmp_path / "mixed")
     (folder,) = mixed.glob("step-*")
     shutil.copy(next(translator.glob("step-*")) / "tokenizer.json", folder)

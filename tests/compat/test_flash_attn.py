@@ -106,7 +106,7 @@ def test_varlen_with_used_keys_and_positions(name, draw, device):
 
 def test_unpad_and_pad_as_models_do(draw, device):
     """Padding taken out, attention on packed tokens, and put back: the padded result."""
-    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], device=device)
+    mask = torch.tensor([[1, 2, 1, 0, 0], [0, 1, 1, 3, 1]], device=device)
     keep, x = mask.bool(), draw(2, 5, 4, 8, grad=True)
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
     assert tokens.shape == (7, 4, 8) and indices.tolist() == [0, 1, 2, 6, 7, 8, 9]

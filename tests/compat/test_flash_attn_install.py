@@ -61,7 +61,11 @@ def test_modules_are_found(installed):
     assert sys.modules["flash_attn"] is package
 
 
-def test_metadata_and_uninstall(installed):
+def test_metadata_and_uninstall(installed, monkeypatch, tmp_path):
+    """The real package's metadata is hidden, and back at the end."""
+    (tmp_path / "flash_attn-1.0.dist-info").mkdir()
+    (tmp_path / "flash_attn-1.0.dist-info/METADATA").write_text("Name: flash_attn\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
     for name in ("flash_attn", "flash-attn", "Flash.Attn"):
         assert importlib.metadata.version(name) == flash_attn.__version__
     assert "flash_attn" in importlib.metadata.packages_distributions()["flash_attn"]
@@ -73,6 +77,7 @@ def test_metadata_and_uninstall(installed):
         assert sys.modules["flash_attn"] is installed
         left = {n for n in sys.modules if n.startswith("flash_attn")}
         assert left == {"flash_attn", "flash_attn.models"}
+        assert importlib.metadata.version("flash_attn") == "1.0"
 
 
 def test_install_where_there_was_nothing():
@@ -97,6 +102,9 @@ def test_version_3(draw, device):
     actual = version_3.flash_attn_func(q, k, v, 0.4, True, *none, (2, -1), return_attn_probs=True)
     assert len(actual) == 2
     check(actual, q, k, v, **options)
+    together = torch.stack((q[:, :, :2], k[:, :5], v[:, :5]), 2)
+    packed = version_3.flash_attn_qkvpacked_func(together, 0.4, True, window_size=(2, -1))
+    check(packed, q[:, :, :2], k[:, :5], v[:, :5], **options)
     packed = version_3.flash_attn_qkvpacked_func(
         torch.cat((q[:, :5], k[:, :5], v[:, :5]), 2), 0.4, True, window_size=(2, -1), num_heads_q=4
     )
@@ -259,4 +267,6 @@ def test_version_4(draw, device):
     given |= {"learnable_sink": sinks, "return_lse": True}
     o, lse = version_4.flash_attn_varlen_func(*flat, None, *cu, **given)
     assert lse.shape == (4, 10)
+    alone = version_4.flash_attn_varlen_func(*flat, None, *cu, **given | {"return_lse": False})
+    assert torch.equal(alone[0], o) and alone[1] is None
     check(o.view(2, 5, 4, 8), q, k, v, **options)

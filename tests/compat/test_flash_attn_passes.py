@@ -24,8 +24,8 @@ def filled(function, **options):
     return function(**arguments)
 
 
-COMMON = {"dropout_p": 0, "softmax_scale": 0.3, "alibi_slopes": None}
-COMMON |= {"window_size_left": -1, "window_size_right": -1}
+PACKED = {"dropout_p": 0, "softmax_scale": 0.3, "alibi_slopes": None}
+COMMON = {**PACKED, "window_size_left": -1, "window_size_right": -1}
 
 
 def test_a_ring_of_two(draw):
@@ -76,7 +76,7 @@ def test_packed(draw, device):
         *leaves, *lengths.values(), softmax_scale=0.3, causal=True, return_attn_probs=True
     )
     out, lse, weights, _ = filled(
-        passes._flash_attn_varlen_forward, q=q, k=k, v=v, causal=True, **lengths, **COMMON
+        passes._flash_attn_varlen_forward, q=q, k=k, v=v, causal=True, **lengths, **PACKED
     )
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]) and weights.numel() == 0
     dq, dk, dv = (torch.full_like(x, 7.0) for x in (q, k, v))
@@ -91,14 +91,15 @@ def test_packed(draw, device):
 
 def test_dropout_is_repeated_by_the_state(draw):
     q, do = draw(1, 6, 2, 8), draw(1, 6, 2, 8)
-    dropping = {**COMMON, "dropout_p": 0.5, "causal": True}
+    dropping = {**COMMON, "dropout_p": 0.5, "causal": False}
+    dropping |= {"window_size_left": 3, "window_size_right": 1}
     torch.manual_seed(1)
     out, lse, _, state = filled(
         passes._flash_attn_forward, q=q, k=q, v=q, return_softmax=True, **dropping
     )
     leaf = q.clone().requires_grad_()
     torch.manual_seed(1)
-    again = flash_attn.flash_attn_func(leaf, leaf, leaf, 0.5, 0.3, True)
+    again = flash_attn.flash_attn_func(leaf, leaf, leaf, 0.5, 0.3, False, (3, 1))
     assert torch.equal(out, again)
     grads = [torch.empty_like(q) for _ in range(3)]
     given = {"dout": do, "q": q, "k": q, "v": q, "out": out, "softmax_lse": lse,

@@ -95,14 +95,13 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
     qkv, dy = draw(*shape).requires_grad_(), draw(*shape)
     given = qkv.detach().clone()
     of_keys = tuple(2 * t for t in tables) if own_tables else tables
-    actual = rotary.apply_rotary_emb_qkv_(
-        qkv, *tables, *(of_keys if own_tables else ()), seqlen_offsets=2, num_heads_q=heads_q
-    )
+    given_keys = of_keys if own_tables else (None, None)
+    actual = rotary.apply_rotary_emb_qkv_(qkv, *tables, *given_keys, own_tables, 2, heads_q)
     assert actual.data_ptr() == qkv.data_ptr()
     positions = 2 + torch.arange(5, device=device).expand(2, -1)
     actual.backward(dy)
     for results, whole, back in ((actual, given, False), (qkv.grad, dy, True)):
-        how = {"interleaved": False, "conjugate": back}
+        how = {"interleaved": own_tables, "conjugate": back}
         (q, k, v), xs = parts(results, heads_q), parts(whole, heads_q)
         check("q", q, xs[0], tables, positions, **how)
         check("k", k, xs[1], of_keys, positions, **how)
@@ -111,7 +110,7 @@ def test_qkv_in_place(own_tables, shape, heads_q, tables, draw, device):
 
 def test_module(draw, device):
     """Tables grow; q apart from kv gives what qkv gives; xPos scales queries and keys."""
-    embedding = rotary.RotaryEmbedding(R, device=device)
+    embedding = rotary.RotaryEmbedding(R, 500.0, device=device)
     qkv = draw(2, 5, 3, 4, D)
     q, kv = qkv[:, :, 0].clone(), qkv[:, :, 1:].clone()
     given = qkv.clone()
@@ -120,16 +119,20 @@ def test_module(draw, device):
     apart = embedding(q, kv, seqlen_offset=torch.tensor([1, 1], device=device), max_seqlen=8)
     assert embedding._cos_cached.shape == (8, R // 2)
     assert torch.equal(torch.cat((apart[0][:, :, None], apart[1]), 2), whole)
-    angle = torch.arange(8, device=device)[:, None] * embedding.inv_freq
+    channels = torch.arange(0, R, 2, device=device)
+    angle = torch.arange(8, device=device)[:, None] * 500.0 ** (-channels / R)
     positions = 1 + torch.arange(5, device=device).expand(2, -1)
     tables = (angle.cos(), angle.sin())
     check("q", whole[:, :, 0], given[:, :, 0], tables, positions, interleaved=False)
     assert not dict(embedding.state_dict())
 
-    scaled = rotary.RotaryEmbedding(R, scale_base=4.0, device=device)
-    zeta = (torch.arange(0, R, 2, device=device) + 0.4 * R) / (1.4 * R)
-    scaled._update_cos_sin_cache(8, device=qkv.device, dtype=torch.float32)
+    # Its buffers lose digits with a model's weights.
+    scaled = rotary.RotaryEmbedding(R, 500.0, scale_base=4.0, device=device).bfloat16()
+    zeta = (channels + 0.4 * R) / (1.4 * R)
     factor = zeta ** ((torch.arange(8, device=device)[:, None] - 4) / 4.0)
+    _, kv = scaled(given[:, :, 0].clone(), given[:, :, 1:].clone(), max_seqlen=8)
+    of_keys = [table / factor for table in tables]
+    check("k", kv[:, :, 0], given[:, :, 1], of_keys, positions - 1, interleaved=False)
     for name, got, table in (
         ("cos", scaled._cos_cached, tables[0] * factor),
         ("sin of k", scaled._sin_k_cached, tables[1] / factor),

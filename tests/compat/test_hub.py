@@ -9,7 +9,7 @@ import torch
 from fastattn.compat import flash_attn, hub
 
 
-@pytest.mark.parametrize("backend", hub.BACKENDS)
+@pytest.mark.parametrize("backend", ["cuda", "rocm", "cpu"])
 def test_a_variant_loads_by_its_files(backend, tmp_path):
     """Loaded as kernels does: the package of the folder, under the id of its metadata."""
     assert len(hub.write(tmp_path)) == 2 * len(hub.BACKENDS)

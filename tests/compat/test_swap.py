@@ -247,6 +247,14 @@ def test_other_models_and_calls_keep_torchs_function(swap, served):
     assert len(served) == 3 and total(again) == 1
 
 
+def test_a_model_that_is_gone_leaves_torchs_function(swap):
+    own, model = F.scaled_dot_product_attention, Timm()
+    swap(model)
+    assert F.scaled_dot_product_attention is not own
+    del model
+    assert F.scaled_dot_product_attention is own
+
+
 def test_checkpoints_recompute_what_was_served(swap):
     model = nn.Sequential(Timm(), Diffusers())
     plain, x = copy.deepcopy(model), tokens()
@@ -271,9 +279,12 @@ def test_report_of_classes_whose_names_say_nothing(swap):
             super().__init__()
             self.a, self.b, self.c = Mixer(), Attend(flash=True), nn.Linear(2, 2)
 
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(lambda x: x.softmax(1), x, use_reentrant=False)
+
     done = swap(Model())
     assert "test_swap" not in str(done.replaced)
-    assert list(done.replaced) == ["b"] and list(done.left) == ["a"]
+    assert list(done.replaced) == ["b"] and list(done.left) == ["", "a"]
     assert "replaced b: attention_blocks.Attend: its own forward; calls of torch's" in str(done)
     assert "left a: attention_blocks.Mixer: its code names softmax" in str(done)
     assert "eager=True" in str(done)
@@ -298,8 +309,9 @@ def test_reports_follow_what_was_served(swap):
 
 
 def test_scripts_of_swapped_models_are_refused_by_name(swap):
-    model = nn.Sequential(Timm())
+    model = nn.Sequential(Timm(), torch.jit.script(nn.Identity()))
     done = swap(model)
+    assert done.left == {"1": "torch.jit has compiled it, and calls no function of Python's"}
     with pytest.raises(RuntimeError, match=r"torch\.jit\.script .* fastattn\.swap: end the swap"):
         torch.jit.script(model)
     done.undo()
@@ -319,10 +331,12 @@ def doubling(module: Own, x: Tensor, flag: bool = False) -> Any:
 
 
 def test_adapters(swap):
-    model, x = nn.Sequential(Own(), Own(), Timm()), tokens()
+    model = nn.Sequential(Own(), Own(), Timm(), nn.MultiheadAttention(C, 4))
+    x = tokens()
     seen: list[int] = []
     hook = model[0].register_forward_hook(lambda *_: seen.append(1))
-    done = swap(model, adapters={Own: doubling})
+    done = swap(model, adapters={Own: doubling, nn.MultiheadAttention: lambda module, q, k, v: v})
+    assert model[3](x, x, x) is x
     assert torch.equal(model[0](x), 2 * x) and seen == [1]
     hook.remove()
     model[0].factor = 3.0

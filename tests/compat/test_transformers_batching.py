@@ -9,7 +9,7 @@ import transformers as tr
 from transformers import masking_utils as masking
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
-from transformers_models import decoder_config, heads, layer
+from transformers_models import GQA, decoder_config, heads, layer
 
 from fastattn.compat import transformers as door
 from fastattn.compat.transformers import continuous
@@ -36,8 +36,11 @@ def enabled(monkeypatch):
 def model(name: str):
     """Tiny models whose weights are large: the greedy tokens depend on what was attended."""
     size = {"hidden_size": 64, "intermediate_size": 48, "vocab_size": 64, "initializer_range": 0.4}
-    window = {"sliding_window": 4} if name == "mistral-window" else {}
-    config = decoder_config(name, **size, **window)
+    if name == "granite-scale":
+        config = tr.GraniteConfig(**GQA | size, attention_multiplier=2.0)
+    else:
+        window = {"sliding_window": 4} if name == "mistral-window" else {}
+        config = decoder_config(name, **size, **window)
     torch.manual_seed(0)
     return tr.AutoModelForCausalLM.from_config(config, attn_implementation="fastattn").eval()
 
@@ -87,7 +90,7 @@ def test_decoding_over_block_tables(enabled, monkeypatch):
     monkeypatch.setattr(initialization, path, lambda *_, **__: None)
     append = mock.Mock(side_effect=continuous.append_paged)
     monkeypatch.setattr(continuous, "append_paged", append)
-    built = model("llama-gqa")
+    built = model("granite-scale")
     actual = batched(built, max_blocks_per_request=2)
     assert 2 in {call.args[1].shape[0] for call in append.call_args_list}  # both requests decode
     assert actual == alone(built)

@@ -33,6 +33,8 @@ def test_masks_agree_with_those_of_transformers():
     ]
     for joined in (both, both[::-1]):
         cases.append((masking.and_masks(*joined), 6, 6, 0, 0, None))
+    narrower = masking.and_masks(sliding, masking.sliding_window_overlay(2))
+    cases.append((narrower, 6, 6, 0, 0, None))
     for function, T_q, T_k, q_offset, k_offset, padding in cases:
         sizes = (1, T_q, T_k, q_offset, k_offset)
         mask = attend.attention_mask(*sizes, function, padding, None, False, device="cpu")
@@ -90,8 +92,9 @@ def test_a_mask_that_is_moved_keeps_its_rule_and_one_that_is_changed_is_obeyed()
     assert mask.to(torch.float32).tolist() == torch.ones(4, 4).tril()[None, None].tolist()
     mask.logical_and_(torch.eye(4).bool())
     q, k, v = heads(4, 4)
-    o, _ = attend.attention_forward(layer(), q, k, v, mask)
-    torch.testing.assert_close(o, v.transpose(1, 2))
+    for changed in (mask, mask.to("cpu")):
+        o, _ = attend.attention_forward(layer(), q, k, v, changed)
+        torch.testing.assert_close(o, v.transpose(1, 2))
 
 
 def test_lazy_mask_is_a_tensor_to_others():

@@ -157,6 +157,7 @@ def test_modules_whose_config_was_not_changed_are_left(device):
     why = "its config keeps attn_implementation='eager' on a model that is built"
     left = {f"layers.{i}.self_attn": why for i in range(2)}
     assert families.unserved(model, "fastattn") == (0, left)
+    assert families.is_attention(type("JanusVQVAEAttnBlock", (), {}))
 
 
 def test_configs_of_ones_own_are_known_by_their_base():

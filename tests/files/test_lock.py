@@ -114,7 +114,7 @@ def test_a_link_is_not_followed_and_missing_locks_are_named(
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+    path = tmp_path / "file[1]"
     with replacing(path) as file:
         file.write("first ä")
         assert not path.exists()
@@ -124,8 +124,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text("utf-8") == "first ä" and list(tmp_path.iterdir()) == [path]
     os.umask(before := os.umask(0))
     assert path.stat().st_mode & 0o777 == 0o666 & ~before, "as of any file that is made here"
-    left = tmp_path / f".file.{'0a' * 8}.partial"
-    kept = tmp_path / ".file.mine.partial"
+    left = tmp_path / f".file[1].{'0a' * 8}.partial"
+    kept = tmp_path / ".file[1].mine.partial"
     for each in (left, kept):
         each.touch()
     remove_partial(path)

@@ -207,6 +207,8 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
         fastattn.explain_fp8(*codes, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="cannot serve this call: head dim 32 is none of 64"):
         fastattn.explain_fp8(*drawn(D=32)[0])
+    with pytest.raises(ValueError, match=r"head dims of q and v differ \(64 and 32\)"):
+        fastattn.explain_fp8(*codes[:2], codes[2][..., :32])
 
 
 def test_a_gpu_that_dequantises_says_so_once(monkeypatch: pytest.MonkeyPatch):
@@ -236,16 +238,20 @@ def rounded_weights(codes: Any, scales: Any, fault: str | None) -> tuple[Tensor,
         weights = weights.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
     if fault == "another head's scale":
         v = v * 1.25
-    return (weights @ v / sums).bfloat16(), lse
+    return (weights @ v / sums).bfloat16(), lse + 0.01 * (fault == "lse")
 
 
 @pytest.mark.parametrize(
-    "fault", ["no shift", "fewer bits", "keys in another order", "another head's scale"]
+    "fault",
+    ["no shift", "fewer bits", "keys in another order", "another head's scale", "lse", "NaN"],
 )
 def test_planted_faults_exceed_the_bound(fault: str):
     codes, scales = drawn(T_k=320, T_q=40)
     # Scores spread over a range in which weights without a shift are subnormal or 0.
     scales = (scales[0] * 3, *scales[1:])
     o, lse = rounded_weights(codes, scales, fault)
-    with pytest.raises(AssertionError, match="o: error"):
+    if fault == "NaN":
+        scales = (*scales[:2], scales[2] * math.nan)
+    message = {"lse": "lse: error", "NaN": "the reference has NaN"}.get(fault, "o: error")
+    with pytest.raises(AssertionError, match=message):
         assert_within_fp8_bounds(o, lse, codes, scales, causal=True)

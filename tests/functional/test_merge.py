@@ -53,8 +53,8 @@ def test_the_op_has_a_fake_and_a_schema(device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_prefix_that_rows_were_forked_from(backend: str, device: str) -> None:
     draw = draws(2, device)
-    cache = PagedKVCache(20, 4, 1, 16, device=device)
-    prompt = cache.allocate()
+    cache = PagedKVCache(8, 4, 1, 16, device=device)
+    prompt = [cache.allocate() for _ in range(9)][-1]  # there are more rows than pages
     cache.append([prompt], draw(1, 1, 10, 16), draw(1, 1, 10, 16), backend="torch")
     rows = [cache.fork(prompt) for _ in range(3)]
     cache.append(rows, draw(3, 1, 5, 16), draw(3, 1, 5, 16), [5, 2, 3], backend="torch")

@@ -53,6 +53,14 @@ def test_gradient_of_o_alone_and_of_lse_alone(device: str) -> None:
         assert y.abs().max() > 1e-3
 
 
+def test_autocast_takes_its_dtype_and_computes_in_fp32() -> None:
+    q, k, v, u = (x.detach() for x in inputs(projected=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        o = fastattn.additive_attention(q, k, v, u, backend="torch")
+    low = (x.bfloat16() for x in (q, k, v))
+    assert torch.equal(o, fastattn.additive_attention(*low, u, backend="torch"))
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_nan_in_padding_reaches_no_gradient_of_a_projection(backend: str, device: str) -> None:
     q, k, v, u, w_query, w_key = (x.detach() for x in inputs(device))

@@ -66,7 +66,8 @@ def pushed(oracle: Function, tensors: Tensors, moves: Tensors) -> list[Tensor]:
 def by_levels(function: Function, tensors: Tensors, moves: Tensors) -> list[Tensor]:
     """`pushed` by torch.autograd.forward_ad."""
     with forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(tensors[name], x) for name, x in moves.items()}
+        still = {name: x.detach() if "bias" in name else x for name, x in tensors.items()}
+        duals = {name: forward_ad.make_dual(still[name], x) for name, x in moves.items()}
         pairs = [forward_ad.unpack_dual(x) for x in function(**tensors | duals)]
     return [x for pair in zip(*pairs, strict=True) for x in pair]
 
@@ -81,9 +82,9 @@ def twice(function: Function, tensors: Tensors, moves: Tensors) -> list[Tensor]:
 
 
 def backward(push: Function, function: Function, tensors: Tensors, moves: Tensors) -> list[Tensor]:
-    """Gradients of inputs and moves, of all that `push` computes."""
+    """Gradients of inputs and moves, of all that `push` computes; not of biases themselves."""
     results = push(function, tensors, moves)
-    of = [*tensors.values(), *moves.values()]
+    of = [*(x for name, x in tensors.items() if "bias" not in name), *moves.values()]
     return list(torch.autograd.grad(results, of, like(results), materialize_grads=True))
 
 
@@ -138,6 +139,15 @@ def test_every_option(names: tuple[str, ...], device: str) -> None:
 def test_some_have_no_tangent(moved: str, dtype: torch.dtype, device: str) -> None:
     tensors = {name: x.to(device) for name, x in qkv(dtype).items()}
     within_budget(*of_tangents, {"causal": True, "return_lse": True}, tensors, list(moved))
+
+
+@pytest.mark.usefixtures("no_formula")
+def test_biases_have_tangents(device: str) -> None:
+    """Which have gradients, as q, k and v and their tangents do."""
+    tensors = {name: x[:1, :2, :16] for name, x in qkv().items()}
+    tensors |= {"attn_bias": draws()(1, 2, 16, 16), "relative_bias": draws()(2, 7)}
+    tensors = {name: x.to(device) for name, x in tensors.items()}
+    within_budget(*of_tangents, {"return_lse": True}, tensors, list(tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

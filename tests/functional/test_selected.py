@@ -100,15 +100,16 @@ def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
 
 
 def test_gradients_repeat_to_the_bit_and_are_differentiated_again(device: str) -> None:
-    q, k, v = make_qkv(1, 4, 2, 6, 20, 16, device=device)
+    leaves = *make_qkv(1, 4, 2, 6, 20, 16, device=device), draws(0, device)(4, grad=True)
     indices = torch.tensor([[2, 0], [1, 1], [0, 2]], device=device).repeat(2, 1).expand(1, 2, 6, 2)
 
     def gradients(backend: str, *, again: bool) -> tuple[Tensor, ...]:
-        o = selected_attention(q, k, v, indices, block=(1, 8), backend=backend)
-        first = torch.autograd.grad(o.sin().sum(), (q, k, v), create_graph=again)
+        how = {"block": (1, 8), "sinks": leaves[3], "backend": backend}
+        o = selected_attention(*leaves[:3], indices, **how)
+        first = torch.autograd.grad(o.sin().sum(), leaves, create_graph=again)
         if not again:
             return first
-        return torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))
+        return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
 
     once, twice = (gradients("triton", again=False) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(once, twice, strict=True))
@@ -184,6 +185,14 @@ def test_explain_names_the_kernels(device: str) -> None:
     assert explain_selected(q, k, v, indices, backend="triton").backend == "triton"
     wide = (x.double() for x in (q, k, v))
     assert "float64" in explain_selected(*wide, indices).reasons["triton"]
+
+
+def test_autocast_takes_its_dtype(device: str) -> None:
+    q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
+    lists = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        o = selected_attention(q, k, v, lists)
+    assert torch.equal(o, selected_attention(*(x.bfloat16() for x in (q, k, v)), lists))
 
 
 def test_operators_have_fakes_and_gradients(device: str) -> None:

@@ -1,5 +1,7 @@
 """New tokens that attend to the blocks of a cache which their lists name, against a bool mask."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from fastattn import (
 )
 from fastattn.testing import assert_within_budget
 from fastattn.testing.decoding import fill
-from fastattn.testing.inputs import draw
+from fastattn.testing.inputs import draw, to_device
 
 B, T, D = 2, 2, 16
 LENGTHS = [37, 5]
@@ -22,32 +24,37 @@ LENGTHS = [37, 5]
 @pytest.mark.parametrize(
     ("kind", "block_k", "H_s"),
     [
-        ("contiguous", 8, 2),
+        ("int8", 8, 2),
         *(("pages-of-16", *x) for x in ((16, 1), (8, 1), (4, 2), (4, 4), (1, 1))),
     ],
 )
 def test_new_tokens_see_what_their_lists_name(
     kind: str, block_k: int, H_s: int, backend: str, device: str
 ) -> None:
-    """Lists for all, a K/V head and a head; -1, twins, blocks ahead, cut off and out of range."""
+    """Lists for all, a K/V head and a head; -1, twins, blocks ahead, cut off and out of range; of
+    some lists the first entries count.
+    """
     H_q, H_k = 4, 2
     k, v = draw(B, H_k, 37, D).to(device), draw(B, H_k, 37, D, seed=1).to(device)  # in 40 slots
-    cache = fill(kind, k, v, torch.tensor(LENGTHS, dtype=torch.int32, device=device)).view
+    filled = fill(kind, k, v, torch.tensor(LENGTHS, dtype=torch.int32, device=device))
+    k, v = filled.k, filled.v
     q = draw(B, H_q, T, D, seed=2).to(device)
     lists = torch.randint(-1, 40 // block_k + 1, (B, H_s, T, 5), generator=torch.manual_seed(0))
     own = (torch.tensor(LENGTHS)[:, None] - T + torch.arange(T)).div(block_k, rounding_mode="floor")
     lists[:, 0, :, 1], lists[:, 0, :, 4] = own, own
     lists[1, -1, 0] = -1
-    o, lse = decode_selected(
-        q, cache, lists.to(device), block_k=block_k, backend=backend, return_lse=True
-    )
+    counts = None if H_s == 1 else 5 - torch.arange(B * H_s * T).view(B, H_s, T) % 6
+    given = to_device({"indices": lists, "counts": counts, "block_k": block_k}, device)
+    how: dict[str, Any] = {"softcap": 2.0, "return_lse": True}
+    o, lse = decode_selected(q, filled.view, **given, **how, backend=backend)
     for b, n in enumerate(LENGTHS):
-        mask = reference.selected_mask(lists[b : b + 1], (1, block_k), H_q, T, n, None)
+        some = None if counts is None else counts[b : b + 1]
+        mask = reference.selected_mask(lists[b : b + 1], (1, block_k), H_q, T, n, some)
         mask = (mask & torch.ones(T, n, dtype=torch.bool).tril(n - T)).to(device)
         call = [x[b : b + 1] for x in (q, k[:, :, :n], v[:, :, :n])]
         exact = [x.double() for x in call]
-        ref = reference.attention(*exact, attn_mask=mask, return_lse=True)
-        naive = reference.attention(*call, attn_mask=mask, return_lse=True)
+        ref = reference.attention(*exact, attn_mask=mask, **how)
+        naive = reference.attention(*call, attn_mask=mask, **how)
         for name, x, y, z in zip(("o", "lse"), (o, lse), ref, naive, strict=True):
             assert_within_budget(name, x[b : b + 1], y, z)
 

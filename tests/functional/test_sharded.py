@@ -1,6 +1,6 @@
 """Calls with DTensors are those of one process, and what cannot be is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from gloo_ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fastattn
 from fastattn import KVCache, decode_attention, reference
@@ -59,8 +60,8 @@ def inputs_of(how: str) -> tuple[Tensor, ...]:
     return make_qkv(B=B, H_q=H_q, H_k=1 if how == "whole-keys" else H_k, T_q=T, D=D)
 
 
-def spread(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    return DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[placement])
+def spread(x: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return DTensor.from_local(x, mesh, [WHOLE] * mesh.ndim).redistribute(placements=placements)
 
 
 def placed(mesh: DeviceMesh, of_q: Placement, of_keys: Placement) -> Callable[..., Any]:
@@ -213,3 +214,41 @@ def test_what_cannot_be_shared_out(by_rank):
         assert said[4].startswith("dropout counts the rows of the batch")
         assert said[5].startswith(f"q {wanted} P")
         assert said[6] == "q, k, v must all be DTensors or none, got torch.Tensor for k"
+
+
+@pytest.fixture
+def square() -> Iterator[DeviceMesh]:
+    """A mesh of 2 x 2 ranks, of which this process is the third; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+def test_heads_over_two_mesh_dims(square):
+    """The rank has heads 4 and 5 of 8, which read the third of four K/V heads; of 16 in all."""
+    q, k, v = make_qkv(1, 8, 4, T, D=D)
+    how = {"dropout": 0.5, "dropout_seed": torch.tensor([3, 5]), "heads": (8, 16)}
+    expected = reference.attention(q, k, v, **how)[:, 4:6]
+    for of_keys in ((HEADS, HEADS), (HEADS, WHOLE), (WHOLE, WHOLE)):
+        keys = (spread(x, square, *of_keys) for x in (k, v))
+        o = fastattn.attention(spread(q, square, HEADS, HEADS), *keys, **how)
+        torch.testing.assert_close(o.to_local(), expected)
+
+
+@pytest.mark.parametrize(
+    ("H_q", "H_k", "of_keys", "said"),
+    [
+        (2, 2, (HEADS, HEADS), "q must have a multiple of 4 heads where 4 ranks share them, got 2"),
+        (8, 4, (WHOLE, HEADS), "k must be whole in the mesh dims behind the first that shards q's"),
+        (8, 3, (WHOLE, WHOLE), "k must have a number of heads that divides q's 8, got 3"),
+        (8, 4, (HEADS, HEADS), "key2 must have one head or a multiple of 4, as so many"),
+        (8, 4, None, "k must be on q's mesh"),
+    ],
+)
+def test_what_two_mesh_dims_cannot_share(H_q, H_k, of_keys, said, square):
+    q, k, v = make_qkv(1, H_q, H_k, T, D=D)
+    mesh = square if of_keys else DeviceMesh("cpu", [[2, 3], [0, 1]])
+    keys = [spread(x, mesh, *(of_keys or (HEADS, HEADS))) for x in (k, v)]
+    second = {"query2": q, "key2": k[:, :2]}
+    with pytest.raises(ValueError, match=said):
+        fastattn.attention(spread(q, square, HEADS, HEADS), *keys, **second)

@@ -53,6 +53,10 @@ def test_a_scale_is_required_where_values_are_keys(name: str) -> None:
         attention(*given, **more)
     o = attention(*given, **more, scale=0.2)
     assert torch.allclose(o, reference.attention(*given, **more, scale=0.2), atol=1e-5)
+    given = (q, *draw(1, 1, 5, 32).split(16, -1))  # beside one another, as of a projection
+    more = {"query2": query2, "key2": rotary}
+    expected = reference.attention(*given, **more, scale=24**-0.5)
+    assert torch.allclose(attention(*given, **more), expected, atol=1e-5)
 
 
 def test_who_does_not_take_two_products_says_so() -> None:

@@ -179,13 +179,15 @@ def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> 
     requested = []
 
     def record(q, k, v, *, backend):
+        assert not torch.is_autocast_enabled("cpu")
         requested.append((q.shape[-1], backend))
         if backend == "hopper" and q.shape[-1] == 32:
             raise ValueError('backend "hopper" cannot serve this call: head dim 32 is none of ...')
         return q
 
     monkeypatch.setattr(import_module("fastattn.functional.warmup"), "attention", record)
-    fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     assert requested == [(32, "triton")] * 3 + [(64, "triton")] * 3
     requested.clear()
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)

@@ -1,6 +1,7 @@
 """Continuous batching: every request gets what it gets alone, however steps are made up."""
 
 import gc
+import math
 import random
 from typing import Any
 
@@ -229,6 +230,7 @@ def test_one_request_is_streamed_while_others_are_served():
 def test_metrics_count_what_was_done():
     engine = Engine(make_gpt(), num_pages=20, page_size=4, max_batch=1)
     assert engine.metrics().first_token_seconds is None
+    assert math.isnan(engine.metrics().tokens_per_second)
     for i in (1, 2):
         engine.submit([i, i, i, i], 3, sampling=GREEDY)
     engine.step()

@@ -13,10 +13,11 @@ from fastattn.generation.generate import (
     unpad,
 )
 from fastattn.generation.request import Tally
+from fastattn.generation.search import beam_texts
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer
+from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer, PieceTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -195,8 +196,20 @@ def test_texts_stop_each_for_itself():
     ):
         texts[row] += piece
     assert texts == [text.partition(stop)[0] for text in free]
+    (end,) = tokenizer.encode(free[1][9])
+    ended = generate_text(model, tokenizer, "bcd", 40, sampling=GREEDY, end_token=end)
+    assert "".join(ended) == free[1].partition(free[1][9])[0]
     assert len(texts[1]) < 10
     # The two characters of the stop string count as tokens, though not as text.
     assert tally.tokens == sum(
         len(text) + 2 * (stop in whole) for text, whole in zip(texts, free, strict=True)
     )
+
+
+def test_words_join_those_of_the_prompt():
+    words = PieceTokenizer.train("word", "one two three four five", 60)
+    model, prompt = make_gpt(words.vocab_size), words.encode("one")
+    tokens = list(generate_tokens(model, prompt, 5, sampling=GREEDY))
+    text = "".join(generate_text(model, words, "one", 5, sampling=GREEDY))
+    assert "one" + text == words.decode(prompt + tokens)
+    assert beam_texts(model, words, "one", 5, beams=1)[0][0] == text

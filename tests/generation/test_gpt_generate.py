@@ -48,7 +48,8 @@ def test_generate_draws_what_nanogpt_draws(settings, length, positions):
 def test_generate_cuts_improbable_tokens_off():
     model, idx = make_gpt(context=CONTEXT, std=0.3), torch.tensor([[1, 2, 3]])
     greedy = model.generate(idx, 9, top_k=1)
-    assert torch.equal(model.generate(idx, 9, epsilon_cutoff=0.999), greedy)
+    for cut in ({"epsilon_cutoff": 0.999}, {"top_p": 1e-3}):
+        assert torch.equal(model.generate(idx, 9, **cut), greedy)
 
 
 def test_generate_reads_every_token_once_within_the_context(monkeypatch):

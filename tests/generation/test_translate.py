@@ -57,6 +57,8 @@ def test_wide_beams_find_the_best_of_all_targets(options):
     totals = [log_probabilities(model, row) for row in range(3)]
     for penalty in (0.0, 3.0):
         actual = beam_translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
+        texts = translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
+        assert texts == [beams[0].tokens for beams in actual]
         for beams, total in zip(actual, totals, strict=True):
             scores = {t: total[t] / ((5 + len(t)) / 6) ** penalty for t in total}
             best = sorted(scores, key=lambda tokens: -scores[tokens])[: len(beams)]

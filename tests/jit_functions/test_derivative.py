@@ -129,6 +129,12 @@ def test_kernels_take_what_is_derived(mod: Any, device: str) -> None:
             o = attend(dual, *plain[1:], score_mod=mod, mod_tensors=tensors, **how)
             tangents.append(forward_ad.unpack_dual(o).tangent)
     assert torch.equal(*tangents)
+    sinks, few = draw(H).to(device).requires_grad_(), [x[:1, :, :5] for x in plain]
+    learned = []
+    for how in ({}, {"score_mod_grad": given}):
+        o = attend(*few, score_mod=mod, mod_tensors=tensors, sinks=sinks, **how)
+        learned.append(torch.autograd.grad(o.sum(), sinks)[0])
+    assert torch.equal(*learned)
 
 
 @triton.jit

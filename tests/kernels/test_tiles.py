@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import triton
 
 from fastattn import dispatch
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.ops.call import by_shipped_shapes
 
 # What `bench/results_table.py --add` adds to a row that was measured.
 MEASURED = {"ms", "gpu", "torch", "triton", "date", "command"}
@@ -152,7 +154,14 @@ def test_installed_shapes_of_hopper_kernels(install: Callable[..., None]) -> Non
     assert tile_table.forward_config(128, False).BLOCK == 128
     with tiles.forced(hopper_forward=usual):
         assert tile_table.forward_config(64, False) == usual
-    assert tiles.take_back_hopper() and not tiles.take_back_hopper()
+
+    def launch() -> tile_table.HopperConfig:
+        config = tile_table.forward_config(64, False)
+        if config != usual:
+            raise triton.TritonError("out of registers")
+        return config
+
+    assert by_shipped_shapes(launch) == usual and not tiles.take_back_hopper()
     assert tile_table.forward_config(64, False) == usual
 
 

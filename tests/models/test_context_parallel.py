@@ -26,7 +26,13 @@ from transformers_models import (
     tokens,
 )
 
-from fastattn import CausalGQAttention, KVCache, MultiheadAttention, patch_sdpa
+from fastattn import (
+    CausalGQAttention,
+    KVCache,
+    MultiheadAttention,
+    MultiheadLatentAttention,
+    patch_sdpa,
+)
 from fastattn.compat.transformers import attend
 from fastattn.compat.transformers.context_parallel import check_model
 from fastattn.models.context_parallel import ContextParallel
@@ -46,6 +52,7 @@ PREFIX = torch.ones(T, T).tril().index_fill(1, torch.arange(7), 1.0)
 
 
 LAYER: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rotary": "half"}
+LATENT = {"embed_dim": 32, "num_heads": 4, "kv_latent_dim": 8, "nope_dim": 8, "rope_dim": 4}
 
 
 class Patched(nn.Module):
@@ -59,7 +66,9 @@ class Patched(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(self.embedding(ids)).split((32, 16, 16), -1)
         q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=0.5, enable_gqa=True
+        )
         actual: Tensor = self.out(o.transpose(1, 2).flatten(2))
         return actual
 
@@ -224,25 +233,28 @@ def refusal(call: Callable[[Any], Any], mesh: Any) -> str:
     return "served"
 
 
-def mistral(mesh: Any, kind: Any = tr.AutoModelForCausalLM, **given: Any) -> Any:
-    model = build(kind, decoder_config("mistral-window"), "cpu")
+def called(mesh: Any, config: Any, kind: Any = tr.AutoModelForCausalLM, **given: Any) -> Any:
+    model = build(kind, config, "cpu")
     model.set_attn_implementation("fastattn")
     ids = shard(tokens(1, T, "cpu"), 1, plan_of(), mesh)
     return model(**{"input_ids": ids, **given})
 
 
-def bert(mesh: Any, **given: Any) -> Any:
-    model = build(tr.AutoModel, tr.BertConfig(**SIZES), "cpu")
-    model.set_attn_implementation("fastattn")
-    return model(shard(tokens(1, T, "cpu"), 1, plan_of(), mesh), **given)
+def mistral(mesh: Any, **given: Any) -> Any:
+    return called(mesh, decoder_config("mistral-window"), **given)
+
+
+def bart(mesh: Any, **given: Any) -> Any:
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    return called(mesh, tr.BartConfig(vocab_size=61, d_model=8, **sizes), **given)
 
 
 def multihead(kind: Any) -> Any:
     return kind(8, 2)(*[draw(24, 1, 8)] * 3)
 
 
-def layer(mesh: Any, **given: Any) -> Any:
-    return CausalGQAttention(**LAYER)(shard(draw(1, T, 32), 1, plan_of(), mesh), **given)
+def layer(mesh: Any, kind: Any = CausalGQAttention, options: Any = LAYER, **given: Any) -> Any:
+    return kind(**options)(shard(draw(1, T, 32), 1, plan_of(), mesh), **given)
 
 
 def tables_in_a_style(mesh: Any) -> Any:
@@ -256,11 +268,6 @@ def masked_torch(mesh: Any) -> Any:
     return Unpatched()(ids, torch.ones(24, 24).bool())
 
 
-def of_another_class(mesh: Any) -> Any:
-    labels = torch.zeros(1, 24).long()
-    return mistral(mesh, tr.AutoModelForTokenClassification, labels=labels)
-
-
 def tokens_of_one_rank(mesh: Any) -> Any:
     return mistral(mesh, **({"input_ids": tokens(1, T, "cpu")} if dist.get_rank() == 1 else {}))
 
@@ -269,6 +276,7 @@ def other_module(mesh: Any) -> Any:
     return parallelize_module(nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of()))
 
 
+LABELS, ROUTED = torch.zeros(1, 24).long(), tr.MixtralConfig(**GQA, output_router_logits=True)
 WHOLE = "must have 24 tokens in dim 1"
 UNDER = "is not served under ContextParallel"
 # By name a call and how its error begins.
@@ -276,6 +284,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cache of a layer": (
         lambda mesh: layer(mesh, cache=KVCache(1, 2, 8, 8)),
         "ValueError: cache: a sequence that is spread over ranks has none",
+    ),
+    "additive": (
+        lambda mesh: layer(mesh, options={**LAYER, "scoring": "additive"}),
+        'ValueError: scoring="additive" is not served over ranks',
+    ),
+    "latents": (
+        lambda mesh: layer(mesh, MultiheadLatentAttention, LATENT),
+        "TypeError: MultiheadLatentAttention does not spread a sequence over ranks",
     ),
     "mask of torch": (
         masked_torch,
@@ -322,12 +338,22 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda mesh: mistral(mesh, output_attentions=True), f"ValueError: output_attentions {UNDER}"
     ),
     "another loss": (
-        of_another_class,
+        lambda mesh: mistral(mesh, kind=tr.AutoModelForTokenClassification, labels=LABELS),
         "ValueError: labels are not served under ContextParallel for MistralForToken",
     ),
-    "own positions": (
-        bert, "ValueError: position_ids must be given to BertModel under ContextParallel"
+    "loss in a forward": (
+        lambda mesh: bart(mesh, labels=LABELS),
+        "ValueError: labels are not served under ContextParallel for BartForCausalLM",
     ),
+    "loss of routers": (
+        lambda mesh: called(mesh, ROUTED, labels=LABELS),
+        f"ValueError: output_router_logits of MixtralForCausalLM {UNDER}: its loss is no sum",
+    ),
+    "own positions": (
+        lambda mesh: called(mesh, tr.BertConfig(**SIZES), tr.AutoModel),
+        "ValueError: position_ids must be given to BertModel under ContextParallel",
+    ),
+    "positions in a forward": (bart, f"ValueError: BartDecoder {UNDER}: it takes no position_ids"),
     "multihead": (
         lambda mesh: multihead(nn.MultiheadAttention), f"ValueError: MultiheadAttention {UNDER}"
     ),
@@ -377,14 +403,18 @@ def test_nothing_stays_in_force_after_a_refusal():
     assert torch.equal(layer(draw(1, 6, 32)), before)
 
 
+def llama_rotary(kind: str, **fields: Any) -> Any:
+    return tr.LlamaConfig(**GQA, rope_parameters={"rope_theta": 1e4, "rope_type": kind, **fields})
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
 UNSERVED: dict[str, tuple[Callable[[], Any], str]] = {
     "chunks": (lambda: decoder_config("llama4-chunks"), "it has chunked_attention, which sees"),
     "dynamic rotary": (
-        lambda: tr.LlamaConfig(
-            **GQA, rope_parameters={"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}
-        ),
+        lambda: llama_rotary("dynamic", factor=2.0),
         "past 64 its rotary frequencies depend on the last position",
     ),
+    "longrope": (lambda: llama_rotary("longrope", **LONG), "past 32 its rotary frequencies depend"),
     "own code": (lambda: tr.BloomConfig(**SIZES), "BloomAttention computes attention by itself"),
     "state": (lambda: tr.MambaConfig(**SIZES), "it has linear_attention, which sees the"),
 }
@@ -400,8 +430,13 @@ def test_models_that_mix_tokens_otherwise_are_refused(name):
 
 
 def test_models_with_other_attention_are_refused():
+    model = decoder("llama-gqa")
     with pytest.raises(ValueError, match=r'want attn_implementation="fastattn", got \'eager\''):
-        check_model(decoder("llama-gqa"), T)
+        check_model(model, T)
+    model.config._attn_implementation_internal = attend.NAME
+    model.model.mixer = nn.Conv1d(2, 2, 3)
+    with pytest.raises(ValueError, match="it has Conv1d, which sees the tokens of one rank"):
+        check_model(model, T)
     t5 = build(tr.AutoModelForSeq2SeqLM, tr.T5Config(**SIZES, d_model=32, num_heads=4), "cpu")
     t5.config._attn_implementation_internal = attend.NAME
     with pytest.raises(ValueError, match="it has two sequences"):

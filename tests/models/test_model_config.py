@@ -1,10 +1,12 @@
 """Configurations of models: checks, JSON, old files, presets."""
 
 import pytest
+import transformers as tr
 from torch._subclasses import FakeTensorMode
 
 from fastattn.models.encoder import Encoder, EncoderConfig
 from fastattn.models.gpt import GPT, GPTConfig
+from fastattn.models.gpt2 import config_from_hf
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 # Parameters as published, or counted by the model's own authors' code.
@@ -29,3 +31,11 @@ def test_presets_have_as_many_parameters_as_published(name):
         built = model(config.preset(name, window=128))
     assert built.config.window == 128, "a change"
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
+
+
+def test_presets_have_the_options_of_transformers():
+    assert GPTConfig.preset("gpt2-small") == config_from_hf(tr.GPT2Config().to_dict())
+    ours, theirs = EncoderConfig.preset("bert-base"), tr.BertConfig()
+    dropouts = theirs.hidden_dropout_prob, theirs.attention_probs_dropout_prob
+    assert (ours.dropout, ours.attention_dropout) == dropouts
+    assert (ours.activation, ours.norm_eps) == (theirs.hidden_act, theirs.layer_norm_eps)

@@ -185,7 +185,8 @@ def test_shared_embeddings_are_one_parameter():
 
 
 def test_initial_weights_of_layers_that_write_are_smaller():
-    sizes = {"embed_dim": 128, "positions": "none", "num_layers": 8, "bias": True}
+    sizes = {"embed_dim": 128, "num_layers": 8, "bias": True}
+    sizes |= {"positions": "content", "relative_distance": 160}
     for model, parts in (
         (GPT(GPTConfig(V, **sizes)), 2),
         (Encoder(EncoderConfig(V, **sizes)), 2),
@@ -208,6 +209,7 @@ def test_autocast_costs_precision_alone(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, loss = model(source, inputs, targets)
         memory, cache = model.encode(source), model.new_cache(2)
+        assert model.new_cache(2, dtype=torch.half)[0].k.dtype == torch.half
         with torch.no_grad():
             steps = [model.decode(token, memory, cache) for token in inputs.split(1, dim=1)]
     loss.backward()

@@ -16,12 +16,13 @@ from fastattn import (
     MultiheadLatentAttention,
 )
 from fastattn.models import positions
-from fastattn.modules import sparse
+from fastattn.modules import sparse, weights
 from fastattn.rotary import rotary_tables
 
 ROWS = rows_of(__file__)
 X, MEMORY, LENGTHS = torch.zeros(2, 5, 32), torch.zeros(2, 9, 24), torch.tensor([9, 5])
 CROSS = CrossGQAttention(32, 4, memory_dim=24)
+PROJECTED = CROSS.project_memory(MEMORY)
 TABLES, ONE = rotary_tables(5, 8), torch.tensor(1.0)
 COMPLEX = torch.complex(*TABLES)
 ADDITIVE = {"scoring": "additive"}
@@ -59,7 +60,7 @@ def on_values(**change: Any) -> Any:
     return both_ways(**VALUES)(X, **change)
 
 
-NAMES = vars(positions) | vars(sparse) | globals()
+NAMES = vars(positions) | vars(sparse) | vars(weights) | globals()
 NAMES |= {"KVCache": KVCache, "LatentCache": LatentCache}
 # The others are called by rows with all that they take.
 CHANGED = [

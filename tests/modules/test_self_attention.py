@@ -81,7 +81,7 @@ def test_nan_in_padding_reaches_no_real_token(device):
 @pytest.mark.parametrize("per_row", [False, True])
 @torch.no_grad()
 def test_positions_and_tables_move_the_rotation(style, per_row, device):
-    layer = make_layer(device, num_heads=2, rotary=style)
+    layer = make_layer(device, num_heads=2, rotary=style, rotary_base=100.0)
     x = torch.randn(2, 6, WIDTH, device=device)
     positions = torch.tensor([0, 2, 3, 9, 10, 50], device=device)
     positions = torch.stack((positions, positions.flip(0))) if per_row else positions
@@ -89,7 +89,7 @@ def test_positions_and_tables_move_the_rotation(style, per_row, device):
     expected = exact_and_naive(layer, x, positions=positions)
     assert_within_budget("output", y, *expected)
     assert (y - layer(x)).abs().max() > 1e-3
-    tables = rotary_tables(positions, layer.rotary_dim)
+    tables = rotary_tables(positions, layer.rotary_dim, base=100.0)
     assert torch.equal(layer(x, rotary_tables=tables), y)
     freqs_cis = torch.complex(*tables)
     assert torch.equal(layer(x, rotary_tables=freqs_cis), y)

@@ -9,9 +9,9 @@ from fastattn import CausalGQAttention
 from fastattn.modules.sparse import MoBAttention, NativeSparseAttention
 
 LAYERS: dict[str, Any] = {
-    "moba": lambda **how: MoBAttention(32, 4, 2, block_k=8, n=2, **how),
-    "nsa": lambda **how: NativeSparseAttention(
-        32, 4, 1, block_k=8, n=2, window=6, pool=(4, 2), **how
+    "moba": lambda n=2, **how: MoBAttention(32, 4, 2, block_k=8, n=n, **how),
+    "nsa": lambda n=2, **how: NativeSparseAttention(
+        32, 4, 1, block_k=8, n=n, window=6, pool=(4, 2), **how
     ),
 }
 
@@ -31,9 +31,14 @@ def test_layers_learn_and_see_no_later_token(name: str) -> None:
     assert layer(x[:, :2]).shape == (2, 2, 32)
 
 
-def test_with_every_block_a_layer_is_plain_attention() -> None:
-    layer = MoBAttention(32, 4, 2, block_k=8, n=9, rotary="half")
-    plain = CausalGQAttention(32, 4, 2, rotary="half")
-    plain.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 30, 32)
-    torch.testing.assert_close(layer(x), plain(x))
+@pytest.mark.parametrize("name", LAYERS)
+def test_with_every_block_a_layer_is_plain_attention(name: str) -> None:
+    layer = LAYERS[name](n=9, rotary="half")
+    if name == "nsa":  # the selected branch alone
+        layer.gate_proj.weight.data.zero_()
+        layer.gate_proj.bias.data = torch.tensor([-100.0, 100.0, -100.0]).repeat(4)
+    plain = CausalGQAttention(32, 4, layer.num_kv_heads, rotary="half")
+    plain.load_state_dict(layer.state_dict(), strict=name == "moba")
+    x, positions = torch.randn(2, 30, 32), torch.arange(0, 60, 2)
+    y, expected = (each(x, positions=positions) for each in (layer, plain))
+    torch.testing.assert_close(y, expected)

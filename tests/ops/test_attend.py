@@ -121,18 +121,21 @@ def test_second_gpu(device: str) -> None:
 
 
 def test_packed_ops_of_the_torch_backend_are_registered_right(device: str) -> None:
-    q, k, v = (x[:1].detach().requires_grad_() for x in make_qkv(**SIZES, device=device))
+    sizes = {**SIZES, "D_v": 8, "device": device}
+    q, k, v = (x[:1].detach().requires_grad_() for x in make_qkv(**sizes))
     heads, (T_q, T_k) = q.shape[1], (q.shape[2], k.shape[2])
-    offsets = (torch.tensor([0, 2, T, T], device=device) for T in (T_q, T_k))
+    offsets = [torch.tensor([0, 2, T, T], device=device) for T in (T_q, T_k)]
     bias = torch.randn(heads, 3, device=device, requires_grad=True)
-    options = Options(
-        cu_seqlens_q=next(offsets), cu_seqlens_k=next(offsets), relative_bias=bias,
-        query_offset=None, causal=True, scale=0.25,
-    )  # fmt: skip
+    how = {"relative_bias": bias, "causal": True, "scale": 0.25}
+    options = Options(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], query_offset=None, **how)
     flat = schema.flat(options)
     torch.library.opcheck(torch_varlen.varlen_forward, (q, k, v, *flat))
     torch.library.opcheck(torch_varlen.varlen_forward_lse, (q, k, v, *flat))
     o, lse = torch_varlen.varlen_forward_lse(q, k, v, *flat)
+    rows = (x[0].transpose(0, 1) for x in (q, k, v))
+    expected = fastattn.reference.attention_varlen(*rows, *offsets, **how)
+    firsts = [torch.autograd.grad(x.sin().sum(), q, create_graph=True) for x in (o, expected)]
+    torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), q) for (x,) in firsts))
     flat = schema.flat(options._replace(relative_bias=bias.detach()))
     inputs = (x.detach() for x in (o, lse, q, k, v))
     torch.library.opcheck(torch_varlen.varlen_backward, (*inputs, *flat))

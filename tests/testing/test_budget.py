@@ -48,6 +48,8 @@ def blockwise(
         m = m_next
     o = (acc / l[..., None]).to(dtype)
     lse = (m + l.log()).float()
+    if bug == "lse-gradient":
+        lse = 2 * lse - lse.detach()
     return (o, lse) if return_lse else o
 
 
@@ -56,6 +58,7 @@ PLANTED: list[tuple[str | None, torch.dtype]] = [
     *((None, dtype) for dtype in FLOATS),
     *itertools.product(BUGS, FLOATS),
     ("scale-a-little", torch.float32),
+    ("lse-gradient", torch.float32),
     *(("coarse-weights", dtype) for dtype in FLOATS[:2]),
 ]
 
@@ -77,6 +80,10 @@ def test_nan_and_infinities_are_named() -> None:
     for numbers, message in wrong.items():
         with pytest.raises(AssertionError, match=message):
             assert_within_budget("lse", torch.tensor(numbers), ref, good)
+    spoilt = torch.tensor([math.nan, -math.inf])
+    for oracle, at in (((ref, spoilt), "naive result is not"), ((spoilt, good), "reference has")):
+        with pytest.raises(AssertionError, match=at):
+            assert_within_budget("lse", good, *oracle)
 
 
 def test_an_error_is_a_share_of_its_budget() -> None:

@@ -49,8 +49,8 @@ def whole_numbers(x, b, h, q_pos, k_pos):
 
 
 @triton.jit
-def helper(x, y):
-    return tl.minimum(x, y) + tl.maximum(x, SHIFT)
+def helper(x, y, times=SHIFT):
+    return tl.minimum(x, y) + tl.maximum(x, SHIFT) * times
 
 
 @triton.jit

@@ -37,7 +37,7 @@ def bpe() -> BPETokenizer:
 def hf_model(vocab_size: int, **changes) -> tr.GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
-    given = {**sizes, "bos_token_id": None, "eos_token_id": None, **changes}
+    given = {**sizes, "attn_pdrop": 0.2, "bos_token_id": None, "eos_token_id": None, **changes}
     model = tr.GPT2LMHeadModel(tr.GPT2Config(vocab_size=vocab_size, **given))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -77,6 +77,7 @@ def test_hugging_face_and_back(changes, bpe, tmp_path):
     assert tokenizer.encode(TEXT) == bpe.encode(TEXT)
     assert load_checkpoint(made).state == {"imported": "Hugging Face folder hf"}
     again = tr.AutoModelForCausalLM.from_pretrained(export_hf(made, tmp_path / "back"))
+    assert again.config.attn_pdrop == theirs.config.attn_pdrop
     for name, parameter in theirs.state_dict().items():
         assert torch.equal(again.state_dict()[name], parameter), name
     assert tr.AutoTokenizer.from_pretrained(tmp_path / "back").encode("the cat") == (
@@ -85,13 +86,14 @@ def test_hugging_face_and_back(changes, bpe, tmp_path):
 
 
 def test_shards_and_older_names(bpe, tmp_path):
-    """Weights in parts, without the prefix, with the masks that old files keep."""
+    """Weights in parts, without the prefix, with old files' masks, GPT-2's two vocabulary files."""
     theirs = hf_model(bpe.vocab_size)
     theirs.save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    bpe.save(tmp_path / "tokenizer.json")
-    ours, _ = load_model(import_hf(tmp_path, tmp_path / "run"))
+    bpe.backend.model.save(str(tmp_path))
+    ours, tokenizer = load_model(import_hf(tmp_path, tmp_path / "run"))
     assert_same_logits(theirs, ours)
+    assert tokenizer.encode(TEXT) == bpe.encode(TEXT)
     old = {name.removeprefix("transformer."): x for name, x in theirs.state_dict().items()}
     old["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
     config = gpt2.config_from_hf(theirs.config.to_dict())
@@ -239,9 +241,10 @@ def test_unusable_nanogpt_files_are_refused(tmp_path):
 
 
 def test_commands(bpe, tmp_path, capsys):
-    save_hf(hf_model(bpe.vocab_size), bpe, tmp_path / "hf")
-    run = str(tmp_path / "run")
-    assert main(["import-hf", str(tmp_path / "hf"), "--out", run]) == 0
+    hf_model(bpe.vocab_size).save_pretrained(tmp_path / "hf")
+    bpe.save(tmp_path / "bpe.json")
+    run, given = str(tmp_path / "run"), ["--tokenizer", str(tmp_path / "bpe.json")]
+    assert main(["import-hf", str(tmp_path / "hf"), "--out", run, *given]) == 0
     assert "checkpoint " in capsys.readouterr().out
     words = ["--prompt", "the cat", "--tokens", "4", "--device", "cpu"]
     assert main(["generate", "--checkpoint", run, *words]) == 0

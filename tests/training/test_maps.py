@@ -1,5 +1,7 @@
 """The weights of layers and models: equal to what attention does, and as a picture."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -98,9 +100,11 @@ def test_a_cross_attention_multiplies_values_by_these_weights(options):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x, memory = torch.randn(2, 3, 16).double(), torch.randn(2, 5, 8).double()
-    lengths = torch.tensor([5, 2])
-    weights = cross_attention_weights(layer, x, memory, memory_lengths=lengths)
-    projected = layer.project_memory(memory, lengths)
+    padding = {"memory_lengths": torch.tensor([5, 2]), "memory_padding_mask": torch.ones(2, 5) > 0}
+    padding["memory_padding_mask"][0, 1] = False
+    weights = cross_attention_weights(layer, x, memory, **padding)
+    lengths, mask = padding.values()
+    projected = layer.project_memory(memory, lengths, padding_mask=mask)
     assert torch.equal(cross_attention_weights(layer, x, projected), weights)
     actual = values_by_weights(layer, x, weights, projected.v)
     torch.testing.assert_close(actual, layer(x, projected))
@@ -171,6 +175,8 @@ def test_unusable_texts_are_named(kind, text, target, message):
 
 
 def test_the_command_draws_a_picture(tmp_path, capsys):
+    from matplotlib.axes import Axes
+
     actual = make_model("seq2seq", num_layers=1)
     config = {"kind": "seq2seq", "model": actual.config.to_dict(), "data": {}}
     checkpoint = Checkpoint(1, actual.model.state_dict(), {}, TOKENIZER, config, {})
@@ -178,7 +184,12 @@ def test_the_command_draws_a_picture(tmp_path, capsys):
     out = tmp_path / "maps.png"
     # The font lacks the last sign.
     command = ["inspect", "--checkpoint", str(tmp_path / "run"), "--text", "the fox 漢"]
-    assert main([*command, "--out", str(out), "--device", "cpu"]) == 0
+    command += ["--target", "a fox jumps"]
+    with patch.object(Axes, "imshow", autospec=True, side_effect=Axes.imshow) as imshow:
+        assert main([*command, "--out", str(out), "--device", "cpu"]) == 0
+    drawn = [call.args[1].tolist() for call in imshow.call_args_list]
+    maps = attention_maps(actual, "the fox 漢", target="a fox jumps")
+    assert drawn == [head.tolist() for one in maps for head in one.weights]
     assert out.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"6 heads of 3 layers in {out}\n"
     absent = tmp_path / "absent" / "maps.png"

@@ -7,6 +7,7 @@ import re
 import resource
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,14 @@ def read(text: PreparedText) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("documents", SEPARATORS)
 @pytest.mark.parametrize("piece", [5, 7, 1 << 20])
 def test_what_is_prepared_is_the_text(documents, piece, tmp_path, monkeypatch):
-    """However it is cut into pieces, inside characters too."""
+    """However it is cut into pieces, inside characters and line breaks too."""
     monkeypatch.setattr(preparing, "PIECE_BYTES", piece)
     monkeypatch.setattr(preparing, "_BATCH", 3 * piece)
-    files = [write(tmp_path / "a", "\ufeff" + TEXT), write(tmp_path / "b", "b" + TEXT)]
+    other = "b" + TEXT.replace("\n", "\r\n")
+    files = [write(tmp_path / "a", "\ufeff" + TEXT), write(tmp_path / "b", other)]
     actual = prepare(files, tmp_path / "out", tokenizer="char", documents=documents)
     first = DOCUMENTS[documents]
-    wanted = [*first, "b" + first[0], *first[1:]]
+    wanted = [*first, "b" + first[0], *first[1:]] if documents != "file" else [TEXT, other]
     assert actual.documents == len(wanted) and actual.dtype == "uint16"
     ids, numbers = read(actual)
     texts = [
@@ -272,21 +274,25 @@ def test_wrong_arguments_are_named(tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             prepare(texts, folder, **{"tokenizer": "char", **options})
     assert not out.exists()
-    prepare([text], tmp_path / "out", tokenizer="char")
+    made = prepare([text], tmp_path / "out", tokenizer="char")
     with pytest.raises(DataError, match=r"what another call has prepared.*\(tokenizer differs\)"):
         prepare([text], tmp_path / "out", tokenizer="bpe")
-    write(text, "another text\n" * 40)
+    write(text, "text some\n" * 40)  # of as many bytes, and of the same characters
+    os.utime(text, (0, 0))
     with pytest.raises(DataError, match=r"or the text has changed since \(sources differs\)"):
         prepare([text], tmp_path / "out", tokenizer="char")
+    other = prepare([text], tmp_path / "other", tokenizer="char")
+    assert other.tokens == made.tokens and other.fingerprint != made.fingerprint
 
 
 def test_a_change_of_one_id_is_found(tmp_path, capsys):
-    text, out = write(tmp_path / "a", "abcd" * 10), ["--out", str(tmp_path / "out")]
-    assert main(["prepare", "--text", str(text), "--tokenizer", "char", *out]) == 0
+    text, out = write(tmp_path / "a", "abcd\n" * 10), ["--out", str(tmp_path / "out")]
+    options = ["--tokenizer", "char", "--documents", "line"]
+    assert main(["prepare", "--text", str(text), *options, *out]) == 0
     made = capsys.readouterr().out
     assert main(["prepare", "--check", *out]) == 0
     assert capsys.readouterr().out == made
-    assert made.startswith("40 tokens of 1 documents in")
+    assert made.startswith("40 tokens of 10 documents in")
     for wrong in ([], ["--check", "--text", str(text)]):
         assert main(["prepare", *wrong, *out]) == 1
         assert "prepare takes --text FILE ..., --files-from FILE" in capsys.readouterr().err
@@ -321,6 +327,7 @@ def test_a_text_that_is_too_short_is_named(tmp_path):
     text = prepare([write(tmp_path / "a", "abcd" * 10)], tmp_path / "o", tokenizer="char")
     with pytest.raises(DataError, match=r"it has 36 tokens for training and 4 for validation.* 41"):
         LanguageTask(text, 40)
+    assert replace(text, tokens=30_000_000).counts == (29_000_000, 1_000_000)
 
 
 def test_a_gpt_is_trained_on_token_files(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_parts_of_f_strings_are_strings():
 
 def test_words_to_tag_are_cut_as_the_training_s_were():
     assert split_words("a b\n\n c\n", "t", python=False) == [("a", "b"), ("c",)]
-    assert split_words("f(x)\n", "t", python=True) == [("f", "(", "x", ")")]
+    assert split_words("f(\nx)\n", "t", python=True) == [("f", "("), ("x", ")")]
     assert split_words(" \n", "t", python=True) == split_words(" \n", "t", python=False) == []
 
 
@@ -104,17 +104,19 @@ def test_a_word_without_tokens_is_the_unknown_one():
 
 
 def test_batches_hold_tags_at_first_tokens_and_lengths():
-    one = task([sentence("EU rejects", "X O"), sentence("Pe", "X")], length=16)
+    validation = [sentence("EU rejects", "X O"), sentence("Pe", "X")]
+    one = task([sentence("Peter", "X")], validation, length=16)
     (batch,) = one.validation(4)
     assert batch.lengths["key_lengths"].tolist() == [9, 2]
     assert batch.targets.tolist() == [[1, -100, 0, *[-100] * 6], [1, *[-100] * 8]]
     assert batch.inputs[0][1].tolist() == [*TOKENIZER.encode("Pe"), *[0] * 7]
     assert (batch.num_targets, batch.num_tokens) == (3, 11)
-    assert one.extent == "3 training and 3 validation words of 2 tags"
-    drawn = one.draw("train", 64, torch.Generator().manual_seed(0))
-    again = one.draw("train", 64, torch.Generator().manual_seed(0))
-    assert torch.equal(drawn.inputs[0], again.inputs[0])
-    assert set(drawn.lengths["key_lengths"].tolist()) == {9, 2}
+    assert one.extent == "1 training and 3 validation words of 2 tags"
+    for split, lengths in (("train", {5}), ("validation", {9, 2})):
+        drawn = one.draw(split, 64, torch.Generator().manual_seed(0))
+        again = one.draw(split, 64, torch.Generator().manual_seed(0))
+        assert torch.equal(drawn.inputs[0], again.inputs[0])
+        assert set(drawn.lengths["key_lengths"].tolist()) == lengths
 
 
 def test_scores_count_words_and_not_padding():

@@ -1,6 +1,8 @@
 """Pairs to translate: files, the standard library's docstrings, batches, scores, and messages."""
 
 import datetime
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fastattn.training.data.text_pairs import (
     standard_library_pairs,
 )
 from fastattn.training.tasks.scores import confusion, tag_scores, text_scores
+from fastattn.training.tasks.sources import DataConfig, pair_source
 from fastattn.training.tasks.translation import TranslationTask, encode_pairs
 from fastattn.training.tokenizers import PieceTokenizer
 
@@ -33,6 +36,17 @@ def test_files_of_pairs_are_read_with_places(tmp_path):
         Pair("one", "eins", f"{path}:1"),
         Pair("two words", "zwei Wörter", f"{path}:2"),
     ]
+
+
+def test_the_run_s_pairs_are_those_of_validation_too(tmp_path):
+    files = []
+    for target in ("drei", "eins"):
+        files.append(str(tmp_path / target))
+        Path(files[-1]).write_text(f"one two\t{target}\n")
+    read = [pair_source(DataConfig((files[0],), validation=(x,), truncate=True)) for x in files]
+    assert read[0].fingerprint != read[1].fingerprint
+    task = read[0].make_task(TOKENIZER, SimpleNamespace(source_length=1, target_length=4))
+    assert task.draw("train", 1, torch.Generator()).inputs[0].tolist() == [TOKENIZER.encode("one")]
 
 
 def test_docstrings_are_paired_with_the_words_of_names(monkeypatch):

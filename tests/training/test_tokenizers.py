@@ -72,6 +72,9 @@ def test_a_tokenizer_that_is_not_byte_level_is_none_of_bpe(tmp_path):
     words.save(str(path))
     assert load_tokenizer(path).encode("a") == [0]
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        single="? $A ?", special_tokens=[("?", 1)]
+    )
     words.enable_truncation(2)
     words.enable_padding(pad_id=1)
     assert from_json(words.to_str()).encode_batch(["a", "a a a"]) == [[0], [0, 0, 0]]
@@ -141,6 +144,7 @@ def test_signs_are_words_of_their_own_with_the_space_between_them():
 def test_each_kind_cuts_as_its_name_says():
     lengths = {kind: len(make(kind).encode("the cat sat")) for kind in KINDS}
     assert lengths["word"] == 3
+    assert make("word", 9).vocab_size == 9
     assert lengths["word-space"] == 5
     assert lengths["char"] == 11
     assert 3 <= lengths["char-bpe"] < 11
@@ -165,12 +169,14 @@ def test_a_vocabulary_file_is_the_same_tokenizer(kind, tmp_path):
     tokenizer = make(kind)
     path = tmp_path / "vocab.txt"
     tokens = sorted(tokenizer.backend.get_vocab().items(), key=lambda item: item[1])
-    path.write_text("".join(f"{token}\n" for token, _ in tokens))
+    text = "".join(f"{token}\n" for token, _ in tokens)
+    path.write_text(text.replace("[BEGIN]", "[CLS]").replace("[END]", "[SEP]"))
     assert [token for token, _ in tokens[:5]] == SPECIAL
     again = load_tokenizer(path)
     text = "the cat, mats and [MASK]"
     assert again.encode(text) == tokenizer.encode(text)
     assert again.encode(text)[-1] == tokenizer.special_id("mask")
+    assert (again.special_id("begin"), again.special_id("end")) == (2, 3), "as BERT names them"
 
 
 def test_gpt2_s_two_files_are_read_from_their_folder(tmp_path):

@@ -235,15 +235,20 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim, self.base = dim, float(base)
         self.interleaved, self.scale_base = interleaved, scale_base
-        channels = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        self.register_buffer("inv_freq", self.base ** (-channels / dim), persistent=False)
-        scale = None if scale_base is None else (channels + 0.4 * dim) / (1.4 * dim)
+        inv_freq, scale = self._of_pairs(device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
         self._cos_k_cached: Tensor | None = None
         self._sin_k_cached: Tensor | None = None
+
+    def _of_pairs(self, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
+        """Frequencies and scales of the pairs, fp32 [R / 2]."""
+        channels = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        scale = None if self.scale_base is None else (channels + 0.4 * self.dim) / (1.4 * self.dim)
+        return self.base ** (-channels / self.dim), scale
 
     def _update_cos_sin_cache(
         self,
@@ -261,14 +266,18 @@ class RotaryEmbedding(nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
+        inv_freq, of_pairs = self.inv_freq.to(device), self.scale
+        if inv_freq.dtype != torch.float32:
+            # The module was cast, which rounds its buffers.
+            inv_freq, of_pairs = self._of_pairs(device)
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        angle = torch.outer(positions, self.inv_freq.to(device, torch.float32))
+        angle = torch.outer(positions, inv_freq)
         cos, sin = angle.cos(), angle.sin()
-        if self.scale is None or self.scale_base is None:
+        if of_pairs is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
         power = (positions - seqlen // 2) / self.scale_base
-        scale = self.scale.to(device) ** power.unsqueeze(1)
+        scale = of_pairs.to(device) ** power.unsqueeze(1)
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 

@@ -146,6 +146,11 @@ class SpreadModels:
         if isinstance(positions, Tensor):
             self._check_length("position_ids", positions, positions.dim() - 1)
         elif tokens is not None and positions is None and counts_positions(type(model).forward):
+            if "position_ids" not in bound.signature.parameters:
+                raise ValueError(
+                    f"{type(model).__name__} is not served under ContextParallel: it takes no "
+                    "position_ids, and counts them from 0 on each rank"
+                )
             own = self.plan.indices(Ranks.of(self.mesh).rank).clamp(max=self.plan.T - 1)
             arguments["position_ids"] = own[None].to(tokens.device)
 
@@ -207,8 +212,10 @@ def check_model(model: Any, T: int) -> None:
 
 def _check_loss(model: Any) -> None:
     """Raise on a loss other than the mean over next tokens."""
-    name = type(model).__name__
-    if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function"):
+    name, code = type(model).__name__, inspect.unwrap(type(model).forward).__code__
+    # Other forwards compute a loss themselves, without shift_labels and num_items_in_batch.
+    by_mapping = "loss_function" in code.co_names and code.co_flags & inspect.CO_VARKEYWORDS
+    if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function") or not by_mapping:
         raise ValueError(
             f"labels are not served under ContextParallel for {name}, which has a loss of its own: "
             "leave them out, and compute it from the logits of a rank's tokens"

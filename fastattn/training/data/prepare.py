@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import io
 import json
 import os
 import re
@@ -64,7 +65,7 @@ def prepare(
             of it), or a path, as for `load_tokenizer`.
         vocab_size: target number of ids of a trained tokenizer; ignored for "char".
         documents: unit of a document: "file", "line" (not empty) or "paragraph" (ended by an empty
-            line).
+            line). With the last two, line breaks of other systems (CR LF, CR) become LF.
         errors: treatment of a file that is not UTF-8: "strict" = DataError; "replace" = wrong bytes
             become U+FFFD; "skip" = leave the file out. The result counts them.
         progress: called with the bytes done and the bytes in total.
@@ -167,11 +168,13 @@ class Piece(NamedTuple):
     replaced: int
 
 
-def read_pieces(path: str, separator: str = "\n", errors: Errors = "strict") -> Iterator[Piece]:
-    """Read a file; pieces end with a separator where they have one."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")(
-        "replace" if errors == "replace" else "strict"
-    )
+def read_pieces(path: str, separator: str = "", errors: Errors = "strict") -> Iterator[Piece]:
+    """Read a file; pieces end with a separator where they have one.
+
+    Without a separator the text is verbatim, else each of its line breaks is one LF.
+    """
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")("replace" if errors == "replace" else "strict")
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=bool(separator))
     kept, before, done, last = "", b"", 0, False
     try:
         with open(path, "rb") as file:
@@ -181,7 +184,7 @@ def read_pieces(path: str, separator: str = "\n", errors: Errors = "strict") -> 
                 new = decoder.decode(content, last)
                 own = (before + content).count(_REPLACEMENT.encode())
                 text, before = kept + new, content[-2:]
-                end = len(text) if last else _cut(text, separator)
+                end = len(text) if last else _cut(text, separator or "\n")
                 kept = text[end:]
                 yield Piece(text[:end], done, last, new.count(_REPLACEMENT) - own)
     except UnicodeDecodeError as error:
@@ -222,7 +225,7 @@ class _Texts(NamedTuple):
         """Pieces of all files; `done` counts over all files."""
         before = 0
         for path, size in self.files:
-            for piece in read_pieces(path, self.separator or "\n", self.errors):
+            for piece in read_pieces(path, self.separator, self.errors):
                 yield piece._replace(done=before + piece.done)
             before += size
 

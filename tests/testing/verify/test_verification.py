@@ -20,9 +20,10 @@ from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
 from fastattn.ops import attend
 from fastattn.testing.budget import PastBudget, assert_within_budget
+from fastattn.testing.inputs import draws, make_qkv
 from fastattn.testing.option_examples import option_examples
-from fastattn.testing.verify import attention, child, verification
-from fastattn.testing.verify.case import Case, Setting, Subject
+from fastattn.testing.verify import attention, caches, child, scoring, verification
+from fastattn.testing.verify.case import Case, Setting, Subject, same_bits
 from fastattn.testing.verify.cases import FAMILIES, Scope
 from fastattn.testing.verify.verdicts import Outcome, finding, still_holds
 from fastattn.tuned import choices
@@ -32,6 +33,7 @@ from fastattn.tuned.store import Store
 CHECKOUT = Path(__file__).resolve().parents[3]
 REFUSED = 'backend "hopper" cannot serve this call: head dim 40 is not 64, 128 or 256'
 NANS = partial(assert_within_budget, "o", ref=torch.ones(3).double(), naive=torch.ones(3))
+DRAWN = draws()
 SUBJECT = Subject("triton", "forward", "bfloat16", 64)
 
 
@@ -85,7 +87,9 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
     assert not list(verification.run(scope, device, left=lambda: 0.0))
 
 
-def test_a_broken_kernel_is_named_and_kept(launched: Any, capsys: pytest.CaptureFixture) -> None:
+def test_a_broken_kernel_is_named_and_kept(
+    launched: Any, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched(lambda o, lse: (o * 1.1, lse))
     assert main(["verify", "--quick", "--family", "packed"]) == 1
     line = capsys.readouterr().out.splitlines()[2]
@@ -93,6 +97,11 @@ def test_a_broken_kernel_is_named_and_kept(launched: Any, capsys: pytest.Capture
     (row,) = stored()
     assert (row["family"], row["verdict"], row["case"]) == ("packed", "wrong", "causal")
     assert row["share"] > 1 and row["reason"].startswith("o: error")
+    # Of a case that the next run, in which all is right, lacks.
+    Store(environment("cpu")).put("verification", row | {"case": "many sequences"})
+    monkeypatch.setattr(child, "outcome", lambda case, _: Outcome(case.name, "right", 0.1, ""))
+    assert main(["verify", "--quick", "--family", "packed"]) == 0
+    assert [x["case"] for x in stored()] == ["many sequences"]
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -108,6 +117,7 @@ def raising(error: Exception) -> Callable[..., Any]:
         (lambda _: 0.3, ("right", 0.3, "")),
         (raising(PastBudget("dq: error", 4.0)), ("wrong", 4.0, "dq: error")),
         (lambda _: NANS(torch.empty(3)), ("wrong", None, "o has NaN or inf")),
+        (lambda _: same_bits(lambda: (DRAWN(3),)), ("wrong", None, "results [0] have other bits")),
         (raising(RuntimeError("address")), ("crash", None, "RuntimeError: address")),
         (raising(TritonError("tl.dot")), ("no compile", None, "TritonError: tl.dot")),
         (raising(RuntimeError("PassManager::run failed")), ("no compile", None, "PassManager")),
@@ -219,6 +229,31 @@ def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
     launched(spoil)
     with pytest.raises(PastBudget):
         case.check(setting)
+
+
+def test_what_an_append_stores_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (x for x in caches.append() if x.name == "rows, plain")
+    append = fastattn.KVCache.append
+
+    def spoil(cache: Any, *tokens: Any, backend: str, **how: Any) -> Any:
+        turned = append(cache, *tokens, backend="torch", **how)
+        cache.k[0, 0, 0, 0] += backend == "triton"
+        return turned
+
+    monkeypatch.setattr(fastattn.KVCache, "append", spoil)
+    with pytest.raises(AssertionError, match="1 numbers differ"):
+        case.check(Setting(SUBJECT, torch.device("cpu")))
+
+
+def test_the_keys_that_statistics_list_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(*tensors: Any, **how: Any) -> Any:
+        actual = fastattn.attention_statistics(*tensors, **how)
+        return actual._replace(top_positions=actual.top_positions.flip(2))
+
+    monkeypatch.setattr(scoring, "attention_statistics", spoil)
+    q, k, _ = make_qkv(1, 2, 1, 9, 9, 8, requires_grad=False)
+    with pytest.raises(PastBudget, match="weights at top_positions"):
+        scoring.assert_statistics(q, k, "torch", {})
 
 
 @pytest.mark.parametrize(
