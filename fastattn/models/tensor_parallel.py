@@ -59,9 +59,10 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     Raises:
         TypeError: it is another module.
 
-    `parallelize_module` raises ValueError, before any change, if num_heads or hidden_dim is not
-    divisible by the number of ranks, or num_kv_heads is neither a multiple nor a divisor of it.
-    With fewer K/V heads than ranks, K/V heads are computed redundantly.
+    `parallelize_module` raises ValueError, before any change, if num_heads, hidden_dim or the heads
+    of relative vectors (unless shared) are not divisible by the number of ranks, or num_kv_heads is
+    neither a multiple nor a divisor of it. With fewer K/V heads than ranks, K/V heads are computed
+    redundantly.
     """
     sizes = _Sizes.of(module)
     if isinstance(module, AttentionLayer):
@@ -114,6 +115,10 @@ class _Sizes(NamedTuple):
         hidden = [x.down_proj.in_features for x in module.modules() if isinstance(x, MLP)]
         counts = {("num_heads", x.num_heads) for x in layers}
         counts |= {("hidden_dim", count) for count in hidden}
+        tables = [x for x in module.modules() if isinstance(x, DistanceVectors)]
+        counts |= {
+            ("num_heads of relative vectors", x.num_heads) for x in tables if x.num_heads > 1
+        }
         return _Sizes(frozenset(counts), frozenset(x.num_kv_heads for x in layers))
 
     def check(self, mesh: DeviceMesh) -> None:

@@ -26,9 +26,10 @@ def share(group: "ProcessGroup | None" = None, device: torch.device | str | None
     """
     distributed = torch.distributed
     if device is None:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # calls look up a numbered one
+        device = torch.device("cuda", torch.cuda.current_device())
     here: list[str] = [""] * distributed.get_world_size(group)
     distributed.all_gather_object(here, environment(device).hash, group)
     for rank, other in enumerate(here):

@@ -69,6 +69,7 @@ def wrong_appends(B: int) -> Iterator[tuple[dict[str, Any], Any]]:
     yield {"v": v.double()}, ValueError
     yield {"v": torch.cat((v, v), 2)}, ValueError
     yield {"k": k.clone().requires_grad_()}, RuntimeError
+    yield {"v": v.clone().requires_grad_()}, RuntimeError
     yield {"rotary": short}, ValueError
     yield {"rotary": (torch.ones(9, 2).double(),) * 2}, ValueError
     yield {"q": k}, ValueError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastattn.parallel.cost import Messages, Rates, Shape, cost, messages, serves
+from fastattn.parallel.cost import Messages, Rates, Shape, choice, cost, messages, serves
 
 LLAMA = Shape(32768, 32, 8, 128)
 
@@ -24,6 +24,7 @@ def test_a_ring_that_leaves_the_node_waits_for_its_slowest_link():
     seconds = {n: cost("ring", LLAMA, n, Rates()).seconds for n in (8, 16)}
     assert seconds[16] > seconds[8]
     assert cost("usp", LLAMA, 16, Rates()).seconds < seconds[8]
+    assert choice(LLAMA, 16, Rates(), ("ring", "usp")) == "usp"
     faster = Rates()._replace(inter=450e9, inter_latency=5e-6)
     assert cost("ring", LLAMA, 16, faster).seconds < seconds[8]
 

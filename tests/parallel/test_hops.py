@@ -1,4 +1,7 @@
-"""How far keys go around a ring: no farther than they are seen; what is sent, computed and held."""
+"""How far keys go around a ring: no farther than they are seen; what is sent, computed and held.
+
+Also parts of a call without other ranks: their options, and their merge.
+"""
 
 import weakref
 from collections import Counter
@@ -14,10 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import reference
-from fastattn.parallel import ContextPlan, explain_context, hops, ring
+from fastattn.parallel import ContextPlan, decode, explain_context, gather, hops, ring
 from fastattn.parallel.hops import Dealt, Documents, Hops, needs
 from fastattn.parallel.parts import Whole
+from fastattn.parallel.pieces import Pair, of_pair
 from fastattn.testing import make_qkv
+from fastattn.testing.inputs import draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,8 +111,10 @@ def test_a_window_sends_what_it_spans_of_long_stretches() -> None:
 def test_a_document_is_found_wherever_it_goes_on() -> None:
     ids = torch.tensor([[0] * 8 + [1] * 8 + [-1] * 8 + [0] * 8, [3] * 8 + [-1] * 16 + [4] * 8])
     dealt = Dealt(32, tuple(((8 * r, 8 * r + 8),) for r in range(4)), 8)
-    actual = Documents(ids).needs(dealt, {})
+    spans = Documents(ids)
+    actual = spans.needs(dealt, {})
     assert actual.seen[0][3] and actual.seen[3][0] and not any(actual.seen[2])
+    assert not spans.needs(dealt, {"causal": True}).seen[0][3]
     assert Documents(ids[1:]).needs(dealt, {}).hops == Hops(0, 0)
 
 
@@ -203,6 +210,29 @@ def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
         actual = explain_context(*own, mesh=mesh, plan=plan, method="usp", dropout=0.5)
     assert (actual.method == "usp") == served
     assert served or actual.reasons["usp"].startswith("dropout goes by positions")
+
+
+def test_gathered_heads_have_their_own_options() -> None:
+    """Of 8 K/V heads on 8 ranks four are gathered at a time."""
+    plan, _, _ = case("all")
+    own = make_qkv(1, 8, 8, plan.length, D=8, requires_grad=False)
+    with group_without_messages(0, RANKS):
+        groups = gather._by_heads(*own, {"sinks": torch.arange(8)}, plan, dist.group.WORLD)
+        assert [x["sinks"].tolist() for *_, x in groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_lengths_of_scattered_keys_add_to_their_padding() -> None:
+    given = {"key_lengths": torch.tensor([6]), "key_padding_mask": torch.arange(8)[None] % 2 == 0}
+    pair = Pair(slice(0, 4), slice(0, 4), ((0, 4),), ((0, 2), (4, 8)), by_positions=True)
+    actual = of_pair(given, pair, torch.device("cpu"))["key_padding_mask"]
+    assert actual.tolist() == [[True, False, True, False, False, False]]
+
+
+def test_an_odd_number_of_parts_is_merged() -> None:
+    o, lse = draw(3, 1, 2, 4, 8).double(), draw(3, 1, 2, 4).double()
+    actual = decode._merged(list(zip(o, lse, strict=True)))
+    expected = (lse.softmax(0)[..., None] * o).sum(0), lse.logsumexp(0)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 class Live(TorchDispatchMode):

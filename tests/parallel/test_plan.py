@@ -71,6 +71,8 @@ def test_auto_takes_the_longest_runs_of_least_modelled_time():
     assert ContextPlan.make(4096, 4, window=256).balance == "contiguous"
     causal = ContextPlan.make(4096, 4, causal=True)
     assert causal.balance == "zigzag" and causal.runs(1) == [(512, 1024), (3072, 3584)]
+    near = ContextPlan.make(5000, 8, causal=True)  # longest_first would be 2 % faster
+    assert near.balance == "zigzag" and min(dict(near.modelled).values()) < near.modelled[1][1]
 
 
 def modelled(plan):

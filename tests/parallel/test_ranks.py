@@ -37,7 +37,7 @@ def world() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     results = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
     results["refusals"] = {name: refusal(call, mesh) for name, (call, _) in REFUSED.items()}
-    results["explained"] = str(explained(mesh)), str(explained(mesh, "ulysses", H_q=3, H_k=1))
+    results["explained"] = explained(mesh), explained(mesh, "ulysses", H_q=3, H_k=1)
     results["decoded"] = {name: decoded(name) for name in DECODED}
     results["twice"] = {method: twice(mesh, method) for method in METHODS}
     results["tables twice"] = refusal(tables_twice, mesh)
@@ -156,15 +156,13 @@ DECODED: dict[str, tuple[int, int, dict[str, Any]]] = {
     "three tokens": (3, 3, {}),
     "not causal": (3, 1, {"causal": False, "softcap": 2.0}),
     "sinks": (1, 3, {"sinks": draw(4)}),
-    "window": (3, 3, {"window": 9, "keep_first": 4}),
+    "window": (3, 3, {"window": 9, "keep_first": 4, "attn_mask": draw(4, 1, 37) > -1}),
     "stride": (1, 1, {"window": 3, "stride": 5}),
-    "alibi": (1, 3, {"alibi_slopes": draw(4).abs()}),
+    "alibi": (1, 3, {"alibi_slopes": draw(4).abs(), "attn_bias": draw(4, 1, 37)}),
     "relative bias": (3, 1, {"relative_bias": draw(4, 17), "scale": 0.4}),
 }
-
-
-# As they are, on each rank's own keys.
-SERVED_ELSEWHERE = {"attn_mask", "attn_bias"}
+DECODING = [name for name, row in OPTIONS.items() if "decode_attention" in row.calls]
+DEFAULTS = {name: OPTIONS[name].default for name in DECODING} | {"causal": True}
 
 
 def decode_inputs(T_q: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -180,8 +178,9 @@ def decoded(name: str) -> list[Any]:
     cache = KVCache(2, 2, 24, 16)
     own = torch.stack([mine[:n].sum() for n in LENGTHS.tolist()])
     cache.append(k[:, :, mine], v[:, :, mine], own.int())
-    how = {"group": dist.group.WORLD, "page": page, "return_lse": True}
-    return [x.numpy() for x in decode_attention(q, cache, **how, **options)]
+    of_keys = {name: x[..., mine] for name, x in options.items() if name.startswith("attn_")}
+    how = {"group": dist.group.WORLD, "page": page, "return_lse": True, **DEFAULTS}
+    return [x.numpy() for x in decode_attention(q, cache, **(how | options | of_keys))]
 
 
 def of_second_order(attend: Callable[..., Any]) -> list[torch.Tensor]:
@@ -314,11 +313,15 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
              "TypeError: plan must be a ContextPlan, got int"),
     "mesh": (lambda mesh: attend("cpu", "ring"),
              "TypeError: mesh must be a DeviceMesh or ProcessGroup, got str"),
+    "cube": (lambda mesh: attend(init_device_mesh("cpu", (2, 1, 1)), "ring"),
+             "ValueError: mesh must have one dimension, or two (ring, heads), got 3"),
     "method": (lambda mesh: attend(mesh, "star"),
                "ValueError: method must be one of auto, gather, ring, ulysses, usp, got 'star'"),
     "dimensions": (lambda mesh: attend(mesh, "usp"),
                    "ValueError: method 'usp' cannot serve this call: it takes a mesh of two "
                    "dimensions (ring, heads); gather and ring and ulysses can"),
+    "dropout": (lambda mesh: attend(mesh, "gather", dropout=0.5),
+                "ValueError: method 'gather' cannot serve this call: dropout goes by positions"),
     "mask": (lambda mesh: attend(mesh, "gather", attn_mask=MASK),
              "ValueError: attn_mask must be sharded by its queries, [..., 48 or 1, 90 or 1], got "
              "[90, 90]: shard(x, -2, plan, mesh) does it"),
@@ -411,21 +414,19 @@ def test_ulysses_and_shards_are_differentiable_twice(ranks):
 def test_explanations_say_which_method_and_why_not_another(ranks):
     for rank in ranks:
         auto, forced = rank["explained"]
-        first, *lines = auto.splitlines()
-        seconds = {line.split(":")[0].strip() for line in lines if line.endswith("ms, modelled")}
-        assert seconds == {"gather", "ring", "ulysses"} and first.split()[1] in seconds
-        assert "not usp: it takes a mesh of two dimensions" in auto
-        assert forced.startswith("method: None")
-        assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in forced
-
-
-DECODING = [name for name, row in OPTIONS.items() if "decode_attention" in row.calls]
+        first, *lines = str(auto).splitlines()
+        listed = {line.split(":")[0].strip() for line in lines if line.endswith("ms, modelled")}
+        assert listed == auto.seconds.keys() == {"gather", "ring", "ulysses"}
+        assert first == f"method: {min(listed, key=auto.seconds.__getitem__)}"
+        assert "not usp: it takes a mesh of two dimensions" in str(auto)
+        assert str(forced).startswith("method: None")
+        assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in str(forced)
 
 
 @pytest.mark.parametrize("name", [*DECODING, "windw"])
 def test_a_cache_over_ranks_serves_an_option_or_refuses_it_by_name(name):
     """An option that goes by positions would count those of one rank's cache."""
-    if {name} <= {key for _, _, options in DECODED.values() for key in options} | SERVED_ELSEWHERE:
+    if name in {key for _, _, options in DECODED.values() for key in options}:
         return
     with pytest.raises(TypeError, match=f"decode_attention over ranks takes no {name}: "):
         decode_attention(torch.ones(1), None, group=None, **{name: 1})
@@ -435,7 +436,6 @@ def test_a_cache_over_ranks_serves_an_option_or_refuses_it_by_name(name):
 def test_a_cache_over_ranks_is_that_of_one(ranks, name):
     T_q, _, options = DECODED[name]
     inputs = decode_inputs(T_q)
-
     lengths = {"key_lengths": LENGTHS, "query_offset": LENGTHS - T_q}
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from fastattn.generation import Engine, Sampling, generate_batch
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.layers import MLP
+from fastattn.models.positions import RelativeContent
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.models.tensor_parallel import tp_plan
 from fastattn.testing import assert_within_budget, worst_naive
@@ -167,13 +168,17 @@ def tokens_of(model: GPT) -> dict[str, Any]:
 def errors(mesh: DeviceMesh) -> list[str]:
     """Errors for sizes that cannot be sharded, which leave the model unchanged."""
     said = []
-    for options in ({"num_heads": 6}, {"hidden_dim": 30}, {"num_heads": 12, "num_kv_heads": 3}):
-        model = GPT(GPTConfig(V, T, **(SIZES | {"embed_dim": 48} | options)))
+    wrong = ({"num_heads": 6}, {"hidden_dim": 30}, {"num_heads": 12, "num_kv_heads": 3})
+    models = [GPT(GPTConfig(V, T, **(SIZES | {"embed_dim": 48} | options))) for options in wrong]
+    layer = GQAttention(**LAYER, num_kv_heads=2, relative=RelativeContent(8, 3, num_heads=2))
+    for model in (*models, layer):
+        layers = [x for x in model.modules() if isinstance(x, GQAttention)]
+        heads = [x.num_heads for x in layers]
         with pytest.raises(ValueError) as raised:
             parallelize_module(model, mesh, tp_plan(model))
         said.append(str(raised.value))
         assert not any(isinstance(x, DTensor) for x in model.parameters())
-        assert model.blocks[0].attention.num_heads == options.get("num_heads", H)
+        assert [x.num_heads for x in layers] == heads
     return said
 
 
@@ -208,6 +213,9 @@ def all_results(folder: str) -> dict[Any, Any]:
             assert x.grad.placements == x.placements, key
         if WRITERS[ranks] == name:
             everything["tokens", ranks] = tokens_of(module)
+    frozen = made("layer-mlp").requires_grad_(False)
+    parallelize_module(frozen, meshes[2], tp_plan(frozen))
+    assert not any(x.requires_grad for x in frozen.parameters())
     return everything
 
 
@@ -273,6 +281,7 @@ def test_sizes_that_cannot_be_shared_out(by_rank):
             f"num_heads must be divisible by {ranks}, got 6",
             f"hidden_dim must be divisible by {ranks}, got 30",
             f"num_kv_heads must divide {ranks}, or be divisible by them, got 3",
+            f"num_heads of relative vectors must be divisible by {ranks}, got 2",
         ]
 
 

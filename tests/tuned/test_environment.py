@@ -36,6 +36,7 @@ def test_gpu_and_driver_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     finally:
         module._driver.cache_clear()
     assert actual[:3] == ("NVIDIA H200", 132, "550.54.15")
+    assert actual.kernels == module._sources()
 
 
 @pytest.mark.parametrize("name", ["forward.py", "rules/mask.py", "launch/tuning/sm_90.json"])

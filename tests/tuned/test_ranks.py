@@ -19,9 +19,9 @@ ROW = {
 }  # fmt: skip
 
 
-def shared_by_rank(folder: str) -> tuple[str, str]:
-    """Backend of a call on this rank after a finding of the first rank, and the message where the
-    other rank has another driver.
+def shared_by_rank(folder: str) -> tuple[str, bool, str]:
+    """Backend of a call on this rank after a finding of the first rank, whether its current GPU
+    has one, and the message where the other rank has another driver.
     """
     rank = torch.distributed.get_rank()
     qkv = make_qkv(1, 2, 1, 5, D=64, dtype=torch.bfloat16)
@@ -34,18 +34,24 @@ def shared_by_rank(folder: str) -> tuple[str, str]:
         patch.setattr(choices, "applies", lambda device: True)
         if rank == 0:
             Store(HERE).put("verification", ROW)
+        # Alone, each rank is the first.
+        share(torch.distributed.new_subgroups(1)[0], device="cpu")
         share(device="cpu")
         told = str(explain(*qkv))
+        patch.setattr(torch.cuda, "current_device", lambda: rank)
+        share(device="cuda")
+        of_gpu = choices.any_about(torch.device("cuda", rank))
         here[0] = HERE._replace(driver="560.0") if rank else HERE
         with pytest.raises(RuntimeError) as refused:
             share(device="cpu")
-    return told, str(refused.value)
+    return told, of_gpu, str(refused.value)
 
 
 def test_ranks_go_by_the_findings_of_the_first(tmp_path: Path) -> None:
     first, second = run_ranks(f"{__file__}:shared_by_rank", folder=str(tmp_path))
     assert first == second
-    told, refused = first
+    told, of_gpu, refused = first
+    assert of_gpu
     assert told.startswith("backend: torch\n  not triton: fastattn verify found forward hang")
     assert told.endswith(ROW["reason"])
     assert [path.name for path in tmp_path.iterdir()] == ["0"], "nothing is written"

@@ -29,11 +29,12 @@ def test_what_is_known_of_kernels(
 
     here = Store(environment(place))
     failed = {**VERDICT, "family": "decode", "verdict": "crash", "reason": "signal 11 in pages"}
+    failed["date"] = "2026-01-30"
     here.put("verification", {**VERDICT, "family": "forward"}, failed)
     here.put("tiles", {"kernel": "forward", "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, **TILE})
     shape = {"BLOCK": 64, "STAGES": 2, "D": 128}
     here.put("tiles", {"kernel": "hopper_dq", **shape, **TILE})
-    here.put("splits", {"element_size": 1, "BLOCK_D": 64, "programs": 3, "date": DAY})
+    here.put("splits", {"element_size": 2, "BLOCK_D": 64, "programs": 3, "date": DAY})
     wide = {"element_size": 2, "BLOCK_D": 128, "programs": 2, "one_launch": True}
     here.put("splits", {**wide, "date": DAY})
     key = {"direction": "forward", "dtype": "float16", "head_dim": 64, "causal": True}
@@ -51,7 +52,7 @@ def test_what_is_known_of_kernels(
         (forward,) = (line for line in lines if line.startswith("  forward, 2 bytes"))
         assert f", 128 tuned here {DAY}, " in forward
         assert f"  hopper_dq: 128 tuned here {DAY}" in lines
-        splits = "  splits of decode, 1 bytes, 64: 3 programs a multiprocessor"
+        splits = "  splits of decode, 2 bytes, 64: 3 programs a multiprocessor"
         assert f"{splits}, tuned here {DAY}" in lines
         one = "  splits of decode, 2 bytes, 128: 2 programs a multiprocessor, merged in one launch"
         assert f"{one}, tuned here {DAY}" in lines

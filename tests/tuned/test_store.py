@@ -5,6 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from fastattn.files import replace
+from fastattn.files.lock import locked
 from fastattn.tuned import findings, store
 from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
@@ -45,6 +47,14 @@ def test_a_row_replaces_the_one_of_its_key(here: Store) -> None:
     assert here.read("backends") == []
     assert here.clear("tiles") and here.clear("tiles")
     assert here.read("tiles") == []
+
+
+def test_a_second_writer_waits_for_the_first(here: Store) -> None:
+    with ThreadPoolExecutor() as pool:
+        with locked(here.folder / "lock"):
+            second = pool.submit(here.put, "tiles", ROW)
+            wait([second], timeout=0.1)
+        assert second.result() and rows(here) == [64]
 
 
 def test_rows_and_kinds_are_checked(here: Store) -> None:
