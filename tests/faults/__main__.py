@@ -24,7 +24,9 @@ from queue import SimpleQueue
 from planted import Fault, Verdict, areas_of, changed, read, verdicts, write_verdicts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PYTEST = ["-q", "--tb=no", "-p", "no:cacheprovider", "--benchmark-disable"]
+# The test of the faults themselves fails on each of them.
+PYTEST = ["-q", "--tb=no", "-p", "no:cacheprovider", "--benchmark-disable",
+          "--deselect=tests/test_layout.py::test_every_planted_fault_still_applies"]  # fmt: skip
 
 
 class Copy:
