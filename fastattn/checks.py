@@ -110,8 +110,13 @@ def check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_heads(H_q: int, H_k: int, D: int, D_v: int) -> None:
     if D == 0 or D_v == 0:
         raise ValueError(f"q and v must have a head dim of at least 1, got {D} and {D_v}")
-    if H_k == 0 or H_q % H_k:
-        raise ValueError(f"k must have a number of heads that divides q's {H_q}, got {H_k}")
+    check_group("k", H_q, H_k)
+
+
+def check_group(name: str, H_q: int, H: int) -> None:
+    """Raise ValueError if q's heads cannot share the heads of `name` evenly."""
+    if H == 0 or H_q % H:
+        raise ValueError(f"{name} must have a number of heads that divides q's {H_q}, got {H}")
 
 
 def as_python(x: Any) -> Any:

@@ -37,6 +37,10 @@ class Callee(NamedTuple):
     why_not: Callable[[OptionSpec], str]
     defaults: dict[str, Any]
 
+    def default(self, name: str) -> Any:
+        """The value of an option that is not given."""
+        return self.defaults.get(name, self.taken[name].default)
+
     def refuse_others(self, options: dict[str, Any]) -> None:
         """Raise TypeError for the first option that the function does not take."""
         if options.keys() <= self.taken.keys():
@@ -57,7 +61,7 @@ class Callee(NamedTuple):
         *named, _ = own.parameters.values()
         kind = inspect.Parameter.KEYWORD_ONLY
         for name, row in self.taken.items():
-            default = self.defaults.get(name, row.default)
+            default = self.default(name)
             named.append(inspect.Parameter(name, kind, default=default, annotation=row.type))
         setattr(function, "__signature__", own.replace(parameters=named))  # noqa: B010
         return function

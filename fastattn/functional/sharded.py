@@ -103,9 +103,8 @@ def _check(inputs: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         for one, of_q in zip(placed.placements, q.placements, strict=True):
             sizes = zip(mesh.shape, placed.placements, strict=True)
             _check_placement(name, x, one, of_q, math.prod(n for n, other in sizes if other == one))
-        H_q, H = q.shape[1], x.shape[1]
-        if name != "q" and (not H or H_q % H):
-            raise ValueError(f"{name} must have a number of heads that divides q's {H_q}, got {H}")
+        if name != "q":
+            checks.check_group(name, q.shape[1], x.shape[1])
         _check_order(name, placed, q)
     if any(one.is_shard(0) for one in q.placements):
         for name in COUNTING:
@@ -201,14 +200,14 @@ def _part(name: str, x: Any, q: DTensor) -> Any:
         x = _shareable(x, q)
     wanted: list[Placement] = []
     dims = {0: _dim(_ROW_DIMS, name, x, q.shape[0]), 1: _dim(_HEADS, name, x, q.shape[1])}
+    shared = name == "key2" and dims[1] == 1
+    if shared and x.shape[1] % (ranks := q.shape[1] // _heads(q)[1]):
+        raise ValueError(
+            f"key2 must have one head or a multiple of {ranks}, as so many ranks share the "
+            f"heads of q, got {x.shape[1]}"
+        )
     for one in q.placements:
         dim = dims.get(one.dim) if isinstance(one, Shard) else None
-        ranks = q.shape[1] // _heads(q)[1] if name == "key2" and dim == 1 else 0
-        if ranks and x.shape[1] % ranks:
-            raise ValueError(
-                f"key2 must have one head or a multiple of {ranks}, as so many ranks share the "
-                f"heads of q, got {x.shape[1]}"
-            )
         wanted.append(Replicate() if dim is None else Shard(dim))
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, q.device_mesh, [Replicate()] * len(wanted), run_check=False)

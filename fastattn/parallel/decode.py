@@ -28,7 +28,6 @@ REFUSED = {
     "batch_invariant": "each rank has a part of the keys",
 }
 _TAKEN = call_options.CACHE._replace(name="decode_attention over ranks")
-_DEFAULTS = {name: row.default for name, row in _TAKEN.taken.items()} | _TAKEN.defaults
 
 
 def decode_attention(
@@ -65,7 +64,7 @@ def decode_attention(
         TypeError, ValueError: as `fastattn.decode_attention`, or an option that is not served.
     """
     _TAKEN.refuse_others(options)
-    options = {name: x for name, x in options.items() if x is not _DEFAULTS[name]}
+    options = {name: x for name, x in options.items() if x is not _TAKEN.default(name)}
     for name in options:
         if name in REFUSED:
             raise TypeError(f"{_TAKEN.name} takes no {name}: {REFUSED[name]}")

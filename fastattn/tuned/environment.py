@@ -49,6 +49,13 @@ def environment(device: torch.device | str) -> Environment:
     return Environment(gpu, multiprocessors, driver, torch.__version__, triton, _sources())
 
 
+def numbered(device: torch.device) -> torch.device:
+    """The device by its number, as calls look up findings: without one the current GPU."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def difference(stored: Environment, here: Environment) -> str:
     """The fields in which two environments differ, as a sentence."""
     pairs = zip(Environment._fields, stored, here, strict=True)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed
 
 from . import choices
-from .environment import environment
+from .environment import environment, numbered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,9 +27,7 @@ def share(group: "ProcessGroup | None" = None, device: torch.device | str | None
     distributed = torch.distributed
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:  # calls look up a numbered one
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = numbered(torch.device(device))
     here: list[str] = [""] * distributed.get_world_size(group)
     distributed.all_gather_object(here, environment(device).hash, group)
     for rank, other in enumerate(here):

@@ -81,7 +81,7 @@ class Copy:
         return self._run([program, *PYTEST, *arguments], limit)
 
     def passing(self, tests: list[str], limit: float) -> list[str]:
-        """Those that pass, run in one process: none if one of them has another name now."""
+        """The tests that pass, in one process; none if one of them has another name now."""
         lines = self._pytest(limit, "-rp", *tests).stdout.splitlines() if tests else []
         return [rest for kind, _, rest in (x.partition(" ") for x in lines) if kind == "PASSED"]
 
@@ -133,8 +133,8 @@ def judge_all(
     The tests that saw them then run first, without a fault.
     """
     sound: dict[str, bool] = {}
-    last = sorted({known[x.name].by for x in faults if x.name in known})
-    last = [x for x in last if "::" in x]
+    by = {x.name: known[x.name].by for x in faults if x.name in known}
+    last = sorted({x for x in by.values() if "::" in x})
     copies: SimpleQueue[Copy] = SimpleQueue()
 
     @contextmanager
@@ -152,7 +152,7 @@ def judge_all(
 
     def verdict_of(fault: Fault) -> Verdict:
         with a_copy() as copy:
-            return judge(copy, fault, limit, sound, known.get(fault.name, Verdict("")).by)
+            return judge(copy, fault, limit, sound, by.get(fault.name, ""))
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         for number in range(workers):

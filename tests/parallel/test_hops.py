@@ -213,7 +213,7 @@ def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
 
 
 def test_gathered_heads_have_their_own_options() -> None:
-    """Of 8 K/V heads on 8 ranks four are gathered at a time."""
+    """Four of 8 K/V heads are gathered at a time on 8 ranks."""
     plan, _, _ = case("all")
     own = make_qkv(1, 8, 8, plan.length, D=8, requires_grad=False)
     with group_without_messages(0, RANKS):

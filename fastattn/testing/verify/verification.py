@@ -15,7 +15,7 @@ from ... import dispatch
 from ...bench.time.supervise import ChildProcess, Ended, python, supervise
 from ...ops import call
 from ...tuned import choices
-from ...tuned.environment import environment
+from ...tuned.environment import environment, numbered
 from ...tuned.findings import KEYS
 from ...tuned.store import Store
 from .case import Subject
@@ -144,9 +144,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
         )
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be one that is here, got {resolved}: torch finds no GPU")
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    return numbered(resolved)
 
 
 def available(device: torch.device) -> tuple[str, ...]:
