@@ -1,9 +1,11 @@
-"""Generate bench/results/README.md from the folder's JSON files, or check that it agrees.
+"""Generate bench/results/README.md and the shipped verdicts from the folder's JSON files, or check
+that they agree.
 
 python bench/results_table.py            # write
 python bench/results_table.py --check    # exit 1 if the page is not what the files say
-python bench/results_table.py --add F    # first take in what `fastattn tune --export F` wrote, or a
-                                         # report: a copy beside the others, and tiles to ship
+python bench/results_table.py --add F    # first take in what `fastattn tune --export F` or `verify
+                                         # --export F` wrote, or a report: a copy beside the others,
+                                         # and tiles and verdicts to ship
 python bench/results_table.py --charts F DIR    # draw the charts of a report of your own, and
                                                 # change nothing else
 """
@@ -12,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fastattn.bench.results import charts
+from fastattn.bench.results import charts, verdicts
 from fastattn.bench.results.report import load
 from fastattn.bench.results.tables import add, check, draw
 
@@ -36,7 +38,8 @@ def main() -> int:
             written = [file for path in arguments.add for file in add(path, RESULTS)]
             if not arguments.check:
                 draw(RESULTS)
-            wrong = check(RESULTS)
+                verdicts.write(RESULTS)
+            wrong = check(RESULTS) or verdicts.check(RESULTS)
     except (OSError, ValueError) as error:
         wrong = str(error)
     sys.stdout.writelines(f"{file}\n" for file in written)

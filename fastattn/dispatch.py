@@ -17,6 +17,7 @@ from .ops.derivatives import transforms
 from .ops.gradients import Kernels
 from .options import Options
 from .tuned import choices
+from .tuned.families import head_dim_class
 
 MAX_HEAD_DIM = 512
 # Limits of registers without fp32 matrix units, and on AMD.
@@ -156,6 +157,11 @@ def _is_before_ampere(device: torch.device) -> bool:
 def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     if kernels.decode_splits.why_not_split(q, k, v, options) is None:
         return "there are few queries, and the portable kernels split the keys among programs"
+    return why_not_worth_it(q)
+
+
+def why_not_worth_it(q: Tensor) -> str | None:
+    """Reason that the Hopper kernels are slow for so few queries, or None."""
     return kernels.hopper_host.why_not_worth_it(q)
 
 
@@ -199,21 +205,23 @@ _BY_NAME = {one.name: one for one in BACKENDS}
 
 
 def launched(
-    choice: Explanation, q: Tensor, v: Tensor, options: Options
+    choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Kernels, Options]:
     """The kernels of a choice other than torch, and their options.
 
     The options exclude one pass for gradients if it is wrong or slower on this device.
     """
     launchers = _BY_NAME[choice.backend].kernels
-    if options.atomic_dq and _why_two_passes(choice, q, v) is not None:
+    if options.atomic_dq and _why_two_passes(choice, q, k, v, options) is not None:
         options = options._replace(atomic_dq=False)
     return launchers, options
 
 
-def _why_two_passes(choice: Explanation, q: Tensor, v: Tensor) -> str | None:
+def _why_two_passes(
+    choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> str | None:
     """Reason against the one-pass backward here, or None; a forced backend keeps one pass."""
-    return None if choice.forced else choices.why_not_one_pass(choice.backend, q, v)
+    return None if choice.forced else choices.why_not_one_pass(choice.backend, q, k, v, options)
 
 
 def choose(
@@ -226,13 +234,16 @@ def choose(
     among: tuple[Backend, ...] = (TRITON,),
     family: str | None = None,
     training: bool | None = None,
+    also: tuple[str, ...] = (),
 ) -> Explanation:
     """The forced backend, or the first one that serves the call, else torch.
 
-    Skips backends that `fastattn verify` found wrong on this device, unless forced.
+    Skips, unless forced, backends that `fastattn verify` found wrong on this device, and Hopper's
+    kernels where no GPU has run them right.
 
     among: the BACKENDS with kernels for the caller. family: of verification; default: those of
-    attention. training: whether there is a backward; default: if autograd needs one.
+    attention. training: whether there is a backward; default: if autograd needs one. also: further
+    families of verification.
 
     Raises:
         ValueError: a forced backend is unknown or cannot serve the call.
@@ -248,7 +259,7 @@ def choose(
     if why["triton"] is None:
         # Installs the tiles of this device, for forced backends too.
         judged = why if forced == "auto" else {}
-        fastest = choices.judge(judged, q, k, v, options, family, training)
+        fastest = choices.judge(judged, q, k, v, options, family, training, also)
     if forced == "auto":
         for one in among:
             why[one.name] = why[one.name] or one.why_slow(q, k, v, options)
@@ -295,7 +306,7 @@ def with_backward(
     reason: str | None = "the torch backend has a backward of its own"
     if choice.backend != "torch":
         reason = _BY_NAME[choice.backend].why_not_one_pass(q, k, options)
-    reason = reason or _why_two_passes(choice, q, v)
+    reason = reason or _why_two_passes(choice, q, k, v, options)
     if reason is None:
         return choice._replace(one_pass=True)
     return choice._replace(reasons={**choice.reasons, "one-pass": reason})
@@ -308,7 +319,7 @@ def with_findings(
 
     families: from `choices.families`. calls: see `options.Tags.registers`.
     """
-    width = choices.head_dim_class(max(q.shape[-1], v.shape[-1]))
+    width = head_dim_class(max(q.shape[-1], v.shape[-1]))
     stored = choices.choices(q.device)
     findings = stored.verdicts(choice.backend, families, q.dtype, width)
     if choice.backend != "torch":
@@ -390,10 +401,16 @@ def _differs(x: object, default: object) -> bool:
 
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
-    """Warn once per reason if torch serves a GPU tensor although it was not requested."""
-    requested = explanation.forced or explanation.measured
-    if explanation.backend == "torch" and not requested:
+    """Warn once per reason if torch serves a GPU tensor although it was not requested, and once if
+    slower kernels do for want of a verdict.
+    """
+    if explanation.forced or explanation.measured:
+        return
+    if explanation.backend == "torch":
         warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
+    elif explanation.reasons.get("hopper", "").startswith(choices.NEVER_RAN):
+        what = "no GPU has run all of the Hopper kernels, which are faster"
+        warn_once(f"fastattn.explain names calls on portable kernels: {what}; {choices.REMEDY}", device, 5)
 
 
 def warn_once(message: str, device: torch.device, stacklevel: int) -> None:

@@ -310,7 +310,8 @@ def explain(
         statistics.check_max(checked)
     choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)
-    families = choices.families(checked, choices.wants_gradients(q, k, v, checked))
+    training = choices.wants_gradients(q, k, v, checked)
+    families = choices.families(choice.backend, q, k, v, checked, training)
     choice = dispatch.with_findings(choice, q, v, families, checked.registers)
     return dispatch.with_backward(choice, q, k, v, checked)
 
@@ -353,12 +354,12 @@ def compute(
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
     dispatch.log_once("attention", choice, q, k, v, options)
+    if choice.reasons and not q.is_cpu:
+        dispatch.warn_if_slow(choice, q.device)
     if choice.backend == "torch":
-        if not q.is_cpu:
-            dispatch.warn_if_slow(choice, q.device)
         attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
         return attend(q, k, v, options, return_lse)
-    kernels, options = dispatch.launched(choice, q, v, options)
+    kernels, options = dispatch.launched(choice, q, k, v, options)
     options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     o, lse = ops.attend(*rows, options, kernels)

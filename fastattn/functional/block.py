@@ -123,7 +123,7 @@ def attention_block_backward(
             dispatch.warn_if_slow(choice, q.device)
             gradients, delta = formula.gradients(*results, checked, list(learned))
         else:
-            kernels, checked = dispatch.launched(choice, q, v, checked)
+            kernels, checked = dispatch.launched(choice, q, k, v, checked)
             gradients, delta = _by_kernels(kernels, *results, checked, learned)
         tensors = (x for _, x in learned.values())
         shaped = []

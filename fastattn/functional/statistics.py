@@ -204,7 +204,9 @@ def attention_with_max(
     check_max(options)
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout_seed=dropout.draw_seed(q.device))
-    choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
+    choice = dispatch.choose(
+        q, k, v, options, backend, among=dispatch.BACKENDS, also=("return_max",)
+    )
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         o, lse = torch_backend.attention(q, k, v, options, True)
@@ -212,7 +214,7 @@ def attention_with_max(
             largest = formula.largest_scores(q, k, options)
         largest = largest.detach() if q.dtype == torch.float64 else largest.detach().float()
     else:
-        _, options = dispatch.launched(choice, q, v, options)
+        _, options = dispatch.launched(choice, q, k, v, options)
         options = inputs.kernel_options(options)
         rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
         o, lse, largest = kernels.attend_with_max(*rows, options, choice.backend)

@@ -1,6 +1,7 @@
 """Compile kernels before they are needed."""
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,8 @@ from ..cache.dense import KVCache
 from ..cache.paged import PagedKVCache
 from ..cache_view import CacheView
 from ..rotary import rotary_tables
+from ..tuned import choices
+from . import call_options
 from .attend import attention, attention_varlen
 from .decode import decode_attention
 from .merge import shared_pages
@@ -55,6 +58,7 @@ _FLAGS: dict[str, Any] = {
 }
 # Flags of generation caches, which combine with flags that change scores.
 _CACHES = ("decode", "paged", "packed", "shared", "int8", "fp8", "rotary")
+_NO_OPTIONS = ("backend", "return_lse")
 # Flags that each flag requires.
 _BESIDE = {"packed": "paged", "shared": "packed"}
 
@@ -132,7 +136,7 @@ def _flags(call: str) -> list[str]:
 def _call_on_hopper(
     flags: list[str], D: int, dtype: torch.dtype, device: torch.device, backward: bool
 ) -> None:
-    """`_call` by the Hopper kernels, which serve longer calls, if they support it."""
+    """`_call` by the Hopper kernels, which serve longer calls, if they support it and ran right."""
     if not dispatch.on_hopper(device):
         return
     try:
@@ -163,8 +167,14 @@ def _call(
     with torch.set_grad_enabled(backward), torch.autocast(device.type, enabled=False):
         # With shared K/V heads, gradients may be summed in parts, by a separate kernel.
         q, k, v = leaves = [rows(_H), rows(1), rows(1)]
+        starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
+        if backend == "hopper":
+            given = {x: y for x, y in arguments(_T, _T).items() if x not in _NO_OPTIONS}
+            check: Any = partial(call_options.packed_options, cu_seqlens_q=starts, cu_seqlens_k=starts)
+            checked = (check if packed else call_options.dense_options)(q, k, v, **given)
+            if choices.why_unproven(backend, q, k, v, checked, backward) is not None:
+                return
         if packed:
-            starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
             result: Any = attention_varlen(q, k, v, starts, **arguments(_T, _T))
         else:
             result = attention(q, k, v, **arguments(_T, _T))

@@ -1,7 +1,7 @@
 """Stored findings, applied to calls on a device; read at the first call.
 
 Calls time nothing. FASTATTN_TUNED=0 ignores findings; FASTATTN_TUNED=path reads a file of
-`Store.export`.
+`Store.export`. Shipped verdicts always hold, unless the device has its own.
 """
 
 import os
@@ -17,14 +17,15 @@ import fastattn.kernels as kernels
 from .. import tracing
 from ..ops import call
 from ..options import Options
-from . import findings
+from . import findings, shipped
 from .environment import Environment, difference, environment
+from .families import UNPROVEN, head_dim_class, of_call
 from .findings import Record, Unreadable
 from .store import Store, warn_once
 
 TUNED = "FASTATTN_TUNED"
-# Verdicts and times hold for heads up to these widths.
-HEAD_DIMS = (64, 128, 256, 512)
+NEVER_RAN = "no GPU has run such kernels"
+REMEDY = "`fastattn verify --quick` (a minute) checks them"
 # A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
 # they do not fill them so many times.
 _ROWS, _SOME = 128, 4
@@ -33,7 +34,11 @@ Key = tuple[Any, ...]
 
 
 class Choices(NamedTuple):
-    """Findings of one device, by key: see `findings.KEYS`."""
+    """Findings of one device, by key: see `findings.KEYS`.
+
+    verification: with the shipped verdicts, which stored ones replace. one_sided: whether gradients
+    may change the backend of a call, for want of a verdict.
+    """
 
     verification: dict[Key, Record]
     tiles: dict[Key, Record]
@@ -41,6 +46,7 @@ class Choices(NamedTuple):
     passes: dict[Key, Record]
     splits: dict[Key, Record]
     multiprocessors: int
+    one_sided: bool
 
     def verdicts(
         self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
@@ -48,6 +54,19 @@ class Choices(NamedTuple):
         """Verdicts on calls of these families, right or wrong; head_dim is one of HEAD_DIMS."""
         keys = [(backend, family, _name(dtype), head_dim) for family in families]
         return tuple(verdict(self.verification[key]) for key in keys if key in self.verification)
+
+    def why_not(
+        self, backend: str, families: tuple[str, ...], dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """Reason that a backend is skipped in calls of these families, or None."""
+        keys = [(backend, family, _name(dtype), head_dim) for family in families]
+        for row in (self.verification[key] for key in keys if key in self.verification):
+            if row.get("verdict") != "right":
+                return verdict(row)
+        missing = [key[1] for key in keys if key not in self.verification]
+        if missing and backend in UNPROVEN:
+            return f"{NEVER_RAN} ({', '.join(missing)}): {REMEDY}"
+        return None
 
     def tuned_tiles(
         self, backend: str, element_size: int, head_dim: int, calls: str
@@ -66,7 +85,9 @@ class Choices(NamedTuple):
 
 
 def verdict(row: Record) -> str:
-    """The verdict of `fastattn verify` as a sentence."""
+    """The verdict of `fastattn verify`, stored or shipped, as a sentence."""
+    if "gpu" in row:
+        return shipped.sentence(row)
     summary = f"fastattn verify found {row['family']} {row.get('verdict')} on this device"
     if row.get("verdict") != "right":
         return f"{summary} ({row['date']}): {row.get('reason') or row.get('case')}"
@@ -113,9 +134,22 @@ def adopt(device: torch.device, rows: Records) -> Choices:
     wrong = any(row.get("verdict") != "right" for row in verification.values())
     by_direction = by_direction or wrong or bool(backends)
     multiprocessors = environment(device).multiprocessors if backends else 0
-    adopted = Choices(verification, tiles, backends, passes, splits, multiprocessors)
+    verification = {**shipped.verdicts(), **verification}
+    one_sided = _one_sided(verification)
+    adopted = Choices(verification, tiles, backends, passes, splits, multiprocessors, one_sided)
     _known[device] = adopted
     return adopted
+
+
+def _one_sided(verification: Mapping[Key, Record]) -> bool:
+    right = {key for key, row in verification.items() if row.get("verdict") == "right"}
+    for backend, family, *rest in right:
+        direction, plus, option = family.partition("+")
+        if backend in UNPROVEN and direction == "forward":
+            for ending in (plus + option,) if plus else ("", "+parts"):
+                if (backend, f"backward{ending}", *rest) not in right:
+                    return True
+    return False
 
 
 def forget() -> None:
@@ -195,36 +229,29 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def families(options: Options, training: bool) -> tuple[str, ...]:
-    """The families of `fastattn verify` that a call of attention belongs to."""
-    packed = ("packed",) if options.cu_seqlens_q is not None else ()
-    registers = (options.registers,) if options.registers else ()
-    return ("forward", *(("backward",) if training else ()), *packed, *registers)
-
-
-def head_dim_class(D: int) -> int:
-    """The smallest of HEAD_DIMS that is at least head_dim."""
-    return next((width for width in HEAD_DIMS if width >= D), D)
-
-
 def judge(
     why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
-    family: str | None, training: bool | None,
+    family: str | None, training: bool | None, also: tuple[str, ...] = (),
 ) -> str | None:  # fmt: skip
-    """Add the device's findings to the reasons; return the fastest backend, if timed.
+    """Add the verdicts and the device's timings to the reasons; return the fastest backend, if timed.
 
     Args:
         why: the reason against each backend, the slowest first, the fastest last.
         family: of verification; default: those of attention.
         training: whether there is a backward; None: if autograd needs one.
+        also: further families of the call.
     """
-    if not any_about(q.device) or not why:
+    timed = any_timed(q.device)
+    if not why:
         return None
     if training is None:
         training = wants_gradients(q, k, v, options)
     for name in why:
-        named = (family,) if family else families(options, training)
-        why[name] = why[name] or why_quarantined(name, q, v, named)
+        if why[name] is None:
+            named = (family,) if family else families(name, q, k, v, options, training)
+            why[name] = why_quarantined(name, q, v, named + also)
+    if not timed:
+        return None
     # Each call takes what serves all of them.
     untimed = family is not None or options.batch_invariant
     bucket = None if untimed else _bucket(q, v, options, training)
@@ -240,6 +267,14 @@ def judge(
     return best
 
 
+def families(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options, training: bool
+) -> tuple[str, ...]:
+    """The families of a call of attention by a backend."""
+    directions = ("forward", "backward") if training else ("forward",)
+    return of_call(backend, directions, q, k, v, options)
+
+
 def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether autograd records a backward."""
     inputs = (q, k, v, *options.differentiable)
@@ -247,18 +282,26 @@ def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 
 def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...]) -> str | None:
-    """Fault that `fastattn verify` found on this device in such calls of a backend, or None."""
-    if not any_about(q.device):
-        return None
+    """Reason that verdicts on these families rule out a backend, or None."""
     width = head_dim_class(max(q.shape[-1], v.shape[-1]))
     return quarantined(q.device, backend, families, q.dtype, width)
 
 
-def why_not_one_pass(backend: str, q: Tensor, v: Tensor) -> str | None:
-    """Finding on this device against gradients in one pass, or None."""
-    if not any_about(q.device):
-        return None
-    wrong = why_quarantined(backend, q, v, ("one-pass",))
+def why_unproven(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options, training: bool
+) -> str | None:
+    """Reason that verdicts rule out a backend, in one pass if the options permit it, or None."""
+    named = families(backend, q, k, v, options, training)
+    if training and options.atomic_dq:
+        named += of_call(backend, ("one-pass",), q, k, v, options)
+    return why_quarantined(backend, q, v, named)
+
+
+def why_not_one_pass(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> str | None:
+    """Reason of a verdict or a timing against gradients in one pass, or None."""
+    wrong = why_quarantined(backend, q, v, of_call(backend, ("one-pass",), q, k, v, options))
     width = head_dim_class(max(q.shape[-1], v.shape[-1]))
     return wrong or why_two_passes(q.device, backend, q.dtype, width)
 
@@ -288,21 +331,19 @@ def _bucket(
 
 # torch.compile runs these functions while it traces and takes their results for constants. Marked
 # by hand: torch.compiler.assume_constant_result would import torch._dynamo.
-def any_about(device: torch.device) -> bool:
-    """Whether a device has findings."""
-    stored = choices(device)
-    return bool(stored.verification or stored.backends or stored.passes)
+def any_timed(device: torch.device) -> bool:
+    """Whether backends were timed on a device. Its first call installs the device's tiles."""
+    return bool(choices(device).backends)
 
 
 def quarantined(
     device: torch.device, backend: str, families: tuple[str, ...], dtype: torch.dtype, width: int
 ) -> str | None:
-    """Reason that a backend is skipped in calls of these families, or None."""
-    for family in families:
-        row = choices(device).verification.get((backend, family, _name(dtype), width))
-        if row is not None and row.get("verdict") != "right":
-            return verdict(row)
-    return None
+    """`Choices.why_not` of a device."""
+    global by_direction
+    stored = choices(device)
+    by_direction = by_direction or (backend in UNPROVEN and stored.one_sided)
+    return stored.why_not(backend, families, dtype, width)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -338,7 +379,7 @@ def why_two_passes(
 
 
 _CONSTANT: tuple[Callable[..., object], ...] = (
-    any_about,
+    any_timed,
     quarantined,
     multiprocessors,
     fastest,

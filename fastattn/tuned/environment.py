@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -14,6 +15,17 @@ import torch
 from ..ops import call
 
 _KERNELS = f"{__package__.rpartition('.')[0]}.kernels"
+_SHARED = ("rules/*.py", "launch/[!ei]*.py")  # but emulation and interpreter
+# Groups of kernels, and the patterns of their files. Tables of tiles are for portable kernels.
+SOURCES = {
+    "hopper": ("hopper/*.py", *_SHARED),
+    "hopper forward": ("hopper/[!bo]*.py", "forward.py", "fp8/values.py", *_SHARED),
+    "hopper backward": ("hopper/[!f]*.py", "backward*.py", *_SHARED),
+    "forward": ("forward.py", *_SHARED, "launch/*.json"),
+    "backward": ("backward*.py", *_SHARED, "launch/*.json"),
+    "decode": ("decode/*.py", "combine.py", *_SHARED, "launch/*.json"),
+    "all": ("*",),
+}
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 
@@ -46,7 +58,7 @@ def environment(device: torch.device | str) -> Environment:
         gpu, multiprocessors = properties.name, properties.multi_processor_count
         driver = _driver()
     triton = metadata.version("triton") if call.TRITON_INSTALLED else ""
-    return Environment(gpu, multiprocessors, driver, torch.__version__, triton, _sources())
+    return Environment(gpu, multiprocessors, driver, torch.__version__, triton, fingerprints()["all"])
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -77,15 +89,29 @@ def _driver() -> str:
     return str(supported() if supported is not None else torch.version.hip)
 
 
-@cache
-def _sources() -> str:
-    """Hash of the kernels' code and tiles."""
+def code(*patterns: str) -> str:
+    """Hash of the files of kernels/ whose paths match one of the patterns, as `fnmatch` does."""
     digest = hashlib.sha256()
-    for name, file in sorted(_files(resources.files(_KERNELS), "")):
-        # Line endings do not change a kernel.
-        text = file.read_bytes().replace(b"\r\n", b"\n")
-        digest.update(f"{name} {len(text)}\n".encode() + text)
+    for name, of_file in _digests().items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            digest.update(f"{name} ".encode() + of_file)
     return digest.hexdigest()[:16]
+
+
+@cache
+def fingerprints() -> dict[str, str]:
+    """The `code` of each group of SOURCES."""
+    return {group: code(*patterns) for group, patterns in SOURCES.items()}
+
+
+@cache
+def _digests() -> dict[str, bytes]:
+    """A hash of each file of the kernels' code and tiles."""
+    # Line endings do not change a kernel.
+    return {
+        name: hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).digest()
+        for name, file in sorted(_files(resources.files(_KERNELS), ""))
+    }
 
 
 def _files(folder: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -255,13 +255,23 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
         return "softcap and head dim 128 do not leave it registers"
     if options.dropout:
         return "dropout does not leave it registers"
+    if (parts := parts_of_keys(q, k, options)) > 1:
+        return f"it would leave the GPU idle: two passes deal each tile of keys to {parts} programs"
+    return None
+
+
+def parts_of_keys(q: Tensor, k: Tensor, options: Options) -> int:
+    """Number of programs that share each tile of keys in dK and dV; q and k may be packed."""
     if q.dim() == 3:
         q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
     tiles = tiles_of(options.cu_seqlens_k, 1, k.shape[2], 2 * ROWS.value)
-    block = backward_config("dkv", D, False, False).BLOCK
-    if (parts := _key_parts(q, k, tiles, block, options)) > 1:
-        return f"it would leave the GPU idle: two passes deal each tile of keys to {parts} programs"
-    return None
+    kernel = "dk" if tile_columns(q.shape[3]) == APART_HEAD_DIM else "dkv"
+    return _key_parts(q, k, tiles, backward_config(kernel, q.shape[3], False, False).BLOCK, options)
+
+
+def enough_tiles(heads: int, T_k: int, device: torch.device) -> bool:
+    """Whether keys have so many tiles that no two programs share one."""
+    return 2 * heads * (T_k // (2 * ROWS.value)) > _PART_ROUNDS * multiprocessors(device)
 
 
 def walkable(x: Tensor) -> Tensor:

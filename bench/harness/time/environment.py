@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import platform
 import re
 import subprocess
 from collections.abc import Mapping
-from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ... import kernels
+from ...tuned.environment import SOURCES as SOURCES
+from ...tuned.environment import fingerprints as fingerprints
 
 _PACKAGES = ("fastattn", "torch", "triton", "numpy", "flash-attn")
 # Our names of fields of nvidia-smi.
@@ -25,15 +23,6 @@ _DEVICE = {
     "power_limit_w": "power.limit",
 }
 CLOCKS = {"sm_clock_mhz": "clocks.sm", "power_w": "power.draw"}
-# Groups of kernels, and their files of kernels/ in addition to _COMMON.
-SOURCES = {
-    "hopper": ("hopper/*.py",),
-    "forward": ("forward.py",),
-    "backward": ("backward*.py",),
-    "decode": ("decode/*.py", "combine.py"),
-    "all": ("*.py", "decode/*.py", "hopper/*.py"),
-}
-_COMMON = ("rules/*.py", "launch/**/*.py", "launch/**/*.json")
 
 
 def output_of(command: list[str]) -> str:
@@ -65,22 +54,6 @@ def collect() -> dict[str, Any]:
         "commit": commit,
         "kernels": fingerprints(),
         "gpu": gpu,
-    }
-
-
-@cache
-def fingerprints() -> dict[str, str]:
-    """A hash of the current sources of each group of kernels."""
-    root = Path(str(kernels.__file__)).parent
-    return {
-        group: hashlib.sha256(
-            b"".join(
-                path.read_bytes()
-                for pattern in (*patterns, *_COMMON)
-                for path in sorted(root.glob(pattern))
-            )
-        ).hexdigest()[:16]
-        for group, patterns in SOURCES.items()
     }
 
 

@@ -28,6 +28,7 @@ from ...ops import fp8
 from ...ops.gradients import as_batch, as_packed
 from ...options import Options
 from ...tuned import choices
+from ...tuned.families import of_call
 from .. import attend, call_options
 from .codes import PackedValues, check_codes, dequantized, unpacked, viewed
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from ...arguments import AttentionFp8Arguments, AttentionVarlenFp8Arguments
 
+# Head dims at which 8 bits take less time than 16, the packing of values included: bench/results.
+_FASTER = (64, 128)
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -136,8 +139,8 @@ def attention_fp8(
         k_scale, v_scale: fp32 [B, H_k], likewise.
         out_dtype: bfloat16, float16 or float32.
         return_lse: also return the log of the softmax denominators.
-        backend: "hopper" (opt-in), "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces
-            it); `explain_fp8` reports the choice.
+        backend: "hopper", "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it), which
+            takes Hopper's kernel where a GPU has run it right and timed it faster: `explain_fp8`.
         options: causal, window, prefix_lengths, keep_first, key_lengths, query_offset, scale,
             softcap and sinks, as for `fastattn.attention`.
 
@@ -246,7 +249,11 @@ def explain_fp8(
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     call = _checked(q, k, v, scales, out_dtype, dict(options))
-    return _choose(call, out_dtype, backend)
+    choice = _choose(call, out_dtype, backend)
+    if choice.backend != "hopper":
+        return choice
+    like = call.stand_ins(out_dtype)
+    return dispatch.with_findings(choice, like[0], like[2], _families(call, like))
 
 
 def _compute(
@@ -370,17 +377,34 @@ def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explana
     if forced == "hopper":
         if reason is None:
             # The first caller installs this device's tuned shapes.
-            choices.any_about(call.q.device)
+            choices.any_timed(call.q.device)
             return Explanation("hopper", {}, forced=True)
         raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
+    like = call.stand_ins(out_dtype)
     if forced != "auto":
         reason = f'backend "{forced}" was asked for'
     elif reason is None:
-        reason = 'not yet verified on a GPU; backend="hopper" takes it'
-    rest = dispatch.choose(*call.stand_ins(out_dtype), call.options, forced)
+        reason = _why_slow(call.q) or choices.why_quarantined(
+            "hopper", like[0], like[2], _families(call, like)
+        )
+        if reason is None:
+            return Explanation("hopper", {})
+    rest = dispatch.choose(*like, call.options, forced)
     name = str(out_dtype).removeprefix("torch.")
     first = {"hopper": f"{reason}; all others dequantise to {name} first"}
     return rest._replace(reasons=first | rest.reasons)
+
+
+def _families(call: _Call, like: tuple[Tensor, Tensor, Tensor]) -> tuple[str, ...]:
+    """The families of a call by the Hopper kernel; like: its stand-ins."""
+    return of_call("hopper", ("fp8",), *like, call.options)
+
+
+def _why_slow(q: Tensor) -> str | None:
+    """Reason that the Hopper kernel may be no faster than one in 16 bits, or None."""
+    if q.shape[-1] in _FASTER:
+        return dispatch.why_not_worth_it(q)
+    return f'8 bits were not timed at head dim {q.shape[-1]}; backend="hopper" takes it'
 
 
 def _say_once(choice: Explanation, device: torch.device) -> None:

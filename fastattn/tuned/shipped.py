@@ -1,0 +1,36 @@
+"""Verdicts that ship with the package: families of kernels that a GPU ran, and their code then.
+
+`python bench/results_table.py` draws verdicts.json from the files of bench/results. A verdict whose
+code has changed since still holds, and says so.
+"""
+
+import json
+from functools import cache
+from importlib import resources
+
+from .environment import fingerprints
+from .families import sources
+from .findings import KEYS, Record
+
+
+@cache
+def verdicts() -> dict[tuple[object, ...], Record]:
+    """The shipped rows by the key of a verification."""
+    text = resources.files(__package__).joinpath("verdicts.json").read_text("utf-8")
+    rows: list[Record] = json.loads(text)["rows"]
+    return {tuple(row[field] for field in KEYS["verification"]): row for row in rows}
+
+
+def is_current(row: Record) -> bool:
+    """Whether the code that a verdict is about is this code."""
+    return bool(row["code"] == fingerprints()[sources(row["backend"], row["family"])])
+
+
+def sentence(row: Record) -> str:
+    """A shipped verdict in words."""
+    commit = f" at {row['commit']}" if row["commit"] else ""
+    what = f"{row['family']} {row['dtype']} {row['head_dim']}"
+    ran = f"{what} ran {row['verdict']} on {row['gpu']}{commit} ({row['date']})"
+    if row["verdict"] != "right":
+        return f"{ran}: {row['reason']}"
+    return ran if is_current(row) else f"{ran}; its code has changed since"
