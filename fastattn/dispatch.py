@@ -409,8 +409,8 @@ def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     if explanation.backend == "torch":
         warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
     elif explanation.reasons.get("hopper", "").startswith(choices.NEVER_RAN):
-        what = "no GPU has run all of the Hopper kernels, which are faster"
-        warn_once(f"fastattn.explain names calls on portable kernels: {what}; {choices.REMEDY}", device, 5)
+        message = "fastattn takes slower kernels where no GPU has run Hopper's (see explain)"
+        warn_once(f"{message}: {choices.REMEDY}", device, 5)
 
 
 def warn_once(message: str, device: torch.device, stacklevel: int) -> None:

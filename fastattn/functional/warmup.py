@@ -1,7 +1,6 @@
 """Compile kernels before they are needed."""
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -170,8 +169,10 @@ def _call(
         starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
         if backend == "hopper":
             given = {x: y for x, y in arguments(_T, _T).items() if x not in _NO_OPTIONS}
-            check: Any = partial(call_options.packed_options, cu_seqlens_q=starts, cu_seqlens_k=starts)
-            checked = (check if packed else call_options.dense_options)(q, k, v, **given)
+            if packed:
+                checked = call_options.packed_options(q, k, v, starts, starts, **given)
+            else:
+                checked = call_options.dense_options(q, k, v, **given)
             if choices.why_unproven(backend, q, k, v, checked, backward) is not None:
                 return
         if packed:

@@ -233,7 +233,7 @@ def judge(
     why: dict[str, str | None], q: Tensor, k: Tensor, v: Tensor, options: Options,
     family: str | None, training: bool | None, also: tuple[str, ...] = (),
 ) -> str | None:  # fmt: skip
-    """Add the verdicts and the device's timings to the reasons; return the fastest backend, if timed.
+    """Add verdicts and the device's timings to the reasons; return the fastest backend, if timed.
 
     Args:
         why: the reason against each backend, the slowest first, the fastest last.
@@ -297,9 +297,7 @@ def why_unproven(
     return why_quarantined(backend, q, v, named)
 
 
-def why_not_one_pass(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options
-) -> str | None:
+def why_not_one_pass(backend: str, q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Reason of a verdict or a timing against gradients in one pass, or None."""
     wrong = why_quarantined(backend, q, v, of_call(backend, ("one-pass",), q, k, v, options))
     width = head_dim_class(max(q.shape[-1], v.shape[-1]))

@@ -58,7 +58,8 @@ def environment(device: torch.device | str) -> Environment:
         gpu, multiprocessors = properties.name, properties.multi_processor_count
         driver = _driver()
     triton = metadata.version("triton") if call.TRITON_INSTALLED else ""
-    return Environment(gpu, multiprocessors, driver, torch.__version__, triton, fingerprints()["all"])
+    code = fingerprints()["all"]
+    return Environment(gpu, multiprocessors, driver, torch.__version__, triton, code)
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -89,7 +90,7 @@ def _driver() -> str:
     return str(supported() if supported is not None else torch.version.hip)
 
 
-def code(*patterns: str) -> str:
+def _code(*patterns: str) -> str:
     """Hash of the files of kernels/ whose paths match one of the patterns, as `fnmatch` does."""
     digest = hashlib.sha256()
     for name, of_file in _digests().items():
@@ -100,8 +101,8 @@ def code(*patterns: str) -> str:
 
 @cache
 def fingerprints() -> dict[str, str]:
-    """The `code` of each group of SOURCES."""
-    return {group: code(*patterns) for group, patterns in SOURCES.items()}
+    """The hash of the files of each group of SOURCES."""
+    return {group: _code(*patterns) for group, patterns in SOURCES.items()}
 
 
 @cache

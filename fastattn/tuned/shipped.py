@@ -32,5 +32,5 @@ def sentence(row: Record) -> str:
     what = f"{row['family']} {row['dtype']} {row['head_dim']}"
     ran = f"{what} ran {row['verdict']} on {row['gpu']}{commit} ({row['date']})"
     if row["verdict"] != "right":
-        return f"{ran}: {row['reason']}"
+        return f"{ran}: {row['case']}: {row['reason']}"
     return ran if is_current(row) else f"{ran}; its code has changed since"

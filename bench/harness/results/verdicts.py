@@ -1,7 +1,7 @@
 """The verdicts that ship with the package, drawn from the files of bench/results.
 
-A kernel ran right where `fastattn verify` says so, where tests that a report names passed, and where
-it was timed: before that its results were held to the error budget, or compared with torch's.
+A family ran right where `fastattn verify` says so, where tests that a report names passed, and
+where it was timed: its results were first held to the error budget, or compared with torch's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def text(folder: Path) -> str:
         # A timing at one size lifts no verdict on all of them.
         if old["verdict"] == _RIGHT or row["verified"]:
             rows[key] = row
-    lines = (json.dumps({x: y for x, y in rows[key].items() if x != "verified"}) for key in sorted(rows))
+    for row in rows.values():
+        del row["verified"]
+    lines = (json.dumps(rows[key]) for key in sorted(rows))
     return '{"rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -49,9 +51,9 @@ def write(folder: Path, file: Path = FILE) -> None:
 
 
 def check(folder: Path, file: Path = FILE) -> str:
-    """What to do if verdicts.json is not what a folder says, "" if it is."""
+    """The fault if verdicts.json is not what a folder says, "" if it is."""
     same = file.read_text(encoding="utf-8") == text(folder)
-    return "" if same else f"{file.name} is not what {folder.name} says: python bench/results_table.py"
+    return "" if same else f"{file.name} is not what the files of {folder.name} say"
 
 
 def _of_reports(folder: Path) -> Iterator[Record]:
@@ -108,7 +110,7 @@ def _of_findings(folder: Path) -> Iterator[Record]:
         about = {"gpu": environment.gpu, "commit": (commit or "")[:7]}
         for row in rows.get("verification", ()):
             if row["backend"] in UNPROVEN:
-                names = (*KEYS["verification"], "verdict", "date")
-                why = {} if row["verdict"] == _RIGHT else {"reason": f"{row['case']}: {row['reason']}"}
-                kept = {**{name: row[name] for name in names}, **about, "code": row.get("code", "")}
-                yield {**kept, **why, "verified": True}
+                names = [*KEYS["verification"], "verdict", "date"]
+                names += [] if row["verdict"] == _RIGHT else ["case", "reason"]
+                kept = {name: row[name] for name in names}
+                yield {**kept, **about, "code": row.get("code", ""), "verified": True}

@@ -139,8 +139,9 @@ def attention_fp8(
         k_scale, v_scale: fp32 [B, H_k], likewise.
         out_dtype: bfloat16, float16 or float32.
         return_lse: also return the log of the softmax denominators.
-        backend: "hopper", "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it), which
-            takes Hopper's kernel where a GPU has run it right and timed it faster: `explain_fp8`.
+        backend: "hopper", "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it): the
+            Hopper kernel where a GPU has run it right, and faster than in 16 bits; `explain_fp8`
+            reports the choice.
         options: causal, window, prefix_lengths, keep_first, key_lengths, query_offset, scale,
             softcap and sinks, as for `fastattn.attention`.
 

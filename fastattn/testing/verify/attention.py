@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,26 +32,27 @@ _TYPICAL = (
 _FEW = 20  # queries and keys, where only names of options are needed
 
 
-def forward() -> Iterator[Case]:
+def forward(options: bool = True) -> Iterator[Case]:
     """o and lse without gradients."""
-    yield from _plain(backward=False)
-    yield Case("few queries", _few_queries, interpreted=True)
-    yield Case("20 repeats", _repeats_forward)
+    yield from _plain(options, backward=False)
+    yield Case("few queries", _few_queries, quick=options, interpreted=True)
+    yield from _repeated(_repeats_forward)
 
 
-def backward() -> Iterator[Case]:
+def backward(options: bool = True) -> Iterator[Case]:
     """o, lse and gradients, in two passes."""
-    yield from _plain(backward=True)
-    yield from options("")
-    yield Case("20 repeats", _repeats_backward)
+    yield from _plain(options, backward=True)
+    if options:
+        yield from with_options("")
+    yield from _repeated(_repeats_backward)
 
 
-def one_pass() -> Iterator[Case]:
+def one_pass(options: bool = True) -> Iterator[Case]:
     """Gradients in one pass with atomics."""
-    yield from _plain(backward=True, deterministic=False)
+    yield from _plain(options, backward=True, deterministic=False)
 
 
-def options(registers: str) -> Iterator[Case]:
+def with_options(registers: str) -> Iterator[Case]:
     """Options of a register class (`options.Tags`): alone, and in sets of the largest class."""
     examples = _all_examples(_FEW, _FEW, 16)
     for name, arguments in examples.items():
@@ -67,28 +68,43 @@ def options(registers: str) -> Iterator[Case]:
         yield Case(" + ".join(names), case, quick=quick, interpreted=interpreted)
 
 
-def packed() -> Iterator[Case]:
+def packed(**how: Any) -> Iterator[Case]:
     """Packed sequences, some of them empty."""
-    yield Case("causal", partial(_packed, causal=True), interpreted=True)
-    yield Case("full", _packed)
+    yield Case("causal", partial(_packed, causal=True, **how), interpreted=True)
+    yield Case("full", partial(_packed, **how))
+    yield Case("many sequences", partial(_many_sequences, causal=True, **how))
+
+
+def packed_in_any_pass() -> Iterator[Case]:
+    """`packed` with gradients in two passes and in one."""
+    yield from packed()
     yield Case("one pass", partial(_packed, causal=True, deterministic=False))
-    yield Case("many sequences", partial(_many_sequences, causal=True))
 
 
-def _plain(**how: Any) -> Iterator[Case]:
-    """Calls with causal masks and lengths, in shapes that cover every edge of a tile."""
+def _plain(options: bool, **how: Any) -> Iterator[Case]:
+    """Causal and full calls in shapes that cover every edge of a tile.
+
+    options: also with lengths, and with head dims between classes.
+    """
     causal = {**how, "causal": True}
     compare = Setting.compare
     yield Case("full", partial(compare, **how), interpreted=True)
     yield Case("causal", partial(compare, sizes={"layout": "bthd"}, **causal), interpreted=True)
-    yield Case("NaN past lengths", partial(_past_lengths, **causal), interpreted=True)
     heads = {"H_q": 16, "H_k": 4, "T_q": 17, "T_k": 17}
     yield Case("many heads", partial(compare, sizes=heads, **causal))
-    yield Case("odd head dim", partial(_odd_head_dim, **causal), quick=False)
     yield Case("more tiles than multiprocessors", partial(_many_tiles, **causal))
+    if options:
+        yield Case("NaN past lengths", partial(past_lengths, **causal), interpreted=True)
+        yield Case("odd head dim", partial(_odd_head_dim, **causal), quick=False)
 
 
-def _past_lengths(setting: Setting, **how: Any) -> float:
+def _repeated(check: Callable[..., float]) -> Iterator[Case]:
+    yield Case("5 repeats", partial(check, times=5))
+    yield Case("20 repeats", partial(check, times=20), quick=False)
+
+
+def past_lengths(setting: Setting, **how: Any) -> float:
+    """Keys past the lengths are NaN."""
     _, T_k = setting.lengths
     return setting.compare(nan_past=[T_k - 6, T_k // 3], **how)
 
@@ -112,24 +128,24 @@ def _many_tiles(setting: Setting, **how: Any) -> float:
     return setting.compare(sizes={"T_q": T, "T_k": T + 33}, **how)
 
 
-def _repeats_forward(setting: Setting) -> float:
+def _repeats_forward(setting: Setting, times: int) -> float:
     inputs = setting.qkv(requires_grad=False)
 
     def run() -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = setting.attention(*inputs, causal=True, return_lse=True)
         return outputs
 
-    return same_bits(run)
+    return same_bits(run, times)
 
 
-def _repeats_backward(setting: Setting) -> float:
+def _repeats_backward(setting: Setting, times: int) -> float:
     inputs = setting.qkv()
 
     def run() -> tuple[Tensor, ...]:
         o = setting.attention(*inputs, causal=True)
         return torch.autograd.grad(o.float().square().sum(), inputs)
 
-    return same_bits(run)
+    return same_bits(run, times)
 
 
 def _packed(setting: Setting, **how: Any) -> float:

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from ... import reference
 from ...cache.dense import KVCache
+from ...cache.latent import LatentCache
 from ...cache.paged import PagedKVCache
 from ...functional.decode import decode_attention
 from ...functional.merge import merge as merge_parts
 from ...functional.paged import attention_paged
+from ...quantization import quantize_rows
 from ...rotary import rotary_tables
 from ..budget import assert_all_within_budget
-from ..decoding import KINDS, assert_decodes, fill
+from ..decoding import KINDS, Filled, assert_decodes, fill
 from ..inputs import draw, draws, to_device
 from ..orders import worst_naive
 from .case import Case, Setting, same_bits
@@ -50,6 +52,9 @@ def decode() -> Iterator[Case]:
     yield Case("long rows", partial(_decode, lengths=(5000, 1, 2049)))
     for name, example in _OPTIONS.items():
         yield Case(name, partial(_decode, options=example), quick=False)
+    for quantize in _QUANTIZED:
+        case = partial(_latent, quantize=quantize)
+        yield Case(f"latent, {quantize or 'plain'}", case, interpreted=quantize is None)
     yield Case("20 repeats", _repeats)
     yield Case("packed queries", _packed, interpreted=True)
     yield Case("packed queries, long rows", partial(_packed, lengths=(5000, 100, 2049)))
@@ -91,6 +96,22 @@ def _decode(
     how["backend"] = setting.subject.backend
     filled = fill(kind, k, v, counts)
     return assert_decodes(q, filled, how=how, **to_device(options or {}, setting.device))
+
+
+def _latent(setting: Setting, *, quantize: Any) -> float:
+    """Keys whose first columns are the values."""
+    C, R, lengths = setting.subject.head_dim, 64, (33, 47, 4)
+    sizes = {"B": len(lengths), "H_k": 1, "T_q": 1, "T_k": max(lengths), "D": C + R}
+    q, keys, _ = setting.qkv(**sizes, requires_grad=False)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
+    cache = LatentCache(len(lengths), max(lengths) + 3, C, R, quantize=quantize, **_like(setting))
+    cache.append(keys, counts, backend="torch")
+    if quantize is not None:
+        codes, scale = quantize_rows(keys, quantize)
+        keys = codes.float() * scale[..., None]
+    filled = Filled(cache.view(), keys, keys[..., :C], counts, {})
+    how = {"backend": setting.subject.backend}
+    return assert_decodes(q, filled, how=how, scale=C**-0.5)
 
 
 def _packed(setting: Setting, *, lengths: tuple[int, ...] = (47, 33, 4)) -> float:

@@ -12,8 +12,6 @@ from ... import attention, attention_varlen
 from ..compare import DIFFERENTIABLE, assert_matches_reference
 from ..inputs import make_qkv, to_device
 
-REPEATS = 20
-
 # A case takes a `Setting` and returns the worst error as a share of its budget; it raises
 # AssertionError on a wrong result.
 Check = Callable[["Setting"], float]
@@ -97,10 +95,10 @@ class Setting(NamedTuple):
         return assert_matches_reference(self.attention, q, k, v, clean=clean, **options)
 
 
-def same_bits(run: Callable[[], tuple[Tensor, ...]]) -> float:
-    """Check that a call is bitwise deterministic."""
+def same_bits(run: Callable[[], tuple[Tensor, ...]], times: int = 20) -> float:
+    """Check that a call has the same bits each time."""
     first = run()
-    for _ in range(REPEATS - 1):
+    for _ in range(times - 1):
         again = run()
         different = [i for i, x in enumerate(first) if not torch.equal(x, again[i])]
         assert not different, f"results {different} have other bits when the call is repeated"

@@ -45,7 +45,7 @@ def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
 
 def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> bool:
     """Run cases of a subject, by name, and report each; False: the device is lost."""
-    cases = {case.name: case for case in FAMILIES[subject.family]()}
+    cases = {case.name: case for case in FAMILIES[subject.backend][subject.family]()}
     for name in names:
         tell(at=name)
         result = outcome(cases[name], Setting(subject, device))

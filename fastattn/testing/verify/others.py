@@ -18,6 +18,7 @@ from ..budget import assert_all_within_budget
 from ..compare import assert_matches_reference
 from ..fp8 import assert_packed_within_fp8_bounds, assert_within_fp8_bounds, dequantized
 from ..inputs import draw, draws, to_device
+from ..option_examples import option_examples
 from ..orders import worst_naive
 from .case import Case, Setting, same_bits
 from .scoring import assert_additive, assert_statistics
@@ -57,14 +58,32 @@ def selected() -> Iterator[Case]:
         yield Case(name, case, quick=True, interpreted=name == "tokens")
 
 
-def fp8() -> Iterator[Case]:
-    """Codes and packed values bitwise, and attention within the FP8 bounds."""
+def fp8(options: bool = True) -> Iterator[Case]:
+    """Codes and packed values bitwise, and attention within the FP8 bounds.
+
+    options: also with masks and changes of scores, and packed.
+    """
     yield Case("codes", _codes, interpreted=True)
     yield Case("packed values", _packed_values, interpreted=True)
-    for name, options in {**_MASKS, "softcap, sinks": _SCORES["softcap, sinks"]}.items():
-        yield Case(name, partial(_fp8, options=options), interpreted=name == "causal")
-    yield Case("packed", _fp8_packed, interpreted=True)
+    names = ("full", "causal", "window, lengths", "softcap, sinks")[: None if options else 2]
+    for name in names:
+        check = partial(_fp8, options={**_MASKS, **_SCORES}[name])
+        yield Case(name, check, interpreted=name == "causal")
+    if options:
+        yield from fp8_packed()
     yield Case("20 repeats", _fp8_repeats)
+
+
+def fp8_packed() -> Iterator[Case]:
+    """Packed sequences in 8 bits."""
+    yield Case("packed", _fp8_packed, interpreted=True)
+
+
+def fp8_example(setting: Setting, *, name: str, reach: int) -> float:
+    """Check `attention_fp8` with one of `option_examples`."""
+    T_q, T_k = (x.shape[2] for x in _numbers(setting)[:2])
+    examples = option_examples(_H_Q, _H_K, T_q, T_k, setting.subject.head_dim, reach=reach)
+    return _fp8(setting, options={"causal": True, **examples[name]})
 
 
 def _statistics(setting: Setting, *, options: dict[str, Any]) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from .cases import BACKENDS, DTYPES, FAMILIES, HEAD_DIMS
 from .verdicts import RIGHT, Finding, worst_of
+from .verification import families
 
 _HEAD = ("backend", "family", "dtypes", "head dims", "cases", "error / budget", "verdict")
 
@@ -76,7 +77,7 @@ def table(results: Sequence[Finding]) -> list[str]:
 
 
 def _rows(results: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
-    listed = [(x, y) for x in BACKENDS for y in FAMILIES]
+    listed = [(x, y) for x in BACKENDS for y in FAMILIES[x]]
     for backend, family in sorted({(x.backend, x.family) for x in results}, key=listed.index):
         of_family = [x for x in results if (x.backend, x.family) == (backend, family)]
         worst = worst_of(of_family)
@@ -116,8 +117,9 @@ def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
 def _left_out(results: Sequence[Finding]) -> str:
     """Families, dtypes and head dims without findings."""
     seen = {x for one in results for x in one[1:4]}
+    backends = [x for x in BACKENDS if any(x == one.backend for one in results)]
     columns: tuple[tuple[str, Sequence[Any]], ...] = (
-        ("family", tuple(FAMILIES)),
+        ("family", families(backends)),
         ("dtype", DTYPES),
         ("head dim", HEAD_DIMS),
     )

@@ -15,7 +15,8 @@ from ... import dispatch
 from ...bench.time.supervise import ChildProcess, Ended, python, supervise
 from ...ops import call
 from ...tuned import choices
-from ...tuned.environment import environment, numbered
+from ...tuned.environment import environment, fingerprints, numbered
+from ...tuned.families import sources
 from ...tuned.findings import KEYS
 from ...tuned.store import Store
 from .case import Subject
@@ -78,8 +79,9 @@ def scope_of(
     Raises:
         ValueError: an unknown name, or an unavailable backend.
     """
+    backends = available(device)
     known: dict[str, tuple[Any, ...]] = {
-        "backends": available(device), "families": tuple(FAMILIES), "dtypes": DTYPES,
+        "backends": backends, "families": families(backends), "dtypes": DTYPES,
         "head_dims": HEAD_DIMS,
     }  # fmt: skip
     chosen = {name: _checked(name, filters.get(name), every) for name, every in known.items()}
@@ -116,7 +118,8 @@ def run(
             of_kernels = [*subject]
             same = (x for x in store.read(KIND) if [x[key] for key in KEYS[KIND]] == of_kernels)
             if not any(still_holds(row, outcomes) for row in same):
-                store.put(KIND, result._asdict())
+                code = fingerprints()[sources(result.backend, result.family)]
+                store.put(KIND, {**result._asdict(), "code": code})
                 choices.forget()
             yield result
         if progress is not None:
@@ -150,6 +153,11 @@ def device_of(device: torch.device | str | None) -> torch.device:
 def available(device: torch.device) -> tuple[str, ...]:
     """The backends whose kernels can run on a device."""
     return BACKENDS if dispatch.on_hopper(device) else BACKENDS[:1]
+
+
+def families(backends: Iterable[str]) -> tuple[str, ...]:
+    """The names of all families of kernels of backends."""
+    return tuple(dict.fromkeys(family for backend in backends for family in FAMILIES[backend]))
 
 
 def _checked(name: str, chosen: Iterable[Any] | None, allowed: tuple[Any, ...]) -> tuple[Any, ...]:

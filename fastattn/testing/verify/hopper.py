@@ -1,0 +1,162 @@
+"""Cases of the Hopper kernels: a family for each option in each direction, the most used first.
+
+A kernel that hangs or is wrong loses the verdict on its own family, so forward's cases have no
+gradients, and no case needs options of another family that it can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...functional.block import attention_block_backward, attention_block_forward
+from ..compare import assert_all_near, assert_matches_reference
+from ..option_examples import option_examples
+from . import attention, others
+from .case import Case, Setting
+
+# Names of `option_examples` for each option, the first for a quick verification.
+_EXAMPLES: dict[str, tuple[str, ...]] = {
+    "key_lengths": ("lengths", "lengths-of-none"),
+    "key_padding_mask": ("padding",),
+    "documents": ("documents", "documents-anywhere"),
+    "attn_mask": ("mask", "mask-of-keys", "mask-of-queries", "mask-of-pairs"),
+    "alibi_slopes": ("alibi", "alibi-rows"),
+    "attn_bias": ("bias", "bias-with-holes"),
+    "relative_bias": ("relative-bias",),
+    "dropout": ("dropout",),
+    "mask_mod": ("mask-mod",),
+    "score_mod": ("score-mod",),
+    "sinks": ("sinks",),
+    "softcap": ("softcap",),
+    "window": ("window",),
+    "prefix_lengths": ("prefix", "prefix-int"),
+    "keep_first": ("window-first", "first-ahead"),
+    "query_offset": ("offsets",),
+    "positions": ("positions",),
+    "heads": ("heads",),
+}
+_IN_8_BITS = (
+    "key_lengths", "sinks", "softcap", "window", "prefix_lengths", "keep_first", "query_offset",
+)  # fmt: skip
+_HEADS, _REACH = 4, 9
+
+
+def _families() -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
+    """Names and cases, the most used first."""
+    ways: dict[str, dict[str, Any]] = {"forward": {"backward": False}, "backward": {}}
+    yield "forward", partial(attention.forward, options=False)
+    yield "backward", partial(attention.backward, options=False)
+    yield "backward+parts", _in_parts
+    yield "one-pass", partial(attention.one_pass, options=False)
+    for direction, how in ways.items():
+        yield f"{direction}+packed", partial(attention.packed, **how)
+    for option in _EXAMPLES:
+        for direction, how in ways.items():
+            yield f"{direction}+{option}", partial(_of_option, option, **how)
+    for direction, how in ways.items():
+        yield f"{direction}+head_dim", partial(_head_dims, **how)
+    yield "fp8", partial(others.fp8, options=False)
+    for option in _IN_8_BITS:
+        yield f"fp8+{option}", partial(_of_fp8, option)
+    yield "fp8+packed", others.fp8_packed
+    for direction in ways:
+        yield f"{direction}+fp32_results", partial(iter, (Case("causal", partial(_fp32, **how)),))
+    yield "return_max", partial(iter, (Case("causal", _maximum),))
+    one_pass = {"deterministic": False}
+    yield "one-pass+packed", partial(attention.packed, **one_pass)
+    for option in (x for x in _EXAMPLES if x not in ("dropout", "heads", "score_mod")):
+        yield f"one-pass+{option}", partial(_of_option, option, **one_pass)
+
+
+def _of_option(option: str, **how: Any) -> Iterator[Case]:
+    if option == "key_lengths":
+        yield Case("NaN past lengths", partial(attention.past_lengths, causal=True, **how))
+    for name in _EXAMPLES[option]:
+        quick = name == _EXAMPLES[option][0] and option != "key_lengths"
+        check: Callable[..., float] = partial(_with_example, name=name, **how)
+        yield Case(f"{name}, causal", partial(check, causal=True), quick=quick)
+        yield Case(name, check, quick=False)
+
+
+def _with_example(setting: Setting, *, name: str, **how: Any) -> float:
+    T_q, T_k = setting.lengths
+    # Rows of a bias lie at multiples of 16 bytes. Heads with masks of their own share no keys.
+    T_k += -T_k % 8 if name.startswith("bias") else 0
+    H_k = _HEADS if name.startswith("mask") else _HEADS // 2
+    examples = option_examples(_HEADS, H_k, T_q, T_k, setting.subject.head_dim, reach=_REACH)
+    sizes = {"H_q": _HEADS, "H_k": H_k, "T_q": T_q, "T_k": T_k}
+    return setting.compare(sizes=sizes, **{**examples[name], **how})
+
+
+def _in_parts() -> Iterator[Case]:
+    """dK and dV of one K/V head, whose tiles of keys several programs share."""
+    sizes = {"B": 1, "H_q": 32, "H_k": 1}
+    for name, causal in (("causal", True), ("full", False)):
+        yield Case(name, partial(Setting.compare, sizes=sizes, causal=causal))
+
+
+def _head_dims(**how: Any) -> Iterator[Case]:
+    """Three quarters of a class, as D 96, and narrower values, as 192 and 128."""
+    for name, narrower in (("three quarters", False), ("narrower values", True)):
+        yield Case(name, partial(_head_dim, narrower=narrower, causal=True, **how))
+
+
+def _head_dim(setting: Setting, *, narrower: bool, **how: Any) -> float:
+    widest = setting.subject.head_dim
+    D = widest * 3 // 4
+    return setting.compare(sizes={"D": D, "D_v": max(40, widest // 2) if narrower else D}, **how)
+
+
+def _of_fp8(option: str) -> Iterator[Case]:
+    for name in _EXAMPLES[option]:
+        yield Case(name, partial(others.fp8_example, name=name, reach=_REACH))
+
+
+class _InFp32(torch.autograd.Function):
+    """Causal attention to a part of the keys, whose results stay in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.how = {"causal": True, "backend": backend, "out_dtype": torch.float32}
+        o, lse = attention_block_forward(*qkv, **ctx.how)
+        ctx.save_for_backward(*qkv, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grads = attention_block_backward(do.to(saved[0].dtype), *saved, dlse=dlse, **ctx.how)
+        return None, *grads[:3]
+
+
+def _fp32(setting: Setting, **how: Any) -> float:
+    def attend(*qkv: Tensor, **_: Any) -> Any:
+        return cast(Any, _InFp32).apply(setting.subject.backend, *qkv)
+
+    return assert_matches_reference(attend, *setting.qkv(), causal=True, **how)
+
+
+def _maximum(setting: Setting) -> float:
+    """o, lse and the largest score of each row."""
+    q, k, v = setting.qkv(requires_grad=False)
+    seen = reference.visible_mask(q.shape[2], k.shape[2], causal=True, device=q.device)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        wide = (x.to(dtype) for x in (q, k, v))
+        scores = q.to(dtype) @ k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        largest = (scores * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf).amax(-1)
+        return *reference.attention(*wide, causal=True, return_lse=True), largest
+
+    ours = setting.attention(q, k, v, causal=True, return_lse=True, return_max=True)
+    return assert_all_near(
+        ("o", "lse", "max"), ours, run(torch.float64), lambda: run(setting.dtype)
+    )
+
+
+FAMILIES = dict(_families())
