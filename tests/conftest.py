@@ -205,6 +205,16 @@ def emulated(
 
 
 @pytest.fixture
+def hopper_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has run all of Hopper's kernels right, and this device is one for them."""
+    from fastattn import dispatch
+    from fastattn.tuned import choices
+
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
+    monkeypatch.setattr(choices, "UNPROVEN", ())
+
+
+@pytest.fixture
 def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """For whole models: where kernels are interpreted, "auto" would interpret them all."""
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")

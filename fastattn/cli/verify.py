@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from .train import say
@@ -31,7 +30,7 @@ def add_verify(commands: Any) -> None:
     family = "families of kernels, such as forward, backward, decode (all; a wrong name lists them)"
     add("--family", nargs="+", metavar="NAME", help=family)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
-    add("--json", metavar="FILE", help="write the verdicts to a file")
+    add("--export", metavar="FILE", help="write all findings about this device to a file")
     add("--clear", action="store_true", help="forget all verdicts about this device, and end")
 
 
@@ -39,7 +38,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     """Exit status: 0 if kernels ran and all are right, else 1."""
     from ..testing.verify import report, verification
     from ..training.train_config import resolve_device
-    from ..tuned import findings
     from ..tuned.environment import environment
     from ..tuned.store import Store
 
@@ -55,10 +53,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     say(f"verifying the kernels on {report.name_of(device)}")
     with report.Steps(sys.stderr) as progress:
         results = list(verification.run(scope, device, store=store, progress=progress.advance))
-    if arguments.json is not None:
-        rows = [findings.dated(verification.KIND, x._asdict()) for x in results]
-        verified = findings.Findings(store.environment, {verification.KIND: rows})
-        findings.write(Path(arguments.json), verified)
+    if arguments.export is not None:
+        store.export(arguments.export)
     lines = [*report.table(results), *report.conclusions(results, device)]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if results and all(x.verdict == "right" for x in results) else 1

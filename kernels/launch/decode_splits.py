@@ -267,6 +267,7 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     """Reason that a call of attention does not split its keys among programs, or None.
 
     With one tile per head, most multiprocessors would be idle while each program visits all keys.
+    A number in a reason would make it a constant of a trace.
     """
     if options.cu_seqlens_q is not None:
         return "sequences are packed"
@@ -274,9 +275,9 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
         return "batch_invariant has all keys of a query in one program"
     rows, T_k = q.shape[2] * q.shape[1] // k.shape[1], k.shape[2]
     if T_k < MANY_KEYS:
-        return f"there are fewer than {MANY_KEYS} keys, {T_k}"
+        return f"there are fewer than {MANY_KEYS} keys"
     if rows > _FEW_ROWS and not _chunk_pays(q, k, options):
-        return f"{rows} rows of queries for a K/V head are too many to split {T_k} keys for"
+        return "queries for a K/V head have too many rows to split its keys for"
     if options.dropout:
         return "its kernel does not know dropout"
     if options.fp32_results:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import dispatch
 from fastattn.kernels.hopper import host
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -77,11 +76,12 @@ def test_chunks_are_split_where_forward_would_be_idle(
         assert pays(2, 2, 1, T_q, T_k)
 
 
-def test_auto_prefers_split_keys_to_hopper(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_prefers_split_keys_to_hopper(
+    device: str, monkeypatch: pytest.MonkeyPatch, hopper_ran: None
+) -> None:
     """A tile of its kernels has 128 queries."""
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
     monkeypatch.setattr(host, "why_not_hopper", lambda *call: None)
-    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     q, k, v = make_qkv(1, 4, 2, 1, 300, 16, device=device)
     choice = fastattn.explain(q, k, v)
     assert (choice.backend, choice.split_keys) == ("triton", True)

@@ -195,7 +195,18 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
         "all others dequantise to bfloat16 first"
     )
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
-    assert 'backend="hopper" takes it' in fastattn.explain_fp8(*codes).reasons["hopper"]
+    few = fastattn.explain_fp8(*codes).reasons["hopper"]
+    assert few.startswith("20 queries leave more than half of a tile of 128 empty; all others")
+    many, _ = drawn(T_q=64)
+    told = fastattn.explain_fp8(*many, softcap=3.0)
+    assert (told.backend, told.reasons) == ("hopper", {})
+    assert [x.split(" ran right")[0] for x in told.findings] == [
+        "fp8 bfloat16 64", "fp8+softcap bfloat16 64"
+    ]  # fmt: skip
+    told = fastattn.explain_fp8(*many, prefix_lengths=3, causal=True)
+    assert told.backend != "hopper" and "(fp8+prefix_lengths)" in told.reasons["hopper"]
+    wide, _ = drawn(T_q=64, D=256)
+    assert "not timed at head dim 256" in fastattn.explain_fp8(*wide).reasons["hopper"]
     told = fastattn.explain_fp8(*codes, backend="hopper")
     assert told.backend == "hopper" and told.forced and not told.reasons
     monkeypatch.setenv("FASTATTN_BACKEND", "hopper")

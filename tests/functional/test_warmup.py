@@ -175,10 +175,12 @@ def test_every_name_is_a_call_that_is_served(name: str, device: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_its_kernels_are_warm_too(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     requested = []
 
-    def record(q, k, v, *, backend):
+    def record(q, k, v, *, backend, alibi_slopes=None):
         assert not torch.is_autocast_enabled("cpu")
         requested.append((q.shape[-1], backend))
         if backend == "hopper" and q.shape[-1] == 32:
@@ -189,8 +191,13 @@ def test_on_hopper_its_kernels_are_warm_too(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.autocast("cpu", torch.bfloat16):
         fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     assert requested == [(32, "triton")] * 3 + [(64, "triton")] * 3
-    requested.clear()
-    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
-    fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     of_64 = [(64, "triton")] * 3 + [(64, "hopper")] * 3
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
+    for call, hopper in (("full", of_64), ("alibi_slopes", of_64[:3])):
+        requested.clear()
+        fastattn.warmup((32, 64), calls=call, backward=False, device="cpu")
+        assert requested == [(32, "triton")] * 3 + hopper, "what never ran is not launched"
+    request.getfixturevalue("hopper_ran")
+    requested.clear()
+    fastattn.warmup((32, 64), calls="full", backward=False, device="cpu")
     assert requested == [(32, "triton")] * 3 + [(32, "hopper")] + of_64

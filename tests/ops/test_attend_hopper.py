@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 import fastattn
-from fastattn import dispatch, tracing
+from fastattn import tracing
 from fastattn.functional import call_memo
 from fastattn.kernels import backward, forward
 from fastattn.kernels.hopper import backward as hopper_backward
@@ -21,7 +21,7 @@ from fastattn.testing import make_qkv
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> list[str]:
+def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None, hopper_ran: None) -> list[str]:
     """The Hopper launchers that were called: the portable ones, in their place."""
     launches = []
 
@@ -35,7 +35,6 @@ def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> list[str]:
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
-    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     monkeypatch.setattr(attend, "uncompiled", [])
     return launches
 

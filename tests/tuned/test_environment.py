@@ -36,7 +36,7 @@ def test_gpu_and_driver_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     finally:
         module._driver.cache_clear()
     assert actual[:3] == ("NVIDIA H200", 132, "550.54.15")
-    assert actual.kernels == module._sources()
+    assert actual.kernels == module.fingerprints()["all"]
 
 
 @pytest.mark.parametrize("name", ["forward.py", "rules/mask.py", "launch/tuning/sm_90.json"])
@@ -53,6 +53,8 @@ def test_kernels_are_known_by_their_sources(
     hashes = []
     for text in (b"one\n", b"two\n", b"two\r\n"):
         file.write_bytes(text)
-        hashes.append(module._sources.__wrapped__())
+        module._digests.cache_clear()
+        hashes.append(module.fingerprints.__wrapped__()["all"])
+    module._digests.cache_clear()
     sys.modules.pop(package.name, None)
     assert hashes[0] != hashes[1] == hashes[2]

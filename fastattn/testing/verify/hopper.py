@@ -96,7 +96,7 @@ def _with_example(setting: Setting, *, name: str, **how: Any) -> float:
 
 def _in_parts() -> Iterator[Case]:
     """dK and dV of one K/V head, whose tiles of keys several programs share."""
-    sizes = {"B": 1, "H_q": 32, "H_k": 1}
+    sizes = {"B": 1, "H_q": 32, "H_k": 1, "T_q": 300, "T_k": 333}
     for name, causal in (("causal", True), ("full", False)):
         yield Case(name, partial(Setting.compare, sizes=sizes, causal=causal))
 

@@ -18,11 +18,13 @@ from fastattn.bench.time.supervise import Ended
 from fastattn.cli.main import main
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
+from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.ops import attend
 from fastattn.testing.budget import PastBudget, assert_within_budget
 from fastattn.testing.inputs import draws, make_qkv
 from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import attention, caches, child, scoring, verification
+from fastattn.testing.verify import case as cases_of_families
 from fastattn.testing.verify.case import Case, Setting, Subject, same_bits
 from fastattn.testing.verify.cases import FAMILIES, Scope
 from fastattn.testing.verify.verdicts import Outcome, finding, still_holds
@@ -67,7 +69,7 @@ def stored() -> list[dict[str, Any]]:
 
 def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "found.json"
-    command = ["verify", "--quick", "--family", "fp8", "append", "--json", str(file)]
+    command = ["verify", "--quick", "--family", "fp8", "append", "--export", str(file)]
     assert main(command) == 0
     written = capsys.readouterr()
     table = [line.split()[:2] for line in written.out.splitlines()[:3]]
@@ -178,14 +180,30 @@ def test_a_hopper_kernel_that_was_left_did_not_compile(
 def test_the_scopes() -> None:
     """A full verification has every kind, a quick one part of it; names of cases are unique."""
     whole, quick = Scope(), Scope(quick=True)
-    assert len(whole.subjects()) == len(set(whole.subjects())) == 16 * 9 + 6 * 6 + 3 * 2
+    portable, hopper = FAMILIES["triton"], FAMILIES["hopper"]
+    count = 16 * 9 + 3 * 2 + len(hopper) * 6
+    assert len(whole.subjects()) == len(set(whole.subjects())) == count
     assert set(quick.subjects()) < set(whole.subjects())
-    assert {x.family for x in quick.subjects()} == set(FAMILIES)
-    assert {x.family for x in Scope(interpreted=True).subjects()} == set(FAMILIES)
+    seldom = {x for x in hopper if x.startswith("one-pass+")}
+    named = {(x.backend, x.family) for x in quick.subjects()}
+    kinds = {("hopper", x) for x in hopper if x not in seldom}
+    assert named == kinds | {("triton", x) for x in portable}
+    assert {x.family for x in Scope(interpreted=True).subjects()} == set(portable)
     for subject in quick.subjects():
         names = [case.name for case in whole.cases(subject)]
         assert len(names) == len(set(names))
         assert {case.name for case in quick.cases(subject)} <= set(names)
+        assert quick.cases(subject)
+
+
+def test_the_most_used_kernels_are_verified_first() -> None:
+    families = list(dict.fromkeys((x.backend, x.family) for x in Scope(quick=True).subjects()))
+    first = ("forward", "backward", "backward+parts", "one-pass", "forward+packed")
+    assert families[:5] == [("hopper", x) for x in first]
+    begin = families.index(("triton", "decode"))
+    assert {backend for backend, _ in families[:begin]} == {"hopper"}
+    assert families[begin + 1 : begin + 3] == [("triton", "append"), ("triton", "forward")]
+    assert Scope(("triton",)).subjects()[0].family == "forward"
 
 
 @pytest.mark.parametrize(
@@ -208,11 +226,43 @@ def test_a_case_that_ends_its_process_has_an_outcome(
 
 
 def test_calls_go_by_verdicts_on_these_families() -> None:
-    q = torch.zeros(2, 4, 20, 16)
-    k = torch.zeros(2, 2, 20, 16)
-    for example in option_examples(4, 2, 20, 20, 16, reach=3).values():
-        checked = dense_options(q, k, torch.zeros_like(k), **example)
-        assert set(choices.families(checked, training=True)) <= set(FAMILIES)
+    """Every family that a call asks for has cases: of Hopper's kernels, if they serve the call."""
+    asked = set()
+    for H_k, D_v in ((4, 64), (2, 64), (4, 56)):
+        q, k, v = (torch.zeros(2, *x) for x in ((4, 20, 64), (H_k, 24, 64), (H_k, 24, D_v)))
+        for example in option_examples(4, H_k, 20, 24, 64, reach=3).values():
+            checked = dense_options(q, k, v, **example)
+            named = choices.families("triton", q, k, v, checked, training=True)
+            assert set(named) <= set(FAMILIES["triton"])
+            if (bias := checked.attn_bias) is not None:
+                checked = checked._replace(attn_bias=bias.bfloat16())
+            qkv = q.bfloat16(), k.bfloat16(), v.bfloat16()
+            if why_not_hopper(*qkv, checked) is None:
+                asked |= {*choices.families("hopper", *qkv, checked, training=True)}
+    assert asked <= set(FAMILIES["hopper"])
+    directions = [x for x in FAMILIES["hopper"] if x.startswith(("forward", "backward"))]
+    assert {x.partition("+")[2] for x in set(directions) - asked} == {
+        "parts", "packed", "fp32_results"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["forward+alibi_slopes", "backward+parts", "forward+head_dim"])
+def test_a_case_makes_calls_of_its_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = set()
+
+    def record(q: Any, k: Any, v: Any, *, return_lse: bool, backend: str, **options: Any) -> Any:
+        checked = dense_options(q, k, v, **options)
+        training = torch.is_grad_enabled()
+        made.update(choices.families(backend, q, k, v, checked, training))
+        raise AssertionError
+
+    monkeypatch.setattr(cases_of_families, "attention", record)
+    subject = Subject("hopper", family, "bfloat16", 64)
+    for one in Scope(quick=True).cases(subject):
+        with pytest.raises(AssertionError):
+            one.check(Setting(subject, torch.device("cpu")))
+    direction = family.partition("+")[0]
+    assert made == {"forward", direction, family}
 
 
 def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
