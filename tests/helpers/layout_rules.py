@@ -68,6 +68,7 @@ ENTRIES = {
     "fastattn.__main__",
     "fastattn.bench.results.charts",
     "fastattn.bench.results.tables",
+    "fastattn.bench.results.verdicts",
     "fastattn.bench.time.jobs",
     "fastattn.compat.diffusers",
     "fastattn.compat.flash_mla",

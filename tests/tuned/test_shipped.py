@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fastattn import dispatch, explain
+from fastattn import attention, dispatch, explain
+from fastattn.kernels import forward
+from fastattn.kernels.hopper import forward as hopper_forward
 from fastattn.options import Options
 from fastattn.testing import make_qkv
 from fastattn.tuned import choices, environment, families, shipped
@@ -22,7 +24,9 @@ Ship = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch, nothing_known: None) -> Iterator[None]:
+def on_hopper(monkeypatch: pytest.MonkeyPatch, nothing_known: None, device: str) -> Iterator[None]:
+    if device != "cpu":
+        pytest.skip("a GPU has verdicts of its own")
     monkeypatch.delenv("FASTATTN_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     choices.forget()
@@ -102,6 +106,24 @@ def test_one_pass_never_ran(ship: Ship) -> None:
     assert "(one-pass)" in told.reasons["one-pass"]
     ship("forward", "backward", "one-pass")
     assert explain(*inputs(), deterministic=False).one_pass
+
+
+def test_a_known_forward_does_not_serve_gradients(
+    ship: Ship, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = []
+
+    def launch(*arguments: Any) -> Any:
+        launches.append(torch.is_grad_enabled())
+        return forward.launch_forward(*arguments)
+
+    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch)
+    ship("forward")
+    qkv = inputs()
+    for training in (False, False, True, False, True):
+        with torch.set_grad_enabled(training):
+            attention(*qkv)
+    assert launches == [False] * 3
 
 
 def test_what_was_wrong_is_passed_over(ship: Ship) -> None:

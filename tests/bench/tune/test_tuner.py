@@ -310,7 +310,7 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
     assert choices.choices(device).passes
 
     def verify(*arguments, **options):
-        assert choices.choices(device) == choices.Choices({}, {}, {}, {}, {}, 0)
+        assert not any(choices.choices(device)[1:6])
         yield from run.verify(*arguments, **options)
 
     monkeypatch.setattr(verification, "run", verify)
