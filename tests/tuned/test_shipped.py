@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fastattn import attention, dispatch, explain
-from fastattn.kernels import forward
 from fastattn.kernels.hopper import forward as hopper_forward
 from fastattn.options import Options
 from fastattn.testing import make_qkv
@@ -108,22 +107,14 @@ def test_one_pass_never_ran(ship: Ship) -> None:
     assert explain(*inputs(), deterministic=False).one_pass
 
 
-def test_a_known_forward_does_not_serve_gradients(
-    ship: Ship, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = []
-
-    def launch(*arguments: Any) -> Any:
-        launches.append(torch.is_grad_enabled())
-        return forward.launch_forward(*arguments)
-
-    monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch)
+def test_a_known_forward_does_not_serve_gradients(ship: Ship, emulated: None) -> None:
     ship("forward")
-    qkv = inputs()
+    qkv, launches = inputs(), []
     for training in (False, False, True, False, True):
         with torch.set_grad_enabled(training):
             attention(*qkv)
-    assert launches == [False] * 3
+        launches.append(hopper_forward.hopper_forward_kernel.launches)
+    assert launches == [1, 2, 2, 3, 3]
 
 
 def test_what_was_wrong_is_passed_over(ship: Ship) -> None:
