@@ -38,6 +38,9 @@ _FIELDS = tuple(
     if name not in _NO_FAMILY
 )
 
+# Names of options with a family, and of others.
+NAMES = tuple(dict.fromkeys(name for _, _, name in _FIELDS))
+
 
 def of_call(
     backend: str, directions: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, options: Options

@@ -8,43 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ... import reference
+from ...functional import call_options
 from ...functional.block import attention_block_backward, attention_block_forward
+from ...kernels.hopper import host
+from ...options import OPTIONS
+from ...tuned.families import NAMES, of_call
 from ..compare import assert_all_near, assert_matches_reference
 from ..option_examples import option_examples
 from . import attention, others
 from .case import Case, Setting
 
-# Names of `option_examples` for each option, the first for a quick verification.
-_EXAMPLES: dict[str, tuple[str, ...]] = {
-    "key_lengths": ("lengths", "lengths-of-none"),
-    "key_padding_mask": ("padding",),
-    "documents": ("documents", "documents-anywhere"),
-    "attn_mask": ("mask", "mask-of-keys", "mask-of-queries", "mask-of-pairs"),
-    "alibi_slopes": ("alibi", "alibi-rows"),
-    "attn_bias": ("bias", "bias-with-holes"),
-    "relative_bias": ("relative-bias",),
-    "dropout": ("dropout",),
-    "mask_mod": ("mask-mod",),
-    "score_mod": ("score-mod",),
-    "sinks": ("sinks",),
-    "softcap": ("softcap",),
-    "window": ("window",),
-    "prefix_lengths": ("prefix", "prefix-int"),
-    "keep_first": ("window-first", "first-ahead"),
-    "query_offset": ("offsets",),
-    "positions": ("positions",),
-    "heads": ("heads",),
-}
-_IN_8_BITS = (
-    "key_lengths", "sinks", "softcap", "window", "prefix_lengths", "keep_first", "query_offset",
-)  # fmt: skip
 _HEADS, _REACH = 4, 9
+
+
+class _Example(NamedTuple):
+    """One of `option_examples`. alone: number of families of its options."""
+
+    alone: int
+    name: str
+    one_pass: bool
+    in_8_bits: bool
+
+
+def _by_option() -> dict[str, list[_Example]]:
+    """The examples that the kernels serve by option: those with the fewest other options."""
+    q, k, v = (torch.zeros(2, _HEADS, T, 64) for T in (20, 24, 24))
+    qkv = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    found: dict[str, list[_Example]] = {}
+    for name, arguments in option_examples(_HEADS, _HEADS, 20, 24, 64, reach=_REACH).items():
+        options = call_options.dense_options(q, k, v, **arguments)
+        if options.attn_bias is not None:
+            options = options._replace(attn_bias=options.attn_bias.bfloat16())
+        if host.why_not_hopper(*qkv, options) is None:
+            families = of_call("hopper", ("forward",), *qkv, options)[1:]
+            one_pass = host.why_not_one_pass(q, k, options) is None
+            in_8_bits = all("attention_fp8" in OPTIONS[x].calls for x in arguments)
+            for family in families:
+                example = _Example(len(families), name, one_pass, in_8_bits)
+                found.setdefault(family.partition("+")[2], []).append(example)
+    return {
+        option: [x for x in found[option] if x.alone == min(found[option]).alone]
+        for option in NAMES
+        if option in found
+    }
 
 
 def _families() -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
@@ -56,32 +68,35 @@ def _families() -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
     yield "one-pass", partial(attention.one_pass, options=False)
     for direction, how in ways.items():
         yield f"{direction}+packed", partial(attention.packed, **how)
-    for option in _EXAMPLES:
+    by_option = _by_option()
+    for option, examples in by_option.items():
         for direction, how in ways.items():
-            yield f"{direction}+{option}", partial(_of_option, option, **how)
+            yield f"{direction}+{option}", partial(_of_option, option, examples, **how)
     for direction, how in ways.items():
         yield f"{direction}+head_dim", partial(_head_dims, **how)
     yield "fp8", partial(others.fp8, options=False)
-    for option in _IN_8_BITS:
-        yield f"fp8+{option}", partial(_of_fp8, option)
+    for option, examples in by_option.items():
+        if served := [x for x in examples if x.in_8_bits]:
+            yield f"fp8+{option}", partial(_of_fp8, served)
     yield "fp8+packed", others.fp8_packed
     for direction in ways:
         yield f"{direction}+fp32_results", partial(iter, (Case("causal", partial(_fp32, **how)),))
     yield "return_max", partial(iter, (Case("causal", _maximum),))
     one_pass = {"deterministic": False}
     yield "one-pass+packed", partial(attention.packed, **one_pass)
-    for option in (x for x in _EXAMPLES if x not in ("dropout", "heads", "score_mod")):
-        yield f"one-pass+{option}", partial(_of_option, option, **one_pass)
+    for option, examples in by_option.items():
+        if served := [x for x in examples if x.one_pass]:
+            yield f"one-pass+{option}", partial(_of_option, option, served, **one_pass)
 
 
-def _of_option(option: str, **how: Any) -> Iterator[Case]:
+def _of_option(option: str, examples: list[_Example], **how: Any) -> Iterator[Case]:
     if option == "key_lengths":
         yield Case("NaN past lengths", partial(attention.past_lengths, causal=True, **how))
-    for name in _EXAMPLES[option]:
-        quick = name == _EXAMPLES[option][0] and option != "key_lengths"
-        check: Callable[..., float] = partial(_with_example, name=name, **how)
-        yield Case(f"{name}, causal", partial(check, causal=True), quick=quick)
-        yield Case(name, check, quick=False)
+    for example in examples:
+        quick = example is examples[0] and option != "key_lengths"
+        check: Callable[..., float] = partial(_with_example, name=example.name, **how)
+        yield Case(f"{example.name}, causal", partial(check, causal=True), quick=quick)
+        yield Case(example.name, check, quick=False)
 
 
 def _with_example(setting: Setting, *, name: str, **how: Any) -> float:
@@ -113,8 +128,8 @@ def _head_dim(setting: Setting, *, narrower: bool, **how: Any) -> float:
     return setting.compare(sizes={"D": D, "D_v": max(40, widest // 2) if narrower else D}, **how)
 
 
-def _of_fp8(option: str) -> Iterator[Case]:
-    for name in _EXAMPLES[option]:
+def _of_fp8(examples: list[_Example]) -> Iterator[Case]:
+    for name in (x.name for x in examples):
         yield Case(name, partial(others.fp8_example, name=name, reach=_REACH))
 
 
