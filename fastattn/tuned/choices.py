@@ -25,7 +25,7 @@ from .store import Store, warn_once
 
 TUNED = "FASTATTN_TUNED"
 NEVER_RAN = "no GPU has run such kernels"
-REMEDY = "`fastattn verify --quick` (a minute) checks them"
+REMEDY = "`fastattn verify --quick` (minutes) checks them"
 # A call has few tiles of so many rows if they do not fill the multiprocessors once, and some if
 # they do not fill them so many times.
 _ROWS, _SOME = 128, 4

@@ -71,7 +71,7 @@ def test_what_never_ran_leaves_the_portable_kernels() -> None:
     assert told.backend == "triton"
     assert told.reasons["hopper"] == (
         "no GPU has run such kernels (forward+alibi_slopes, backward+alibi_slopes): "
-        "`fastattn verify --quick` (a minute) checks them"
+        "`fastattn verify --quick` (minutes) checks them"
     )
     assert explain(*inputs(), alibi_slopes=slopes, backend="hopper").backend == "hopper"
     for never in ({"D": 72}, {"D": 96}, {"T_q": 8192, "H_q": 8}):
