@@ -80,6 +80,40 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
     return functions
 
 
+def calls_by_backend() -> dict[str, Function]:
+    """Small calls on a GPU by `auto`, the portable kernels and torch's function, by name.
+
+    Each forward, and forward and backward, plain and in a region of autocast.
+    """
+    how: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    leaves = [torch.randn(_SHAPE, **how) for _ in range(3)]
+    do = torch.randn_like(leaves[0])
+    attends: dict[str, Callable[..., Tensor]] = {
+        "fastattn": partial(attend.attention, causal=True),
+        "fastattn-triton": partial(attend.attention, causal=True, backend="triton"),
+        "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
+    }
+
+    def forward(attends: Callable[..., Tensor]) -> object:
+        with torch.no_grad():
+            return attends(*leaves)
+
+    def both(attends: Callable[..., Tensor]) -> object:
+        return torch.autograd.grad(attends(*leaves), leaves, do)
+
+    def cast(call: Function) -> object:
+        with torch.autocast("cuda", torch.bfloat16):
+            return call()
+
+    ways = {"forward": forward, "forward and backward": both}
+    plain: dict[str, Function] = {
+        f"{name}, {way}": partial(call, function)
+        for name, function in attends.items()
+        for way, call in ways.items()
+    }
+    return plain | {f"{name}, autocast": partial(cast, call) for name, call in plain.items()}
+
+
 Call = tuple[Callable[..., Any], list[Tensor]]
 
 
