@@ -87,11 +87,12 @@ def work(share: int) -> None:
     sys.stdout.write("\n" + json.dumps({"compiled": +compiled, "failed": failed}) + "\n")
 
 
-def run(folder: Path) -> Counter[str]:
-    """Do all works with Triton's cache in a folder; return the compiled kernels by name."""
+def run(folder: Path) -> tuple[Counter[str], list[str]]:
+    """Do all works with Triton's cache in a folder; return the compiled kernels, and failures."""
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
     kept = {name: x for name, x in os.environ.items() if name not in hidden}
-    variables = kept | {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    variables = kept | {"TRITON_CACHE_DIR": str(folder), "PYTHONSAFEPATH": "1"}
+    variables["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, str(Path(__file__).resolve()), "--share"]
     how: dict[str, Any] = {"env": variables, "stdout": subprocess.PIPE, "text": True}
     workers = [subprocess.Popen([*command, str(n)], **how) for n in range(WORKERS)]
@@ -99,10 +100,8 @@ def run(folder: Path) -> Counter[str]:
     if any(worker.returncode for worker in workers):
         raise SystemExit("a process failed")
     results = [json.loads(output.splitlines()[-1]) for output in outputs]
-    for result in results:
-        for name, why in result["failed"].items():
-            sys.stdout.write(f"{name}: {why}\n")
-    return sum((Counter(result["compiled"]) for result in results), Counter())
+    failed = [f"{name}: {why}" for result in results for name, why in result["failed"].items()]
+    return sum((Counter(result["compiled"]) for result in results), Counter()), failed
 
 
 def main() -> int:
@@ -115,7 +114,25 @@ def main() -> int:
     if options.share is not None:
         work(options.share)
         return 0
-    return 0
+    from fastattn.bench.time import prebuilt
+
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, failed = run(Path(folder))
+        files = prebuilt.pack(Path(folder), options.out)
+    size = options.out.stat().st_size / 2**20
+    say(f"{compiled.total()} kernels compiled; {files} files, {size:.1f} MiB: {options.out}")
+    if options.check:
+        with tempfile.TemporaryDirectory() as folder:
+            prebuilt.unpack(options.out, Path(folder))
+            again, _ = run(Path(folder))
+        say(f"compiled again from the archive: {dict(again) or 'none'}")
+        failed += [f"{name} is compiled again" for name in again]
+    say("\n".join(failed))
+    return int(bool(failed))
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -81,10 +81,13 @@ def portable_rows() -> Iterator[Row]:
     yield Row(decode(32, 4096), (PORTABLE, *TORCH_PEERS))
 
 
+def unfused_rows() -> Iterator[Row]:
+    """What holds every score, once."""
+    yield from (Row(sweep(way, 128, 4096, causal=True), _UNFUSED) for way in BOTH)
+
+
 def swept_rows() -> Iterator[Row]:
-    """What "full" adds: lengths, padding, caches, layouts and dtypes."""
-    yield Row(sweep("forward", 128, 4096, causal=True), _UNFUSED)
-    yield Row(sweep("backward", 128, 4096, causal=True), _UNFUSED)
+    """Lengths, padding, caches, layouts and dtypes."""
     yield from (Row(case, SWEPT) for case in _swept())
 
 
@@ -108,6 +111,6 @@ def _swept() -> Iterator[Case]:
 
 def every_row(which: str) -> Iterable[Row]:
     """The rows of a set, "short" or "full", in their order."""
-    parts = (plain_rows, decode_rows, option_rows, fp8_rows, portable_rows, swept_rows)
-    parts = parts if which == "full" else parts[:-1]
+    short = (plain_rows, decode_rows, option_rows, fp8_rows, portable_rows)
+    parts = (*short, unfused_rows, swept_rows) if which == "full" else short
     return itertools.chain.from_iterable(part() for part in parts)

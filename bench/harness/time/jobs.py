@@ -131,25 +131,27 @@ def gpu_jobs(session: Session) -> dict[str, Job]:
         **_rows(sets.option_rows()),
         "host cost of a call": Job(_host_cost, ("host cost",)),
         **training,
-        **_rows(sets.fp8_rows()),
+        **_rows(sets.fp8_rows(), ", in 8 bits"),
         TUNING: Job(partial(_tune, session), (TUNING,)),
-        **_rows(sets.portable_rows()),
+        **_rows(sets.portable_rows(), ", portable"),
     }
     if session.which == "full":
         jobs["first call"] = Job(_first_call, ("first call",))
         jobs["import"] = Job(_import, ("import",))
-        jobs |= _rows(sets.swept_rows())
+        jobs |= _rows(sets.unfused_rows(), ", unfused") | _rows(sets.swept_rows(), ", all")
     return jobs
 
 
-def _rows(rows: Iterable[sets.Row]) -> dict[str, Job]:
-    """A job for each row, named by its case and, but for ours, whom it compares."""
-    jobs = {}
-    for case, names in rows:
-        measure = partial(run_case, case, [BY_NAME[name] for name in names])
-        others = "" if OURS in names else f" {' '.join(names)}"
-        jobs[case.name + others] = Job(measure, case.kernels, (sets.Row(case, names),))
-    return jobs
+def _rows(rows: Iterable[sets.Row], of: str = "") -> dict[str, Job]:
+    """A job for each row, named by its case; of: what distinguishes rows of the same cases."""
+    return {
+        case.name + of: Job(
+            partial(run_case, case, [BY_NAME[name] for name in names]),
+            case.kernels,
+            (sets.Row(case, names),),
+        )
+        for case, names in rows
+    }
 
 
 def _verify(session: Session, bench: Bench) -> list[Record]:

@@ -16,14 +16,13 @@ _NEEDED = (".cubin", ".json", ".so")
 _GROUP = "__grp__"
 
 
-def cache() -> Path:
-    """Triton's cache of this process."""
+def kernels() -> Counter[str]:
+    """The number of compiled kernels of each name in Triton's cache."""
+    return Counter(path.stem for path in _cache().glob("*/*.cubin"))
+
+
+def _cache() -> Path:
     return Path(triton.knobs.cache.dir)
-
-
-def kernels(folder: Path | None = None) -> Counter[str]:
-    """The number of compiled kernels of each name in a cache."""
-    return Counter(path.stem for path in (folder or cache()).glob("*/*.cubin"))
 
 
 def pack(folder: Path, archive: Path) -> int:
@@ -36,9 +35,9 @@ def pack(folder: Path, archive: Path) -> int:
     return sum(path.suffix != ".json" for path in files)
 
 
-def unpack(archive: Path) -> Counter[str]:
-    """Unpack an archive into Triton's cache; return the number of its kernels by name."""
-    folder = cache()
+def unpack(archive: Path, folder: Path | None = None) -> Counter[str]:
+    """Unpack an archive into a cache, by default Triton's; return its kernels by name."""
+    folder = folder or _cache()
     names: Counter[str] = Counter()
     with tarfile.open(archive) as tar:
         for member, text in _files(tar):
