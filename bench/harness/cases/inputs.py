@@ -145,18 +145,20 @@ def _cache(case: Case, draw: _Draw) -> tuple[Tensor, Tensor, CacheView]:
     if case.option in _CODES:
         codes_dtype, scale, largest = _CODES[case.option]
         scales = torch.full(shape[:3], scale, device=draw.device)
-        codes = [_codes(draw, shape, codes_dtype, scale, largest) for _ in range(2)]
-        k, v = codes if draw.empty else (x.to(dtype).mul_(scale) for x in codes)
-        return k, v, view_of_tensors(*codes, lengths, k_scale=scales, v_scale=scales)
+        in_k, in_v = (_codes(draw, shape, codes_dtype, scale, largest) for _ in range(2))
+        view = view_of_tensors(in_k, in_v, lengths, k_scale=scales, v_scale=scales)
+        k, v = (x if draw.empty else x.to(dtype).mul_(scale) for x in (in_k, in_v))
+        return k, v, view
     k, v = draw(shape, dtype), draw(shape, dtype)
     if case.option == "":
         return k, v, view_of_tensors(k, v, lengths)
     pages = case.B * case.T_k // _PAGE
     table = torch.randperm(pages, generator=draw.generator, device=draw.device)
-    in_pages = [x.unflatten(2, (-1, _PAGE)).transpose(1, 2).flatten(0, 1) for x in (k, v)]
-    stored = [torch.empty_like(x).index_copy_(0, table, x) for x in in_pages]
+    in_pages = (case.B, case.H_k, -1, _PAGE, case.D)
+    parts = [x.view(in_pages).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+    in_k, in_v = (torch.empty_like(x).index_copy_(0, table, x) for x in parts)
     table = table.view(case.B, -1).to(torch.int32)
-    return k, v, view_of_tensors(*stored, lengths, block_table=table)
+    return k, v, view_of_tensors(in_k, in_v, lengths, block_table=table)
 
 
 def _codes(

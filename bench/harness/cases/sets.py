@@ -97,9 +97,9 @@ def _swept() -> Iterator[Case]:
         yield sweep(way, D, T, causal)
     for causal, T, way in itertools.product((True, False), (2048, 4096, 16384, 32768), BOTH):
         yield grouped(way, T, causal)
-    kinds, ways = ("dense", "half", "documents"), ("forward", "forward_backward")
+    kinds = ("dense", "half", "documents")
     for causal, T, kind in itertools.product((True, False), (2048, 4096, 8192), kinds):
-        yield from (padded(way, kind, T, causal) for way in ways)
+        yield from (padded("forward", kind, T, causal), padded("forward_backward", kind, T, causal))
     heads, keys, batches = (32, 64), (1024, 4096, 32768, 131072), (1, 8, 32, 128)
     for graph, H_q, T_k, B in itertools.product((True, False), heads, keys, batches):
         yield decode(B, T_k, H_q, graph=graph)

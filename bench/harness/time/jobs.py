@@ -126,23 +126,23 @@ def gpu_jobs(session: Session) -> dict[str, Job]:
     jobs = {
         "environment": Job(_environment, ("environment",)),
         VERIFICATION: Job(partial(_verify, session), (VERIFICATION,)),
-        **_rows(sets.plain_rows()),
-        **_rows(sets.decode_rows()),
-        **_rows(sets.option_rows()),
+        **of_rows(sets.plain_rows()),
+        **of_rows(sets.decode_rows()),
+        **of_rows(sets.option_rows()),
         "host cost of a call": Job(_host_cost, ("host cost",)),
         **training,
-        **_rows(sets.fp8_rows(), ", in 8 bits"),
+        **of_rows(sets.fp8_rows(), ", in 8 bits"),
         TUNING: Job(partial(_tune, session), (TUNING,)),
-        **_rows(sets.portable_rows(), ", portable"),
+        **of_rows(sets.portable_rows(), ", portable"),
     }
     if session.which == "full":
         jobs["first call"] = Job(_first_call, ("first call",))
         jobs["import"] = Job(_import, ("import",))
-        jobs |= _rows(sets.unfused_rows(), ", unfused") | _rows(sets.swept_rows(), ", all")
+        jobs |= of_rows(sets.unfused_rows(), ", unfused") | of_rows(sets.swept_rows(), ", all")
     return jobs
 
 
-def _rows(rows: Iterable[sets.Row], of: str = "") -> dict[str, Job]:
+def of_rows(rows: Iterable[sets.Row], of: str = "") -> dict[str, Job]:
     """A job for each row, named by its case; of: what distinguishes rows of the same cases."""
     return {
         case.name + of: Job(
