@@ -69,6 +69,7 @@ ENTRIES = {
     "fastattn.bench.results.charts",
     "fastattn.bench.results.tables",
     "fastattn.bench.time.jobs",
+    "fastattn.bench.time.prebuilt",
     "fastattn.compat.diffusers",
     "fastattn.compat.flash_mla",
     "fastattn.compat.flex_attention",

@@ -44,7 +44,7 @@ def output_of(command: list[str]) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """Versions and the current GPU, if any, as JSON values; the commit is git's or $FASTATTN_COMMIT."""
+    """Versions, the current GPU, if any, and $FASTATTN_COMMIT or git's commit, as JSON values."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
