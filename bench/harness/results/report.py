@@ -20,10 +20,11 @@ Record = dict[str, Any]
 def load(path: Path) -> dict[str, Any]:
     """The report in a file.
 
-    It holds format, command, started, environment (see `environment.collect`), ceilings, tests,
-    jobs (name to status and reason), results (records of measurements, with their commit if it
-    differs from the environment's), and broken (kind of job to implementation to how it ended the
-    process, see `measure`).
+    It holds format, command, started, environment (see `environment.collect`), ceilings, jobs (name
+    to status and reason), results (records of measurements, with their commit if it differs from
+    the environment's), broken (kind of job to implementation to how it ended the process, see
+    `measure`), and tests: status, passed, failed and failures, or a list of runs (commit, passed,
+    failed, not_run, what). One of several commits also has commits: seven digits to a date in UTC.
 
     Raises:
         ValueError: the file is not a report of this format.
@@ -62,6 +63,11 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
 
 
+def number(figure: float) -> str:
+    """A figure to three digits, above 100 to the unit."""
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
+
+
 def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The records with a time."""
     return (record for record in results if record["status"] == TIMED)
@@ -77,25 +83,32 @@ def group_of(record: Mapping[str, Any]) -> str | None:
     return family if family in SOURCES and name != "fastattn" else "all"
 
 
-def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """Merged records of several reports: the last timed one of each case and implementation.
+def commit_of(data: Mapping[str, Any], commit: str | None = None) -> tuple[str, str]:
+    """Seven digits or "" of a commit, by default that of the whole report, and its date.
 
-    Each gets its commit, seven digits or "", and stale: whether its kernels may have changed since.
+    The dates order figures and tests: those in the report's `commits`, else its start.
     """
-    kept: dict[tuple[str, str], Record] = {}
+    digits = (commit or data["environment"].get("commit") or "")[:7]
+    return digits, data.get("commits", {}).get(digits, data["started"])
+
+
+def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """Merged records of several reports: the newest of each case and implementation.
+
+    A timed one if there is any, of the newest commit, of the last report. Each gets its commit and
+    date, its run (the report's start), and stale: whether its kernels may have changed since.
+    """
+    every: list[Record] = []
     for data in sorted(reports, key=lambda data: str(data["started"])):
-        environment = data["environment"]
-        sources = environment.get("kernels", {})
+        sources = data["environment"].get("kernels", {})
         for record in data["results"]:
-            key = (record["case"]["name"], record["implementation"])
-            if record["status"] != TIMED and kept.get(key, record)["status"] == TIMED:
-                continue
             group = group_of(record)
+            commit, date = commit_of(data, record.get("commit"))
+            about = {"commit": commit, "date": date, "run": data["started"]}
             stale = group is not None and sources.get(group) != fingerprints()[group]
-            commit = (record.get("commit") or environment.get("commit") or "")[:7]
-            kept.pop(key, None)
-            kept[key] = record | {"commit": commit, "stale": stale}
-    return list(kept.values())
+            every.append(record | about | {"stale": stale})
+    every.sort(key=lambda record: (record["status"] == TIMED, record["date"]))
+    return list({(x["case"]["name"], x["implementation"]): x for x in every}.values())
 
 
 def untimed(job: str, records: Iterable[Mapping[str, Any]]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,103 +17,103 @@ from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
 from ..time.failures import TIMED
 from ..tune import tables as tuning
 from ..tune.candidates import names_of
-from .report import DONE, Record, load, newest, save, timed, write_whole
+from .report import DONE, Record, commit_of, load, newest, number, save, timed, write_whole
+
+Rated = Mapping[tuple[str, str], Record]  # by case and implementation
 
 _LEGEND = (
     "Behind each figure of ours is the commit that it was measured at, and in *slanted* figures "
-    "the kernels have changed since. Of figures measured more than once the newest is shown."
+    "the kernels have changed since. Of figures measured more than once that of the newest commit "
+    "is shown."
+)
+_RATIOS = (
+    f"Speed of the first of {OURS}, {named('hopper')} and {PORTABLE} that was timed, as a multiple "
+    "of others', by the figures above. One by a figure of another run has its commit.\n\n"
 )
 # Words in GPU names that do not distinguish GPUs.
 _OF_MANY = re.compile(r"nvidia|amd|geforce|instinct|radeon|\d+gb|hbm\w+|sxm\d*|pcie", re.I)
 
 
 def markdown(*reports: Mapping[str, Any]) -> str:
-    """Reports of one GPU: runs, a table for each family, ratios, missing measurements."""
+    """Figures of reports of one GPU, and what ran on it."""
+    return f"{_measured(reports)}\n\n{_ran(reports)}\n"
+
+
+def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Runs, a table for each family, ratios, missing measurements."""
     records = newest(reports)
+    rated = {(x["case"]["name"], x["implementation"]): x for x in timed(records) if _rate(x)}
     gpu = (reports[-1]["environment"].get("gpu") or {}).get("name", "no GPU")
-    blocks = [f"### {gpu}", *map(_heading, reports), _LEGEND, *_families(records), _ratios(records)]
+    blocks = [f"### {gpu}", *map(_heading, reports), _LEGEND, *_families(rated), _ratios(rated)]
     blocks += [_others(records), _unmeasured(records, reports)]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    return "\n\n".join(block for block in blocks if block)
 
 
 def _heading(data: Mapping[str, Any]) -> str:
-    environment, tests, limits = data["environment"], data["tests"], data["ceilings"]
-    versions = ", ".join(f"{name} {x}" for name, x in environment.get("versions", {}).items())
-    driver = (environment.get("gpu") or {}).get("driver")
-    software = f"{versions}, cuDNN {environment.get('cudnn')}, driver {driver}"
+    environment, limits = data["environment"], data["ceilings"]
+    versions = [f"{name} {x}" for name, x in environment.get("versions", {}).items()]
+    versions += [f"cuDNN {environment.get('cudnn')}"]
+    if driver := (environment.get("gpu") or {}).get("driver"):
+        versions.append(f"driver {driver}")
     command = f"`{data['command']}`" if data["command"] else "single probes"
-    lines = [f"{data['started'][:10]}, {command}: {software}. {data.get('method', '')}"]
+    text = f"{data['started'][:10]}, {command}: {', '.join(versions)}. {data.get('method', '')}"
     if limits:
-        lines.append(
-            f"In the same run a bf16 matrix product of size 8192 reached "
+        text += (
+            f"\nIn the same run a bf16 matrix product of size 8192 reached "
             f"{limits['matmul_tflops']} TFLOP/s and a copy {limits['copy_gbps']} GB/s, bytes read "
             "and written."
         )
-    if "passed" in tests:
-        lines.append(f"Kinds of kernels verified on this GPU: {_outcome(tests)}.")
-    return "\n".join(line.strip() for line in lines)
-
-
-def _outcome(tests: Mapping[str, Any]) -> str:
-    if "passed" not in tests:
-        return str(tests["status"])
-    return f"{tests['passed']} passed, {tests['failed']} failed ({tests['status']})"
+    return text.strip()
 
 
 def shown(figure: str, record: Mapping[str, Any]) -> str:
     """A figure with its commit, slanted if its kernels have changed since."""
-    if not record["implementation"].startswith("fastattn") or not record["commit"]:
+    if not record["implementation"].startswith(OURS) or not record["commit"]:
         return figure
     return f"*{figure}* {record['commit']}" if record["stale"] else f"{figure} {record['commit']}"
 
 
-def _families(records: list[Record]) -> Iterator[str]:
-    """A table for each family, one row per case: conventional TFLOP/s, GB/s for decoding."""
+def _rate(record: Mapping[str, Any]) -> float:
+    """GB/s of keys and values, or conventional TFLOP/s, of a case; else 0."""
+    return record.get("kv_gbps") or record.get("tflops", 0.0) if "D" in record["case"] else 0.0
+
+
+def _families(rated: Rated) -> Iterator[str]:
+    """A table for each family, one row per case."""
     families: dict[str, list[tuple[str, str, str]]] = {}
-    for record in timed(records):
-        if "tflops" in record or "kv_gbps" in record:
-            figure = record.get("kv_gbps") or record["tflops"]
-            text = shown(f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}", record)
-            cell = (record["case"]["name"], record["implementation"], text)
-            families.setdefault(record["case"]["family"], []).append(cell)
+    for (case, name), record in rated.items():
+        cell = (case, name, shown(number(_rate(record)), record))
+        families.setdefault(record["case"]["family"], []).append(cell)
     for family, cells in families.items():
         unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
         names = sorted({x for _, x, _ in cells}, key=lambda x: (not x.startswith(OURS), x))
         yield f"{family}, {unit}:\n\n" + _by_case(cells, names)
 
 
-def _ratios(records: list[Record]) -> str:
-    """Speed of the default backend as a multiple of torch's fused kernels'.
-
-    Reports that lack this name have it under the first backend that serves.
-    """
-    ms = {
-        (record["case"]["name"], record["implementation"]): record["ms"]["median"]
-        for record in timed(records)
-        if "tflops" in record or "kv_gbps" in record
-    }
-    cells = []
-    for (case, peer), theirs in ms.items():
-        names = (OURS, named("hopper"), PORTABLE)
-        ours = next((name for name in names if (case, name) in ms), None)
-        if peer in TORCH_PEERS and ours is not None:
-            cells += [(case, "by", ours), (case, peer, f"{theirs / ms[case, ours]:.2f}")]
-    head = f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
-    head += "figures above:\n\n"
-    return head + _by_case(cells, ["by", *TORCH_PEERS]) if cells else ""
+def _ratios(rated: Rated) -> str:
+    """Speed of the backend that `auto` takes as a multiple of the portable one's and torch's."""
+    cells, peers = [], (PORTABLE, *TORCH_PEERS)
+    for (case, peer), theirs in rated.items():
+        names = ((case, name) for name in (OURS, named("hopper"), PORTABLE))
+        ours = next((rated[name] for name in names if name in rated), theirs)
+        if peer in peers and ours is not theirs:
+            ratio = f"{theirs['ms']['median'] / ours['ms']['median']:.2f}"
+            same = all(theirs[x] == ours[x] for x in ("run", "commit"))
+            cells.append((case, peer, ratio if same else f"{ratio} ({theirs['commit']})"))
+            cells.append((case, "by", shown(ours["implementation"], ours)))
+    return _RATIOS + _by_case(cells, ["by", *peers]) if cells else ""
 
 
 def _others(records: list[Record]) -> str:
     """Training, host costs and others, with all their figures."""
     lines = []
-    skipped = ("case", "implementation", "status", "ms", "commit", "stale")
+    about = ("case", "implementation", "status", "ms", "commit", "date", "run", "stale")
     for record in timed(records):
-        if ("tflops" in record and "B" in record["case"]) or "kv_gbps" in record:
-            continue
-        figures = [f"{record['ms']['median']} ms"] if "ms" in record else []
-        figures += [f"{key} {value}" for key, value in record.items() if key not in skipped]
-        name = record["case"]["name"]
-        lines.append((name, record["implementation"], shown(", ".join(figures), record)))
+        if not _rate(record):
+            figures = [f"{record['ms']['median']} ms"] if "ms" in record else []
+            figures += [f"{key} {value}" for key, value in record.items() if key not in about]
+            cell = shown(", ".join(figures), record)
+            lines.append((record["case"]["name"], record["implementation"], cell))
     return table(["measurement", "of", "figures"], lines) if lines else ""
 
 
@@ -165,9 +165,9 @@ def page(folder: Path) -> str:
         by_gpu.setdefault(data["environment"]["gpu"]["name"], []).append(data)
     notes = (folder / "notes.md").read_text(encoding="utf-8")
     before, _, behind = notes.partition("<!-- tables -->")
-    parts = [before, "## Measured", *(markdown(*of_gpu) for of_gpu in by_gpu.values())]
+    parts = [before, "## Measured", *map(_measured, by_gpu.values())]
     parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]
-    parts += [_verified(every), behind]
+    parts += [_ran(every), behind]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -177,19 +177,20 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return sorted(loaded, key=lambda data: str(data["started"]))
 
 
-def _verified(reports: list[dict[str, Any]]) -> str:
-    """A table of the runs on each architecture with tuned tiles."""
-    ran: dict[str, tuple[list[str], list[str]]]
-    ran = {arch: ([], []) for arch in tiles.TABLES if arch != "interpreter"}
+def _ran(reports: Iterable[Mapping[str, Any]]) -> str:
+    """A table of the tests on GPUs, newest first."""
+    lines = []
     for data in reports:
-        gpu, tests = data["environment"]["gpu"], data["tests"]
-        numeric, kernels = ran[tiles.table_for("sm_" + gpu["capability"].replace(".", ""))]
-        numeric += [f"{gpu['name']}: {_outcome(tests)}"] if tests else []
-        if any(x["implementation"] in (OURS, PORTABLE) for x in timed(data["results"])):
-            kernels.append(f"{gpu['name']}, {data['started'][:10]}")
-    columns = ("tiles for", "numeric tests", "kernels timed")
-    lines = ([arch, *("; ".join(x) or "not run" for x in of_arch)] for arch, of_arch in ran.items())
-    return "## What has run where\n\n" + table(columns, lines)
+        tests, gpu = data["tests"], (data["environment"].get("gpu") or {}).get("name")
+        for row in tests if isinstance(tests, list) else filter(None, [tests]):
+            commit, date = commit_of(data, row.get("commit"))
+            counts = [row.get(name) for name in ("passed", "failed", "not_run")]
+            what = row.get("what") or f"kinds of kernels verified: {row['status']}"
+            cells = [commit, date[:10], gpu, *counts, what]
+            lines.append((date, ["not recorded" if x is None else x for x in cells]))
+    lines.sort(key=lambda line: line[0], reverse=True)
+    columns = ("commit", "date", "GPU", "passed", "failed", "not run", "of")
+    return "## What has run where\n\n" + table(columns, (cells for _, cells in lines))
 
 
 def _tuned(path: Path) -> str:
