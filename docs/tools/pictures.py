@@ -209,7 +209,7 @@ def kept_memory() -> str:
         for name, colour in (("eager", charts.INK), ("fastattn", charts.SHOWN["fastattn"][0])):
             values["model"].set_attn_implementation(name)
             kept, _ = values["kept_for_backward"](values["model"])
-            bars.append((name, kept / 2**20, colour))
+            bars.append(charts.Bar(name, kept / 2**20, colour))
         groups.append((f"{T} tokens", bars, {}))
     return charts.chart("Kept for the backward pass, MiB", "counted, 2 layers, 2 rows", groups)
 

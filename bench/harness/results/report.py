@@ -68,7 +68,7 @@ def number(figure: float) -> str:
     return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
-def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def timed(results: Iterable[Record]) -> Iterator[Record]:
     """The records with a time."""
     return (record for record in results if record["status"] == TIMED)
 
@@ -92,11 +92,11 @@ def commit_of(data: Mapping[str, Any], commit: str | None = None) -> tuple[str, 
     return digits, data.get("commits", {}).get(digits, data["started"])
 
 
-def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """Merged records of several reports: the newest of each case and implementation.
+def ordered(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """Records of several reports: timed ones last, and of those the ones of the newest commit.
 
-    A timed one if there is any, of the newest commit, of the last report. Each gets its commit and
-    date, its run (the report's start), and stale: whether its kernels may have changed since.
+    Each gets its commit, the date of that, its run (equal for figures of one commit in a report),
+    and stale: whether its kernels may have changed since.
     """
     every: list[Record] = []
     for data in sorted(reports, key=lambda data: str(data["started"])):
@@ -104,14 +104,18 @@ def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
         for record in data["results"]:
             group = group_of(record)
             commit, date = commit_of(data, record.get("commit"))
-            about = {"commit": commit, "date": date, "run": data["started"]}
+            about = {"commit": commit, "date": date, "run": f"{data['started']} {commit}"}
             stale = group is not None and sources.get(group) != fingerprints()[group]
             every.append(record | about | {"stale": stale})
-    every.sort(key=lambda record: (record["status"] == TIMED, record["date"]))
-    return list({(x["case"]["name"], x["implementation"]): x for x in every}.values())
+    return sorted(every, key=lambda record: (record["status"] == TIMED, record["date"]))
 
 
-def untimed(job: str, records: Iterable[Mapping[str, Any]]) -> bool:
+def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """The last of the ordered records of each case and implementation."""
+    return list({(x["case"]["name"], x["implementation"]): x for x in ordered(reports)}.values())
+
+
+def untimed(job: str, records: Iterable[Record]) -> bool:
     """Whether a job lacks a figure of our current kernels."""
     ours = [x for x in timed(records) if group_of(x) and x["case"]["name"].startswith(job)]
     return not ours or any(record["stale"] for record in ours)

@@ -17,7 +17,7 @@ from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
 from ..time.failures import TIMED
 from ..tune import tables as tuning
 from ..tune.candidates import names_of
-from .report import DONE, Record, commit_of, load, newest, number, save, timed, write_whole
+from .report import DONE, Record, commit_of, load, newest, number, ordered, save, timed, write_whole
 
 Rated = Mapping[tuple[str, str], Record]  # by case and implementation
 
@@ -28,7 +28,7 @@ _LEGEND = (
 )
 _RATIOS = (
     f"Speed of the first of {OURS}, {named('hopper')} and {PORTABLE} that was timed, as a multiple "
-    "of others', by the figures above. One by a figure of another run has its commit.\n\n"
+    "of others' in the same run. If they were timed in other runs alone, the commit is behind.\n\n"
 )
 # Words in GPU names that do not distinguish GPUs.
 _OF_MANY = re.compile(r"nvidia|amd|geforce|instinct|radeon|\d+gb|hbm\w+|sxm\d*|pcie", re.I)
@@ -41,10 +41,16 @@ def markdown(*reports: Mapping[str, Any]) -> str:
 
 def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
     """Runs, a table for each family, ratios, missing measurements."""
-    records = newest(reports)
+    every, records = ordered(reports), newest(reports)
     rated = {(x["case"]["name"], x["implementation"]): x for x in timed(records) if _rate(x)}
     gpu = (reports[-1]["environment"].get("gpu") or {}).get("name", "no GPU")
-    blocks = [f"### {gpu}", *map(_heading, reports), _LEGEND, *_families(rated), _ratios(rated)]
+    blocks = [
+        f"### {gpu}",
+        *map(_heading, reports),
+        _LEGEND,
+        *_families(rated),
+        _ratios(rated, every),
+    ]
     blocks += [_others(records), _unmeasured(records, reports)]
     return "\n\n".join(block for block in blocks if block)
 
@@ -90,16 +96,18 @@ def _families(rated: Rated) -> Iterator[str]:
         yield f"{family}, {unit}:\n\n" + _by_case(cells, names)
 
 
-def _ratios(rated: Rated) -> str:
+def _ratios(rated: Rated, every: Iterable[Record]) -> str:
     """Speed of the backend that `auto` takes as a multiple of the portable one's and torch's."""
+    runs = {(x["case"]["name"], x["implementation"], x["run"]): x for x in timed(every)}
     cells, peers = [], (PORTABLE, *TORCH_PEERS)
     for (case, peer), theirs in rated.items():
         names = ((case, name) for name in (OURS, named("hopper"), PORTABLE))
         ours = next((rated[name] for name in names if name in rated), theirs)
         if peer in peers and ours is not theirs:
-            ratio = f"{theirs['ms']['median'] / ours['ms']['median']:.2f}"
-            same = all(theirs[x] == ours[x] for x in ("run", "commit"))
-            cells.append((case, peer, ratio if same else f"{ratio} ({theirs['commit']})"))
+            beside = runs.get((case, peer, ours["run"]))
+            ratio = (beside or theirs)["ms"]["median"] / ours["ms"]["median"]
+            other = "" if beside else f" ({theirs['commit']})"
+            cells.append((case, peer, f"{ratio:.2f}{other}"))
             cells.append((case, "by", shown(ours["implementation"], ours)))
     return _RATIOS + _by_case(cells, ["by", *peers]) if cells else ""
 
