@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from fastattn.bench.results import charts
-from fastattn.bench.results.report import load
-from fastattn.bench.results.tables import add, check, draw
+from fastattn.bench.results.report import load, write_whole
+from fastattn.bench.results.tables import add, check, page
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -35,7 +35,7 @@ def main() -> int:
         else:
             written = [file for path in arguments.add for file in add(path, RESULTS)]
             if not arguments.check:
-                draw(RESULTS)
+                write_whole(RESULTS / "README.md", page(RESULTS))
             wrong = check(RESULTS)
     except (OSError, ValueError) as error:
         wrong = str(error)

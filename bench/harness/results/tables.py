@@ -8,16 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...kernels.hopper.tile_table import HopperConfig
-from ...kernels.launch import tiles
-from ...kernels.launch.tiles import TileConfig
 from ...tuned import findings
 from ...tuned.findings import Unreadable
 from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
 from ..time.failures import TIMED
 from ..tune import tables as tuning
-from ..tune.candidates import names_of
-from .report import DONE, Record, commit_of, load, newest, number, ordered, save, timed, write_whole
+from .report import DONE, Record, commit_of, load, newest, number, ordered, save, timed
 
 Rated = Mapping[tuple[str, str], Record]  # by case and implementation
 
@@ -202,45 +198,24 @@ def _ran(reports: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _tuned(path: Path) -> str:
-    """The section of a file of findings."""
+    """The section of a file of findings: each row with all that it has."""
     environment, rows = findings.read(path)
+    about = ", ".join(f"{name} {x}" for name, x in environment._asdict().items())
     parts = [
         f"## {environment.gpu}: what `fastattn tune` found, {_date(rows)}",
-        f"From [tuned/{path.name}](tuned/{path.name}): {environment.multiprocessors} "
-        f"multiprocessors, driver {environment.driver}, torch {environment.torch}, Triton "
-        f"{environment.triton}. A candidate takes the place of the shipped choice if it saves more "
-        "than 3 % of the time in both halves of the samples.",
+        f"From [tuned/{path.name}](tuned/{path.name}): {about}. gain: the part of the shipped "
+        "choice's time that is saved; another takes its place above 0.03 in both halves of the "
+        "samples.",
     ]
-    for kind, key in findings.KEYS.items():
-        columns = (*key, "fastest", "ms", "shipped ms", "saved")
-        lines = [[*(row[x] for x in key), *_outcomes(kind, row)] for row in rows.get(kind, ())]
-        if lines and kind != "verification":
-            parts.append(f"{kind}:\n\n" + table(columns, lines))
+    for kind in [kind for kind in rows if kind != "verification"]:
+        columns = dict.fromkeys(name for row in rows[kind] for name in row)
+        lines = ([row.get(name, "") for name in columns] for row in rows[kind])
+        parts.append(f"{kind}:\n\n" + table(columns, lines))
     return "\n\n".join(parts)
-
-
-def _outcomes(kind: str, row: Mapping[str, Any]) -> Iterator[object]:
-    if kind == "tiles":
-        config = HopperConfig if row["kernel"] in tiles.HOPPER else TileConfig
-        names = HopperConfig._fields if config is HopperConfig else tuning.TILE
-        yield names_of(config(**{name: row[name] for name in names if name in row}))
-        for ending in ("", "_shipped"):
-            ms = (row.get(f"{name}{ending}") for name in ("ms", "ms_full"))
-            yield " / ".join(f"{x:.4g}" for x in ms if x is not None)
-    else:
-        yield row[{"backends": "backend", "passes": "passes", "splits": "programs"}[kind]]
-        yield ", ".join(f"{name} {ms:.4g}" for name, ms in row["ms"].items())
-        yield ""
-    yield f"{100 * row['gain']:.1f} %"
 
 
 def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
     return max((row["date"] for of_kind in rows.values() for row in of_kind), default="empty")
-
-
-def draw(folder: Path) -> None:
-    """Write README.md."""
-    write_whole(folder / "README.md", page(folder))
 
 
 def check(folder: Path) -> str:

@@ -4,28 +4,79 @@ import re
 import runpy
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from fastattn.bench.cases.case import Case, sweep
 from fastattn.bench.results import charts, tables
-from fastattn.bench.results.report import empty, load, save
+from fastattn.bench.results.report import empty, load, newest, number, save, write_whole
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 RESULTS = CHECKOUT / "bench" / "results"
 REPORT = "h100-2026-11-22.json"
+# A figure in prose: a number with a unit, or a part in words.
+FIGURE = re.compile(
+    r"\d[\d.,]*\s*(?:TFLOP|TF\b|[kMGT]i?B\b|m?s\b|us\b|percent|%|times\b|tokens/s)"
+    r"|\ba (?:half|third|quarter|fifth|sixth|eighth)\b"
+)
 
 
 def test_the_page_follows_its_files(tmp_path):
     folder = shutil.copytree(RESULTS, tmp_path / "results")
-    tests = {"status": "finished", "passed": 10, "failed": 1}
+    tests = {"status": "finished", "passed": 10, "failed": 1, "failures": ["one"]}
     save(folder / REPORT, load(folder / REPORT) | {"tests": tests})
-    told = tables.check(folder)
-    assert "\n+Kinds of kernels verified on this GPU: 10 passed, 1 failed (finished)." in told
-    assert "NVIDIA H100 80GB HBM3: 10 passed, 1 failed (finished)" in told
-    tables.draw(folder)
+    ran = tables.page(folder).partition("## What has run where")[2].splitlines()
+    gpu = "2026-11-22 | NVIDIA H100 80GB HBM3"
+    assert (
+        f"| 4f8eb67 | {gpu} | 10 | 1 | not recorded | kinds of kernels verified: finished |" in ran
+    )
+    # By commits, the newest first.
+    commits = ["4f8eb67", "4f8eb67", "415326a", "0b37215", "7580bdc", "8f3b2af", "8f3b2af"]
+    assert [line[2:9] for line in ran if gpu in line] == commits
+    assert "\n+| 4f8eb67 | 2026" in tables.check(folder)
+    write_whole(folder / "README.md", tables.page(folder))
     assert tables.check(folder) == ""
+
+
+def test_the_newest_commit_is_shown_and_compared_within_its_run():
+    case = sweep("forward", 128, 4096, causal=True).to_dict()
+
+    def record(name, ms, **more):
+        timed = {"case": case, "implementation": name, "status": "timed", "ms": {"median": ms}}
+        return timed | {"tflops": 120 / ms} | more
+
+    new, old = {"commit": "bbbbbbb"}, {"commit": "aaaaaaa"}
+    several = [record("fastattn-hopper", 1.0, **new), record("sdpa-flash", 3.0, **new)]
+    several += [record("fastattn-hopper", 2.0, **old), record("sdpa-cudnn", 5.0, **old)]
+    several += [record("fastattn-triton", 4.0, **new, status="failed", reason="lost")]
+    dates = {"aaaaaaa": "2026-11-22T10", "bbbbbbb": "2026-11-22T12"}
+    first = empty("one") | {"started": "2026-11-22T09", "commits": dates, "results": several}
+    single = [record(name, 6.0) for name in ("fastattn-hopper", "fastattn-triton", "sdpa-flash")]
+    then = empty("two") | {"started": "2026-11-22T11", "results": single}
+    then["environment"] = {"commit": "c" * 40}
+    for reports in ((first, then), (then, first)):
+        text = tables.markdown(*reports)
+        figures = "*120* bbbbbbb | *20* ccccccc | 24 | 40"
+        assert f"| {case['name']} | {figures} |" in text
+        ratios = "*fastattn-hopper* bbbbbbb | 6.00 (ccccccc) | 3.00 | 5.00 (aaaaaaa) | "
+        assert f"| {case['name']} | {ratios} |" in text
+
+
+def test_records_have_dated_commits_and_the_names_of_cases():
+    """A probe of a plain call by other words would stand beside its case, newer or older."""
+    own = re.compile(r"(plain, )?(forward|backward),( B \d+ H \d+ T \d+)? D \d+( causal| full)?")
+    names = {field.name for field in fields(Case)}
+    for data in tables.reports(RESULTS):
+        ran = data["tests"] if isinstance(data["tests"], list) else []
+        assert {x["commit"] for x in [*data["results"], *ran]} <= set(data["commits"])
+        for case in (record["case"] for record in data["results"]):
+            assert own.fullmatch(case["name"]) is None
+            if "D" in case:
+                call = Case(**{name: x for name, x in case.items() if name in names})
+                assert call.name == case["name"]
 
 
 @pytest.fixture
@@ -51,11 +102,8 @@ def test_the_page_in_the_repository_agrees_with_its_files(script, monkeypatch):
 def test_charts_are_drawn_of_what_there_is(script, tmp_path):
     drawn = charts.measured(load(RESULTS / REPORT))
     files = "".join(f"{tmp_path / 'a' / name}.svg\n" for name in drawn)
-    assert script("results_table.py", "--charts", RESULTS / REPORT, tmp_path / "a") == (
-        0,
-        files,
-        "",
-    )
+    command = ("results_table.py", "--charts")
+    assert script(*command, RESULTS / REPORT, tmp_path / "a") == (0, files, "")
     assert {path.stem: path.read_text() for path in (tmp_path / "a").iterdir()} == drawn
     path = tmp_path / "out.json"
     save(path, empty("command"))
@@ -65,7 +113,7 @@ def test_charts_are_drawn_of_what_there_is(script, tmp_path):
         ("[]", "is not a benchmark report of format 1"),
     ):
         path.write_text(text)
-        code, _, error = script("results_table.py", "--charts", path, tmp_path / "b")
+        code, _, error = script(*command, path, tmp_path / "b")
         assert code == 1 and f"{path.name} {said}" in error
 
 
@@ -76,11 +124,32 @@ def test_a_run_says_that_there_is_no_gpu(tmp_path, monkeypatch, script):
     assert not (tmp_path / "out").exists()
 
 
-def test_figures_in_the_readme_are_on_the_page():
-    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    section = readme.split("## Results")[1].split("## ")[0]
-    claims = section.partition("fused\nkernels")[2].partition("On your own")[0]
-    figures = re.findall(r"\b\d{2,4}\b", claims.replace("torch 2.11", ""))
-    shown = (RESULTS / "README.md").read_text(encoding="utf-8")
-    assert len(figures) > 12
-    assert [figure for figure in figures if not re.search(rf"\b{figure}\b", shown)] == []
+def results_in_the_readme():
+    return (
+        (CHECKOUT / "README.md")
+        .read_text(encoding="utf-8")
+        .split("## Results")[1]
+        .split("\n## ")[0]
+    )
+
+
+def test_the_readme_has_the_newest_figures():
+    shown = {(x["case"]["name"], x["implementation"]): x for x in newest(tables.reports(RESULTS))}
+    section = results_in_the_readme()
+    rows = re.findall(r"^\| (\w+ward)(.*?)(\d+) \| (.*) \|$", section, re.M)
+    commits = set()
+    for direction, mask, D, figures in rows:
+        name = sweep(direction, int(D), 4096, "without" not in mask).name
+        records = [shown[name, x] for x in ("fastattn-hopper", "sdpa-flash", "sdpa-cudnn")]
+        assert figures.split(" | ") == [number(record["tflops"]) for record in records]
+        commits.add(records[0]["commit"])
+    assert len(rows) == 6 and set(re.findall(r"\b[0-9a-f]{7}\b", section)) == commits
+
+
+def test_no_sentence_states_a_figure():
+    """Tables and charts are drawn; a sentence would stay as it was."""
+    hopper = (CHECKOUT / "kernels" / "hopper" / "README.md").read_text(encoding="utf-8")
+    texts = [hopper.split("## Results on an H100")[1].split("\n## ")[0], results_in_the_readme()]
+    for path in (RESULTS / "notes.md", CHECKOUT / "docs" / "performance.md"):
+        texts.append(path.read_text(encoding="utf-8"))
+    assert [figure for text in texts for figure in FIGURE.findall(text)] == []
