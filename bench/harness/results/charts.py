@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..cases.case import Case
 from ..cases.figures import input_bytes, least_memory
-from .report import Record, group_of, number, ordered, timed, write_whole
+from .report import Record, gpu_of, group_of, number, ordered, timed, write_whole
 
 # Name in a report to colour and label.
 SHOWN = {
@@ -125,10 +125,9 @@ def _limits(data: Mapping[str, Any], figure: str, case: Mapping[str, Any]) -> di
 
 def _source(data: Mapping[str, Any], records: Iterable[Record]) -> str:
     """The GPU and date, and of our kernels the first and last commit, and whether any changed."""
-    device = (data["environment"].get("gpu") or {}).get("name", "a CPU")
     ours = sorted((x for x in records if group_of(x)), key=lambda x: str(x["date"]))
     commits = [x["commit"] for x in ours if x["commit"]]
-    text = f"measured, {device}, {data['started'][:10]}"
+    text = f"measured, {gpu_of(data)}, {data['started'][:10]}"
     if commits:
         text += f", at {' to '.join(dict.fromkeys((commits[0], commits[-1])))}"
     return text + "; outlined: kernels have changed since" * any(x["stale"] for x in ours)

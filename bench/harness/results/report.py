@@ -83,6 +83,11 @@ def group_of(record: Mapping[str, Any]) -> str | None:
     return family if family in SOURCES and name != "fastattn" else "all"
 
 
+def gpu_of(data: Mapping[str, Any]) -> str:
+    """The name of a report's GPU."""
+    return str((data["environment"].get("gpu") or {"name": "no GPU"})["name"])
+
+
 def commit_of(data: Mapping[str, Any], commit: str | None = None) -> tuple[str, str]:
     """Seven digits or "" of a commit, by default that of the whole report, and its date.
 

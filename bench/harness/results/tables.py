@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ from ...tuned.findings import Unreadable
 from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
 from ..time.failures import TIMED
 from ..tune import tables as tuning
-from .report import DONE, Record, commit_of, load, newest, number, ordered, save, timed
+from .report import DONE, Record, commit_of, gpu_of, load, newest, number, ordered, save, timed
 
 Rated = Mapping[tuple[str, str], Record]  # by case and implementation
 
 _LEGEND = (
-    "Behind each figure of ours is the commit that it was measured at, and in *slanted* figures "
-    "the kernels have changed since. Of figures measured more than once that of the newest commit "
-    "is shown."
+    "Behind each figure of ours is its commit, and in *slanted* figures the kernels have changed "
+    "since. Of figures measured more than once that of the newest commit is shown."
+)
+_LIMITS = (
+    "\nIn the same run a bf16 matrix product of size 8192 reached {matmul_tflops} TFLOP/s and a "
+    "copy {copy_gbps} GB/s, read and written."
 )
 _RATIOS = (
     f"Speed of the first of {OURS}, {named('hopper')} and {PORTABLE} that was timed, as a multiple "
@@ -35,37 +38,23 @@ def markdown(*reports: Mapping[str, Any]) -> str:
     return f"{_measured(reports)}\n\n{_ran(reports)}\n"
 
 
-def _measured(reports: Sequence[Mapping[str, Any]]) -> str:
+def _measured(reports: Iterable[Mapping[str, Any]]) -> str:
     """Runs, a table for each family, ratios, missing measurements."""
-    every, records = ordered(reports), newest(reports)
+    data, every, records = list(reports), ordered(reports), newest(reports)
     rated = {(x["case"]["name"], x["implementation"]): x for x in timed(records) if _rate(x)}
-    gpu = (reports[-1]["environment"].get("gpu") or {}).get("name", "no GPU")
-    blocks = [
-        f"### {gpu}",
-        *map(_heading, reports),
-        _LEGEND,
-        *_families(rated),
-        _ratios(rated, every),
-    ]
-    blocks += [_others(records), _unmeasured(records, reports)]
+    blocks = [f"### {gpu_of(data[-1])}", *map(_heading, data), _LEGEND, *_families(rated)]
+    blocks += [_ratios(rated, every), _others(records), _unmeasured(records, data)]
     return "\n\n".join(block for block in blocks if block)
 
 
 def _heading(data: Mapping[str, Any]) -> str:
     environment, limits = data["environment"], data["ceilings"]
-    versions = [f"{name} {x}" for name, x in environment.get("versions", {}).items()]
-    versions += [f"cuDNN {environment.get('cudnn')}"]
-    if driver := (environment.get("gpu") or {}).get("driver"):
-        versions.append(f"driver {driver}")
+    about = {**environment.get("versions", {}), "cuDNN": environment.get("cudnn")}
+    about["driver"] = (environment.get("gpu") or {}).get("driver")
+    versions = ", ".join(f"{name} {x}" for name, x in about.items() if x)
     command = f"`{data['command']}`" if data["command"] else "single probes"
-    text = f"{data['started'][:10]}, {command}: {', '.join(versions)}. {data.get('method', '')}"
-    if limits:
-        text += (
-            f"\nIn the same run a bf16 matrix product of size 8192 reached "
-            f"{limits['matmul_tflops']} TFLOP/s and a copy {limits['copy_gbps']} GB/s, bytes read "
-            "and written."
-        )
-    return text.strip()
+    text = f"{data['started'][:10]}, {command}: {versions}. {data.get('method', '')}".strip()
+    return text + (_LIMITS.format_map(limits) if limits else "")
 
 
 def shown(figure: str, record: Mapping[str, Any]) -> str:
@@ -123,19 +112,15 @@ def _others(records: list[Record]) -> str:
 
 def _unmeasured(records: list[Record], reports: Iterable[Mapping[str, Any]]) -> str:
     """Measurements without a figure, with reasons; equal reasons share a line."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for record in records:
-        if record["status"] != TIMED:
-            key = (record["implementation"], record["status"], record["reason"])
-            reasons.setdefault(key, []).append(record["case"]["name"])
-    lines = []
-    for (name, status, reason), cases in reasons.items():
-        more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
-        lines.append(f"- {name}, {status} ({', '.join(cases[:3])}{more}): {reason}")
-    jobs = {name: job for data in reports for name, job in data["jobs"].items()}
-    for name, job in jobs.items():
-        if job["status"] != DONE:
-            lines.append(f"- {name}: {job['status']}. {job.get('reason', '')}".rstrip())
+    reasons: dict[str, list[str]] = {}
+    for record in (record for record in records if record["status"] != TIMED):
+        key = "- {implementation}, {status}: {reason}".format_map(record)
+        reasons.setdefault(key, []).append(record["case"]["name"])
+    lines = [f"{reason} ({len(cases)}, as {cases[0]})" for reason, cases in reasons.items()]
+    for data in reports:
+        for name, job in data["jobs"].items():
+            if job["status"] != DONE:
+                lines.append(f"- {name}: {job['status']}. {job.get('reason', '')}".rstrip())
     return "\n".join(["Not measured:", "", *lines]) if lines else ""
 
 
@@ -164,15 +149,12 @@ def page(folder: Path) -> str:
         ValueError: a file is not a report.
     """
     every = reports(folder)
-    by_gpu: dict[str, list[dict[str, Any]]] = {}
-    for data in every:
-        by_gpu.setdefault(data["environment"]["gpu"]["name"], []).append(data)
-    notes = (folder / "notes.md").read_text(encoding="utf-8")
-    before, _, behind = notes.partition("<!-- tables -->")
-    parts = [before, "## Measured", *map(_measured, by_gpu.values())]
+    before, _, behind = (folder / "notes.md").read_text("utf-8").partition("<!-- tables -->")
+    parts = [before, "## Measured"]
+    for gpu in dict.fromkeys(map(gpu_of, every)):
+        parts.append(_measured([data for data in every if gpu_of(data) == gpu]))
     parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]
-    parts += [_ran(every), behind]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+    return "\n\n".join(part.strip() for part in [*parts, _ran(every), behind] if part) + "\n"
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
@@ -185,13 +167,13 @@ def _ran(reports: Iterable[Mapping[str, Any]]) -> str:
     """A table of the tests on GPUs, newest first."""
     lines = []
     for data in reports:
-        tests, gpu = data["tests"], (data["environment"].get("gpu") or {}).get("name")
+        tests = data["tests"]
         for row in tests if isinstance(tests, list) else filter(None, [tests]):
             commit, date = commit_of(data, row.get("commit"))
+            of = row.get("what") or f"kinds of kernels verified: {row['status']}"
             counts = [row.get(name) for name in ("passed", "failed", "not_run")]
-            what = row.get("what") or f"kinds of kernels verified: {row['status']}"
-            cells = [commit, date[:10], gpu, *counts, what]
-            lines.append((date, ["not recorded" if x is None else x for x in cells]))
+            counts = ["not recorded" if x is None else x for x in counts]
+            lines.append((date, [commit, date[:10], gpu_of(data), *counts, of]))
     lines.sort(key=lambda line: line[0], reverse=True)
     columns = ("commit", "date", "GPU", "passed", "failed", "not run", "of")
     return "## What has run where\n\n" + table(columns, (cells for _, cells in lines))
@@ -220,10 +202,9 @@ def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
 
 def check(folder: Path) -> str:
     """A diff of README.md and its generated text, "" if they agree."""
-    texts = ((folder / "README.md").read_text(encoding="utf-8"), page(folder))
+    texts = ((folder / "README.md").read_text("utf-8"), page(folder))
     old, new = (text.splitlines() for text in texts)
-    names = ("README.md", "the JSON files")
-    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
+    return "\n".join(difflib.unified_diff(old, new, "README.md", "the JSON files", lineterm=""))
 
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
@@ -258,5 +239,4 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
 
 def slug(gpu: str) -> str:
     """A GPU's name in file names: "h100" for "NVIDIA H100 80GB HBM3"."""
-    words: Iterable[str] = re.findall(r"[a-z0-9]+", _OF_MANY.sub(" ", gpu).lower())
-    return "-".join(words)
+    return "-".join(re.findall(r"[a-z0-9]+", _OF_MANY.sub(" ", gpu).lower()))
