@@ -41,7 +41,7 @@ CHARTS = {
     "memory-backward": ("Peak memory of both passes beyond inputs, 16384 tokens: MiB", "peak_mib"),
 }
 LABELS = {"dense": "no padding", "half": "rows half padded", "documents": "rows of documents"}
-LIMITS = {"tflops": ("matrix product", "matmul_tflops"), "kv_gbps": ("a copy", "copy_gbps")}
+LIMITS = {"tflops": ("a matrix product", "matmul_tflops"), "kv_gbps": ("a copy", "copy_gbps")}
 
 
 class Bar(NamedTuple):
@@ -51,9 +51,6 @@ class Bar(NamedTuple):
     value: float
     colour: str
     stale: bool = False
-
-
-Group = tuple[str, list[Bar], dict[str, float]]  # heading, bars, limits as dotted lines
 
 
 def write(charts: Mapping[str, str], folder: Path) -> list[Path]:
@@ -69,22 +66,21 @@ def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
     """The charts that reports of one GPU have figures for: "measured-" and a name of `CHARTS`."""
     drawn, data, records = {}, reports[-1], list(timed(ordered(reports)))
     for name, (title, figure) in CHARTS.items():
-        family = name.removeprefix("memory-")
-        names = list(SHOWN if name == family else SHOWN | UNFUSED)
+        names = SHOWN | UNFUSED if name.startswith("memory") else SHOWN
         shown: dict[tuple[Any, ...], Record] = {}
         for record in records:
-            group, who = _group(record["case"]), record["implementation"]
-            if record["case"]["family"] == family and figure in record and group and who in names:
-                shown[group, names.index(who)] = record
-        groups: dict[tuple[Any, ...], list[Record]] = {}
-        for group, n in sorted(shown):
-            groups.setdefault(group, []).append(shown[group, n])
-        bars = [
-            (group[-1], [_bar(x, figure) for x in of], _limits(data, figure, of[0]["case"]))
-            for group, of in groups.items()
-        ]
-        if bars:
-            drawn[f"measured-{name}"] = chart(title, _source(data, shown.values()), bars)
+            case, who = record["case"], record["implementation"]
+            chosen = case["family"] == name.removeprefix("memory-") and figure in record
+            if chosen and who in names and (group := _group(case)):
+                shown[(*group, list(names).index(who))] = record
+        groups: dict[str, list[Bar]] = {}
+        for key in sorted(shown):
+            record, (colour, label) = shown[key], names[shown[key]["implementation"]]
+            value = record["ms"]["median"] if figure == "ms" else record[figure]
+            bars = groups.setdefault(key[-2], _limit(data, figure, record["case"]))
+            bars.append(Bar(label, value, colour, record["stale"]))
+        if groups:
+            drawn[f"measured-{name}"] = chart(title, _source(data, shown.values()), groups)
     return drawn
 
 
@@ -108,19 +104,13 @@ def _group(case: Mapping[str, Any]) -> tuple[Any, ...]:
     return (D, mask, T, f"head dim {D}, {mask}, {T} tokens") if sizes and plain else ()
 
 
-def _bar(record: Record, figure: str) -> Bar:
-    colour, label = (SHOWN | UNFUSED)[record["implementation"]]
-    value = record["ms"]["median"] if figure == "ms" else record[figure]
-    return Bar(label, value, colour, record["stale"])
-
-
-def _limits(data: Mapping[str, Any], figure: str, case: Mapping[str, Any]) -> dict[str, float]:
-    """An upper limit that the run measured, if it did; the least memory of a fused kernel."""
+def _limit(data: Mapping[str, Any], figure: str, case: Mapping[str, Any]) -> list[Bar]:
+    """What no kernel can pass: a limit that the run measured, or the memory of the outputs."""
     if figure == "peak_mib":
         call = Case(**{name: x for name, x in case.items() if name != "name"})
-        return {"outputs and lse": (least_memory(call) - input_bytes(call)) / 2**20}
-    name, key = LIMITS.get(figure, ("", ""))
-    return {name: data["ceilings"][key]} if key in data["ceilings"] else {}
+        return [Bar("outputs and lse", (least_memory(call) - input_bytes(call)) / 2**20, LINE)]
+    label, key = LIMITS.get(figure, ("", ""))
+    return [Bar(label, data["ceilings"][key], LINE)] if key in data["ceilings"] else []
 
 
 def _source(data: Mapping[str, Any], records: Iterable[Record]) -> str:
@@ -133,18 +123,13 @@ def _source(data: Mapping[str, Any], records: Iterable[Record]) -> str:
     return text + "; outlined: kernels have changed since" * any(x["stale"] for x in ours)
 
 
-def chart(title: str, source: str, groups: list[Group]) -> str:
-    """A chart of horizontal bars with values; near limits are dotted."""
-    high = max(value for _, bars, _ in groups for _, value, *_ in bars)
-    shown = [{n: x for n, x in limits.items() if x < 1.5 * high} for _, _, limits in groups]
-    scale = ROOM / max([high, *(x for limits in shown for x in limits.values())])
-    parts = [_text(16, 26, title, weight=600), _text(16, 46, source)]
-    y = 66
-    for (heading, bars, _), limits in zip(groups, shown, strict=True):
-        legend = "; ".join(f"{name} {number(x)}" for name, x in limits.items())
-        parts += [_text(16, y + 14, heading, weight=600)]
-        parts += [_text(LEFT + ROOM, y + 14, legend, anchor="end")] if legend else []
-        top = y = y + 20
+def chart(title: str, source: str, groups: Mapping[str, Iterable[Bar]]) -> str:
+    """A chart of horizontal bars with values, in groups by heading."""
+    scale = ROOM / max(bar.value for bars in groups.values() for bar in bars)
+    parts, y = [_text(16, 26, title, weight=600), _text(16, 46, source)], 66
+    for heading, bars in groups.items():
+        parts.append(_text(16, y + 14, heading, weight=600))
+        y += 20
         for label, value, colour, stale in bars:
             size = f'width="{value * scale:.1f}" height="{STEP - 4}"'
             fill = f'fill="{colour}"' + f' fill-opacity="0.3" stroke="{colour}"' * stale
@@ -152,9 +137,6 @@ def chart(title: str, source: str, groups: list[Group]) -> str:
             parts.append(_text(LEFT - 8, y + 12, label, anchor="end"))
             parts.append(_text(LEFT + ROOM + 12, y + 12, number(value)))
             y += STEP
-        for limit in limits.values():
-            path = f"M{LEFT + limit * scale:.1f} {top - 2}V{y}"
-            parts.append(f'<path d="{path}" stroke="{LINE}" stroke-dasharray="2 4"/>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 14}" '
         f'viewBox="0 0 {WIDTH} {y + 14}" font-size="12" '

@@ -190,7 +190,7 @@ def _tuned(path: Path) -> str:
         "samples.",
     ]
     for kind in [kind for kind in rows if kind != "verification"]:
-        columns = dict.fromkeys(name for row in rows[kind] for name in row)
+        columns = dict.fromkeys((*findings.KEYS[kind], *(x for row in rows[kind] for x in row)))
         lines = ([row.get(name, "") for name in columns] for row in rows[kind])
         parts.append(f"{kind}:\n\n" + table(columns, lines))
     return "\n\n".join(parts)

@@ -4,7 +4,6 @@ import re
 import runpy
 import shutil
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -49,18 +48,17 @@ def test_the_newest_commit_is_shown_and_compared_within_its_run():
         return timed | {"tflops": 120 / ms} | more
 
     new, old = {"commit": "bbbbbbb"}, {"commit": "aaaaaaa"}
-    several = [record("fastattn-hopper", 1.0, **new), record("sdpa-flash", 3.0, **new)]
-    several += [record("fastattn-hopper", 2.0, **old), record("sdpa-cudnn", 5.0, **old)]
-    several += [record("fastattn-triton", 4.0, **new, status="failed", reason="lost")]
-    dates = {"aaaaaaa": "2026-11-22T10", "bbbbbbb": "2026-11-22T12"}
-    first = empty("one") | {"started": "2026-11-22T09", "commits": dates, "results": several}
-    single = [record(name, 6.0) for name in ("fastattn-hopper", "fastattn-triton", "sdpa-flash")]
-    then = empty("two") | {"started": "2026-11-22T11", "results": single}
+    results = [record("fastattn-hopper", 1.0, **new), record("sdpa-flash", 3.0, **new)]
+    results += [record("fastattn-hopper", 2.0, **old), record("sdpa-cudnn", 5.0, **old)]
+    results += [record("fastattn-triton", 4.0, **new, status="failed", reason="lost")]
+    first = empty("one") | {"started": "2026-11-22T09", "results": results}
+    first["commits"] = {"aaaaaaa": "2026-11-22T10", "bbbbbbb": "2026-11-22T12"}
+    results = [record(name, 6.0) for name in ("fastattn-hopper", "fastattn-triton", "sdpa-flash")]
+    then = empty("two") | {"started": "2026-11-22T11", "results": results}
     then["environment"] = {"commit": "c" * 40}
     for reports in ((first, then), (then, first)):
         text = tables.markdown(*reports)
-        figures = "*120* bbbbbbb | *20* ccccccc | 24 | 40"
-        assert f"| {case['name']} | {figures} |" in text
+        assert f"| {case['name']} | *120* bbbbbbb | *20* ccccccc | 24 | 40 |" in text
         ratios = "*fastattn-hopper* bbbbbbb | 6.00 (ccccccc) | 3.00 | 5.00 (aaaaaaa) | "
         assert f"| {case['name']} | {ratios} |" in text
 
@@ -68,15 +66,13 @@ def test_the_newest_commit_is_shown_and_compared_within_its_run():
 def test_records_have_dated_commits_and_the_names_of_cases():
     """A probe of a plain call by other words would stand beside its case, newer or older."""
     own = re.compile(r"(plain, )?(forward|backward),( B \d+ H \d+ T \d+)? D \d+( causal| full)?")
-    names = {field.name for field in fields(Case)}
     for data in tables.reports(RESULTS):
         ran = data["tests"] if isinstance(data["tests"], list) else []
         assert {x["commit"] for x in [*data["results"], *ran]} <= set(data["commits"])
         for case in (record["case"] for record in data["results"]):
             assert own.fullmatch(case["name"]) is None
             if "D" in case:
-                call = Case(**{name: x for name, x in case.items() if name in names})
-                assert call.name == case["name"]
+                assert case["name"] == Case(**{x: case[x] for x in case if x != "name"}).name
 
 
 @pytest.fixture
@@ -124,32 +120,26 @@ def test_a_run_says_that_there_is_no_gpu(tmp_path, monkeypatch, script):
     assert not (tmp_path / "out").exists()
 
 
-def results_in_the_readme():
-    return (
-        (CHECKOUT / "README.md")
-        .read_text(encoding="utf-8")
-        .split("## Results")[1]
-        .split("\n## ")[0]
-    )
+def section(path, heading):
+    return (CHECKOUT / path).read_text(encoding="utf-8").split(heading)[1].split("\n## ")[0]
 
 
 def test_the_readme_has_the_newest_figures():
     shown = {(x["case"]["name"], x["implementation"]): x for x in newest(tables.reports(RESULTS))}
-    section = results_in_the_readme()
-    rows = re.findall(r"^\| (\w+ward)(.*?)(\d+) \| (.*) \|$", section, re.M)
-    commits = set()
+    text, commits = section("README.md", "## Results"), set()
+    rows = re.findall(r"^\| (\w+ward)(.*?)(\d+) \| (.*) \|$", text, re.M)
     for direction, mask, D, figures in rows:
         name = sweep(direction, int(D), 4096, "without" not in mask).name
         records = [shown[name, x] for x in ("fastattn-hopper", "sdpa-flash", "sdpa-cudnn")]
         assert figures.split(" | ") == [number(record["tflops"]) for record in records]
         commits.add(records[0]["commit"])
-    assert len(rows) == 6 and set(re.findall(r"\b[0-9a-f]{7}\b", section)) == commits
+    assert len(rows) == 6 and set(re.findall(r"\b[0-9a-f]{7}\b", text)) == commits
 
 
 def test_no_sentence_states_a_figure():
     """Tables and charts are drawn; a sentence would stay as it was."""
-    hopper = (CHECKOUT / "kernels" / "hopper" / "README.md").read_text(encoding="utf-8")
-    texts = [hopper.split("## Results on an H100")[1].split("\n## ")[0], results_in_the_readme()]
-    for path in (RESULTS / "notes.md", CHECKOUT / "docs" / "performance.md"):
-        texts.append(path.read_text(encoding="utf-8"))
+    pages = {"README.md": "## Results", "docs/performance.md": "## Measured"}
+    pages["kernels/hopper/README.md"] = "## Results on an H100"
+    notes = (RESULTS / "notes.md").read_text(encoding="utf-8")
+    texts = [notes, *(section(*page) for page in pages.items())]
     assert [figure for text in texts for figure in FIGURE.findall(text)] == []
