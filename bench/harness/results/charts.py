@@ -53,13 +53,10 @@ class Bar(NamedTuple):
     stale: bool = False
 
 
-def write(charts: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write each chart to a file of the folder, which is created; return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {folder / f"{name}.svg": chart for name, chart in charts.items()}
-    for path, chart in files.items():
-        write_whole(path, chart)
-    return list(files)
+def write(charts: Mapping[str, str], folder: Path) -> None:
+    """Write each chart to a file of the folder."""
+    for name, chart in charts.items():
+        write_whole(folder / f"{name}.svg", chart)
 
 
 def measured(*reports: Mapping[str, Any]) -> dict[str, str]:

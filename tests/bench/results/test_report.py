@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from fastattn.bench.cases.case import Case, sweep
-from fastattn.bench.results import charts, tables
+from fastattn.bench.results import tables
 from fastattn.bench.results.report import empty, load, newest, number, save, write_whole
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 RESULTS = CHECKOUT / "bench" / "results"
-REPORT = "h100-2026-11-22.json"
 # A figure in prose: a number with a unit, or a part in words.
 FIGURE = re.compile(
     r"\d[\d.,]*\s*(?:TFLOP|TF\b|[kMGT]i?B\b|m?s\b|us\b|percent|%|times\b|tokens/s)"
@@ -26,7 +25,8 @@ FIGURE = re.compile(
 def test_the_page_follows_its_files(tmp_path):
     folder = shutil.copytree(RESULTS, tmp_path / "results")
     tests = {"status": "finished", "passed": 10, "failed": 1, "failures": ["one"]}
-    save(folder / REPORT, load(folder / REPORT) | {"tests": tests})
+    path = folder / "h100-2026-11-22.json"
+    save(path, load(path) | {"tests": tests})
     ran = tables.page(folder).partition("## What has run where")[2].splitlines()
     gpu = "2026-11-22 | NVIDIA H100 80GB HBM3"
     assert (
@@ -38,6 +38,10 @@ def test_the_page_follows_its_files(tmp_path):
     assert "\n+| 4f8eb67 | 2026" in tables.check(folder)
     write_whole(folder / "README.md", tables.page(folder))
     assert tables.check(folder) == ""
+    for text, said in {"x": "is not JSON", "[]": "is not a benchmark report of format 1"}.items():
+        (folder / "other.json").write_text(text)
+        with pytest.raises(ValueError, match=f"other.json {said}"):
+            tables.page(folder)
 
 
 def test_the_newest_commit_is_shown_and_compared_within_its_run():
@@ -89,28 +93,12 @@ def script(monkeypatch, capsys):
     return run
 
 
-def test_the_page_in_the_repository_agrees_with_its_files(script, monkeypatch):
+def test_the_page_in_the_repository_agrees_with_its_files(script, monkeypatch, tmp_path):
     assert script("results_table.py", "--check") == (0, "", "")
+    code, _, error = script("results_table.py", "--check", "--add", tmp_path / "none.json")
+    assert code == 1 and "none.json" in error
     monkeypatch.setattr(tables, "check", lambda folder: f"differs: {folder.name}")
     assert script("results_table.py", "--check") == (1, "", "differs: results\n")
-
-
-def test_charts_are_drawn_of_what_there_is(script, tmp_path):
-    drawn = charts.measured(load(RESULTS / REPORT))
-    files = "".join(f"{tmp_path / 'a' / name}.svg\n" for name in drawn)
-    command = ("results_table.py", "--charts")
-    assert script(*command, RESULTS / REPORT, tmp_path / "a") == (0, files, "")
-    assert {path.stem: path.read_text() for path in (tmp_path / "a").iterdir()} == drawn
-    path = tmp_path / "out.json"
-    save(path, empty("command"))
-    for text, said in (
-        (path.read_text(), "has no figure that a chart shows"),
-        ("x", "is not JSON"),
-        ("[]", "is not a benchmark report of format 1"),
-    ):
-        path.write_text(text)
-        code, _, error = script(*command, path, tmp_path / "b")
-        assert code == 1 and f"{path.name} {said}" in error
 
 
 def test_a_run_says_that_there_is_no_gpu(tmp_path, monkeypatch, script):

@@ -96,8 +96,8 @@ def test_what_is_neither_is_an_error_and_changes_nothing(folders):
     sent, results, shipped = folders
     interpreted = sent.read_text().replace(H100.gpu, "interpreter")
     neither = r"neither a report nor findings|of no GPU"
-    for text, message in (("{", neither), ("{}", neither), ('{"format": 1}', neither),
-                          (interpreted, "has no findings of a GPU")):  # fmt: skip
+    wrong = {"{": neither, "{}": neither, '{"format": 1}': neither}
+    for text, message in (wrong | {interpreted: "has no findings of a GPU"}).items():
         sent.write_text(text)
         with pytest.raises(ValueError, match=message):
             tuned.add(sent, results, shipped)
