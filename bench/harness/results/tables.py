@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,8 +13,6 @@ from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
 from ..time.failures import TIMED
 from ..tune import tables as tuning
 from .report import DONE, Record, commit_of, gpu_of, load, newest, number, ordered, save, timed
-
-Rated = Mapping[tuple[str, str], Record]  # by case and implementation
 
 _LEGEND = (
     "Behind each figure of ours is its commit, and in *slanted* figures the kernels have changed "
@@ -69,7 +66,7 @@ def _rate(record: Mapping[str, Any]) -> float:
     return record.get("kv_gbps") or record.get("tflops", 0.0) if "D" in record["case"] else 0.0
 
 
-def _families(rated: Rated) -> Iterator[str]:
+def _families(rated: dict[tuple[str, str], Record]) -> Iterator[str]:
     """A table for each family, one row per case."""
     families: dict[str, list[tuple[str, str, str]]] = {}
     for (case, name), record in rated.items():
@@ -81,7 +78,7 @@ def _families(rated: Rated) -> Iterator[str]:
         yield f"{family}, {unit}:\n\n" + _by_case(cells, names)
 
 
-def _ratios(rated: Rated, every: Iterable[Record]) -> str:
+def _ratios(rated: dict[tuple[str, str], Record], every: Iterable[Record]) -> str:
     """Speed of the backend that `auto` takes as a multiple of the portable one's and torch's."""
     runs = {(x["case"]["name"], x["implementation"], x["run"]): x for x in timed(every)}
     cells, peers = [], (PORTABLE, *TORCH_PEERS)
@@ -185,9 +182,8 @@ def _tuned(path: Path) -> str:
     about = ", ".join(f"{name} {x}" for name, x in environment._asdict().items())
     parts = [
         f"## {environment.gpu}: what `fastattn tune` found, {_date(rows)}",
-        f"From [tuned/{path.name}](tuned/{path.name}): {about}. gain: the part of the shipped "
-        "choice's time that is saved; another takes its place above 0.03 in both halves of the "
-        "samples.",
+        f"[tuned/{path.name}](tuned/{path.name}): {about}. gain: the part of the shipped choice's "
+        "time that is saved; above 0.03 in both halves of the samples another takes its place.",
     ]
     for kind in [kind for kind in rows if kind != "verification"]:
         columns = dict.fromkeys((*findings.KEYS[kind], *(x for row in rows[kind] for x in row)))
@@ -198,13 +194,6 @@ def _tuned(path: Path) -> str:
 
 def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
     return max((row["date"] for of_kind in rows.values() for row in of_kind), default="empty")
-
-
-def check(folder: Path) -> str:
-    """A diff of README.md and its generated text, "" if they agree."""
-    texts = ((folder / "README.md").read_text("utf-8"), page(folder))
-    old, new = (text.splitlines() for text in texts)
-    return "\n".join(difflib.unified_diff(old, new, "README.md", "the JSON files", lineterm=""))
 
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
