@@ -109,9 +109,9 @@ def ordered(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
         for record in data["results"]:
             group = group_of(record)
             commit, date = commit_of(data, record.get("commit"))
-            about = {"commit": commit, "date": date, "run": f"{data['started']} {commit}"}
             stale = group is not None and sources.get(group) != fingerprints()[group]
-            every.append(record | about | {"stale": stale})
+            about = {"commit": commit, "date": date, "run": f"{data['started']} {commit}"}
+            every.append({**record, **about, "stale": stale})
     return sorted(every, key=lambda record: (record["status"] == TIMED, record["date"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 from ...tuned import findings
 from ...tuned.findings import Unreadable
 from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
-from ..time.failures import TIMED
+from ..time.failures import UNSERVED
 from ..tune import tables as tuning
-from .report import DONE, Record, commit_of, gpu_of, load, newest, number, ordered, save, timed
+from .report import Record, commit_of, gpu_of, load, newest, number, ordered, save, timed
+
+Rows = dict[str, dict[str, str]]  # by case and column
 
 _LEGEND = (
     "Behind each figure of ours is its commit, and in *slanted* figures the kernels have changed "
-    "since. Of figures measured more than once that of the newest commit is shown."
+    "since. Of figures measured more than once that of the newest commit is shown. The files say "
+    "why a cell is empty."
 )
 _LIMITS = (
     "\nIn the same run a bf16 matrix product of size 8192 reached {matmul_tflops} TFLOP/s and a "
@@ -36,11 +40,11 @@ def markdown(*reports: Mapping[str, Any]) -> str:
 
 
 def _measured(reports: Iterable[Mapping[str, Any]]) -> str:
-    """Runs, a table for each family, ratios, missing measurements."""
-    data, every, records = list(reports), ordered(reports), newest(reports)
-    rated = {(x["case"]["name"], x["implementation"]): x for x in timed(records) if _rate(x)}
-    blocks = [f"### {gpu_of(data[-1])}", *map(_heading, data), _LEGEND, *_families(rated)]
-    blocks += [_ratios(rated, every), _others(records), _unmeasured(records, data)]
+    """Runs, a table for each family of cases, ratios, others."""
+    data, records = list(reports), newest(reports)
+    cases = [record for record in records if "D" in record["case"]]
+    blocks = [f"### {gpu_of(data[-1])}", *map(_heading, data), _LEGEND, *_families(cases)]
+    blocks += [_ratios(cases, ordered(data)), _others(records)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -61,27 +65,27 @@ def shown(figure: str, record: Mapping[str, Any]) -> str:
     return f"*{figure}* {record['commit']}" if record["stale"] else f"{figure} {record['commit']}"
 
 
-def _rate(record: Mapping[str, Any]) -> float:
-    """GB/s of keys and values, or conventional TFLOP/s, of a case; else 0."""
-    return record.get("kv_gbps") or record.get("tflops", 0.0) if "D" in record["case"] else 0.0
-
-
-def _families(rated: dict[tuple[str, str], Record]) -> Iterator[str]:
-    """A table for each family, one row per case."""
-    families: dict[str, list[tuple[str, str, str]]] = {}
-    for (case, name), record in rated.items():
-        cell = (case, name, shown(number(_rate(record)), record))
-        families.setdefault(record["case"]["family"], []).append(cell)
-    for family, cells in families.items():
+def _families(records: Iterable[Record]) -> Iterator[str]:
+    """A table for each family, one row per case; why a call that is served has no figure."""
+    families: dict[str, Rows] = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        if record["status"] != UNSERVED:
+            figure = record.get("kv_gbps") or record.get("tflops")
+            rows = families[record["case"]["family"]]
+            text = number(figure) if figure else record["status"]
+            rows[record["case"]["name"]][record["implementation"]] = shown(text, record)
+    for family, rows in families.items():
         unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
-        names = sorted({x for _, x, _ in cells}, key=lambda x: (not x.startswith(OURS), x))
-        yield f"{family}, {unit}:\n\n" + _by_case(cells, names)
+        names = {name for row in rows.values() for name in row}
+        columns = sorted(names, key=lambda name: (not name.startswith(OURS), name))
+        yield f"{family}, {unit}:\n\n" + _by_case(rows, columns)
 
 
-def _ratios(rated: dict[tuple[str, str], Record], every: Iterable[Record]) -> str:
+def _ratios(newest: Iterable[Record], every: Iterable[Record]) -> str:
     """Speed of the backend that `auto` takes as a multiple of the portable one's and torch's."""
+    rated = {(x["case"]["name"], x["implementation"]): x for x in timed(newest)}
     runs = {(x["case"]["name"], x["implementation"], x["run"]): x for x in timed(every)}
-    cells, peers = [], (PORTABLE, *TORCH_PEERS)
+    rows, peers = defaultdict[str, dict[str, str]](dict), (PORTABLE, *TORCH_PEERS)
     for (case, peer), theirs in rated.items():
         names = ((case, name) for name in (OURS, named("hopper"), PORTABLE))
         ours = next((rated[name] for name in names if name in rated), theirs)
@@ -89,45 +93,26 @@ def _ratios(rated: dict[tuple[str, str], Record], every: Iterable[Record]) -> st
             beside = runs.get((case, peer, ours["run"]))
             ratio = (beside or theirs)["ms"]["median"] / ours["ms"]["median"]
             other = "" if beside else f" ({theirs['commit']})"
-            cells.append((case, peer, f"{ratio:.2f}{other}"))
-            cells.append((case, "by", shown(ours["implementation"], ours)))
-    return _RATIOS + _by_case(cells, ["by", *peers]) if cells else ""
+            rows[case] |= {"by": shown(ours["implementation"], ours), peer: f"{ratio:.2f}{other}"}
+    return _RATIOS + _by_case(rows, ["by", *peers]) if rows else ""
 
 
-def _others(records: list[Record]) -> str:
-    """Training, host costs and others, with all their figures."""
+def _others(records: Iterable[Record]) -> str:
+    """Training, host costs and others, with all their figures or a reason."""
     lines = []
     about = ("case", "implementation", "status", "ms", "commit", "date", "run", "stale")
-    for record in timed(records):
-        if not _rate(record):
-            figures = [f"{record['ms']['median']} ms"] if "ms" in record else []
-            figures += [f"{key} {value}" for key, value in record.items() if key not in about]
-            cell = shown(", ".join(figures), record)
-            lines.append((record["case"]["name"], record["implementation"], cell))
+    for record in (record for record in records if "D" not in record["case"]):
+        figures = [f"{record['ms']['median']} ms"] if "ms" in record else []
+        figures += [f"{key} {value}" for key, value in record.items() if key not in about]
+        cell = shown(", ".join(figures), record)
+        lines.append((record["case"]["name"], record["implementation"], cell))
     return table(["measurement", "of", "figures"], lines) if lines else ""
 
 
-def _unmeasured(records: list[Record], reports: Iterable[Mapping[str, Any]]) -> str:
-    """Measurements without a figure, with reasons; equal reasons share a line."""
-    reasons: dict[str, list[str]] = {}
-    for record in (record for record in records if record["status"] != TIMED):
-        key = "- {implementation}, {status}: {reason}".format_map(record)
-        reasons.setdefault(key, []).append(record["case"]["name"])
-    lines = [f"{reason} ({len(cases)}, as {cases[0]})" for reason, cases in reasons.items()]
-    for data in reports:
-        for name, job in data["jobs"].items():
-            if job["status"] != DONE:
-                lines.append(f"- {name}: {job['status']}. {job.get('reason', '')}".rstrip())
-    return "\n".join(["Not measured:", "", *lines]) if lines else ""
-
-
-def _by_case(cells: Iterable[tuple[str, str, str]], names: Iterable[str]) -> str:
-    """A Markdown table of (case, column, text) with these columns, sorted by case."""
-    rows: dict[str, dict[str, str]] = {}
-    for case, column, text in sorted(cells):
-        rows.setdefault(case, {})[column] = text
-    lines = ([case, *(texts.get(name, "") for name in names)] for case, texts in rows.items())
-    return table(["case", *names], lines)
+def _by_case(rows: Rows, columns: list[str]) -> str:
+    """A table of these columns of rows, sorted by case."""
+    lines = ([case, *(rows[case].get(name, "") for name in columns)] for case in sorted(rows))
+    return table(["case", *columns], lines)
 
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:

@@ -49,7 +49,9 @@ def test_the_newest_commit_is_shown_and_compared_within_its_run():
     new, old = {"commit": "bbbbbbb"}, {"commit": "aaaaaaa"}
     results = [record("fastattn-hopper", 1.0, **new), record("sdpa-flash", 3.0, **new)]
     results += [record("fastattn-hopper", 2.0, **old), record("sdpa-cudnn", 5.0, **old)]
-    results += [record("fastattn-triton", 4.0, **new, status="failed", reason="lost")]
+    results.append(record("fastattn-triton", 4.0, **new, status="failed", reason="lost"))
+    wrong = {"case": case, "implementation": "flex", "status": "wrong", "reason": "NaN"}
+    results += [wrong, wrong | {"implementation": "xformers", "status": "cannot serve"}]
     first = empty("one") | {"started": "2026-11-22T09", "results": results}
     first["commits"] = {"aaaaaaa": "2026-11-22T10", "bbbbbbb": "2026-11-22T12"}
     results = [record(name, 6.0) for name in ("fastattn-hopper", "fastattn-triton", "sdpa-flash")]
@@ -57,7 +59,7 @@ def test_the_newest_commit_is_shown_and_compared_within_its_run():
     then["environment"] = {"commit": "c" * 40}
     for reports in ((first, then), (then, first)):
         text = tables.markdown(*reports)
-        assert f"| {case['name']} | *120* bbbbbbb | *20* ccccccc | 24 | 40 |" in text
+        assert f"| {case['name']} | *120* bbbbbbb | *20* ccccccc | wrong | 24 | 40 |\n" in text
         ratios = "*fastattn-hopper* bbbbbbb | 6.00 (ccccccc) | 3.00 | 5.00 (aaaaaaa) | "
         assert f"| {case['name']} | {ratios} |" in text
 
