@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fastattn.bench.cases.case import sweep
+from fastattn.bench.cases.case import padded, sweep
 from fastattn.bench.results import charts
 from fastattn.bench.results.report import load
 from fastattn.bench.time.environment import fingerprints
@@ -70,9 +70,11 @@ def test_a_chart_follows_its_file_and_shows_the_sweep_alone(report):
     before = charts.measured(report)
     assert charts.measured({**report, "results": []}) == {}
     one = sweep("forward", 128, 16384, causal=True)
-    for other in (replace(one, T_q=4096, T_k=4096), replace(one, H_k=1), replace(one, D=64)):
+    changes = {"T_q": 4096}, {"H_k": 1}, {"D": 64}, {"option": "sinks"}, {"dtype": "float16"}
+    others = [replace(one, **change) for change in changes]
+    for other in (*others, padded("forward_backward", "half", 4096, causal=False)):
         record = {"case": other.to_dict(), "implementation": "sdpa-flash", "status": "timed"}
-        report["results"].append({**record, "tflops": 1.0})
+        report["results"].append({**record, "tflops": 1.0, "ms": {"median": 1.0}})
     assert charts.measured(report) == before
     kept = [x for x in report["results"] if x["case"].get("direction") != "backward"]
     gone = before.keys() - charts.measured({**report, "results": kept}).keys()

@@ -46,21 +46,23 @@ def test_the_newest_commit_is_shown_and_compared_within_its_run():
         timed = {"case": case, "implementation": name, "status": "timed", "ms": {"median": ms}}
         return timed | {"tflops": 120 / ms} | more
 
-    new, old = {"commit": "bbbbbbb"}, {"commit": "aaaaaaa"}
-    results = [record("fastattn-hopper", 1.0, **new), record("sdpa-flash", 3.0, **new)]
-    results += [record("fastattn-hopper", 2.0, **old), record("sdpa-cudnn", 5.0, **old)]
-    results.append(record("fastattn-triton", 4.0, **new, status="failed", reason="lost"))
+    dates = {"aaaaaaa": "2026-11-22T13", "bbbbbbb": "2026-11-22T12", "ddddddd": "2026-11-22T10"}
+    newer, ours, older = ({"commit": commit} for commit in dates)
+    results = [record("fastattn-hopper", 1.0, **ours), record("sdpa-flash", 3.0, **ours)]
+    results += [record("sdpa-flash", 4.0, **newer), record("sdpa-cudnn", 5.0, **older)]
+    results += [record("fastattn-hopper", 2.0, **older)]
     wrong = {"case": case, "implementation": "flex", "status": "wrong", "reason": "NaN"}
     results += [wrong, wrong | {"implementation": "xformers", "status": "cannot serve"}]
-    first = empty("one") | {"started": "2026-11-22T09", "results": results}
-    first["commits"] = {"aaaaaaa": "2026-11-22T10", "bbbbbbb": "2026-11-22T12"}
+    results += [wrong | {"implementation": "fastattn-triton", **newer}]
+    first = empty("one") | {"started": "2026-11-22T09", "results": results, "commits": dates}
     results = [record(name, 6.0) for name in ("fastattn-hopper", "fastattn-triton", "sdpa-flash")]
     then = empty("two") | {"started": "2026-11-22T11", "results": results}
     then["environment"] = {"commit": "c" * 40}
     for reports in ((first, then), (then, first)):
         text = tables.markdown(*reports)
-        assert f"| {case['name']} | *120* bbbbbbb | *20* ccccccc | wrong | 24 | 40 |\n" in text
-        ratios = "*fastattn-hopper* bbbbbbb | 6.00 (ccccccc) | 3.00 | 5.00 (aaaaaaa) | "
+        figures = "*120* bbbbbbb | *20* ccccccc | wrong | 24 | 30"
+        assert f"| {case['name']} | {figures} |\n" in text
+        ratios = "*fastattn-hopper* bbbbbbb | 6.00 (ccccccc) | 3.00 | 5.00 (ddddddd) | "
         assert f"| {case['name']} | {ratios} |" in text
 
 
@@ -112,14 +114,16 @@ def section(path, heading):
 
 def test_the_readme_has_the_newest_figures():
     shown = {(x["case"]["name"], x["implementation"]): x for x in newest(tables.reports(RESULTS))}
-    text, commits = section("README.md", "## Results"), set()
+    text, ours = section("README.md", "## Results"), []
     rows = re.findall(r"^\| (\w+ward)(.*?)(\d+) \| (.*) \|$", text, re.M)
     for direction, mask, D, figures in rows:
         name = sweep(direction, int(D), 4096, "without" not in mask).name
         records = [shown[name, x] for x in ("fastattn-hopper", "sdpa-flash", "sdpa-cudnn")]
         assert figures.split(" | ") == [number(record["tflops"]) for record in records]
-        commits.add(records[0]["commit"])
-    assert len(rows) == 6 and set(re.findall(r"\b[0-9a-f]{7}\b", text)) == commits
+        ours.append(records[0])
+    assert len(rows) == 6
+    assert set(re.findall(r"\b[0-9a-f]{7}\b", text)) == {record["commit"] for record in ours}
+    assert ("have changed since" in text) == any(record["stale"] for record in ours)
 
 
 def test_no_sentence_states_a_figure():
