@@ -21,22 +21,22 @@ FIGURE += r"|\ba (?:half|third|quarter|fifth|sixth|eighth)\b"
 
 
 def test_the_page_follows_its_files(tmp_path):
-    folder = shutil.copytree(RESULTS, tmp_path / "results")
+    for name in ("notes.md", "h100-2026-11-22.json", "h100-2026-11-22-probes.json"):
+        shutil.copy(RESULTS / name, tmp_path)
+    path = tmp_path / "h100-2026-11-22.json"
     tests = {"status": "finished", "passed": 10, "failed": 1, "failures": ["one"]}
-    path = folder / "h100-2026-11-22.json"
     save(path, load(path) | {"tests": tests})
-    ran = tables.page(folder).partition("## What has run where")[2].splitlines()
+    ran = tables.page(tmp_path).partition("## What has run where")[2].splitlines()
     gpu = "2026-11-22 | NVIDIA H100 80GB HBM3"
-    assert (
-        f"| 4f8eb67 | {gpu} | 10 | 1 | not recorded | kinds of kernels verified: finished |" in ran
-    )
+    of_run = "10 | 1 | not recorded | kinds of kernels verified: finished"
+    assert f"| 4f8eb67 | {gpu} | {of_run} |" in ran
     # By commits, the newest first.
     commits = ["4f8eb67", "4f8eb67", "415326a", "0b37215", "7580bdc", "8f3b2af", "8f3b2af"]
     assert [line[2:9] for line in ran if gpu in line] == commits
     for text, said in {"x": "is not JSON", "[]": "is not a benchmark report of format 1"}.items():
-        (folder / "other.json").write_text(text)
+        (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match=f"other.json {said}"):
-            tables.page(folder)
+            tables.page(tmp_path)
 
 
 def test_the_newest_commit_is_shown_and_compared_within_its_run():
@@ -71,7 +71,8 @@ def test_records_have_dated_commits_and_the_names_of_cases():
     own = re.compile(r"(plain, )?(forward|backward),( B \d+ H \d+ T \d+)? D \d+( causal| full)?")
     for data in tables.reports(RESULTS):
         ran = data["tests"] if isinstance(data["tests"], list) else []
-        assert {x["commit"] for x in [*data["results"], *ran]} <= set(data["commits"])
+        commits = {x["commit"] for x in [*data["results"], *ran] if "commit" in x}
+        assert commits <= data.get("commits", {}).keys()
         for case in (record["case"] for record in data["results"]):
             assert own.fullmatch(case["name"]) is None
             if "D" in case:
