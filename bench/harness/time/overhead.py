@@ -259,8 +259,8 @@ def _python(code: str, **environment: str) -> float:
     """The number that code prints in a fresh interpreter, without TRITON_INTERPRET."""
     variables = {**os.environ, **environment}
     variables.pop("TRITON_INTERPRET", None)
-    # Less time than the stall limit of the process that waits.
-    how: dict[str, Any] = {"env": variables, "cwd": tempfile.gettempdir(), "timeout": 40}
+    # Ends a process that hangs; a loaded machine imports for half a minute and compiles for more.
+    how: dict[str, Any] = {"env": variables, "cwd": tempfile.gettempdir(), "timeout": 600}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **how)
     if done.returncode:
         raise RuntimeError(f"a measuring process failed: {done.stderr.strip()}")
