@@ -6,7 +6,8 @@ The sweep at 16384 tokens and hidden size 2048 follows FlashAttention-3 (Shah et
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Direction = Literal["forward", "backward", "forward_backward"]
@@ -49,6 +50,11 @@ class Case:
     label: str = ""
     graph: bool = False
     option: str = ""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Case:
+        """The case of `to_dict`, also of an older one with other fields."""
+        return cls(**{x.name: record[x.name] for x in fields(cls) if x.name in record})
 
     @property
     def name(self) -> str:

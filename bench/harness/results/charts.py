@@ -104,7 +104,7 @@ def _group(case: Mapping[str, Any]) -> tuple[Any, ...]:
 def _limit(data: Mapping[str, Any], figure: str, case: Mapping[str, Any]) -> list[Bar]:
     """What no kernel can pass: a limit that the run measured, or the memory of the outputs."""
     if figure == "peak_mib":
-        call = Case(**{name: x for name, x in case.items() if name != "name"})
+        call = Case.of(case)
         return [Bar("outputs and lse", (least_memory(call) - input_bytes(call)) / 2**20, LINE)]
     label, key = LIMITS.get(figure, ("", ""))
     return [Bar(label, data["ceilings"][key], LINE)] if key in data["ceilings"] else []

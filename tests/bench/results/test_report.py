@@ -76,7 +76,7 @@ def test_records_have_dated_commits_and_the_names_of_cases():
         for case in (record["case"] for record in data["results"]):
             assert own.fullmatch(case["name"]) is None
             if "D" in case:
-                assert case["name"] == Case(**{x: case[x] for x in case if x != "name"}).name
+                assert case["name"] == Case.of(case).name
 
 
 @pytest.fixture
