@@ -90,10 +90,9 @@ def lines_of(job: str, message: Message) -> Iterator[str]:
     for record in message.get("records", ()):
         if "case" not in record:
             continue
-        figures = {n: x for n, x in record.items() if n in ("kernels", "tflops", "kv_gbps")}
-        figures |= {n: x for n, x in record.items() if n.endswith(("_us", "step_ms", "import_ms"))}
-        figures |= {"ms": record["ms"]["median"]} if "ms" in record else {}
-        words = [f"{name} {x}" for name, x in figures.items()]
+        named = ("kernels", "tflops", "kv_gbps", "host_us", "step_ms")
+        words = [f"{name} {record[name]}" for name in named if name in record]
+        words += [f"{record['ms']['median']} ms"] if "ms" in record else []
         words += [f"{record['status']}: {record['reason']}"] if "reason" in record else []
         yield f"{record['case']['name']}  {record['implementation']}: {', '.join(words)}"
 

@@ -136,8 +136,6 @@ def gpu_jobs(session: Session) -> dict[str, Job]:
         **of_rows(sets.portable_rows(), ", portable"),
     }
     if session.which == "full":
-        jobs["first call"] = Job(_first_call, ("first call",))
-        jobs["import"] = Job(_import, ("import",))
         jobs |= of_rows(sets.unfused_rows(), ", unfused") | of_rows(sets.swept_rows(), ", all")
     return jobs
 
@@ -244,18 +242,6 @@ def _host_cost(bench: Bench) -> list[Record]:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         costs = overhead.host_costs(overhead.calls_by_backend()).items()
     return [record("overhead", name, call, host_us=round(us, 2)) for call, us in costs]
-
-
-def _first_call(bench: Bench) -> list[Record]:
-    bench.announce(OURS, WAITS)  # each process has its own limit
-    of = {f"first call, {cache}": ms for cache, ms in overhead.first_call_ms().items()}
-    return [record("overhead", name, OURS, first_call_ms=round(of[name], 1)) for name in of]
-
-
-def _import(bench: Bench) -> list[Record]:
-    bench.announce(OURS, WAITS)
-    ms = round(overhead.import_ms(), 1)
-    return [record("overhead", "import over torch and triton", OURS, import_ms=ms)]
 
 
 def _training(T: int, bench: Bench) -> list[Record]:
