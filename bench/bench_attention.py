@@ -30,7 +30,7 @@ def _expected(case: Case) -> Expected:
 @cache
 def _bench(device: str) -> Bench:
     effort = Effort(target_ms=1000, least=5, most=20, pause=0)
-    return gpu_bench("quick") if device == "cuda" else Bench(HostTimer(), effort)
+    return gpu_bench("short") if device == "cuda" else Bench(HostTimer(), effort)
 
 
 class _Samples:

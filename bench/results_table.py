@@ -2,21 +2,19 @@
 that they agree.
 
 python bench/results_table.py            # write
-python bench/results_table.py --check    # exit 1 if the page is not what the files say
+python bench/results_table.py --check    # exit 1 if one of them is not what the files say
 python bench/results_table.py --add F    # first take in what `fastattn tune --export F` or `verify
                                          # --export F` wrote, or a report: a copy beside the others,
-                                         # and tiles and verdicts to ship
-python bench/results_table.py --charts F DIR    # draw the charts of a report of your own, and
-                                                # change nothing else
+                                         # and tiles to ship
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from fastattn.bench.results import charts, verdicts
-from fastattn.bench.results.report import load
-from fastattn.bench.results.tables import add, check, draw
+from fastattn.bench.results.report import write_whole
+from fastattn.bench.results.tables import add, page
+from fastattn.bench.results.verdicts import FILE, text
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -26,24 +24,19 @@ def main() -> int:
     option = parser.add_argument
     option("--check", action="store_true", help="change nothing; exit 1 on a difference")
     option("--add", type=Path, nargs="+", default=[], metavar="FILE", help="findings or reports")
-    option("--charts", type=Path, nargs=2, metavar=("FILE", "DIR"), help="SVGs of a file into DIR")
     arguments = parser.parse_args()
-    written, wrong = [], ""
+    wrong = ""
     try:
-        if arguments.charts:
-            path, folder = arguments.charts
-            written = charts.write(charts.measured(load(path)), folder)
-            wrong = "" if written else f"{path} has no figure that a chart shows"
-        else:
-            written = [file for path in arguments.add for file in add(path, RESULTS)]
+        for file in arguments.add:
+            sys.stdout.writelines(f"{written}\n" for written in add(file, RESULTS))
+        for path, draw in ((RESULTS / "README.md", page), (FILE, text)):
             if not arguments.check:
-                draw(RESULTS)
-                verdicts.write(RESULTS)
-            wrong = check(RESULTS) or verdicts.check(RESULTS)
+                write_whole(path, draw(RESULTS))
+            elif path.read_text("utf-8") != draw(RESULTS):
+                wrong += f"{path} is not what the files say: bench/results_table.py writes it\n"
     except (OSError, ValueError) as error:
-        wrong = str(error)
-    sys.stdout.writelines(f"{file}\n" for file in written)
-    sys.stderr.write(wrong + "\n" if wrong else "")
+        wrong = f"{error}\n"
+    sys.stderr.write(wrong)
     return int(bool(wrong))
 
 

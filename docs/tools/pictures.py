@@ -202,15 +202,14 @@ def kept_memory() -> str:
     count = count.partition("\n\n\neager")[0]
     values: dict[str, Any] = {}
     exec(make + count, values)
-    groups: list[charts.Group] = []
+    groups: dict[str, list[charts.Bar]] = {}
     for T in (128, 256, 512):
         values["tokens"] = torch.randint(3, 256, (2, T))
-        bars = []
+        bars = groups[f"{T} tokens"] = []
         for name, colour in (("eager", charts.INK), ("fastattn", charts.SHOWN["fastattn"][0])):
             values["model"].set_attn_implementation(name)
             kept, _ = values["kept_for_backward"](values["model"])
-            bars.append((name, kept / 2**20, colour))
-        groups.append((f"{T} tokens", bars, {}))
+            bars.append(charts.Bar(name, kept / 2**20, colour))
     return charts.chart("Kept for the backward pass, MiB", "counted, 2 layers, 2 rows", groups)
 
 

@@ -70,6 +70,7 @@ ENTRIES = {
     "fastattn.bench.results.tables",
     "fastattn.bench.results.verdicts",
     "fastattn.bench.time.jobs",
+    "fastattn.bench.time.prebuilt",
     "fastattn.compat.diffusers",
     "fastattn.compat.flash_mla",
     "fastattn.compat.flex_attention",

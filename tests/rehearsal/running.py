@@ -2,16 +2,20 @@
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from calls import SMALL, random
 from posing import Graph, stage
 
 from fastattn import attention
-from fastattn.bench.time import environment
+from fastattn.bench.cases import sets
+from fastattn.bench.time import attention as attention_jobs
+from fastattn.bench.time import environment, jobs
 from fastattn.bench.time.samples import Bench, Effort, device_timer
 from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_tokens
@@ -45,6 +49,7 @@ def calls() -> None:
             stage.play(f"{name}, graph", partial(with_graph, partial(call, cuda_graph=True)))
         stage.play("events", time_attention)
         stage.play("environment", environment.collect, launches=False)
+        stage.play("rows of the short set", short_set)
 
 
 def small_model(vocab_size: int = 64) -> GPT:
@@ -102,3 +107,23 @@ def time_attention() -> None:
     results = bench.compare({"attention": lambda: attention(q, k, v, causal=True)})
     timing = results["attention"]
     assert isinstance(timing, dict) and timing["samples"] == 1, timing
+
+
+def short_set() -> None:
+    """Rows by the process of `run_all`, small; what kernels compute is not checked."""
+    small: dict[str, Any] = {"B": 1, "H_q": 2, "H_k": 2, "T_k": 128, "D": 64}
+    rows = []
+    for kind in (sets.plain_rows, sets.decode_rows):
+        case, names = next(iter(kind()))
+        rows.append(sets.Row(replace(case, T_q=min(128, case.T_q), **small), names))
+    told: list[dict[str, Any]] = []
+    settings = {"which": "short", "folder": "", "seconds": 9.0, "left": 9.0, "names": []}
+    with (
+        mock.patch.object(jobs, "gpu_jobs", lambda session: jobs.of_rows(rows)),
+        mock.patch.object(attention_jobs, "check", lambda *results: None),
+    ):
+        requests = ({"job": name, "broken": {}} for name in jobs.of_rows(rows))
+        assert jobs.run(settings, lambda **message: told.append(message), requests) == 0
+    records = [record for message in told for record in message.get("records", ())]
+    ours = {record["kernels"]: record["status"] for record in records if "kernels" in record}
+    assert ours == {"fastattn-hopper": "timed", "fastattn-triton": "timed"}, told

@@ -1,4 +1,4 @@
-"""Benchmark cases, the most important first.
+"""A benchmark case, and the kinds of cases that `sets` has.
 
 The sweep at 16384 tokens and hidden size 2048 follows FlashAttention-3 (Shah et al. 2024, section
 4.1). Llama 3 70B has 64 query heads on 8 key/value heads of width 128, Llama 3 8B 32 on 8.
@@ -6,15 +6,11 @@ The sweep at 16384 tokens and hidden size 2048 follows FlashAttention-3 (Shah et
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Direction = Literal["forward", "backward", "forward_backward"]
-
-_BOTH: tuple[Direction, ...] = ("forward", "backward")
-
-FAMILIES = ("forward", "backward", "padded", "masks", "decode")
 
 # Lengths of real documents: the 1/64, 3/64, ... 63/64 quantiles of the module sizes in CPython
 # 3.11's standard library, in tokens of four bytes.
@@ -32,8 +28,8 @@ class Case:
     passes key_lengths, "left" key_padding_mask. layout: memory order of q, k, v and the output's
     gradient: "bthd", transposed views of [B, T, H, D] as projections return them, or "bhtd", as in
     a cache. label: distinguishes cases of equal sizes. graph: replay the call as a CUDA graph,
-    which excludes host time. slow_peers: also measure peers that compile for seconds. option: of
-    `attention`, one of `inputs.OPTIONS`, for calls that are not plain; peers cannot serve these.
+    which excludes host time. option: of `attention`, one of `inputs.OPTIONS`, for calls that are
+    not plain; in decoding the cache, one of `inputs.CACHES`.
     """
 
     family: str
@@ -53,8 +49,12 @@ class Case:
     device: str = "cuda"
     label: str = ""
     graph: bool = False
-    slow_peers: bool = True
     option: str = ""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Case:
+        """The case of `to_dict`, also of an older one with other fields."""
+        return cls(**{x.name: record[x.name] for x in fields(cls) if x.name in record})
 
     @property
     def name(self) -> str:
@@ -75,6 +75,16 @@ class Case:
         parts += [self.device] if self.device != "cuda" else []
         return "-".join(parts)
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Classes of the kernels that it launches, the timed one last: kernel, head dim, option."""
+        mask = "padding" if self.padding_side == "left" else "lengths" if self.lengths else ""
+        window = "window" if self.window is not None else ""
+        of = ("decode",) if self.family == "decode" else ("forward", "backward")
+        of = of[:1] if self.direction == "forward" else of
+        parts = (f"D {self.D}", self.dtype, self.option, mask, window)
+        return tuple(" ".join(filter(None, (kernel, *parts))) for kernel in of)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values, and the name."""
         return {"name": self.name, **asdict(self)}
@@ -91,9 +101,9 @@ def sweep(direction: Direction, D: int, T: int, causal: bool) -> Case:
     return plain(direction, 16384 // T, 2048 // D, 2048 // D, T, D, causal)
 
 
-def grouped(direction: Direction, T: int, causal: bool) -> Case:
-    """64 query heads on 8 key/value heads, one sequence."""
-    return plain(direction, 1, 64, 8, T, 128, causal)
+def grouped(direction: Direction, T: int, causal: bool, H_q: int = 64, H_k: int = 8) -> Case:
+    """Many query heads on few key/value heads, one sequence."""
+    return plain(direction, 1, H_q, H_k, T, 128, causal)
 
 
 def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
@@ -103,93 +113,30 @@ def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
     return Case("padded", direction, 16, 32, 8, T, T, 128, causal, lengths=lengths, label=kind)
 
 
-def decode(B: int, T_k: int, H_q: int = 32, graph: bool = False) -> Case:
-    """A token for each of B sequences, with a full cache of T_k keys."""
-    # Slow peers compile for every shape.
-    slow_peers = H_q == 32 and T_k == 4096 and not graph
-    case = Case("decode", "forward", B, H_q, 8, 1, T_k, 128, causal=True, layout="bhtd")
-    return replace(case, graph=graph, slow_peers=slow_peers)
+def decode(B: int, T_k: int, H_q: int = 32, *, graph: bool = False, cache: str = "") -> Case:
+    """A token for each of B sequences, with a full cache of T_k keys, one of `inputs.CACHES`.
 
-
-def masks(direction: Direction, T: int) -> Iterator[Case]:
-    """Every kind of mask, and options, at the same sizes."""
-    full = Case("masks", direction, 2, 16, 16, T, T, 128)
-    causal, half = replace(full, causal=True), (T, T // 2)
-    yield causal
-    yield replace(causal, window=(1023, 0))
-    yield replace(full, window=(512, 512))
-    yield replace(causal, lengths=half, label="lengths")
-    yield replace(causal, lengths=half, padding_side="left", label="left-padded")
-    for option in ("alibi_slopes", "attn_bias", "relative_bias"):
-        yield replace(causal, option=option)
-
-
-# Number of cases before training, layers and host costs.
-AIMS = 26
-
-
-def _important() -> Iterator[Case]:
-    """The cases of the project's goals: plain, decoding, options."""
-    for D, lengths in ((128, (4096, 16384)), (64, (4096, 16384)), (256, (4096,))):
-        for T in lengths:
-            for direction in _BOTH:
-                yield sweep(direction, D, T, causal=True)
-    for direction in _BOTH:
-        yield sweep(direction, 128, 4096, causal=False)
-        yield grouped(direction, 8192, causal=True)
-    for B in (32, 1):
-        for graph in (True, False):
-            yield decode(B, 4096, graph=graph)
-    # The first two are causal and a window.
-    yield from masks("forward", 8192)
-    for kind in ("dense", "half", "documents"):
-        yield padded("forward", kind, 4096, causal=False)
-    for T in (8192, 512, 1024, 2048):
-        for direction in _BOTH:
-            yield sweep(direction, 128, T, causal=True)
-    yield sweep("forward_backward", 128, 4096, causal=True)
-    yield padded("forward_backward", "documents", 4096, causal=True)
-
-
-def _remaining() -> Iterator[Case]:
-    for causal in (True, False):
-        for D in (128, 64, 256):
-            for T in (512, 1024, 2048, 4096, 8192, 16384):
-                for direction in _BOTH:
-                    yield sweep(direction, D, T, causal)
-    for causal in (True, False):
-        for T in (2048, 4096, 8192, 16384, 32768):
-            for direction in _BOTH:
-                yield grouped(direction, T, causal)
-    for graph in (True, False):
-        for H_q in (32, 64):
-            for T_k in (1024, 4096, 32768, 131072):
-                for B in (1, 8, 32, 128):
-                    yield decode(B, T_k, H_q, graph)
-    yield from masks("backward", 8192)
-    for T in (2048, 8192):
-        for causal in (True, False):
-            for kind in ("dense", "half", "documents"):
-                yield padded("forward", kind, T, causal)
-                yield padded("forward_backward", kind, T, causal)
-    for direction in _BOTH:
-        base = sweep(direction, 128, 4096, causal=True)
-        yield replace(base, layout="bhtd")
-        yield replace(base, dtype="float16")
-        yield replace(base, dtype="float32")
-
-
-def gpu_cases(which: str = "quick") -> list[Case]:
-    """The distinct cases of a set, the most important first.
-
-    Args:
-        which: "quick" (a few minutes, slow peers at a few lengths only) or "full".
+    "latent": DeepSeek-V3's 128 heads on 512 latent and 64 rotary columns.
     """
-    every = [*_important(), *(_remaining() if which == "full" else ())]
-    each_once = {case.name: case for case in every}.values()
-    if which == "full":
-        return [*each_once]
-    return [replace(case, slow_peers=_compares_all(case)) for case in each_once]
+    heads, D = ((128, 1), 576) if cache == "latent" else ((H_q, 8), 128)
+    case = Case("decode", "forward", B, *heads, 1, T_k, D, causal=True, layout="bhtd")
+    return replace(case, graph=graph, option=cache)
+
+
+# Masks that are sizes of a case; other options have a tensor or a number in `inputs`.
+MASKS = ("lengths", "padding", "window")
+
+
+def masked(direction: Direction, D: int, option: str) -> Case:
+    """The causal case of the sweep at 4096 tokens with one of MASKS or an option of `inputs`."""
+    case = replace(sweep(direction, D, 4096, causal=True), family="masks")
+    if option == "window":
+        return replace(case, window=(1023, 0))
+    if option not in MASKS:
+        return replace(case, option=option)
+    label, side = ("lengths", "right") if option == "lengths" else ("left-padded", "left")
+    lengths = tuple(4096 * (4 - b) // 4 for b in range(case.B))
+    return replace(case, lengths=lengths, padding_side=side, label=label)  # type: ignore[arg-type]
 
 
 def cpu_cases() -> list[Case]:
@@ -206,13 +153,3 @@ def cpu_cases() -> list[Case]:
         replace(base, family="masks", causal=True, window=(63, 0)),
         replace(base, family="decode", T_q=1, H_k=2, causal=True, layout="bhtd"),
     ]
-
-
-def _compares_all(case: Case) -> bool:
-    """Whether the quick set measures slow peers on this case: one case of each kind."""
-    if case.family in ("forward", "backward"):
-        plain = case.H_q == case.H_k and case.direction == case.family
-        return plain and case.causal and case.D in (64, 128) and case.T_q == 4096
-    if case.family == "padded":
-        return case.label == "documents" and case.direction == "forward"
-    return case.family == "masks" and case.causal and case.window is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import reference
 from ...testing import assert_within_budget
+from ...torch_backend.dropout import keep_mask
 from .case import Case
 from .inputs import Inputs
 
@@ -87,8 +88,8 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> R
     outputs, dqs = [], []
     rows = rows_at_once(case, dtype)
     for first in range(0, case.T_q, rows):
-        chunk = slice(first, first + rows)
-        options |= {name: _rows(x, queries, chunk) for name, x in inputs.option.items()}
+        chunk = slice(first, min(first + rows, case.T_q))
+        options |= _of_part(case, inputs.option, b, queries, chunk)
         leaves = [x.detach().requires_grad_(needs_grad) for x in (q[:, :, chunk], k, v)]
         o = reference.attention(*leaves, query_offset=case.T_k - case.T_q + first, **options)
         assert isinstance(o, Tensor)
@@ -102,8 +103,31 @@ def _oracle(case: Case, inputs: Inputs, b: int, h: int, dtype: torch.dtype) -> R
     return (o, torch.cat(dqs, 2), dk.to(dtype), dv.to(dtype)) if needs_grad else (o,)
 
 
+def _of_part(
+    case: Case, option: dict[str, Any], b: int, heads: slice, chunk: slice
+) -> dict[str, Any]:
+    """An option of `Inputs` for a batch row, its heads and some of its query rows."""
+    # Of functions and dropout.
+    part: dict[str, Any] = {"first_row": b, "heads": (heads.start, case.H_q)}
+    for name, x in option.items():
+        if name == "documents":
+            part[name] = (x[b : b + 1, chunk], x[b : b + 1])
+        elif name == "dropout":
+            part[name], seed = x, option["dropout_seed"]
+            keys = torch.arange(case.T_k, device=seed.device, dtype=torch.int32)[None]
+            sizes = (1, heads.stop - heads.start, chunk.stop - chunk.start, case.T_k)
+            how: dict[str, Any] = {"first_row": b, "heads": part["heads"]}
+            how["positions"] = (keys[:, chunk], keys)
+            part["dropout_keep"] = keep_mask(seed, x, *sizes, **how)
+        elif isinstance(x, Tensor) and name != "dropout_seed":
+            part[name] = _rows(x, heads, chunk)
+        else:
+            part[name] = x
+    return part
+
+
 def _rows(option: Tensor, heads: slice, chunk: slice) -> Tensor:
-    """Slice an option's tensor of `Inputs` by heads and query rows."""
+    """Slice an option's tensor by heads and query rows."""
     if option.dim() <= 2:
         return option[heads]
     part = option[:, :, chunk]

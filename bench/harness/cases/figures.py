@@ -38,9 +38,10 @@ def row_bytes(case: Case) -> int:
 
 
 def key_value_bytes(case: Case) -> int:
-    """Bytes of all keys and values but padding, which decoding reads once."""
+    """Bytes of all keys and values but padding, which decoding reads once; codes have scales."""
     keys = sum(case.lengths) if case.lengths is not None else case.B * case.T_k
-    return 2 * keys * case.H_k * row_bytes(case)
+    row = {"int8": case.D + 4, "fp8": case.D + 4}.get(case.option, row_bytes(case))
+    return (1 if case.option == "latent" else 2) * keys * case.H_k * row
 
 
 def input_bytes(case: Case) -> int:

@@ -7,13 +7,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ...cache.views import view_of_tensors
+from ...cache_view import CacheView
+from ...mods import window_by_head
 from .case import Case
 
-# Options of `attention`, one name or two joined by "+", for each class of calls with its own tiles.
-OPTIONS = ("", "alibi_slopes", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias")
+# Options of `attention`, one name or two joined by "+".
+OPTIONS = (
+    "", "alibi_slopes", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias",
+    "documents", "dropout", "mask_mod", "score_mod", "sinks", "softcap",
+)  # fmt: skip
+# Caches of decoding: keys and values in the case's dtype, in pages of it, codes, or latents, which
+# are keys whose first _LATENT columns are the values.
+CACHES = ("", "paged", "int8", "fp8", "latent")
 _REACH = 128  # distances in a table of relative biases
+_PAGE, _LATENT, _LATENT_SCALE = 64, 512, 192**-0.5
+# Codes and their scale, a power of two: numbers of the case's dtype have the codes exactly.
+_CODES = {"int8": (torch.int8, 1 / 64, 127.0), "fp8": (torch.float8_e4m3fn, 1 / 256, 448.0)}
+
+
+@triton.jit
+def swish(x, b, h, q_pos, k_pos):  # type: ignore[no-untyped-def]
+    return x * tl.sigmoid(x)
 
 
 @dataclass
@@ -22,7 +41,8 @@ class Inputs:
 
     q, k, v, do: [B, H, T, D] in the case's dtype and memory order, unit normal; q, k and v require
     grad if the case has a backward. Padding, if any, is key_lengths int32 [B] or key_padding_mask
-    bool [B, T_k]. option: the case's option tensors by name.
+    bool [B, T_k]. option: the case's option as arguments of `attention`. view: of decoding, a cache
+    with k and v.
     """
 
     q: Tensor
@@ -31,7 +51,8 @@ class Inputs:
     do: Tensor
     key_lengths: Tensor | None = None
     key_padding_mask: Tensor | None = None
-    option: dict[str, Tensor] = field(default_factory=dict)
+    option: dict[str, Any] = field(default_factory=dict)
+    view: CacheView | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Padding and option as arguments of `fastattn.attention`."""
@@ -43,42 +64,110 @@ class Inputs:
 
 
 def make_inputs(case: Case, *, empty: bool = False) -> Inputs:
-    """Draw the tensors of a case, the same each time; empty: leave q, k, v and do uninitialised."""
-    device = torch.device(case.device)
-    generator = torch.Generator(device).manual_seed(0)
+    """Draw the tensors of a case, the same each time; empty: leave the large ones uninitialised."""
+    draw = _Draw(torch.device(case.device), empty)
     dtype = getattr(torch, case.dtype)
 
-    def draw(H: int, T: int) -> Tensor:
+    def rows(H: int, T: int) -> Tensor:
         shape = (case.B, T, H, case.D) if case.layout == "bthd" else (case.B, H, T, case.D)
-        x = torch.empty(shape, device=device, dtype=dtype)
-        if not empty:
-            x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        x = draw(shape, dtype)
         return x.transpose(1, 2) if case.layout == "bthd" else x
 
     needs_grad = case.direction != "forward"
-    q, do = draw(case.H_q, case.T_q), draw(case.H_q, case.T_q)
-    k, v = draw(case.H_k, case.T_k), draw(case.H_k, case.T_k)
+    q, do = rows(case.H_q, case.T_q), rows(case.H_q, case.T_q)
+    if case.family == "decode":
+        k, v, view = _cache(case, draw)
+        option = {"scale": _LATENT_SCALE} if case.option == "latent" else {}
+        return Inputs(q, k, v, do, option=option, view=view)
+    k, v = rows(case.H_k, case.T_k), rows(case.H_k, case.T_k)
     q, k, v = (x.detach().requires_grad_(needs_grad) for x in (q, k, v))
     inputs = Inputs(q, k, v, do)
     if case.lengths is not None:
-        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=case.device)
         if case.padding_side == "right":
             inputs.key_lengths = lengths
         else:
-            keys = torch.arange(case.T_k, device=device)
+            keys = torch.arange(case.T_k, device=case.device)
             inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
-    shapes: dict[str, tuple[int, ...]] = {
-        "alibi_slopes": (case.H_q,),
-        "attn_bias": (1, case.H_q, case.T_q, case.T_k),
-        "attn_mask": (1, 1, case.T_q, case.T_k),  # bool
-        "relative_bias": (case.H_q, 2 * _REACH + 1),
-    }
     assert case.option in OPTIONS, case.option
     for name in filter(None, case.option.split("+")):
-        wide = dtype if name == "attn_bias" else torch.float32
-        x = torch.randn(shapes[name], generator=generator, device=device, dtype=wide)
-        inputs.option[name] = x > -1 if name == "attn_mask" else x
+        inputs.option |= _option(name, case, draw)
     return inputs
+
+
+@dataclass
+class _Draw:
+    """Draws unit normal tensors, or leaves them uninitialised."""
+
+    device: torch.device
+    empty: bool
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def __call__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        how: dict[str, Any] = {"device": self.device, "dtype": dtype}
+        if self.empty:
+            return torch.empty(shape, **how)
+        return torch.randn(shape, generator=self.generator, **how)
+
+
+def _option(name: str, case: Case, draw: _Draw) -> dict[str, Any]:
+    """An option as arguments of `attention`."""
+    scores, device = (case.T_q, case.T_k), draw.device
+    if name == "attn_bias":
+        return {name: draw((1, case.H_q, *scores), getattr(torch, case.dtype))}
+    if name == "attn_mask":
+        return {name: draw((1, 1, *scores)) > -1}
+    if name in ("alibi_slopes", "sinks"):
+        return {name: draw((case.H_q,))}
+    if name == "relative_bias":
+        return {name: draw((case.H_q, 2 * _REACH + 1))}
+    if name == "documents":  # four equal ones a row
+        ids = torch.arange(case.T_k, device=device, dtype=torch.int32) * 4 // case.T_k
+        return {name: ids.expand(case.B, -1).contiguous()}
+    if name == "dropout":
+        return {name: 0.1, "dropout_seed": torch.tensor([7, 11], device=device)}
+    if name == "mask_mod":
+        widths = torch.full((case.H_q,), 1024, device=device, dtype=torch.int32)
+        return {name: window_by_head, "mod_tensors": (widths,)}
+    return {name: {"score_mod": swish, "softcap": 20.0}[name]}
+
+
+def _cache(case: Case, draw: _Draw) -> tuple[Tensor, Tensor, CacheView]:
+    """Keys and values of decoding in the case's dtype, and a full cache of them."""
+    shape, dtype = (case.B, case.H_k, case.T_k, case.D), getattr(torch, case.dtype)
+    lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=draw.device)
+    if case.option == "latent":
+        k = draw(shape, dtype)
+        v = k[..., :_LATENT]
+        return k, v, view_of_tensors(k, v, lengths)
+    if case.option in _CODES:
+        codes_dtype, scale, largest = _CODES[case.option]
+        scales = torch.full(shape[:3], scale, device=draw.device)
+        in_k, in_v = (_codes(draw, shape, codes_dtype, scale, largest) for _ in range(2))
+        view = view_of_tensors(in_k, in_v, lengths, k_scale=scales, v_scale=scales)
+        k, v = (x if draw.empty else x.to(dtype).mul_(scale) for x in (in_k, in_v))
+        return k, v, view
+    k, v = draw(shape, dtype), draw(shape, dtype)
+    if case.option == "":
+        return k, v, view_of_tensors(k, v, lengths)
+    pages = case.B * case.T_k // _PAGE
+    table = torch.randperm(pages, generator=draw.generator, device=draw.device)
+    in_pages = (case.B, case.H_k, -1, _PAGE, case.D)
+    parts = [x.view(in_pages).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+    in_k, in_v = (torch.empty_like(x).index_copy_(0, table, x) for x in parts)
+    table = table.view(case.B, -1).to(torch.int32)
+    return k, v, view_of_tensors(in_k, in_v, lengths, block_table=table)
+
+
+def _codes(
+    draw: _Draw, shape: tuple[int, ...], dtype: torch.dtype, scale: float, largest: float
+) -> Tensor:
+    if draw.empty:
+        return torch.empty(shape, device=draw.device, dtype=dtype)
+    x = draw(shape, torch.bfloat16).div_(scale).clamp_(-largest, largest)
+    return (x.round_() if dtype == torch.int8 else x).to(dtype)
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,10 +183,12 @@ class Implementation:
 
     serves: reason that it cannot serve a case, by sizes alone, or None. prepare: makes a function
     from q, k, v to o, differentiable if the case has a backward; raises `Unserved` for reasons that
-    depend on the tensors. check: checks o against another bound than the error budget.
+    depend on the tensors. check: checks o against another bound than the error budget. chooses: the
+    name of the implementation whose kernels it launches, if that depends on the case.
     """
 
     name: str
     serves: Callable[[Case], str | None]
     prepare: Callable[[Case, Inputs], Attention]
     check: Callable[[Case, Inputs, Tensor], None] | None = None
+    chooses: Callable[[Case, Inputs], str] | None = None

@@ -24,14 +24,17 @@ def _installed(module: str) -> bool:
         return False
 
 
+def why_no_option(case: Case) -> str | None:
+    """Reason that torch's own functions cannot serve a case's option, or None."""
+    return None if case.option in ("", "documents") else f"it has no {case.option}"
+
+
 def _flex_serves(case: Case) -> str | None:
     if case.device != "cuda":
         return "measured on a GPU only"
     if case.dtype == "float32":
         return "its products would be TF32, which the error budget of float32 excludes"
-    if not case.slow_peers:
-        return "compiles for long: measured at some of the sizes of this set only"
-    return None
+    return why_no_option(case)
 
 
 def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
@@ -45,7 +48,7 @@ def _flex_prepare(case: Case, inputs: Inputs) -> Attention:
     mask_mod = _flex_mask(case, inputs)
     block_mask = None
     if mask_mod is not None:
-        B = None if case.lengths is None else case.B
+        B = case.B if case.lengths or case.option else None
         sizes = (B, None, case.T_q, case.T_k)
         block_mask = create_block_mask(mask_mod, *sizes, device=inputs.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -60,7 +63,8 @@ def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:
     left, right = case.window or (None, None)
     right = 0 if case.causal else right
     lengths, padding = inputs.key_lengths, inputs.key_padding_mask
-    if not ((case.causal and case.T_q > 1) or case.window or case.lengths):
+    documents = inputs.option.get("documents")
+    if not ((case.causal and case.T_q > 1) or case.window or case.lengths or case.option):
         return None
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -73,6 +77,8 @@ def _flex_mask(case: Case, inputs: Inputs) -> Callable[..., Tensor] | None:
             keep = keep & (j < lengths[b])
         if padding is not None:
             keep = keep & padding[b, j]
+        if documents is not None:
+            keep = keep & (documents[b, i] == documents[b, j])
         return keep
 
     return mask_mod
@@ -91,8 +97,8 @@ def _flash(name: str, module: str, unbounded: int | None, least: int) -> Impleme
             return "it needs a GPU"
         if case.dtype == "float32":
             return "it takes float16 and bfloat16 only"
-        if case.lengths is not None:
-            return "it takes packed sequences, not padded ones"
+        if case.lengths is not None or case.option:
+            return "it takes packed sequences only, and no options"
         if torch.cuda.get_device_capability()[0] < least:
             return f"it needs a GPU of compute capability {least}.0 or later"
         return None

@@ -9,21 +9,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import reference
-from ...cache.views import view_of_tensors
-from ...functional.attend import attention
-from ...functional.decode import decode_attention
-from ...ops import attend as ops
-from ...options import Options
+from ...functional.attend import attention, explain
+from ...functional.decode import decode_attention, explain_decode
 from .case import Case
 from .fp8 import EIGHT_BITS
 from .inputs import Attention, Implementation, Inputs, Unserved
-from .peers import PEERS
+from .peers import PEERS, why_no_option
 
 # The backend that `auto` selects.
 OURS = "fastattn"
@@ -31,7 +27,8 @@ PORTABLE = "fastattn-triton"
 # The same with deterministic=False.
 ONE_PASS = "fastattn-one-pass"
 # Peers of the ratios: torch's fused kernels.
-TORCH_PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
+CUDNN = "sdpa-cudnn"
+TORCH_PEERS = ("sdpa-flash", CUDNN, "flex")
 # Most scores of a case for implementations that materialise them.
 _MOST_SCORES = 2**30
 
@@ -58,37 +55,35 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         if case.family == "decode":
-            return _decode(case, inputs, backend)
-        arguments = {"causal": case.causal, "window": case.window, **inputs.arguments()}
-        if backend == "hopper" and not deterministic:
-            given: dict[str, Any] = {"causal": case.causal, **inputs.option}
-            options = Options(**given)
-            if (why_not := ops.why_not_one_pass_on_hopper(inputs.q, inputs.k, options)) is not None:
-                raise Unserved(why_not)
-
-        how: dict[str, Any] = {"backend": backend, "deterministic": deterministic, **arguments}
+            given = {"window": case.window, "backend": backend, **inputs.option}
+            return lambda q, k, v: decode_attention(q, inputs.view, **given)
+        how = _arguments(case, inputs) | {"backend": backend, "deterministic": deterministic}
+        choice = explain(inputs.q, inputs.k, inputs.v, **how)
+        if not (deterministic or choice.one_pass):
+            raise Unserved(choice.reasons["one-pass"])
         return lambda q, k, v: attention(q, k, v, **how)
 
     name = named(backend)
     if not deterministic:
         name = ONE_PASS if backend == "triton" else f"{name}-one-pass"
-    return Implementation(name, serves, prepare)
+    return Implementation(name, serves, prepare, chooses=_chosen if backend == "auto" else None)
 
 
-def _decode(case: Case, inputs: Inputs, backend: str) -> Attention:
-    """decode_attention with the case's keys and values as its cache."""
-    lengths = inputs.key_lengths
-    if lengths is None:
-        lengths = torch.full((case.B,), case.T_k, dtype=torch.int32, device=inputs.q.device)
-    view = view_of_tensors(inputs.k, inputs.v, lengths)
+def _arguments(case: Case, inputs: Inputs) -> dict[str, Any]:
+    return {"causal": case.causal, "window": case.window, **inputs.arguments()}
 
-    return lambda q, k, v: decode_attention(q, view, window=case.window, backend=backend)
+
+def _chosen(case: Case, inputs: Inputs) -> str:
+    """The implementation that `auto` is in this case."""
+    if case.family == "decode":
+        how: dict[str, Any] = {"window": case.window, **inputs.option}
+        return named(explain_decode(inputs.q, inputs.view, **how).backend)
+    return named(explain(inputs.q, inputs.k, inputs.v, **_arguments(case, inputs)).backend)
 
 
 def _naive(case: Case, inputs: Inputs) -> Attention:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"causal": case.causal, "window": case.window, **inputs.arguments()}
-        o = reference.attention(q, k, v, **options)
+        o = reference.attention(q, k, v, **_arguments(case, inputs))
         assert isinstance(o, Tensor)
         return o
 
@@ -97,13 +92,16 @@ def _naive(case: Case, inputs: Inputs) -> Attention:
 
 def _sdpa(case: Case, inputs: Inputs) -> Attention:
     """scaled_dot_product_attention for a case."""
-    whole = case.window is None and case.lengths is None
+    ids = inputs.option.get("documents")
+    whole = case.window is None and case.lengths is None and ids is None
     is_causal = whole and case.causal and case.T_q == case.T_k
     mask = None
     if not (is_causal or (whole and (not case.causal or case.T_q == 1))):
         options = {"causal": case.causal, "window": case.window, **inputs.padding()}
         sizes = (case.T_q, case.T_k)
         mask = reference.visible_mask(*sizes, device=inputs.q.device, **options)
+        if ids is not None:
+            mask = mask & (ids[:, None, :, None] == ids[:, None, None, :])
 
     grouped = case.H_q != case.H_k
     how: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": grouped}
@@ -114,7 +112,8 @@ def _pinned_sdpa(name: str, backend: SDPBackend) -> Implementation:
     def serves(case: Case) -> str | None:
         if case.device != "cuda":
             return "torch's backends can be pinned on a GPU only"
-        return _holds_all_scores(case) if backend == SDPBackend.MATH else None
+        all_scores = _holds_all_scores(case) if backend == SDPBackend.MATH else None
+        return why_no_option(case) or all_scores
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         call = _sdpa(case, inputs)
@@ -152,7 +151,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *PEERS,
     _pinned_sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION),
     _fastattn("torch"),
-    Implementation("sdpa", lambda case: None, _sdpa),
+    Implementation("sdpa", why_no_option, _sdpa),
     _pinned_sdpa("math", SDPBackend.MATH),
     Implementation("naive", _holds_all_scores, _naive),
     # Last: faulty kernels with barriers can hang the device.
@@ -161,14 +160,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fastattn("hopper", deterministic=False),
     *EIGHT_BITS,
 )
-_ON_A_CPU = ("fastattn-torch", "sdpa", "naive")
-
-
-def side_by_side(device: str) -> list[Implementation]:
-    """The implementations that are compared on a device type, "cuda" or "cpu"."""
-    # On a GPU torch's backends are measured separately.
-    return [
-        i
-        for i in IMPLEMENTATIONS
-        if (i.name != "sdpa" if device == "cuda" else i.name in _ON_A_CPU)
-    ]
+BY_NAME = {one.name: one for one in IMPLEMENTATIONS}
+ON_CPU = tuple(BY_NAME[name] for name in ("fastattn-torch", "sdpa", "naive"))

@@ -20,10 +20,11 @@ Record = dict[str, Any]
 def load(path: Path) -> dict[str, Any]:
     """The report in a file.
 
-    It holds format, command, started, environment (see `environment.collect`), ceilings, tests,
-    jobs (name to status and reason), results (records of measurements, with their commit if it
-    differs from the environment's), and broken (kind of job to implementation to how it ended the
-    process, see `measure`).
+    It holds format, command, started, environment (see `environment.collect`), ceilings, jobs (name
+    to status and reason), results (records of measurements, with their commit if it differs from
+    the environment's), broken (kind of job to implementation to how it ended the process, see
+    `measure`), and tests: status, passed, failed and failures, or a list of runs (commit, passed,
+    failed, not_run, what). One of several commits also has commits: seven digits to a date in UTC.
 
     Raises:
         ValueError: the file is not a report of this format.
@@ -62,7 +63,12 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
 
 
-def timed(results: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def number(figure: float) -> str:
+    """A figure to three digits, above 100 to the unit."""
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}"
+
+
+def timed(results: Iterable[Record]) -> Iterator[Record]:
     """The records with a time."""
     return (record for record in results if record["status"] == TIMED)
 
@@ -77,28 +83,38 @@ def group_of(record: Mapping[str, Any]) -> str | None:
     return family if family in SOURCES and name != "fastattn" else "all"
 
 
-def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """Merged records of several reports: the last timed one of each case and implementation.
+def gpu_of(data: Mapping[str, Any]) -> str:
+    """The name of a report's GPU."""
+    return str((data["environment"].get("gpu") or {"name": "no GPU"})["name"])
 
-    Each gets its commit, seven digits or "", and stale: whether its kernels may have changed since.
+
+def commit_of(data: Mapping[str, Any], commit: str | None = None) -> tuple[str, str]:
+    """Seven digits or "" of a commit, by default that of the whole report, and its date.
+
+    The dates order figures and tests: those in the report's `commits`, else its start.
     """
-    kept: dict[tuple[str, str], Record] = {}
+    digits = (commit or data["environment"].get("commit") or "")[:7]
+    return digits, data.get("commits", {}).get(digits, data["started"])
+
+
+def ordered(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """Records of several reports: timed ones last, and of those the ones of the newest commit.
+
+    Each gets its commit, the date of that, its run (equal for figures of one commit in a report),
+    and stale: whether its kernels may have changed since.
+    """
+    every: list[Record] = []
     for data in sorted(reports, key=lambda data: str(data["started"])):
-        environment = data["environment"]
-        sources = environment.get("kernels", {})
+        sources = data["environment"].get("kernels", {})
         for record in data["results"]:
-            key = (record["case"]["name"], record["implementation"])
-            if record["status"] != TIMED and kept.get(key, record)["status"] == TIMED:
-                continue
             group = group_of(record)
+            commit, date = commit_of(data, record.get("commit"))
             stale = group is not None and sources.get(group) != fingerprints()[group]
-            commit = (record.get("commit") or environment.get("commit") or "")[:7]
-            kept.pop(key, None)
-            kept[key] = record | {"commit": commit, "stale": stale}
-    return list(kept.values())
+            about = {"commit": commit, "date": date, "run": f"{data['started']} {commit}"}
+            every.append({**record, **about, "stale": stale})
+    return sorted(every, key=lambda record: (record["status"] == TIMED, record["date"]))
 
 
-def untimed(job: str, records: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a job lacks a figure of our current kernels."""
-    ours = [x for x in timed(records) if group_of(x) and x["case"]["name"].startswith(job)]
-    return not ours or any(record["stale"] for record in ours)
+def newest(reports: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """The last of the ordered records of each case and implementation."""
+    return list({(x["case"]["name"], x["implementation"]): x for x in ordered(reports)}.values())

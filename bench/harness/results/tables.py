@@ -2,146 +2,117 @@
 
 from __future__ import annotations
 
-import difflib
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...kernels.hopper.tile_table import HopperConfig
-from ...kernels.launch import tiles
-from ...kernels.launch.tiles import TileConfig
 from ...tuned import findings
 from ...tuned.findings import Unreadable
 from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
-from ..time.failures import TIMED
+from ..time.failures import UNSERVED
 from ..tune import tables as tuning
-from ..tune.candidates import names_of
-from .report import DONE, Record, load, newest, save, timed, write_whole
+from .report import Record, commit_of, gpu_of, load, newest, number, ordered, save, timed
+
+Rows = dict[str, dict[str, str]]  # by case and column
 
 _LEGEND = (
-    "Behind each figure of ours is the commit that it was measured at, and in *slanted* figures "
-    "the kernels have changed since. Of figures measured more than once the newest is shown."
+    "Behind each figure of ours is its commit, and in *slanted* figures the kernels have changed "
+    "since. Of figures measured more than once that of the newest commit is shown. The files say "
+    "why a cell is empty."
+)
+_LIMITS = (
+    "\nIn the same run a bf16 matrix product of size 8192 reached {matmul_tflops} TFLOP/s and a "
+    "copy {copy_gbps} GB/s, read and written."
+)
+_RATIOS = (
+    f"Speed of the first of {OURS}, {named('hopper')} and {PORTABLE} that was timed, as a multiple "
+    "of others' in the same run. If they were timed in other runs alone, the commit is behind.\n\n"
 )
 # Words in GPU names that do not distinguish GPUs.
 _OF_MANY = re.compile(r"nvidia|amd|geforce|instinct|radeon|\d+gb|hbm\w+|sxm\d*|pcie", re.I)
 
 
 def markdown(*reports: Mapping[str, Any]) -> str:
-    """Reports of one GPU: runs, a table for each family, ratios, missing measurements."""
-    records = newest(reports)
-    gpu = (reports[-1]["environment"].get("gpu") or {}).get("name", "no GPU")
-    blocks = [f"### {gpu}", *map(_heading, reports), _LEGEND, *_families(records), _ratios(records)]
-    blocks += [_others(records), _unmeasured(records, reports)]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    """Figures of reports of one GPU, and what ran on it."""
+    return f"{_measured(reports)}\n\n{_ran(reports)}\n"
+
+
+def _measured(reports: Iterable[Mapping[str, Any]]) -> str:
+    """Runs, a table for each family of cases, ratios, others."""
+    data, records = list(reports), newest(reports)
+    cases = [record for record in records if "D" in record["case"]]
+    blocks = [f"### {gpu_of(data[-1])}", *map(_heading, data), _LEGEND, *_families(cases)]
+    blocks += [_ratios(cases, ordered(data)), _others(records)]
+    return "\n\n".join(block for block in blocks if block)
 
 
 def _heading(data: Mapping[str, Any]) -> str:
-    environment, tests, limits = data["environment"], data["tests"], data["ceilings"]
-    versions = ", ".join(f"{name} {x}" for name, x in environment.get("versions", {}).items())
-    driver = (environment.get("gpu") or {}).get("driver")
-    software = f"{versions}, cuDNN {environment.get('cudnn')}, driver {driver}"
+    environment, limits = data["environment"], data["ceilings"]
+    about = {**environment.get("versions", {}), "cuDNN": environment.get("cudnn")}
+    about["driver"] = (environment.get("gpu") or {}).get("driver")
+    versions = ", ".join(f"{name} {x}" for name, x in about.items() if x)
     command = f"`{data['command']}`" if data["command"] else "single probes"
-    lines = [f"{data['started'][:10]}, {command}: {software}. {data.get('method', '')}"]
-    if limits:
-        lines.append(
-            f"In the same run a bf16 matrix product of size 8192 reached "
-            f"{limits['matmul_tflops']} TFLOP/s and a copy {limits['copy_gbps']} GB/s, bytes read "
-            "and written."
-        )
-    if "passed" in tests:
-        lines.append(f"Kinds of kernels verified on this GPU: {_outcome(tests)}.")
-    return "\n".join(line.strip() for line in lines)
-
-
-def _outcome(tests: Mapping[str, Any]) -> str:
-    if "passed" not in tests:
-        return str(tests["status"])
-    return f"{tests['passed']} passed, {tests['failed']} failed ({tests['status']})"
+    text = f"{data['started'][:10]}, {command}: {versions}. {data.get('method', '')}".strip()
+    return text + (_LIMITS.format_map(limits) if limits else "")
 
 
 def shown(figure: str, record: Mapping[str, Any]) -> str:
     """A figure with its commit, slanted if its kernels have changed since."""
-    if not record["implementation"].startswith("fastattn") or not record["commit"]:
+    if not record["implementation"].startswith(OURS) or not record["commit"]:
         return figure
     return f"*{figure}* {record['commit']}" if record["stale"] else f"{figure} {record['commit']}"
 
 
-def _families(records: list[Record]) -> Iterator[str]:
-    """A table for each family, one row per case: conventional TFLOP/s, GB/s for decoding."""
-    families: dict[str, list[tuple[str, str, str]]] = {}
-    for record in timed(records):
-        if "tflops" in record or "kv_gbps" in record:
-            figure = record.get("kv_gbps") or record["tflops"]
-            text = shown(f"{figure:.0f}" if figure >= 100 else f"{figure:.3g}", record)
-            cell = (record["case"]["name"], record["implementation"], text)
-            families.setdefault(record["case"]["family"], []).append(cell)
-    for family, cells in families.items():
+def _families(records: Iterable[Record]) -> Iterator[str]:
+    """A table for each family, one row per case; why a call that is served has no figure."""
+    families: dict[str, Rows] = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        if record["status"] != UNSERVED:
+            figure = record.get("kv_gbps") or record.get("tflops")
+            rows = families[record["case"]["family"]]
+            text = number(figure) if figure else record["status"]
+            rows[record["case"]["name"]][record["implementation"]] = shown(text, record)
+    for family, rows in families.items():
         unit = "GB/s of keys and values" if family == "decode" else "TFLOP/s"
-        names = sorted({x for _, x, _ in cells}, key=lambda x: (not x.startswith(OURS), x))
-        yield f"{family}, {unit}:\n\n" + _by_case(cells, names)
+        names = {name for row in rows.values() for name in row}
+        columns = sorted(names, key=lambda name: (not name.startswith(OURS), name))
+        yield f"{family}, {unit}:\n\n" + _by_case(rows, columns)
 
 
-def _ratios(records: list[Record]) -> str:
-    """Speed of the default backend as a multiple of torch's fused kernels'.
-
-    Reports that lack this name have it under the first backend that serves.
-    """
-    ms = {
-        (record["case"]["name"], record["implementation"]): record["ms"]["median"]
-        for record in timed(records)
-        if "tflops" in record or "kv_gbps" in record
-    }
-    cells = []
-    for (case, peer), theirs in ms.items():
-        names = (OURS, named("hopper"), PORTABLE)
-        ours = next((name for name in names if (case, name) in ms), None)
-        if peer in TORCH_PEERS and ours is not None:
-            cells += [(case, "by", ours), (case, peer, f"{theirs / ms[case, ours]:.2f}")]
-    head = f"Speed of {OURS}, by the backend that `auto` takes, as a multiple of a peer's, by the "
-    head += "figures above:\n\n"
-    return head + _by_case(cells, ["by", *TORCH_PEERS]) if cells else ""
+def _ratios(newest: Iterable[Record], every: Iterable[Record]) -> str:
+    """Speed of the backend that `auto` takes as a multiple of the portable one's and torch's."""
+    rated = {(x["case"]["name"], x["implementation"]): x for x in timed(newest)}
+    runs = {(x["case"]["name"], x["implementation"], x["run"]): x for x in timed(every)}
+    rows, peers = defaultdict[str, dict[str, str]](dict), (PORTABLE, *TORCH_PEERS)
+    for (case, peer), theirs in rated.items():
+        names = ((case, name) for name in (OURS, named("hopper"), PORTABLE))
+        ours = next((rated[name] for name in names if name in rated), theirs)
+        if peer in peers and ours is not theirs:
+            beside = runs.get((case, peer, ours["run"]))
+            ratio = (beside or theirs)["ms"]["median"] / ours["ms"]["median"]
+            other = "" if beside else f" ({theirs['commit']})"
+            rows[case] |= {"by": shown(ours["implementation"], ours), peer: f"{ratio:.2f}{other}"}
+    return _RATIOS + _by_case(rows, ["by", *peers]) if rows else ""
 
 
-def _others(records: list[Record]) -> str:
-    """Training, host costs and others, with all their figures."""
+def _others(records: Iterable[Record]) -> str:
+    """Training, host costs and others, with all their figures or a reason."""
     lines = []
-    skipped = ("case", "implementation", "status", "ms", "commit", "stale")
-    for record in timed(records):
-        if ("tflops" in record and "B" in record["case"]) or "kv_gbps" in record:
-            continue
+    about = ("case", "implementation", "status", "ms", "commit", "date", "run", "stale")
+    for record in (record for record in records if "D" not in record["case"]):
         figures = [f"{record['ms']['median']} ms"] if "ms" in record else []
-        figures += [f"{key} {value}" for key, value in record.items() if key not in skipped]
-        name = record["case"]["name"]
-        lines.append((name, record["implementation"], shown(", ".join(figures), record)))
+        figures += [f"{key} {value}" for key, value in record.items() if key not in about]
+        cell = shown(", ".join(figures), record)
+        lines.append((record["case"]["name"], record["implementation"], cell))
     return table(["measurement", "of", "figures"], lines) if lines else ""
 
 
-def _unmeasured(records: list[Record], reports: Iterable[Mapping[str, Any]]) -> str:
-    """Measurements without a figure, with reasons; equal reasons share a line."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for record in records:
-        if record["status"] != TIMED:
-            key = (record["implementation"], record["status"], record["reason"])
-            reasons.setdefault(key, []).append(record["case"]["name"])
-    lines = []
-    for (name, status, reason), cases in reasons.items():
-        more = f" and {len(cases) - 3} more" if len(cases) > 3 else ""
-        lines.append(f"- {name}, {status} ({', '.join(cases[:3])}{more}): {reason}")
-    jobs = {name: job for data in reports for name, job in data["jobs"].items()}
-    for name, job in jobs.items():
-        if job["status"] != DONE:
-            lines.append(f"- {name}: {job['status']}. {job.get('reason', '')}".rstrip())
-    return "\n".join(["Not measured:", "", *lines]) if lines else ""
-
-
-def _by_case(cells: Iterable[tuple[str, str, str]], names: Iterable[str]) -> str:
-    """A Markdown table of (case, column, text) with these columns, sorted by case."""
-    rows: dict[str, dict[str, str]] = {}
-    for case, column, text in sorted(cells):
-        rows.setdefault(case, {})[column] = text
-    lines = ([case, *(texts.get(name, "") for name in names)] for case, texts in rows.items())
-    return table(["case", *names], lines)
+def _by_case(rows: Rows, columns: list[str]) -> str:
+    """A table of these columns of rows, sorted by case."""
+    lines = ([case, *(rows[case].get(name, "") for name in columns)] for case in sorted(rows))
+    return table(["case", *columns], lines)
 
 
 def table(columns: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
@@ -160,15 +131,12 @@ def page(folder: Path) -> str:
         ValueError: a file is not a report.
     """
     every = reports(folder)
-    by_gpu: dict[str, list[dict[str, Any]]] = {}
-    for data in every:
-        by_gpu.setdefault(data["environment"]["gpu"]["name"], []).append(data)
-    notes = (folder / "notes.md").read_text(encoding="utf-8")
-    before, _, behind = notes.partition("<!-- tables -->")
-    parts = [before, "## Measured", *(markdown(*of_gpu) for of_gpu in by_gpu.values())]
+    before, _, behind = (folder / "notes.md").read_text("utf-8").partition("<!-- tables -->")
+    parts = [before, "## Measured"]
+    for gpu in dict.fromkeys(map(gpu_of, every)):
+        parts.append(_measured([data for data in every if gpu_of(data) == gpu]))
     parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]
-    parts += [_verified(every), behind]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+    return "\n\n".join(part.strip() for part in [*parts, _ran(every), behind] if part) + "\n"
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
@@ -177,69 +145,40 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return sorted(loaded, key=lambda data: str(data["started"]))
 
 
-def _verified(reports: list[dict[str, Any]]) -> str:
-    """A table of the runs on each architecture with tuned tiles."""
-    ran: dict[str, tuple[list[str], list[str]]]
-    ran = {arch: ([], []) for arch in tiles.TABLES if arch != "interpreter"}
+def _ran(reports: Iterable[Mapping[str, Any]]) -> str:
+    """A table of the tests on GPUs, newest first."""
+    lines = []
     for data in reports:
-        gpu, tests = data["environment"]["gpu"], data["tests"]
-        numeric, kernels = ran[tiles.table_for("sm_" + gpu["capability"].replace(".", ""))]
-        numeric += [f"{gpu['name']}: {_outcome(tests)}"] if tests else []
-        if any(x["implementation"] in (OURS, PORTABLE) for x in timed(data["results"])):
-            kernels.append(f"{gpu['name']}, {data['started'][:10]}")
-    columns = ("tiles for", "numeric tests", "kernels timed")
-    lines = ([arch, *("; ".join(x) or "not run" for x in of_arch)] for arch, of_arch in ran.items())
-    return "## What has run where\n\n" + table(columns, lines)
+        tests = data["tests"]
+        for row in tests if isinstance(tests, list) else filter(None, [tests]):
+            commit, date = commit_of(data, row.get("commit"))
+            of = row.get("what") or f"kinds of kernels verified: {row['status']}"
+            counts = [row.get(name) for name in ("passed", "failed", "not_run")]
+            counts = ["not recorded" if x is None else x for x in counts]
+            lines.append((date, [commit, date[:10], gpu_of(data), *counts, of]))
+    lines.sort(key=lambda line: line[0], reverse=True)
+    columns = ("commit", "date", "GPU", "passed", "failed", "not run", "of")
+    return "## What has run where\n\n" + table(columns, (cells for _, cells in lines))
 
 
 def _tuned(path: Path) -> str:
-    """The section of a file of findings."""
+    """The section of a file of findings: each row with all that it has."""
     environment, rows = findings.read(path)
+    about = ", ".join(f"{name} {x}" for name, x in environment._asdict().items())
     parts = [
         f"## {environment.gpu}: what `fastattn tune` found, {_date(rows)}",
-        f"From [tuned/{path.name}](tuned/{path.name}): {environment.multiprocessors} "
-        f"multiprocessors, driver {environment.driver}, torch {environment.torch}, Triton "
-        f"{environment.triton}. A candidate takes the place of the shipped choice if it saves more "
-        "than 3 % of the time in both halves of the samples.",
+        f"[tuned/{path.name}](tuned/{path.name}): {about}. gain: the part of the shipped choice's "
+        "time that is saved; above 0.03 in both halves of the samples another takes its place.",
     ]
-    for kind, key in findings.KEYS.items():
-        columns = (*key, "fastest", "ms", "shipped ms", "saved")
-        lines = [[*(row[x] for x in key), *_outcomes(kind, row)] for row in rows.get(kind, ())]
-        if lines and kind != "verification":
-            parts.append(f"{kind}:\n\n" + table(columns, lines))
+    for kind in [kind for kind in rows if kind != "verification"]:
+        columns = dict.fromkeys((*findings.KEYS[kind], *(x for row in rows[kind] for x in row)))
+        lines = ([row.get(name, "") for name in columns] for row in rows[kind])
+        parts.append(f"{kind}:\n\n" + table(columns, lines))
     return "\n\n".join(parts)
-
-
-def _outcomes(kind: str, row: Mapping[str, Any]) -> Iterator[object]:
-    if kind == "tiles":
-        config = HopperConfig if row["kernel"] in tiles.HOPPER else TileConfig
-        names = HopperConfig._fields if config is HopperConfig else tuning.TILE
-        yield names_of(config(**{name: row[name] for name in names if name in row}))
-        for ending in ("", "_shipped"):
-            ms = (row.get(f"{name}{ending}") for name in ("ms", "ms_full"))
-            yield " / ".join(f"{x:.4g}" for x in ms if x is not None)
-    else:
-        yield row[{"backends": "backend", "passes": "passes", "splits": "programs"}[kind]]
-        yield ", ".join(f"{name} {ms:.4g}" for name, ms in row["ms"].items())
-        yield ""
-    yield f"{100 * row['gain']:.1f} %"
 
 
 def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
     return max((row["date"] for of_kind in rows.values() for row in of_kind), default="empty")
-
-
-def draw(folder: Path) -> None:
-    """Write README.md."""
-    write_whole(folder / "README.md", page(folder))
-
-
-def check(folder: Path) -> str:
-    """A diff of README.md and its generated text, "" if they agree."""
-    texts = ((folder / "README.md").read_text(encoding="utf-8"), page(folder))
-    old, new = (text.splitlines() for text in texts)
-    names = ("README.md", "the JSON files")
-    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
 
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
@@ -274,5 +213,4 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
 
 def slug(gpu: str) -> str:
     """A GPU's name in file names: "h100" for "NVIDIA H100 80GB HBM3"."""
-    words: Iterable[str] = re.findall(r"[a-z0-9]+", _OF_MANY.sub(" ", gpu).lower())
-    return "-".join(words)
+    return "-".join(re.findall(r"[a-z0-9]+", _OF_MANY.sub(" ", gpu).lower()))

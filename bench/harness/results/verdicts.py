@@ -15,7 +15,7 @@ from typing import Any
 from ...tuned import findings, shipped
 from ...tuned.families import UNPROVEN, head_dim_class, sources
 from ...tuned.findings import KEYS, Record
-from .report import load, timed, write_whole
+from .report import load, timed
 
 FILE = Path(shipped.__file__).with_name("verdicts.json")
 _DIRECTIONS = {
@@ -45,26 +45,16 @@ def text(folder: Path) -> str:
     return '{"rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def write(folder: Path, file: Path = FILE) -> None:
-    """Write verdicts.json for a folder."""
-    write_whole(file, text(folder))
-
-
-def check(folder: Path, file: Path = FILE) -> str:
-    """The fault if verdicts.json is not what a folder says, "" if it is."""
-    same = file.read_text(encoding="utf-8") == text(folder)
-    return "" if same else f"{file.name} is not what the files of {folder.name} say"
-
-
 def _of_reports(folder: Path) -> Iterator[Record]:
     for data in sorted(map(load, folder.glob("*.json")), key=lambda data: str(data["started"])):
         environment = data["environment"]
         about = {"gpu": environment["gpu"]["name"], "date": data["started"][:10]}
-        for tests in data["tests"].get("right", ()):
-            for rows in tests["rows"]:
+        tests = data["tests"] if isinstance(data["tests"], list) else []
+        for run in (x for x in tests if "right" in x):
+            for rows in run["right"]["rows"]:
                 named = _with_options(rows["families"], rows["options"])
                 for family, dtype, D in product(named, rows["dtypes"], rows["head_dims"]):
-                    yield _row(family, dtype, D, {}, {**about, "commit": tests["commit"]})
+                    yield _row(family, dtype, D, {}, {**about, "commit": run["commit"]})
         for record in timed(data["results"]):
             commit = (record.get("commit") or environment.get("commit") or "")[:7]
             for family in _timed_right(record):
@@ -83,7 +73,8 @@ def _timed_right(record: Mapping[str, Any]) -> Iterable[str]:
     if record.get("rel", 0.0) > _CLOSE:
         return ()
     backward = ("forward", "backward") if case["direction"] == "backward" else ("forward",)
-    options = {"window": case["window"], "key_lengths": case["lengths"]}
+    padding = "key_padding_mask" if case.get("padding_side") == "left" else "key_lengths"
+    options = {"window": case["window"], padding: case["lengths"]}
     options["head_dim"] = case["D"] != head_dim_class(case["D"])
     used = [name for name, value in options.items() if value]
     return _with_options((direction,) if direction else backward, used)

@@ -20,33 +20,44 @@ from ... import dispatch
 from ...kernels.launch import tiles
 from ...testing.compiling.compile_pool import CompilePool
 from ...testing.compiling.cross_compile import TARGETS
+from ..cases import sets
 from ..cases.case import Case
-from ..cases.fp8 import EIGHT_BITS
 from ..cases.inputs import Unserved, make_inputs
-from ..cases.registry import IMPLEMENTATIONS, ONE_PASS, PORTABLE
+from ..cases.registry import BY_NAME, OURS, PORTABLE, named
 from .attention import call
 
-EIGHT_BIT_NAMES = tuple(i.name for i in EIGHT_BITS)
-COMPILED = (PORTABLE, ONE_PASS, "fastattn-hopper", "fastattn-hopper-one-pass", *EIGHT_BIT_NAMES)
 JOB = f"{__name__}:launch"
 _SMALL = 256  # tokens
 
 
-def launch(case: Case, implementation: str, forced: Mapping[str, Any]) -> None:
-    """Launch the kernels of a case, only to compile them, in a process of `CompilePool`."""
-    ours = next(i for i in IMPLEMENTATIONS if i.name == implementation)
-    here = replace(case, device="cpu")
-    inputs = make_inputs(here, empty=True)
+def launch(case: Case, implementation: str, forced: Mapping[str, Any], device: str = "cpu") -> None:
+    """Launch the kernels of a case, only to compile them, in a process of `CompilePool`.
+
+    For `auto` those of Hopper where they serve. device: of tensors without contents, but for 8
+    bits, whose quantisation computes.
+    """
+    here = replace(case, device=device)
+    inputs = make_inputs(here, empty=implementation not in sets.FP8)
+    names = (named("hopper"), PORTABLE) if implementation == OURS else (implementation,)
     with (
         tiles.forced(**forced),
         mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None),
-        mock.patch.object(dispatch, "on_hopper", lambda device: True),
+        mock.patch.object(dispatch, "on_hopper", lambda device: tiles.current_arch() == "sm_90"),
     ):
-        try:
-            call(here, ours.prepare(here, inputs), inputs)
-        except (Unserved, ValueError) as error:
-            if isinstance(error, ValueError) and "cannot serve this call" not in str(error):
-                raise
+        for name in names:
+            try:
+                if BY_NAME[name].serves(case) is None:
+                    call(here, BY_NAME[name].prepare(here, inputs), inputs)
+                    return
+            except (Unserved, ValueError) as error:
+                if isinstance(error, ValueError) and "cannot serve this call" not in str(error):
+                    raise
+
+
+def compiled(case: Case, implementations: Iterable[str]) -> list[str]:
+    """Those whose kernels this package compiles, and that serve the case."""
+    ours = (x for x in implementations if x.startswith(OURS) and x != named("torch"))
+    return [name for name in ours if BY_NAME[name].serves(case) is None]
 
 
 def small(case: Case) -> Case:
@@ -54,7 +65,7 @@ def small(case: Case) -> Case:
     if case.family == "decode":
         return case  # the number of splits depends on its length
     lengths = None if case.lengths is None else (_SMALL,)
-    return replace(case, B=1, T_q=_SMALL, T_k=_SMALL, lengths=lengths, label="", slow_peers=True)
+    return replace(case, B=1, T_q=_SMALL, T_k=_SMALL, lengths=lengths, label="")
 
 
 class Ahead:
@@ -70,7 +81,7 @@ class Ahead:
         self,
         key: Hashable,
         cases: Iterable[Case],
-        implementations: Iterable[str] = COMPILED,
+        implementations: Iterable[str],
         forced: Mapping[str, Any] | None = None,
     ) -> None:
         """Start to compile cases for ours that serve them; `why_not` has the results, by key.
@@ -78,17 +89,16 @@ class Ahead:
         forced: tiles and shapes, which exclude no implementation.
         """
         wanted, forced = self._wanted.setdefault(key, []), dict(forced or {})
-        ours = [i for i in IMPLEMENTATIONS if i.name in implementations]
+        implementations = list(implementations)
         # Processes that start here must not use the GPU's memory.
         with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
             for case in cases if self._arch in TARGETS else ():
-                for name in (i.name for i in ours if forced or i.serves(case) is None):
+                for name in implementations if forced else compiled(case, implementations):
                     if "hopper" in name and self._arch != "sm_90":
                         continue
                     key = (small(case), name, repr(forced))
                     if key not in self._started:
-                        # Quantisation to 8 bits computes on inputs: it gets the smaller case.
-                        of = key[0] if name in EIGHT_BIT_NAMES or forced else case
+                        of = key[0] if name in sets.FP8 or forced else case
                         job = {"case": of, "implementation": name, "forced": forced}
                         self._started[key] = self._pool.submit(JOB, self._arch, **job)
                     wanted.append(self._started[key])

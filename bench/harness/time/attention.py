@@ -30,38 +30,44 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
     """Measure implementations on a case, in this order; a record for each.
 
     A record has implementation, status (see `failures`) and reason; if timed, ms and the figures of
-    `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU.
+    `figures.figures` in place of reason; peak_mib and memory_ratio on a GPU; and the kernels that
+    `auto` chose, which are excluded, or blamed, as the backend that has them.
     """
     outcomes: dict[str, Record] = {}
     served: list[Implementation] = []
     for one in implementations:
-        outcomes[one.name] = {}
-        if one.name in bench.broken:
-            outcomes[one.name] = Failure(FAILED, bench.broken[one.name])._asdict()
-        elif (why_not := one.serves(case)) is not None:
+        if (why_not := one.serves(case)) is not None:
             outcomes[one.name] = Failure(UNSERVED, why_not)._asdict()
+        elif one.chooses is None and one.name in bench.broken:
+            outcomes[one.name] = Failure(FAILED, bench.broken[one.name])._asdict()
         else:
+            outcomes[one.name] = {}
             served.append(one)
-
-    def ready(one: Implementation) -> Function:
-        issued = partial(bench.announce, one.name, RUNS)
-        work, outcomes[one.name] = prepare(one, case, inputs, expected, issued)
-        return work
-
     results: dict[str, Any]
     bench.announce(REFERENCE, PREPARES)
     try:
         inputs = make_inputs(case)
         expected = bench.expected(case, inputs)
         bench.timer.synchronize()
+        called = {one.name: one.chooses(case, inputs) for one in served if one.chooses}
     except Exception as error:
         failed = failure(error, REFERENCE, bench.timer.synchronize)
         results = {one.name: failed for one in served}
     else:
-        results = bench.samples({one.name: partial(ready, one) for one in served})
+        results, prepares = {}, {}
+        for one in served:
+            who = called.get(one.name, one.name)
+            if one.chooses is not None:
+                outcomes[one.name]["kernels"] = who
+            if who in bench.broken:
+                results[one.name] = Failure(FAILED, bench.broken[who])
+                continue
+            issued, outcome = partial(bench.announce, who, RUNS), outcomes[one.name]
+            prepares[one.name] = partial(_ready, one, case, inputs, expected, issued, outcome)
+        results |= bench.samples(prepares, called)
     for name, result in results.items():
         if isinstance(result, Failure):
-            outcomes[name] = result._asdict()
+            outcomes[name] |= result._asdict()
         else:
             ms = summary(result)
             numbers = figures.figures(case, ms["median"]).items()
@@ -70,6 +76,20 @@ def run_case(case: Case, implementations: Iterable[Implementation], bench: Bench
     release()
     described = case.to_dict()
     return [{"case": described, "implementation": n, **facts} for n, facts in outcomes.items()]
+
+
+def _ready(
+    one: Implementation,
+    case: Case,
+    inputs: Inputs,
+    expected: Expected,
+    issued: Callable[[], object],
+    outcome: Record,
+) -> Function:
+    """The function to time; its memory is added to the outcome."""
+    work, memory = prepare(one, case, inputs, expected, issued)
+    outcome.update(memory)
+    return work
 
 
 def prepare(

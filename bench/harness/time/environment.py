@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import re
 import subprocess
@@ -32,14 +33,14 @@ def output_of(command: list[str]) -> str:
 
 
 def collect() -> dict[str, Any]:
-    """Versions and the current GPU, if any, as JSON values."""
+    """Versions, the current GPU, if any, and $FASTATTN_COMMIT or git's commit, as JSON values."""
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    commit = gpu = None
+    commit, gpu = os.environ.get("FASTATTN_COMMIT"), None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = output_of(["git", "rev-parse", "HEAD"])
+        commit = commit or output_of(["git", "rev-parse", "HEAD"])
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         capability = f"{properties.major}.{properties.minor}"

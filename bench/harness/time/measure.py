@@ -37,9 +37,9 @@ def measure(
 ) -> str:
     """Do the jobs missing in a report, saved after each; return FINISHED, TIME_IS_UP or a fault.
 
-    kinds: jobs in their order, with the parts of an implementation that each runs, such as
-    ("forward", "backward"). A job measures the last one: implementations that break its process are
-    excluded from jobs of that kind. start: starts a process that calls `serve` with the names of
+    kinds: jobs in their order, with the classes of kernels that each runs, see `Case.kernels`. A
+    job measures the last one: implementations that break its process are excluded from jobs with
+    that class. start: starts a process that calls `serve` with the names of
     the remaining jobs. left, grace, heard: as in `supervise`.
     """
     statuses, broken = data["jobs"], data["broken"]
@@ -71,7 +71,7 @@ def measure(
             else:
                 statuses[name] = {"status": DONE}
                 for record in last.get("records", ()):
-                    if "environment" in record:
+                    if {"environment", "tests"} & record.keys():
                         data.update(record)
                     else:
                         data["results"].append(record)

@@ -1,4 +1,4 @@
-"""Host cost of a call (checks, dispatch, launch), of the first call, and of the import.
+"""Host cost of a call (checks, dispatch, launch), and of the import.
 
 Without a GPU, a stand-in replaces Triton's driver: kernels are compiled for its target, and all
 code up to the driver is real.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ... import dispatch
@@ -62,8 +59,7 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
     """Calls on tensors so small that only host time counts, on a GPU or inside `stand_in_gpu`.
 
     "bare launch" is Triton's launch of the call's kernels with prepared arguments; "fastattn" the
-    call without gradients, "fastattn with grad" with a recorded graph. On a GPU the row "plain" has
-    torch's own function too, to be called with flash pinned.
+    call without gradients, "fastattn with grad" with a recorded graph.
     """
     call, tensors = ROWS[row](device)
     leaves = [x.clone().requires_grad_() for x in tensors]
@@ -73,11 +69,41 @@ def calls(device: str, row: str = "plain") -> dict[str, Function]:
     }
     if not row.startswith("decode"):
         functions["fastattn with grad"] = lambda: call(*leaves)
-    if device == "cuda" and row == "plain":
-        sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
-        functions["sdpa"] = lambda: sdpa(*tensors)
-        functions["sdpa with grad"] = lambda: sdpa(*leaves)
     return functions
+
+
+def calls_by_backend() -> dict[str, Function]:
+    """Small calls on a GPU by `auto`, the portable kernels and torch's function, by name.
+
+    Each forward, and forward and backward, plain and in a region of autocast.
+    """
+    how: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    leaves = [torch.randn(_SHAPE, **how) for _ in range(3)]
+    do = torch.randn_like(leaves[0])
+    attends: dict[str, Callable[..., Tensor]] = {
+        "fastattn": partial(attend.attention, causal=True),
+        "fastattn-triton": partial(attend.attention, causal=True, backend="triton"),
+        "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
+    }
+
+    def forward(attends: Callable[..., Tensor]) -> object:
+        with torch.no_grad():
+            return attends(*leaves)
+
+    def both(attends: Callable[..., Tensor]) -> object:
+        return torch.autograd.grad(attends(*leaves), leaves, do)
+
+    def cast(call: Function) -> object:
+        with torch.autocast("cuda", torch.bfloat16):
+            return call()
+
+    ways = {"forward": forward, "forward and backward": both}
+    plain: dict[str, Function] = {
+        f"{name}, {way}": partial(call, function)
+        for name, function in attends.items()
+        for way, call in ways.items()
+    }
+    return plain | {f"{name}, autocast": partial(cast, call) for name, call in plain.items()}
 
 
 Call = tuple[Callable[..., Any], list[Tensor]]
@@ -181,53 +207,13 @@ import fastattn
 print(1e3 * (time.perf_counter() - begin))
 """
 
-_FIRST_CALL = """
-from fastattn.bench.time.overhead import first_call
-print(first_call())
-"""
 
-
-def import_ms(repeats: int = 3) -> float:
-    """Milliseconds that `import fastattn` adds to importing torch and triton: the median."""
-    return statistics.median(_python(_IMPORT) for _ in range(repeats))
-
-
-# Triton resolves neither this module's names nor annotations, so the kernel has none.
-@triton.jit
-def _nothing_kernel(x_ptr):  # type: ignore[no-untyped-def]
-    tl.store(x_ptr, 0.0)
-
-
-def first_call() -> float:
-    """Milliseconds of this process's first attention call, which compiles or loads kernels.
-
-    An empty kernel is launched first, to exclude Triton's hash over its installation, made once per
-    process. The import of our kernels is excluded too.
-    """
-    q = torch.randn(_SHAPE, device="cuda", dtype=torch.bfloat16)
-    _nothing_kernel[(1,)](torch.empty(1, device="cuda"))
-    import_module("fastattn.kernels.forward")
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    attend.attention(q, q, q, causal=True, backend="triton")
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def first_call_ms() -> dict[str, float]:
-    """Milliseconds of the first call: with an empty Triton cache, and with a filled one."""
-    caches = ("empty cache", "warm cache")
-    with tempfile.TemporaryDirectory() as folder:
-        return {name: _python(_FIRST_CALL, TRITON_CACHE_DIR=folder) for name in caches}
-
-
-def _python(code: str, **environment: str) -> float:
-    """The number that code prints in a fresh interpreter, without TRITON_INTERPRET."""
-    variables = {**os.environ, **environment}
-    variables.pop("TRITON_INTERPRET", None)
-    # Less time than the stall limit of the process that waits.
-    how: dict[str, Any] = {"env": variables, "cwd": tempfile.gettempdir(), "timeout": 40}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **how)
-    if done.returncode:
-        raise RuntimeError(f"a measuring process failed: {done.stderr.strip()}")
-    return float(done.stdout)
+def import_ms() -> float:
+    """Milliseconds that `import fastattn` adds to importing torch and triton, in a new process."""
+    variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Ends a process that hangs; a loaded machine imports for half a minute.
+    how: dict[str, Any] = {"env": variables, "cwd": tempfile.gettempdir(), "timeout": 600}
+    command = [sys.executable, "-c", _IMPORT]
+    return float(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **how).stdout
+    )

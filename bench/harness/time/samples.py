@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -144,21 +145,27 @@ class Bench:
         return {n: x if isinstance(x, Failure) else summary(x) for n, x in results.items()}
 
     def samples(
-        self, prepares: Mapping[str, Callable[[], Function]]
+        self,
+        prepares: Mapping[str, Callable[[], Function]],
+        called: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, list[float] | Failure]:
         """Make functions and time them in turns; return milliseconds of calls, or a failure.
+
+        called: names under which functions are announced, and blamed for a broken process, if they
+        are not their own.
 
         Raises:
             DeviceLost: a function broke the CUDA context.
         """
         failures: dict[str, Failure] = {}
         starts: dict[str, tuple[Start, int]] = {}
+        who = {name: called.get(name, name) for name in prepares}
         for name, prepare in prepares.items():
-            self.announce(name, PREPARES)
+            self.announce(who[name], PREPARES)
             try:
-                starts[name] = self._warm_up(name, prepare())
+                starts[name] = self._warm_up(who[name], prepare())
             except Exception as error:
-                failures[name] = failure(error, name, self.timer.synchronize)
+                failures[name] = failure(error, who[name], self.timer.synchronize)
         time.sleep(self.effort.pause)
         self.readings, self.taken = {}, {name: [] for name in starts}
         for turn in range(max((count for _, count in starts.values()), default=0)):
@@ -167,7 +174,7 @@ class Bench:
                 if turn >= count or name in failures:
                     continue
                 # Each call ends before the next: who hangs or loses the device is known.
-                self.announce(name, RUNS)
+                self.announce(who[name], RUNS)
                 try:
                     read = start()
                     if turn == 3 and not self.readings:
@@ -175,14 +182,14 @@ class Bench:
                     self.timer.synchronize()
                     self.taken[name].append(read())
                 except Exception as error:
-                    failures[name] = failure(error, name, self.timer.synchronize)
+                    failures[name] = failure(error, who[name], self.timer.synchronize)
         return {n: failures.get(n) or self.taken[n] for n in prepares}
 
-    def _warm_up(self, name: str, function: Function) -> tuple[Start, int]:
+    def _warm_up(self, who: str, function: Function) -> tuple[Start, int]:
         """Issuer of a function's samples, and their number."""
         for _ in range(self.effort.warm_up):
             function()
-            self.announce(name, RUNS)
+            self.announce(who, RUNS)
         self.timer.synchronize()
         start = self.timer.prepare(function)
         first = start()
@@ -192,5 +199,5 @@ class Bench:
 
 def gpu_bench(which: str) -> Bench:
     """Timer, effort and clocks of a run on the current CUDA device."""
-    effort = Effort() if which == "quick" else Effort(target_ms=150, least=10, pause=0.5)
+    effort = Effort() if which == "short" else Effort(target_ms=150, least=10, pause=0.5)
     return Bench(device_timer(), effort, partial(environment.smi, environment.CLOCKS))

@@ -29,7 +29,7 @@ Tell = Callable[..., None]
 # Phases: host work such as compilation and inputs; work on the device; work with its own end.
 STARTS, PREPARES, RUNS, WAITS = "starts", "prepares", "runs", "waits"
 # Seconds without a message until a process is killed. Compilation is slow; kernels are not.
-STALL = {STARTS: 180.0, PREPARES: 90.0, RUNS: 25.0, WAITS: math.inf}
+STALL = {STARTS: 120.0, PREPARES: 90.0, RUNS: 8.0, WAITS: math.inf}
 _INTERVAL = 0.05
 
 

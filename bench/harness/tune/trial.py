@@ -17,7 +17,7 @@ from ...ops import attend
 from ..cases.case import Case
 from ..cases.correctness import Expected, all_heads, expect
 from ..cases.inputs import Inputs, make_inputs
-from ..cases.registry import IMPLEMENTATIONS
+from ..cases.registry import BY_NAME
 from ..time.attention import REFERENCE, prepare
 from ..time.failures import Failure, release
 from ..time.samples import Bench, Effort, Function
@@ -47,7 +47,7 @@ def trial(case: Case, bench: Bench) -> Trial:
     expected = bench.expected(case, inputs)
 
     def ready(candidate: Candidate) -> Function:
-        ours = next(i for i in IMPLEMENTATIONS if i.name == candidate.implementation)
+        ours = BY_NAME[candidate.implementation]
         issued = partial(bench.announce, candidate.name, RUNS)
         with tiles.forced(**candidate.forced):
             work, _ = prepare(ours, case, inputs, expected, issued=issued)

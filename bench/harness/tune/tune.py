@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,7 @@ def tune(
     head_dims: Iterable[int] | None = None,
     dtypes: Iterable[str] | None = None,
     seconds: float = 300.0,
+    only: Collection[str] | None = None,
     device: torch.device | str | int | None = None,
     folder: str | Path | None = None,
     show: Callable[[Progress], None] = lambda progress: None,
@@ -99,6 +100,8 @@ def tune(
         head_dims: default: 128, 64 and 256.
         dtypes: names; default: bfloat16, then float32.
         seconds: for the whole run; the most important steps come first.
+        only: kinds of choices ("tiles", "backends", "passes", "splits"), and kernels of tiles, to
+            time; default: all, verified first.
         device: a GPU; default: the current one.
         folder: of findings; default: `$FASTATTN_CACHE_DIR`, or the user's cache folder.
         show: called with the progress.
@@ -118,7 +121,7 @@ def tune(
         device = torch.device("cuda", torch.cuda.current_device())
         gpu = gpu_of(device)
     store = Store(environment(device), folder)
-    plan = unknown_first(steps(shapes, gpu), store)
+    plan = unknown_first(chosen(steps(shapes, gpu), only), store)
     numbers = {step.name: number for number, step in enumerate(plan, 1)}
     settings = {
         "device": device.index, "gpu": gpu, "shapes": shapes, "quick": seconds < QUICK_SECONDS,
@@ -153,6 +156,14 @@ def tune(
     records = [Record(name, ends[name]["status"], texts[name]) for name in numbers]
     rows = [(x["kind"], x["row"]) for x in results if x.get("row") is not None]
     return Tuning(records, rows, [y for x in results for y in x.get("tried", ())], store.folder)
+
+
+def chosen(plan: list[Step], only: Collection[str] | None) -> list[Step]:
+    """The choices that `only` of `tune` names; None: the plan."""
+    if only is None:
+        return plan
+    choices_of = (step for step in plan if isinstance(step, Choice))
+    return [step for step in choices_of if {step.kind, step.key.get("kernel")} & {*only}]
 
 
 def unknown_first(plan: list[Step], store: Store) -> list[Step]:
@@ -291,7 +302,7 @@ def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int
     # Measures the shipped choices, not the findings of an earlier run.
     choices.adopt(here, {})
     effort = Effort(target_ms=60.0 if quick else 200.0, pause=0.1)
-    bench = replace(gpu_bench("quick"), effort=effort, expected=expect_all)
+    bench = replace(gpu_bench("short"), effort=effort, expected=expect_all)
     gpu = Gpu(*settings["gpu"])
     plan = {step.name: step for step in steps((Shape(*x) for x in settings["shapes"]), gpu)}
     ahead, store = Ahead(gpu.arch), Store(environment(here), settings["folder"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 from ...bench.time.failures import LOST, log, reason
-from ...bench.time.supervise import Tell, talk
+from ...bench.time.supervise import PREPARES, RUNS, Tell, talk
 from ...ops import attend, call
 from ..budget import PastBudget
 from ..inputs import nan_filled_empty
@@ -30,12 +32,7 @@ def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     tell(ready=True)
-    import triton
-
-    knobs: Any = triton.knobs.compilation
-    with knobs.scope():
-        # A kernel that is compiled takes long, and is no hang.
-        knobs.listener = lambda *_, **__: tell(compiled=True)
+    with telling_of_compilations(tell):
         for subject, names in jobs:
             if not run(Subject(*subject), names, device, tell):
                 return LOST
@@ -43,11 +40,30 @@ def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
     return 0
 
 
+@contextmanager
+def telling_of_compilations(tell: Tell) -> Iterator[None]:
+    """Tell when Triton compiles a kernel, which takes long and is no hang, and when it has."""
+    from triton import compiler
+
+    compiles = compiler.compile
+
+    def told(*arguments: Any, **how: Any) -> Any:
+        tell(doing=PREPARES)
+        try:
+            return compiles(*arguments, **how)
+        finally:
+            tell(doing=RUNS)
+
+    with mock.patch.object(compiler, "compile", told):
+        yield
+
+
 def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> bool:
     """Run cases of a subject, by name, and report each; False: the device is lost."""
     cases = {case.name: case for case in FAMILIES[subject.backend][subject.family]()}
     for name in names:
-        tell(at=name)
+        # The interpreter is slow, and its kernels cannot hang.
+        tell(at=name, doing=RUNS if device.type == "cuda" else PREPARES)
         result = outcome(cases[name], Setting(subject, device))
         tell(outcome=result)
         if result.verdict == CRASH and _is_lost(device):

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from fastattn.bench.cases import case as cases
-from fastattn.bench.cases import figures
+from fastattn.bench.cases import figures, sets
 from fastattn.bench.cases.case import Case
+from fastattn.bench.cases.registry import BY_NAME, CUDNN, OURS
 
 PLAIN = Case("forward", "forward", 2, 4, 2, 8, 8, 16)
 CAUSAL = replace(PLAIN, causal=True)
@@ -40,6 +41,9 @@ def test_bytes():
     assert figures.key_value_bytes(replace(PLAIN, lengths=(3, 8))) == 2 * 11 * 2 * 16 * 2
     queries, keys, lse = 2 * 4 * 8 * 16 * 2, 2 * 2 * 8 * 16 * 2, 2 * 4 * 8 * 4
     assert figures.least_memory(PLAIN) == 2 * queries + 2 * keys + lse
+    codes, latents = (replace(PLAIN, option=cache) for cache in ("int8", "latent"))
+    assert figures.key_value_bytes(codes) == 2 * (2 * 8) * 2 * (16 + 4)
+    assert figures.key_value_bytes(latents) == (2 * 8) * 2 * 16 * 2
     backward = replace(PLAIN, direction="backward")
     assert figures.least_memory(backward) == 4 * queries + 4 * keys + lse
 
@@ -53,17 +57,28 @@ def test_figures_of_a_time():
     assert results["kv_gbps"] == pytest.approx(2 * 32 * 4096 * 8 * 128 * 2 / 0.5e-3 / 1e9)
 
 
-def test_full_set_holds_the_quick_one_and_all_of_its_sweeps():
-    full, quick = cases.gpu_cases("full"), cases.gpu_cases("quick")
-    assert {case.name for case in quick} < {case.name for case in full}
-    for some in (full, quick):
-        assert len({case.name for case in some}) == len(some)
-        assert {case.family for case in some} == set(cases.FAMILIES)
-        assert some[0].D == 128 and some[0].causal
-    for c in full:
-        assert max(c.lengths or (0,)) <= c.T_k and len(c.lengths or range(c.B)) == c.B
-    assert sum(case.slow_peers for case in quick) == 6
-    sweep = [c for c in full if c.B * c.T_q == 16384 and c.H_q * c.D == 2048]
+def test_sets_begin_with_the_aims_and_full_holds_all_sweeps():
+    short, full = (list(sets.every_row(which)) for which in ("short", "full"))
+    assert full[: len(short)] == short
+    plain = [(row.case.D, row.case.direction, row.implementations) for row in short[:20]]
+    assert {x[2] for x in plain} == {(OURS, CUDNN)} and len(set(plain)) == 6
+    families = [*dict.fromkeys(row.case.family for row in short)]
+    assert families == ["forward", "backward", "decode", "masks"]
+    options = {row.case.kernels[-1] for row in short if row.case.family == "masks"}
+    assert len(options) == 13 * 2 * 2
+    for case, names in full:
+        assert max(case.lengths or (0,)) <= case.T_k
+        assert len(case.lengths or range(case.B)) == case.B
+        assert {*names} <= BY_NAME.keys()
+    sweep = [case for case, _ in full if case.B * case.T_q == 16384 and case.H_q * case.D == 2048]
     shapes = {(c.D, c.T_q, c.causal) for c in sweep if c.family == "forward"}
-    grid = [(c.B, c.T_k, c.H_q, c.graph) for c in full if c.family == "decode"]
-    assert len(shapes) == 3 * 6 * 2 and len(set(grid)) == len(grid) == 64
+    assert len(shapes) == 3 * 6 * 2
+
+
+def test_classes_of_kernels_name_what_they_are_compiled_for():
+    assert PLAIN.kernels == ("forward D 16 bfloat16",)
+    backward = replace(PLAIN, direction="backward", padding_side="left", lengths=(8, 8), D=64)
+    assert backward.kernels == ("forward D 64 bfloat16 padding", "backward D 64 bfloat16 padding")
+    window = replace(PLAIN, dtype="float16", window=(3, 0), option="softcap")
+    assert window.kernels == ("forward D 16 float16 softcap window",)
+    assert cases.decode(1, 64, cache="latent").kernels == ("decode D 576 bfloat16 latent",)

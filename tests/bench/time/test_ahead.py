@@ -4,15 +4,18 @@ import os
 import tempfile
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import triton
 
 from fastattn.bench.cases import case as cases
-from fastattn.bench.cases.registry import IMPLEMENTATIONS, ONE_PASS, PORTABLE
+from fastattn.bench.cases.registry import CUDNN, ONE_PASS, OURS, PORTABLE
+from fastattn.bench.cases.sets import FP8, every_row
 from fastattn.bench.time import ahead
 from fastattn.bench.time.ahead import Ahead
-from fastattn.bench.time.jobs import gpu_jobs
+from fastattn.bench.time.jobs import Session, gpu_jobs
 from fastattn.functional import call_memo
 from fastattn.kernels import forward
 from fastattn.kernels.launch import launches
@@ -45,16 +48,17 @@ def test_each_kernel_is_compiled_once_in_the_order_of_the_requests():
     pool = Pool()
     actual = Ahead("sm_90", pool=pool)
     backward = cases.sweep("backward", 64, 4096, causal=True)
+    names = (CUDNN, OURS, PORTABLE, ONE_PASS, "fastattn-torch")
     for case in (FIRST, cases.sweep("forward", 64, 16384, causal=True), backward):
-        actual.submit(case.name, [case])
-    expected = [(FIRST.name, PORTABLE), (backward.name, PORTABLE), (backward.name, ONE_PASS)]
-    assert [request for request in pool.requests if "hopper" not in request[1]] == expected
-    count = len(pool.requests)
+        actual.submit(case.name, [case], names)
+    expected = [(FIRST.name, name) for name in (OURS, PORTABLE)]
+    expected += [(backward.name, name) for name in (OURS, PORTABLE, ONE_PASS)]
+    assert pool.requests == expected
     assert os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     for key in ("a tile", "it again"):
         actual.submit(key, [FIRST], [PORTABLE], {"forward": TileConfig(64, 64)})
-    Ahead("unknown", pool=pool).submit("a", [FIRST])
-    assert len(pool.requests) == count + 1
+    Ahead("unknown", pool=pool).submit("a", [FIRST], names)
+    assert len(pool.requests) == len(expected) + 1
     actual.close()
     assert pool.closed
 
@@ -79,12 +83,33 @@ def test_what_is_not_worth_a_launch(end, why_not):
 
 
 def test_the_jobs_of_a_run_say_what_they_launch():
-    by_name = gpu_jobs("quick")
-    assert by_name[FIRST.name].compiles == (FIRST,)
-    assert by_name[cases.decode(1, 4096).name].kinds == ("decode",)
-    (case,) = by_name["training-T1024"].compiles
-    assert (case.B * case.T_q, case.H_q * case.D) == (16384, 768)
-    assert set(ahead.COMPILED) <= {i.name for i in IMPLEMENTATIONS}
+    jobs = gpu_jobs(Session("short", Path(), 500.0, lambda: 500.0, lambda **_: None))
+    assert jobs[FIRST.name].compiles == ((FIRST, (OURS, CUDNN)),)
+    assert jobs[cases.decode(1, 4096, graph=True).name].kinds == ("decode D 128 bfloat16",)
+    ((case, names),) = jobs["training-T1024"].compiles
+    assert (case.B * case.T_q, case.H_q * case.D, names) == (16384, 768, (OURS,))
+
+
+def launched(case: cases.Case, name: str) -> list[str]:
+    """Kernels that a case launches, none of them compiled."""
+    names: list[str] = []
+
+    def run(function, *arguments, **how):
+        names.append(function.fn.__name__)
+
+    with mock.patch.object(triton.JITFunction, "run", run):
+        ahead.launch(case, name, {})
+    return names
+
+
+def launches_of_the_set() -> dict[str, list[str]]:
+    """Kernels by case and name, of all that the short set compiles ahead."""
+    found = {}
+    for case, names in every_row("short"):
+        for name in ahead.compiled(case, names):
+            small = ahead.small(case) if name in FP8 or case.family != "decode" else case
+            found[f"{case.name} {name}"] = launched(replace(small, device="cpu"), name)
+    return found
 
 
 def cache_hits() -> list[tuple[str, bool]]:
@@ -110,6 +135,16 @@ def forget() -> None:
     forward.attention_forward_kernel.device_caches.clear()
     call_memo.forget()
     launches.forget()
+
+
+def test_every_row_of_the_short_set_launches_kernels(compile_pool: CompilePool):
+    """What 8 bits quantise has no NaN, and no row draws what it only compiles for."""
+    found = compile_pool.call(f"{__file__}:launches_of_the_set", "sm_90")
+    assert len(found) > 100
+    assert {name for name, kernels in found.items() if not kernels} == set()
+    by_auto = {name: kernels for name, kernels in found.items() if name.endswith(" fastattn")}
+    portable = {name.split("-")[0] for name, x in by_auto.items() if "hopper" not in str(x)}
+    assert portable == {"decode"}
 
 
 def test_what_is_compiled_ahead_is_what_is_launched(compile_pool: CompilePool):

@@ -8,17 +8,10 @@ import torch
 
 from fastattn import dispatch, reference
 from fastattn.bench.cases import correctness
-from fastattn.bench.cases.case import Case, gpu_cases
-from fastattn.bench.cases.inputs import Implementation, Unserved, make_inputs
-from fastattn.bench.cases.registry import (
-    IMPLEMENTATIONS,
-    ONE_PASS,
-    OURS,
-    PORTABLE,
-    TORCH_PEERS,
-    side_by_side,
-    try_pinned,
-)
+from fastattn.bench.cases.case import Case
+from fastattn.bench.cases.inputs import CACHES, Implementation, Unserved, make_inputs
+from fastattn.bench.cases.registry import BY_NAME, ON_CPU, ONE_PASS, PORTABLE, try_pinned
+from fastattn.bench.cases.sets import every_row
 from fastattn.bench.time import attention
 from fastattn.bench.time.attention import prepare, run_case
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
@@ -27,7 +20,6 @@ from fastattn.kernels import backward
 CASE = Case("forward", "forward", 2, 4, 2, 16, 16, 8, causal=True, dtype="float32", device="cpu")
 BACKWARD = replace(CASE, family="backward", direction="forward_backward")
 BENCH = Bench(HostTimer(), Effort(warm_up=1, target_ms=0, least=2, most=2, pause=0))
-BY_NAME = {i.name: i for i in IMPLEMENTATIONS}
 
 
 def right(case, inputs):
@@ -151,9 +143,26 @@ def test_backward_runs_its_forward_before():
     ids=lambda case: f"{case.name}-{case.padding_side}",
 )
 def test_implementations_of_the_cpu_pass_the_check(case):
-    actual = run_case(case, side_by_side("cpu"), BENCH)
+    actual = run_case(case, ON_CPU, BENCH)
     assert [record["implementation"] for record in actual] == ["fastattn-torch", "sdpa", "naive"]
     assert {record["status"] for record in actual} == {"timed"}, actual
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_caches_have_the_keys_and_values_of_the_oracle(cache):
+    """Codes too, which the case's dtype has exactly."""
+    sizes = {"H_q": 4, "H_k": 1, "D": 576} if cache == "latent" else {"D": 16}
+    case = replace(CASE, family="decode", T_q=1, T_k=128, layout="bhtd", option=cache, **sizes)
+    case = replace(case, dtype="bfloat16")
+    (record,) = run_case(case, [BY_NAME["fastattn-torch"]], BENCH)
+    assert record["status"] == "timed", record
+    inputs = make_inputs(case)
+    assert (inputs.view.block_table is None) == (cache != "paged")
+    assert (inputs.view.k_scale is None) == (cache not in ("int8", "fp8"))
+    expected = correctness.expect(case, inputs)
+    inputs.view.lengths.sub_(40)
+    with pytest.raises(AssertionError, match="o: error"):
+        prepare(BY_NAME["fastattn-torch"], case, inputs, expected)
 
 
 @pytest.mark.parametrize("name", [PORTABLE, ONE_PASS])
@@ -186,14 +195,31 @@ def test_hopper_kernels_say_what_they_do_not_serve(monkeypatch):
 
 
 def test_every_implementation_answers_for_every_case():
-    every = side_by_side("cuda")
-    expected = {OURS, *TORCH_PEERS, "sdpa-efficient", "sdpa-math", "naive"}
-    assert expected <= {one.name for one in every}
-    assert all(one.serves(case) != "" for case in gpu_cases("full") for one in every)
+    rows = list(every_row("full"))
+    assert all(one.serves(case) != "" for case, _ in rows for one in BY_NAME.values())
     large = replace(CASE, T_q=2**15, T_k=2**15, B=1, H_q=8, device="cuda", dtype="bfloat16")
     assert "scores in memory" in BY_NAME["naive"].serves(large)
     assert BY_NAME["flex"].serves(large) is None
-    assert "compiles for long" in BY_NAME["flex"].serves(replace(large, slow_peers=False))
+    for peer in ("flex", "sdpa-cudnn", "sdpa"):
+        assert BY_NAME[peer].serves(replace(large, option="documents")) is None
+        assert BY_NAME[peer].serves(replace(large, option="sinks")) == "it has no sinks"
+
+
+def test_auto_is_blamed_and_excluded_as_the_kernels_that_it_chooses(monkeypatch):
+    """It counts as one with the backend of this case, whose name its record has."""
+    announced = []
+    auto = Implementation("auto", lambda case: None, right, chooses=lambda case, inputs: "chosen")
+    bench = replace(BENCH, announce=lambda *told: announced.append(told[0]))
+    (record,) = run_case(CASE, [auto], bench)
+    assert (record["status"], record["kernels"]) == ("timed", "chosen")
+    assert {*announced} == {"the reference", "chosen"}
+    (record,) = run_case(CASE, [auto], replace(bench, broken={"chosen": "hung"}))
+    assert (record["status"], record["reason"]) == ("failed", "hung")
+    (record,) = run_case(CASE, [auto], replace(bench, broken={"auto": "hung"}))
+    assert record["status"] == "timed"
+    monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
+    ours, inputs = BY_NAME["fastattn"], make_inputs(CASE)
+    assert ours.chooses(CASE, inputs) == "fastattn-triton"  # in fp32; kernels are interpreted here
 
 
 def test_a_refusal_has_torch_s_words():

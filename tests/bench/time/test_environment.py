@@ -18,3 +18,5 @@ def test_nvidia_smi_is_read_and_a_field_without_a_value_left_out(monkeypatch):
     results = environment.collect()
     assert results["versions"]["torch"] and results["versions"]["fastattn"]
     assert results["commit"] is None and set(results["kernels"]) == set(environment.SOURCES)
+    monkeypatch.setenv("FASTATTN_COMMIT", "0123456")
+    assert environment.collect()["commit"] == "0123456"

@@ -19,6 +19,7 @@ from fastattn.bench.tune.plan import (
     tile_choice,
 )
 from fastattn.bench.tune.trial import Outcome
+from fastattn.bench.tune.tune import chosen
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
 from fastattn.tuned import choices
@@ -66,6 +67,14 @@ def test_a_plan_has_no_more_than_the_gpu_has():
     kernels = ("hopper_forward plain 2", "hopper_fp8 plain 1")
     expected = [f"tiles: {kernel} bytes D 256" for kernel in kernels]
     assert [name for name in hopper if "tiles: hopper" in name] == expected
+
+
+def test_a_part_of_a_plan_is_named_by_kinds_and_kernels():
+    plan = steps([usual_shape(64)], H100)
+    names = [step.name for step in chosen(plan, ("passes", "hopper_dkv"))]
+    passes = [f"passes: {backend} bfloat16 D 64" for backend in ("hopper", "triton")]
+    assert names == [*passes, "tiles: hopper_dkv plain 2 bytes D 64"]
+    assert chosen(plan, None) == plan
 
 
 def test_the_shipped_choice_comes_first_and_once():
