@@ -199,9 +199,9 @@ def places(source: str, option: str) -> list[str]:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (66, 30),
     "prefix_lengths": (24, 14),
-    "softcap": (53, 35),
-    "alibi_slopes": (37, 25),
-    "sinks": (65, 43),
+    "softcap": (54, 36),
+    "alibi_slopes": (35, 24),
+    "sinks": (66, 44),
 }
 
 

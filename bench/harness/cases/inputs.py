@@ -16,11 +16,6 @@ from ...cache_view import CacheView
 from ...mods import window_by_head
 from .case import Case
 
-# Options of `attention`, one name or two joined by "+".
-OPTIONS = (
-    "", "alibi_slopes", "attn_bias", "relative_bias", "attn_mask", "attn_bias+relative_bias",
-    "documents", "dropout", "mask_mod", "score_mod", "sinks", "softcap",
-)  # fmt: skip
 # Caches of decoding: keys and values in the case's dtype, in pages of it, codes, or latents, which
 # are keys whose first _LATENT columns are the values.
 CACHES = ("", "paged", "int8", "fp8", "latent")
@@ -91,7 +86,8 @@ def make_inputs(case: Case, *, empty: bool = False) -> Inputs:
             inputs.key_padding_mask = keys >= case.T_k - lengths[:, None]
     assert case.option in OPTIONS, case.option
     for name in filter(None, case.option.split("+")):
-        inputs.option |= _option(name, case, draw)
+        inputs.option[name] = _OPTIONS[name](case, draw)
+        inputs.option |= _BESIDE[name](case, draw) if name in _BESIDE else {}
     return inputs
 
 
@@ -111,27 +107,34 @@ class _Draw:
             return torch.empty(shape, **how)
         return torch.randn(shape, generator=self.generator, **how)
 
+    def count(self, n: int) -> Tensor:
+        return torch.arange(n, device=self.device, dtype=torch.int32)
 
-def _option(name: str, case: Case, draw: _Draw) -> dict[str, Any]:
-    """An option as arguments of `attention`."""
-    scores, device = (case.T_q, case.T_k), draw.device
-    if name == "attn_bias":
-        return {name: draw((1, case.H_q, *scores), getattr(torch, case.dtype))}
-    if name == "attn_mask":
-        return {name: draw((1, 1, *scores)) > -1}
-    if name in ("alibi_slopes", "sinks"):
-        return {name: draw((case.H_q,))}
-    if name == "relative_bias":
-        return {name: draw((case.H_q, 2 * _REACH + 1))}
-    if name == "documents":  # four equal ones a row
-        ids = torch.arange(case.T_k, device=device, dtype=torch.int32) * 4 // case.T_k
-        return {name: ids.expand(case.B, -1).contiguous()}
-    if name == "dropout":
-        return {name: 0.1, "dropout_seed": torch.tensor([7, 11], device=device)}
-    if name == "mask_mod":
-        widths = torch.full((case.H_q,), 1024, device=device, dtype=torch.int32)
-        return {name: window_by_head, "mod_tensors": (widths,)}
-    return {name: {"score_mod": swish, "softcap": 20.0}[name]}
+
+# Makes options of `attention` from a case, the most used first; others need a second argument.
+_OPTIONS: dict[str, Callable[[Case, _Draw], Any]] = {
+    # Four equal ones a row.
+    "documents": lambda case, draw: (
+        (draw.count(case.T_k) * 4 // case.T_k).expand(case.B, -1).contiguous()
+    ),
+    "attn_mask": lambda case, draw: draw((1, 1, case.T_q, case.T_k)) > -1,
+    "alibi_slopes": lambda case, draw: draw((case.H_q,)),
+    "attn_bias": lambda case, draw: draw(
+        (1, case.H_q, case.T_q, case.T_k), getattr(torch, case.dtype)
+    ),
+    "relative_bias": lambda case, draw: draw((case.H_q, 2 * _REACH + 1)),
+    "dropout": lambda case, draw: 0.1,
+    "mask_mod": lambda case, draw: window_by_head,
+    "score_mod": lambda case, draw: swish,
+    "sinks": lambda case, draw: draw((case.H_q,)),
+    "softcap": lambda case, draw: 20.0,
+}
+_BESIDE: dict[str, Callable[[Case, _Draw], dict[str, Any]]] = {
+    "dropout": lambda case, draw: {"dropout_seed": draw.count(2).long()},
+    "mask_mod": lambda case, draw: {"mod_tensors": ((draw.count(case.H_q) + 1) * 128,)},
+}
+# Those of cases: one name, or two joined by "+".
+OPTIONS = ("", *_OPTIONS, "attn_bias+relative_bias")
 
 
 def _cache(case: Case, draw: _Draw) -> tuple[Tensor, Tensor, CacheView]:

@@ -11,17 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .case import Case, Direction, decode, grouped, masked, padded, plain, sweep
+from . import inputs
+from .case import MASKS, Case, Direction, decode, grouped, masked, padded, plain, sweep
 from .fp8 import EIGHT_BITS
 from .registry import BY_NAME, CUDNN, ONE_PASS, OURS, PORTABLE, TORCH_PEERS, named
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 FP8 = tuple(one.name for one in EIGHT_BITS)
-# Options of `masked`, the most used first.
-OPTIONS = (
-    "lengths", "padding", "documents", "window", "attn_mask", "alibi_slopes", "attn_bias",
-    "relative_bias", "dropout", "mask_mod", "score_mod", "sinks", "softcap",
-)  # fmt: skip
+OPTIONS = (*MASKS, *(name for name in inputs.OPTIONS if name and "+" not in name))
 # Whom the sweeps compare: all but those that hold every score, and those that compile each shape.
 _UNFUSED = ("fastattn-torch", "sdpa-efficient", "sdpa-math", "naive")
 _NOT_SWEPT = (*_UNFUSED, *FP8, "flex", "sdpa")  # on a GPU torch's backends are pinned
