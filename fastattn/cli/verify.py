@@ -20,7 +20,7 @@ def add_verify(commands: Any) -> None:
     )
     parser.set_defaults(command=_verify)
     add = parser.add_argument
-    add("--quick", action="store_true", help="check the most important kernels, in a minute")
+    add("--quick", action="store_true", help="check the most important kernels, in minutes")
     add(
         "--backend",
         nargs="+",
