@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +163,18 @@ def _ran(reports: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _tuned(path: Path) -> str:
-    """The section of a file of findings: each row with all that it has."""
+    """The section of a file of findings: each row with all that it has; verdicts have no table."""
     environment, rows = findings.read(path)
+    kinds = [kind for kind in rows if kind != "verification"]
+    if not kinds:
+        return ""
     about = ", ".join(f"{name} {x}" for name, x in environment._asdict().items())
     parts = [
         f"## {environment.gpu}: what `fastattn tune` found, {_date(rows)}",
         f"[tuned/{path.name}](tuned/{path.name}): {about}. gain: the part of the shipped choice's "
         "time that is saved; above 0.03 in both halves of the samples another takes its place.",
     ]
-    for kind in [kind for kind in rows if kind != "verification"]:
+    for kind in kinds:
         columns = dict.fromkeys((*findings.KEYS[kind], *(x for row in rows[kind] for x in row)))
         lines = ([row.get(name, "") for name in columns] for row in rows[kind])
         parts.append(f"{kind}:\n\n" + table(columns, lines))
@@ -183,6 +187,8 @@ def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
 
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
     """Add a file of findings or a report to `results`, named by GPU and date; return what it wrote.
+
+    Nothing of another run is overwritten; findings of one day and environment are merged.
 
     Tiles of the findings replace those in the tables of the folder `shipped`.
 
@@ -199,16 +205,28 @@ def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
         gpu = data.get("environment", {}).get("gpu")
         if not gpu:
             raise ValueError(f"{path} is a report of no GPU") from None
-        copy = results / f"{slug(gpu['name'])}-{data['started'][:10]}.json"
+        name = f"{slug(gpu['name'])}-{data['started'][:10]}"
+        copy = _place(results, name, lambda file: load(file)["started"] == data["started"])
         save(copy, data)
         return [copy]
     environment, rows = stored
     if not rows or environment.gpu == "interpreter":
         raise ValueError(f"{path} has no findings of a GPU")
-    copy = results / "tuned" / f"{slug(environment.gpu)}-{_date(rows)}.json"
-    copy.parent.mkdir(exist_ok=True)
-    findings.write(copy, stored)
-    return [copy, *tuning.ship(stored, shipped)]
+    (results / "tuned").mkdir(exist_ok=True)
+    name = f"{slug(environment.gpu)}-{_date(rows)}"
+    alike = _place(results / "tuned", name, lambda x: findings.read(x).environment == environment)
+    there = findings.read(alike).rows if alike.exists() else {}
+    both = {kind: [*there.get(kind, ()), *rows.get(kind, ())] for kind in {**there, **rows}}
+    merged = {kind: findings.merged(kind, *of_kind) for kind, of_kind in both.items()}
+    findings.write(alike, stored._replace(rows=merged))
+    return [alike, *tuning.ship(stored, shipped)]
+
+
+def _place(folder: Path, name: str, is_same: Callable[[Path], bool]) -> Path:
+    """The file of this name, or with a number, that does not exist or is of the same run."""
+    names = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    paths = (folder / f"{each}.json" for each in names)
+    return next(path for path in paths if not path.exists() or is_same(path))
 
 
 def slug(gpu: str) -> str:

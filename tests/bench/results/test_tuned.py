@@ -92,6 +92,26 @@ def test_a_report_is_copied_under_its_gpu_and_date(folders, tmp_path):
         assert copy == results / f"{name}-2026-11-22.json" and load(copy) == load(path)
 
 
+def test_no_run_overwrites_another(folders, tmp_path):
+    """Two reports of a day; findings of a day, where the environment is the same in one file."""
+    sent, results, shipped = folders
+    path, data = tmp_path / "out.json", empty("python run_all.py")
+    for hour in ("10", "11", "10"):
+        about = {"started": f"2026-11-22T{hour}:00:00", "environment": {"gpu": {"name": "H200"}}}
+        save(path, data | about)
+        tuned.add(path, results, shipped)
+    tuned.add(sent, results, shipped)
+    for environment in (H100, H100._replace(driver="590.0")):
+        other = {"backends": [TORCH | {"gain": 0.5, "head_dim": 64, "date": "2026-11-22"}]}
+        findings.write(sent, Findings(environment, other))
+        tuned.add(sent, results, shipped)
+    hours = {x.name: load(x)["started"][11:13] for x in results.glob("*.json")}
+    assert hours == {"h200-2026-11-22.json": "10", "h200-2026-11-22-2.json": "11"}
+    both, alone = (findings.read(x) for x in sorted((results / "tuned").iterdir(), reverse=True))
+    assert [x["head_dim"] for x in both.rows["backends"]] == [128, 64] and both.rows["tiles"]
+    assert alone.environment.driver == "590.0" and len(alone.rows["backends"]) == 1
+
+
 def test_what_is_neither_is_an_error_and_changes_nothing(folders):
     sent, results, shipped = folders
     interpreted = sent.read_text().replace(H100.gpu, "interpreter")

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from fastattn.bench.results import tables, verdicts
+from fastattn.bench.results import verdicts
 from fastattn.bench.results.report import empty, save
 from fastattn.tuned import findings
 from fastattn.tuned.environment import Environment
@@ -15,20 +13,8 @@ from fastattn.tuned.findings import Findings
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
 GPU = "NVIDIA H100 80GB HBM3"
 HERE = Environment(GPU, 132, "580.1", "2.11.0", "3.6.0", "0123456789abcdef")
-CASE = {"name": "x", "family": "forward", "direction": "forward", "B": 4, "D": 64, "window": None}
-CASE |= {"lengths": None, "dtype": "bfloat16"}
 WRONG = {"backend": "hopper", "family": "forward", "dtype": "bfloat16", "head_dim": 64, "cases": 3}
 WRONG |= {"verdict": "wrong", "case": "causal", "reason": "o is off", "share": 9.1, "code": "c0de"}
-
-
-def report(folder: Path, day: str, *records: dict[str, Any]) -> None:
-    data = empty("python run_all.py")
-    environment = {"gpu": {"name": GPU}, "commit": "0123456789", "kernels": {"hopper forward": day}}
-    results = [
-        {"case": CASE, "implementation": "fastattn-hopper", "status": "timed"} | x for x in records
-    ]
-    data |= {"started": f"2026-11-{day}T10:00:00", "environment": environment, "results": results}
-    save(folder / f"h100-2026-11-{day}.json", data)
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
@@ -40,50 +26,21 @@ def test_the_shipped_file_is_what_the_results_say() -> None:
     assert shipped == verdicts.text(RESULTS), "bench/results_table.py writes it"
 
 
-def test_what_was_timed_ran_right(tmp_path: Path) -> None:
-    report(
-        tmp_path,
-        "22",
-        {},
-        {"case": CASE | {"window": [9, 0], "direction": "backward"}},
-        {"implementation": "fastattn-hopper-fp8", "case": CASE | {"lengths": [3]}},
-        {"implementation": "fastattn-hopper-one-pass", "case": CASE | {"D": 96}},
-        {"implementation": "fastattn-triton", "case": CASE | {"D": 128}},
-        {"status": "failed", "case": CASE | {"D": 256}},
-        {"rel": 0.1, "case": CASE | {"D": 256}},
-        {"case": CASE | {"family": "decode", "D": 256}},
-        {"case": CASE | {"option": "alibi", "D": 256}},
-    )
+def test_the_newest_verdict_holds_with_its_commit(tmp_path: Path) -> None:
+    """A wrong one too; in whatever order their files come."""
+    (tmp_path / "tuned").mkdir()
+    right = WRONG | {"verdict": "right", "code": "f1xed", "date": "2026-11-25"}
+    days = {"b": WRONG | {"date": "2026-11-23"}, "a": right, "c": {**WRONG, "backend": "triton"}}
+    days["d"] = WRONG | {"family": "backward", "date": "2026-11-24", "commit": "89abcdef01"}
+    for name, row in days.items():
+        dated = {"verification": [{"date": "2026-11-26"} | row]}
+        findings.write(tmp_path / "tuned" / f"{name}.json", Findings(HERE, dated))
+    environment = {"gpu": {"name": GPU}, "commit": "0123456789"}
+    save(tmp_path / "a.json", empty("x") | {"environment": environment})
     found = rows(tmp_path)
-    assert set(found) == {
-        "forward", "forward+window", "backward", "backward+window", "fp8", "fp8+key_lengths",
-        "one-pass", "one-pass+head_dim",
-    }  # fmt: skip
     assert found["forward"] == {
         "backend": "hopper", "family": "forward", "dtype": "bfloat16", "head_dim": 64,
-        "verdict": "right", "gpu": GPU, "date": "2026-11-22", "commit": "0123456", "code": "22",
+        "verdict": "right", "date": "2026-11-25", "gpu": GPU, "commit": "0123456", "code": "f1xed",
     }  # fmt: skip
-    assert {row["head_dim"] for row in found.values()} == {64, 128}
-    assert found["backward"]["code"] == "", "its report does not know the code"
-
-
-@pytest.mark.parametrize("lifted", [False, True])
-def test_a_verdict_is_lifted_by_another_one_alone(lifted: bool, tmp_path: Path) -> None:
-    """A wrong case of `fastattn verify` stands though a call at another size was timed."""
-    (tmp_path / "results").mkdir()
-    report(tmp_path / "results", "22", {})
-    days = {"23": WRONG}
-    days |= {"25": WRONG | {"verdict": "right", "code": "f1xed"}} if lifted else {}
-    for day, row in days.items():
-        dated = {"verification": [row | {"date": f"2026-11-{day}"}]}
-        findings.write(tmp_path / "sent.json", Findings(HERE, dated))
-        tables.add(tmp_path / "sent.json", tmp_path / "results", tmp_path)
-    report(tmp_path / "results", "24", {})
-    row = rows(tmp_path / "results")["forward"]
-    if lifted:
-        assert (row["verdict"], row["code"], row["date"]) == ("right", "f1xed", "2026-11-25")
-    else:
-        expected = {"verdict": "wrong", "case": "causal", "reason": "o is off", "code": "c0de"}
-        assert row.items() >= (expected | {"gpu": GPU, "commit": "", "date": "2026-11-23"}).items()
-    report(tmp_path / "results", "25" if lifted else "23", {})
-    assert rows(tmp_path / "results")["forward"]["commit"] == "0123456"
+    expected = {"verdict": "wrong", "case": "causal", "reason": "o is off", "commit": "89abcde"}
+    assert found["backward"].items() >= expected.items() and len(found) == 2
