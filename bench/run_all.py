@@ -2,9 +2,9 @@
 
     python bench/run_all.py --out DIR --set short --budget-minutes 8.5
 
-Writes results.json, results.md, charts (SVG), log.txt and tuned.json (the verdicts and tiles that
-were found) to DIR. After each row a line is printed and the JSON files are complete, so that a run
-that is cut off loses nothing; the same command continues it.
+Writes results.json, results.md, log.txt and tuned.json (the verdicts and tiles that were found) to
+DIR. After each row a line is printed and the JSON files are complete, so that a run that is cut off
+loses nothing; the same command continues it.
 `python bench/results_table.py --add DIR/results.json DIR/tuned.json` adds the results.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from fastattn.bench.results import charts
 from fastattn.bench.results.report import DONE, empty, load, save, write_whole
 from fastattn.bench.results.tables import markdown
 from fastattn.bench.time import prebuilt
@@ -29,8 +28,8 @@ from fastattn.tuned.environment import environment
 from fastattn.tuned.store import CACHE_DIR, Store
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-# Seconds reserved for the tables and pictures.
-RESERVE = 10.0
+# Seconds reserved for the tables.
+RESERVE = 5.0
 
 
 def run_all(
@@ -74,10 +73,6 @@ def run_all(
     save(file, data)
     store.export(out / "tuned.json")
     write_whole(out / "results.md", markdown(data))
-    try:
-        charts.write(charts.measured(data), out)
-    except Exception as error:  # the figures are safe; pictures can be drawn again
-        say(f"no pictures: {error}")
     return data
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cases.case import Case
 from ..cases.figures import input_bytes, least_memory
-from .report import Record, gpu_of, group_of, number, ordered, timed, write_whole
+from .report import Record, gpu_of, group_of, number, ordered, timed
 
 # Name in a report to colour and label.
 SHOWN = {
@@ -51,12 +50,6 @@ class Bar(NamedTuple):
     value: float
     colour: str
     stale: bool = False
-
-
-def write(charts: Mapping[str, str], folder: Path) -> None:
-    """Write each chart to a file of the folder."""
-    for name, chart in charts.items():
-        write_whole(folder / f"{name}.svg", chart)
 
 
 def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
