@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,12 @@ WORKERS = os.cpu_count() or 1
 KEPT = CHECKOUT / "build" / "prebuilt"
 
 
-def works() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Everything that the short set launches, by name."""
+def works(only: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What the short set launches, by name, of names that match a pattern."""
+    return ((name, launch) for name, launch in _every() if re.search(only, name))
+
+
+def _every() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
 
     from fastattn.bench.cases import sets
@@ -67,7 +72,7 @@ def works() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{choice.name}: {one.name}", partial(job, one.forced, "cuda")
 
 
-def work(share: int) -> None:
+def work(share: int, only: str) -> None:
     """Do every WORKERS-th work on the stand-in; print the kernels that were compiled.
 
     Kernels compute nothing: what verification says of their results is of no interest.
@@ -88,7 +93,7 @@ def work(share: int) -> None:
     triton.knobs.runtime.jit_post_compile_hook = None
     # Ends a verification after its launches, where another order of sums would take minutes.
     orders.OtherOrder = None
-    for name, launch in itertools.islice(works(), share, None, WORKERS):
+    for name, launch in itertools.islice(works(only), share, None, WORKERS):
         before = posing.count_of("launches")
         posing.stage.play(name, launch, launches=False)
         if posing.count_of("launches") == before:
@@ -96,13 +101,13 @@ def work(share: int) -> None:
     sys.stdout.write("\n" + json.dumps({"compiled": +compiled, "failed": failed}) + "\n")
 
 
-def run(folder: Path) -> tuple[Counter[str], list[str]]:
+def run(folder: Path, only: str) -> tuple[Counter[str], list[str]]:
     """Do all works with Triton's cache in a folder; return the compiled kernels, and failures."""
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
     kept = {name: x for name, x in os.environ.items() if name not in hidden}
     variables = kept | {"TRITON_CACHE_DIR": str(folder), "PYTHONSAFEPATH": "1"}
     variables["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, str(Path(__file__).resolve()), "--share"]
+    command = [sys.executable, str(Path(__file__).resolve()), "--only", only, "--share"]
     how: dict[str, Any] = {"env": variables, "stdout": subprocess.PIPE, "text": True}
     workers = [subprocess.Popen([*command, str(n)], **how) for n in range(WORKERS)]
     outputs = [worker.communicate()[0] for worker in workers]
@@ -118,21 +123,22 @@ def main() -> int:
     option = parser.add_argument
     option("--out", type=Path, default=CHECKOUT / "build" / "prebuilt.txz", metavar="FILE")
     option("--check", action="store_true", help="unpack and do all again: nothing may compile")
+    option("--only", default="", metavar="REGEX", help="of works' names, such as ^verify.*hopper")
     option("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.share is not None:
-        work(options.share)
+        work(options.share, options.only)
         return 0
     from fastattn.bench.time import prebuilt
 
-    compiled, failed = run(KEPT)
+    compiled, failed = run(KEPT, options.only)
     files = prebuilt.pack(KEPT, options.out)
     size = options.out.stat().st_size / 2**20
     say(f"{compiled.total()} kernels compiled; {files} files, {size:.1f} MiB: {options.out}")
     if options.check:
         with tempfile.TemporaryDirectory() as folder:
             prebuilt.unpack(options.out, Path(folder))
-            again, _ = run(Path(folder))
+            again, _ = run(Path(folder), options.only)
         say(f"compiled again from the archive: {dict(again) or 'none'}")
         failed += [f"{name} is compiled again" for name in again]
     say("\n".join(failed))
