@@ -80,7 +80,7 @@ def work(share: int, only: str) -> None:
     import posing  # before triton and fastattn
     import triton
 
-    from fastattn.testing import orders
+    from fastattn.testing import compare
 
     compiled: Counter[str] = Counter()
     failed: dict[str, str] = {}
@@ -91,14 +91,25 @@ def work(share: int, only: str) -> None:
     triton.knobs.compilation.listener = heard
     # For this hook Triton 3.6 writes constants as JSON, which fails for functions.
     triton.knobs.runtime.jit_post_compile_hook = None
-    # Ends a verification after its launches, where another order of sums would take minutes.
-    orders.OtherOrder = None
+    for name in ("results", "_outputs"):
+        setattr(compare, name, ours_alone(getattr(compare, name)))
     for name, launch in itertools.islice(works(only), share, None, WORKERS):
         before = posing.count_of("launches")
         posing.stage.play(name, launch, launches=False)
         if posing.count_of("launches") == before:
             failed[name] = "; ".join(posing.stage.scene.faults) or "launched nothing"
     sys.stdout.write("\n" + json.dumps({"compiled": +compiled, "failed": failed}) + "\n")
+
+
+def ours_alone(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse the oracle, which takes minutes on a CPU, once our kernels are launched."""
+
+    def call(function: Any, *arguments: Any, **how: Any) -> Any:
+        if getattr(function, "func", function).__module__ == "fastattn.reference":
+            raise AssertionError("kernels compute nothing here")
+        return run(function, *arguments, **how)
+
+    return call
 
 
 def run(folder: Path, only: str) -> tuple[Counter[str], list[str]]:
