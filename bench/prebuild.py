@@ -98,7 +98,8 @@ def work(share: int, only: str) -> None:
         before = posing.count_of("launches")
         posing.stage.play(name, launch, launches=False)
         if attend.uncompiled:  # other kernels went on; the next work has its own
-            failed[name] = attend.uncompiled.pop()
+            failed[name] = attend.uncompiled[0]
+            attend.uncompiled.clear()
         elif posing.count_of("launches") == before:
             failed[name] = "; ".join(posing.stage.scene.faults) or "launched nothing"
     sys.stdout.write("\n" + json.dumps({"compiled": +compiled, "failed": failed}) + "\n")
