@@ -30,7 +30,7 @@ KEPT = CHECKOUT / "build" / "prebuilt"
 
 
 def works(only: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What the short set launches, by name, of names that match a pattern."""
+    """Launches of the short set, by name, of names that match a pattern."""
     return ((name, launch) for name, launch in _every() if re.search(only, name))
 
 
@@ -39,7 +39,7 @@ def _every() -> Iterator[tuple[str, Callable[[], object]]]:
 
     from fastattn.bench.cases import sets
     from fastattn.bench.time import ahead, overhead
-    from fastattn.bench.time.jobs import OPEN
+    from fastattn.bench.time.jobs import OPEN, training_case
     from fastattn.bench.tune.plan import USUAL_SHAPES, Choice, Gpu, steps
     from fastattn.bench.tune.tune import chosen
     from fastattn.testing.verify import verification
@@ -47,7 +47,7 @@ def _every() -> Iterator[tuple[str, Callable[[], object]]]:
 
     device = torch.device("cuda", 0)
     rows = [*sets.every_row("short")]
-    rows += [sets.Row(sets.training_case(T), (sets.OURS,)) for T in (1024, 4096)]
+    rows += [sets.Row(training_case(T), (sets.OURS,)) for T in (1024, 4096)]
     for case, names in rows:
         if case.family == "decode" and case.T_k > 4096:
             continue  # the kernels of 4096 keys

@@ -77,7 +77,7 @@ def run_all(
 
 
 def lines_of(job: str, message: Message) -> Iterator[str]:
-    """What a message of a job tells readers: a note, its failure, or its records."""
+    """Lines for readers from a message of a job: a note, its failure, or its records."""
     if "note" in message:
         yield str(message["note"])
     if "failed" in message:

@@ -55,7 +55,7 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
 
     def prepare(case: Case, inputs: Inputs) -> Attention:
         if case.family == "decode":
-            given = {"window": case.window, "backend": backend, **inputs.option}
+            given = _arguments(case, inputs) | {"backend": backend}
             return lambda q, k, v: decode_attention(q, inputs.view, **given)
         how = _arguments(case, inputs) | {"backend": backend, "deterministic": deterministic}
         choice = explain(inputs.q, inputs.k, inputs.v, **how)
@@ -70,15 +70,17 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
 
 
 def _arguments(case: Case, inputs: Inputs) -> dict[str, Any]:
+    if case.family == "decode":  # a new token sees all keys, causal or not
+        return {"window": case.window, **inputs.option}
     return {"causal": case.causal, "window": case.window, **inputs.arguments()}
 
 
 def _chosen(case: Case, inputs: Inputs) -> str:
     """The implementation that `auto` is in this case."""
+    how = _arguments(case, inputs)
     if case.family == "decode":
-        how: dict[str, Any] = {"window": case.window, **inputs.option}
         return named(explain_decode(inputs.q, inputs.view, **how).backend)
-    return named(explain(inputs.q, inputs.k, inputs.v, **_arguments(case, inputs)).backend)
+    return named(explain(inputs.q, inputs.k, inputs.v, **how).backend)
 
 
 def _naive(case: Case, inputs: Inputs) -> Attention:

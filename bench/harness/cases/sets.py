@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from . import inputs
-from .case import MASKS, Case, Direction, decode, grouped, masked, padded, plain, sweep
+from .case import MASKS, Case, Direction, decode, grouped, masked, padded, sweep
 from .fp8 import EIGHT_BITS
 from .registry import BY_NAME, CUDNN, ONE_PASS, OURS, PORTABLE, TORCH_PEERS, named
 
@@ -58,11 +58,6 @@ def option_rows() -> Iterator[Row]:
         yield Row(masked(way, D, option), (OURS, *peers))
 
 
-def training_case(T: int) -> Case:
-    """Attention of GPT-2 small (Radford et al. 2019) over 16384 tokens."""
-    return plain("forward_backward", 16384 // T, 12, 12, T, 64, causal=True)
-
-
 def fp8_rows() -> Iterator[Row]:
     """8 bits beside 16."""
     for T in (4096, 16384):
@@ -79,7 +74,7 @@ def portable_rows() -> Iterator[Row]:
 
 
 def unfused_rows() -> Iterator[Row]:
-    """What holds every score, once."""
+    """Implementations that hold every score, once."""
     yield from (Row(sweep(way, 128, 4096, causal=True), _UNFUSED) for way in BOTH)
 
 

@@ -75,7 +75,7 @@ def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _group(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What orders the groups of bars, the heading last; () for a case that no chart shows."""
+    """Sort key of a group of bars, its heading last; () for a case that no chart shows."""
     if case.get("dtype") != "bfloat16" or case.get("option"):
         return ()
     family, B, H, T, D = (case[name] for name in ("family", "B", "H_q", "T_k", "D"))
@@ -95,7 +95,7 @@ def _group(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _limit(data: Mapping[str, Any], figure: str, case: Mapping[str, Any]) -> list[Bar]:
-    """What no kernel can pass: a limit that the run measured, or the memory of the outputs."""
+    """A bound of every kernel: a limit that the run measured, or the memory of the outputs."""
     if figure == "peak_mib":
         call = Case.of(case)
         return [Bar("outputs and lse", (least_memory(call) - input_bytes(call)) / 2**20, LINE)]

@@ -55,7 +55,7 @@ def launch(case: Case, implementation: str, forced: Mapping[str, Any], device: s
 
 
 def compiled(case: Case, implementations: Iterable[str]) -> list[str]:
-    """Those whose kernels this package compiles, and that serve the case."""
+    """The implementations whose kernels this package compiles, and that serve the case."""
     ours = (x for x in implementations if x.startswith(OURS) and x != named("torch"))
     return [name for name in ours if BY_NAME[name].serves(case) is None]
 

@@ -28,6 +28,7 @@ from ...tuned.environment import environment as environment_of
 from ...tuned.findings import KEYS
 from ...tuned.store import Store
 from ..cases import sets
+from ..cases.case import Case, plain
 from ..cases.inputs import make_inputs
 from ..cases.registry import BY_NAME, CUDNN, OURS
 from ..tune.tune import tune
@@ -60,7 +61,7 @@ class Job(NamedTuple):
 
 
 class Session(NamedTuple):
-    """What the jobs of a run share.
+    """State that the jobs of a run share.
 
     which: a set, "short" or "full". folder: of findings. seconds: of the whole run. left: returns
     the seconds left. tell: sends a message to the parent; `note` is a line for readers.
@@ -118,8 +119,8 @@ def gpu_jobs(session: Session) -> dict[str, Job]:
     training = {
         f"training-T{T}": Job(
             partial(_training, T),
-            (*sets.training_case(T).kernels, "training"),
-            (sets.Row(sets.training_case(T), (OURS,)),),
+            (*training_case(T).kernels, "training"),
+            (sets.Row(training_case(T), (OURS,)),),
         )
         for T in ((1024, 4096) if session.which == "short" else (1024, 4096, 16384))
     }
@@ -138,6 +139,12 @@ def gpu_jobs(session: Session) -> dict[str, Job]:
     if session.which == "full":
         jobs |= of_rows(sets.unfused_rows(), ", unfused") | of_rows(sets.swept_rows(), ", all")
     return jobs
+
+
+def training_case(T: int) -> Case:
+    """Attention of GPT-2 small over 16384 tokens."""
+    H, D = GPT2_SMALL.num_heads, GPT2_SMALL.head_dim
+    return plain("forward_backward", 16384 // T, H, H, T, D, causal=True)
 
 
 def of_rows(rows: Iterable[sets.Row], of: str = "") -> dict[str, Job]:
@@ -246,7 +253,7 @@ def _host_cost(bench: Bench) -> list[Record]:
 
 def _training(T: int, bench: Bench) -> list[Record]:
     """Training with 16384 tokens per step at context T, by `auto` and by torch's kernels."""
-    name, case = f"training-T{T}, GPT-2 small", sets.training_case(T)
+    name, case = f"training-T{T}, GPT-2 small", training_case(T)
     chooses = BY_NAME[OURS].chooses
     assert chooses is not None
     who = {OURS: chooses(case, make_inputs(case, empty=True)), **{x: x for x in _PINNED}}

@@ -66,7 +66,7 @@ def _moved(text: bytes, folder: Path) -> bytes:
 
 
 def compared(unpacked: Counter[str] | None, before: Counter[str]) -> str:
-    """What the cache has beyond `before`, as a line: kernels that were compiled since."""
+    """A line about the kernels that the cache has beyond `before`: compiled since."""
     new = kernels() - before
     names = ", ".join(f"{name} {count}" for name, count in sorted(new.items())) or "none"
     found = "no archive" if unpacked is None else f"{unpacked.total()} kernels from the archive"

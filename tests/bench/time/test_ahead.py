@@ -138,7 +138,7 @@ def forget() -> None:
 
 
 def test_every_row_of_the_short_set_launches_kernels(compile_pool: CompilePool):
-    """What 8 bits quantise has no NaN, and no row draws what it only compiles for."""
+    """In 8 bits too, whose inputs are drawn; no row draws inputs that only a compilation needs."""
     found = compile_pool.call(f"{__file__}:launches_of_the_set", "sm_90")
     assert len(found) > 100
     assert {name for name, kernels in found.items() if not kernels} == set()
