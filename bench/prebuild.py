@@ -40,7 +40,7 @@ def _every() -> Iterator[tuple[str, Callable[[], object]]]:
     from fastattn.bench.cases import sets
     from fastattn.bench.time import ahead, overhead
     from fastattn.bench.time.jobs import OPEN, training_case
-    from fastattn.bench.tune.plan import USUAL_SHAPES, Choice, Gpu, steps
+    from fastattn.bench.tune.plan import USUAL_SHAPES, Gpu, plan_of
     from fastattn.bench.tune.tune import chosen
     from fastattn.testing.verify import verification
     from fastattn.testing.verify.case import Setting
@@ -65,8 +65,7 @@ def _every() -> Iterator[tuple[str, Callable[[], object]]]:
                 partial(case.check, Setting(subject, device)),
             )
     gpu = Gpu("sm_90", 227 << 10, 132, True)
-    for choice in chosen(steps(USUAL_SHAPES[:2], gpu), OPEN):
-        assert isinstance(choice, Choice)
+    for choice in chosen(plan_of(USUAL_SHAPES[:2], gpu), OPEN):
         for one in choice.candidates:
             job = partial(ahead.launch, ahead.small(choice.cases[0]), one.implementation)
             yield f"{choice.name}: {one.name}", partial(job, one.forced, "cuda")

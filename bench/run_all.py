@@ -23,7 +23,7 @@ from fastattn.bench.results.tables import markdown
 from fastattn.bench.time import prebuilt
 from fastattn.bench.time.jobs import Session, gpu_jobs
 from fastattn.bench.time.measure import measure
-from fastattn.bench.time.supervise import ChildProcess, Message, python, variables
+from fastattn.testing.supervision import ChildProcess, Message, python, variables
 from fastattn.tuned.environment import environment
 from fastattn.tuned.store import CACHE_DIR, Store
 

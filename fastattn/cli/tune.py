@@ -20,11 +20,6 @@ def add_tune(commands: Any) -> None:
     )
     parser.set_defaults(command=_tune)
     add = parser.add_argument
-    add(
-        "--model",
-        metavar="CONFIG",
-        help="config.json of a model, or its folder: tune for its sizes",
-    )
     add("--heads", type=int, help="query heads")
     add("--kv-heads", type=int, help="key/value heads (default: --heads)")
     add("--dims", type=int, nargs="+", metavar="D", help="head dims (default: 128 64 256)")
@@ -73,7 +68,6 @@ def _tune(arguments: argparse.Namespace) -> int:
 
         try:
             result = tune(
-                model=arguments.model,
                 heads=arguments.heads,
                 kv_heads=arguments.kv_heads,
                 head_dims=arguments.dims,

@@ -44,9 +44,9 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_a_run_prints_its_steps_and_what_it_came_to(gpu, capsys):
-    assert main(["tune", "--seconds", "150", "--dims", "64", "128", "--model", "gpt"]) == 0
+    assert main(["tune", "--seconds", "150", "--dims", "64", "128"]) == 0
     (asked,) = gpu
-    assert (asked["seconds"], asked["head_dims"], asked["model"]) == (150, [64, 128], "gpt")
+    assert (asked["seconds"], asked["head_dims"]) == (150, [64, 128])
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         "tuning on NVIDIA H100, 150 s",

@@ -24,29 +24,35 @@ class Clock:
 
 
 class FakeChild:
-    """`work(tell, jobs)` is its life, for one job after another, until it raises Crash or Hang."""
+    """Tells messages of a plan, one at a look; a number is the exit code.
 
-    def __init__(self, work=None):
-        self._work, self.code, self.killed, self._told = work, None, False, [{"ready": True}]
+    `work(tell, jobs)` adds those of each job, until it raises an error, Crash or Hang.
+    """
+
+    def __init__(self, work=None, plan=({"ready": True},)):
+        self._work, self._plan, self.sent, self.killed = work, [*plan], [], False
 
     def send(self, job):
-        def tell(**message):
-            if "ready" not in message:
-                self._told.append(message)
-
+        self.sent.append(job)
         try:
-            self.code = self._work(tell, iter([job])) or None
+            if self._work is not None:
+                self._work(self._tell, iter([job]))
         except Crash:
-            self.code = -11
+            self._plan.append(-11)
         except Hang:
             pass
+        except Exception:
+            self._plan.append(1)
+
+    def _tell(self, **message):
+        if "ready" not in message:
+            self._plan.append(json.loads(json.dumps(message)))
 
     def poll(self):
-        return self.code
+        return self._plan[0] if self._plan and isinstance(self._plan[0], int) else None
 
     def messages(self):
-        told, self._told = self._told, []
-        return json.loads(json.dumps(told))
+        return [self._plan.pop(0)] if self._plan and isinstance(self._plan[0], dict) else []
 
     def kill(self):
         self.killed = True

@@ -16,7 +16,8 @@ from pathlib import Path
 # may import from its own floor and from those below. "fastattn.*" are the files beside the folders.
 FLOORS: tuple[str, ...] = (
     "fastattn.cli fastattn.__main__",
-    "fastattn.testing fastattn.bench",
+    "fastattn.bench",
+    "fastattn.testing",
     "fastattn.training fastattn.generation",
     "fastattn.models",
     "fastattn",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...testing.supervision import PREPARES, RUNS
 from ...tracing import record_cuda_graph
 from ..cases import figures
 from ..cases.case import Case
@@ -18,7 +19,6 @@ from ..cases.correctness import Expected, check
 from ..cases.inputs import Attention, Implementation, Inputs, make_inputs
 from .failures import FAILED, TIMED, UNSERVED, Failure, failure, release
 from .samples import Bench, Function, summary
-from .supervise import PREPARES, RUNS
 
 Record = dict[str, Any]
 Results = tuple[Tensor, tuple[Tensor, ...] | None]

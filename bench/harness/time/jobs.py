@@ -20,31 +20,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...kernels.launch import tiles
 from ...models.gpt import GPTConfig
+from ...testing.supervision import PREPARES, RUNS, WAITS, Tell, talk
 from ...testing.verify import verification
-from ...testing.verify.verdicts import RIGHT
 from ...training.step_timing import as_dict, time_training_steps
 from ...tuned import choices
 from ...tuned.environment import environment as environment_of
-from ...tuned.findings import KEYS
 from ...tuned.store import Store
 from ..cases import sets
 from ..cases.case import Case, plain
 from ..cases.inputs import make_inputs
 from ..cases.registry import BY_NAME, CUDNN, OURS
-from ..tune.tune import tune
+from ..tune.tune import VERIFICATION, not_right, tune
 from . import environment, overhead
 from .ahead import Ahead
 from .attention import Record, run_case
 from .failures import FAILED, TIMED, Failure, failure, release
 from .measure import Run, serve
 from .samples import Bench, Function, gpu_bench
-from .supervise import PREPARES, RUNS, WAITS, Tell, talk
 
 # GPT-2 small's shape (Radford et al. 2019) with a vocabulary that is a multiple of 64.
 GPT2_SMALL = GPTConfig(
     vocab_size=50304, context_length=1024, num_layers=12, num_heads=12, embed_dim=768
 )
-VERIFICATION, TUNING = "verification", "tuning"
+TUNING = "tuning"
 # Shares of a run's time, at most; and what "short" tunes: choices that no figure has settled.
 _SHARES = {VERIFICATION: 0.25, TUNING: 0.3}
 OPEN = ("hopper_forward", "hopper_dkv", "hopper_one_pass", "passes")
@@ -84,8 +82,8 @@ def main() -> None:
     talk(lambda tell, requests: run(settings, tell, requests))
 
 
-def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int:
-    """Do the work of the process; return its exit code.
+def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> None:
+    """Do the work of the process.
 
     settings: fields of `Session`, left as a number; and names of jobs, which are compiled ahead.
     """
@@ -109,7 +107,7 @@ def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int
 
     runs = {name: job.run for name, job in jobs.items()}
     try:
-        return serve(runs, gpu_bench(session.which), tell, requests, ready)
+        serve(runs, gpu_bench(session.which), tell, requests, ready)
     finally:
         ahead.close()
 
@@ -180,13 +178,12 @@ def _verify(session: Session, bench: Bench) -> list[Record]:
 
 
 def _counts(store: Store, status: str) -> dict[str, Any]:
-    rows, key = store.read(verification.KIND), KEYS[verification.KIND]
-    bad = [row for row in rows if row["verdict"] != RIGHT]
+    bad = not_right(store)
     return {
         "status": status,
-        "passed": len(rows) - len(bad),
+        "passed": len(store.read(verification.KIND)) - len(bad),
         "failed": len(bad),
-        "failures": [" ".join(str(row[name]) for name in (*key, "verdict")) for row in bad],
+        "failures": bad,
     }
 
 

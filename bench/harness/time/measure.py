@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...testing.supervision import PREPARES, ChildProcess, Message, Tell, supervise
 from ..results.report import BROKEN, DONE, LEFT
 from .attention import REFERENCE, Record
-from .failures import LOST, DeviceLost, failure
+from .failures import failure
 from .samples import Bench
-from .supervise import PREPARES, ChildProcess, Message, Tell, supervise
 
 FINISHED, TIME_IS_UP = "finished", "the time was up"
 # Phases before a job's implementations: their failure excludes none.
@@ -89,36 +89,27 @@ def serve(
     tell: Tell,
     requests: Iterable[Mapping[str, Any]],
     ready: Callable[[str], object] = lambda name: None,
-) -> int:
-    """Do the requested jobs in a child; return the exit code.
+) -> None:
+    """Do the requested jobs in a child.
 
     requests: of each job its name, and the broken implementations with reasons. ready: waits for
-    the compilation of a job's kernels.
+    the compilation of a job's kernels. Raises an error if the CUDA context is lost: the last
+    implementation that was announced broke it.
     """
+
+    def announce(who: str, doing: str) -> None:
+        tell(at=who, doing=doing)
+
     for request in requests:
-        name, at = request["job"], COMPILER
-
-        def announce(who: str, doing: str) -> None:
-            nonlocal at
-            at = who
-            tell(at=who, doing=doing)
-
+        name = request["job"]
         sys.stderr.write(f"\n{name}\n")  # a heading in the log
         announce(COMPILER, PREPARES)
         ready(name)
         own = replace(bench, announce=announce, broken=request["broken"])
         try:
-            try:
-                records = runs[name](own)
-                bench.timer.synchronize()
-            except DeviceLost:
-                raise
-            except Exception as error:
-                failed = failure(error, at, bench.timer.synchronize)
-                tell(done=True, failed=failed.reason)
-            else:
-                tell(done=True, records=records)
-        except DeviceLost as lost:
-            tell(at=lost.implementation, lost=lost.reason)
-            return LOST
-    return 0
+            records = runs[name](own)
+            own.timer.synchronize()
+        except Exception as error:
+            tell(done=True, failed=failure(error, name, own.timer.synchronize).reason)
+        else:
+            tell(done=True, records=records)

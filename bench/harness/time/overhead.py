@@ -132,17 +132,6 @@ def _decode(device: str, paged: bool) -> Call:
     return call, [k[:, :, :1].contiguous()]
 
 
-def _autocast(device: str) -> Call:
-    """An autocast region per call, as in a training step, without casts."""
-    call, tensors = _dense(device)
-
-    def cast(*tensors: Tensor) -> Any:
-        with torch.autocast(device, torch.bfloat16):
-            return call(*tensors)
-
-    return cast, tensors
-
-
 # By their arguments other than q, k and v.
 ROWS: dict[str, Callable[[str], Call]] = {
     "plain": _dense,
@@ -152,7 +141,6 @@ ROWS: dict[str, Callable[[str], Call]] = {
     "attn_bias": partial(_dense, attn_bias=torch.zeros(_SHAPE[2], _SHAPE[2])),
     "key_padding_mask": partial(_dense, key_padding_mask=torch.ones(1, 64, dtype=torch.bool)),
     "documents": partial(_dense, documents=torch.zeros(1, 64, dtype=torch.int32)),
-    "autocast": _autocast,
     "packed": _packed,
     "decode": partial(_decode, paged=False),
     "decode, paged": partial(_decode, paged=True),

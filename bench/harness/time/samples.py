@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from ...testing.supervision import PREPARES, RUNS
 from ..cases.case import Case
 from ..cases.correctness import Expected, expect
 from ..cases.inputs import Inputs
 from . import environment
 from .failures import Failure, failure
-from .supervise import PREPARES, RUNS
 
 Function = Callable[[], object]
 Summary = dict[str, float]
@@ -154,8 +154,7 @@ class Bench:
         called: names under which functions are announced, and blamed for a broken process, if they
         are not their own.
 
-        Raises:
-            DeviceLost: a function broke the CUDA context.
+        Raises an error if a function, the last one announced, broke the CUDA context.
         """
         failures: dict[str, Failure] = {}
         starts: dict[str, tuple[Start, int]] = {}

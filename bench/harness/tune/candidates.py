@@ -23,9 +23,9 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 NEW_TOKENS = {"decode": 1, "decode_chunk": 64}
 # Kernels whose programs hold a block of keys and loop over the queries.
 BY_KEYS = ("backward_dkv", "backward_one_pass")
-DTYPES = {2: "bfloat16", 4: "float32"}
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 TMA = ("sm_90", "sm_100")
+TOKENS = 4096  # of a sequence; 16384 in a call
 _MOST = 24  # candidates per entry, each with both kinds of loads
 # BLOCK_M, rows of a query tile. For a new token, rows are the query heads on one key head.
 _ROWS = {
@@ -44,13 +44,12 @@ _TENSOR_ROWS = 64
 
 
 class Shape(NamedTuple):
-    """A model's attention: head dim, query heads, key/value heads, dtype and tokens."""
+    """A model's attention: head dim, query heads, key/value heads and dtype."""
 
     D: int
     H_q: int
     H_k: int
     dtype: str = "bfloat16"
-    T: int = 4096
 
     @property
     def BLOCK_D(self) -> int:
@@ -59,7 +58,7 @@ class Shape(NamedTuple):
 
 
 def usual_shape(D: int, dtype: str = "bfloat16") -> Shape:
-    """16384 tokens in sequences of 4096, hidden size 2048, all heads with own keys and values."""
+    """Hidden size 2048, all heads with own keys and values."""
     return Shape(D, 2048 // D, 2048 // D, dtype)
 
 
@@ -86,26 +85,20 @@ class TableEntry:
         kind = self.kernel if self.calls == "plain" else f"{self.kernel}_{self.calls}"
         return tiles.tile_of(arch, kind, self.element_size, self.BLOCK_D)
 
-    def case(self, causal: bool, shape: Shape | None = None) -> Case:
-        """The case for timing tiles, of a shape; default `usual_shape`.
-
-        Decoding: caches with as many tokens, causal, by default four query heads per key/value
-        head.
-        """
-        grouped = 4 if shape is None else 1
-        D, H_q, H_k, dtype, T = shape or usual_shape(self.BLOCK_D, DTYPES[self.element_size])
+    def cases(self, shape: Shape) -> tuple[Case, ...]:
+        """A causal case of a shape and one without a mask; decoding is causal, with full caches."""
+        D, H_q, H_k, dtype = shape
         if self.kernel in NEW_TOKENS:
             tokens = NEW_TOKENS[self.kernel]
-            one = Case("decode", "forward", 16, H_q, H_k // grouped, tokens, T, D, causal=True)
-            return replace(one, dtype=dtype, layout="bhtd")
+            one = Case("decode", "forward", 16, H_q, H_k, tokens, TOKENS, D, causal=True)
+            return (replace(one, dtype=dtype, layout="bhtd"),)
         direction: Direction = "forward" if self.kernel == "forward" else "backward"
-        call = plain(direction, max(1, 16384 // T), H_q, H_k, T, D, causal)
-        return replace(call, dtype=dtype, **CALLS[self.calls][not causal])
-
-    def cases(self, shape: Shape | None = None) -> tuple[Case, ...]:
-        """A causal case and one without a mask; decoding is causal only."""
-        both = (True,) if self.kernel in NEW_TOKENS else (True, False)
-        return tuple(self.case(causal, shape) for causal in both)
+        both = (
+            plain(direction, 16384 // TOKENS, H_q, H_k, TOKENS, D, causal)
+            for causal in (True, False)
+        )
+        of_class = zip(both, CALLS[self.calls], strict=True)
+        return tuple(replace(call, dtype=dtype, **arguments) for call, arguments in of_class)
 
 
 def candidates(entry: TableEntry, shared_bytes: int, arch: str) -> list[TileConfig]:

@@ -1,13 +1,11 @@
-"""The plan of a tuning run: verifications and choices by timing, the most important first."""
+"""The plan of a tuning run: choices by timing, the most important first."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...kernels.hopper.tile_table import HopperConfig
@@ -21,6 +19,7 @@ from .candidates import (
     NEW_TOKENS,
     SIZES,
     TMA,
+    TOKENS,
     Shape,
     TableEntry,
     candidates,
@@ -42,15 +41,6 @@ USUAL_SHAPES = tuple(
     for D in dims
 )
 _ATTENTION = ("forward", "backward_dkv", "backward_dq", "backward_one_pass")
-# Names in model configurations, ours and transformers'.
-_FIELDS = {
-    "heads": ("num_attention_heads", "num_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "width": ("hidden_size", "embed_dim", "n_embd", "d_model"),
-    "head_dim": ("head_dim",),
-    "tokens": ("max_position_embeddings", "context_length", "n_positions"),
-}
-_MOST_TOKENS = 8192
 
 
 class Gpu(NamedTuple):
@@ -149,8 +139,8 @@ def backend_choice(
     """
     least, limit = WAVES[waves]
     if waves == "many":
-        T, enough = shape.T, -(-8 * multiprocessors * _QUERIES // (shape.T * shape.H_q))
-        B = max(1, 16384 // T, enough)
+        T, enough = TOKENS, -(-8 * multiprocessors * _QUERIES // (TOKENS * shape.H_q))
+        B = max(16384 // T, enough)
     else:
         many = multiprocessors // 2 if waves == "few" else 2 * multiprocessors
         B, T = 1, max(_QUERIES, many // shape.H_q * _QUERIES)
@@ -195,32 +185,10 @@ def split_choice(shape: Shape) -> Choice:
     return Choice("splits", key, (many, replace(many, B=1)), tuple(made))
 
 
-class Verification(NamedTuple):
-    """A step that verifies pairs of backend and family before choices of a size are timed."""
-
-    families: tuple[tuple[str, str], ...]
-    dtype: str
-    head_dim: int
-
-    @property
-    def name(self) -> str:
-        families = ", ".join(" ".join(pair) for pair in self.families)
-        return f"verify {self.dtype} D {self.head_dim}: {families}"
-
-
-Step = Verification | Choice
-
-
-def steps(shapes: Iterable[Shape], gpu: Gpu) -> list[Step]:
-    """The steps for some shapes: plain calls and decoding first, then the other classes."""
-    shapes = list(shapes)
-    made: list[Step] = []
-    for choices_of in (_plain_choices, _other_calls):
-        for shape in shapes:
-            choices = list(choices_of(shape, gpu))
-            pairs = dict.fromkeys(p for x in choices for c in x.candidates for p in c.verified)
-            made += [Verification(tuple(pairs), shape.dtype, shape.BLOCK_D), *choices]
-    return made
+def plan_of(shapes: Iterable[Shape], gpu: Gpu) -> list[Choice]:
+    """The choices for some shapes: plain calls and decoding first, then the other classes."""
+    both = itertools.product((_plain_choices, _other_calls), list(shapes))
+    return [choice for choices_of, shape in both for choice in choices_of(shape, gpu)]
 
 
 def _plain_choices(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
@@ -258,7 +226,6 @@ def _other_calls(shape: Shape, gpu: Gpu) -> Iterator[Choice]:
 
 
 def shapes_of(
-    model: str | Path | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
     head_dims: Iterable[int] | None = None,
@@ -266,43 +233,21 @@ def shapes_of(
 ) -> list[Shape]:
     """The shapes to tune, the most important first; default: USUAL_SHAPES.
 
-    model: a model's configuration as a JSON file, or the folder of its config.json or, for our
-    checkpoints, checkpoint.json. Other arguments override it.
-
     Raises:
-        ValueError: a configuration lacks heads, or a number or dtype cannot be served.
+        ValueError: a number or dtype cannot be served.
     """
-    if model is None and heads is None and kv_heads is None and not head_dims and not dtypes:
+    if heads is None and kv_heads is None and not head_dims and not dtypes:
         return list(USUAL_SHAPES)
-    config = {} if model is None else _configuration(Path(model))
-    head_dims = head_dims or ([config["head_dim"]] if config else [128, 64])
     made = []
-    for dtype, D in itertools.product(dtypes or ("bfloat16",), head_dims):
+    for dtype, D in itertools.product(dtypes or ("bfloat16",), head_dims or (128, 64)):
         if dtype not in SIZES:
             raise ValueError(f"dtype must be one of {', '.join(SIZES)}, got {dtype!r}")
-        H_q = heads or config.get("heads") or usual_shape(D).H_q
-        H_k = kv_heads or config.get("kv_heads") or H_q
+        H_q = heads or usual_shape(D).H_q
+        H_k = kv_heads or H_q
         if not 1 <= D <= 256 or H_q < 1 or H_q % H_k:
             raise ValueError(
                 f"a head dim is 1 to 256, and heads are a multiple of kv_heads; got head dim "
                 f"{D}, {H_q} heads on {H_k}"
             )
-        made.append(Shape(D, H_q, H_k, dtype, config.get("tokens", 4096)))
+        made.append(Shape(D, H_q, H_k, dtype))
     return made
-
-
-def _configuration(path: Path) -> dict[str, int]:
-    files = (path / "config.json", path / "checkpoint.json") if path.is_dir() else (path,)
-    file = next((file for file in files if file.exists()), files[0])
-    data = json.loads(file.read_text("utf-8"))
-    for part in ("config", "model", "text_config"):
-        data = {**data, **data.get(part, {})}
-    shape = {
-        name: next(data[field] for field in fields if data.get(field))
-        for name, fields in _FIELDS.items()
-        if any(data.get(field) for field in fields)
-    }
-    if "heads" not in shape or not {"head_dim", "width"} & shape.keys():
-        raise ValueError(f"{file} says neither {_FIELDS['heads'][0]} nor what goes with it")
-    shape.setdefault("head_dim", shape.get("width", 0) // shape["heads"])
-    return shape | {"tokens": min(shape.get("tokens", 4096), _MOST_TOKENS)}

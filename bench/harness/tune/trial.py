@@ -14,6 +14,7 @@ from typing import Any
 
 from ...kernels.launch import tiles
 from ...ops import attend
+from ...testing.supervision import PREPARES, RUNS
 from ..cases.case import Case
 from ..cases.correctness import Expected, all_heads, expect
 from ..cases.inputs import Inputs, make_inputs
@@ -21,7 +22,6 @@ from ..cases.registry import BY_NAME
 from ..time.attention import REFERENCE, prepare
 from ..time.failures import Failure, release
 from ..time.samples import Bench, Effort, Function
-from ..time.supervise import PREPARES, RUNS
 from .plan import Candidate, Choice
 
 _FINALISTS = 4

@@ -20,24 +20,26 @@ import torch
 from ... import dispatch
 from ...kernels.launch import tiles
 from ...ops import attend
+from ...testing.supervision import WAITS, ChildProcess, Message, Tell, python, talk, variables
 from ...testing.verify import verification
 from ...testing.verify.verdicts import RIGHT
 from ...tuned import choices
 from ...tuned.environment import environment
+from ...tuned.findings import KEYS
 from ...tuned.store import Store
 from ..time import attention
 from ..time.ahead import Ahead
 from ..time.measure import FINISHED, TIME_IS_UP, measure, serve
 from ..time.samples import Bench, Effort, gpu_bench
-from ..time.supervise import WAITS, ChildProcess, Message, Tell, python, talk, variables
 from .candidates import Shape
-from .plan import Candidate, Choice, Gpu, Step, Verification, shapes_of, steps
+from .plan import Candidate, Choice, Gpu, plan_of, shapes_of
 from .trial import decide, expect_all
 
 # A run of fewer seconds verifies only the most important families.
 QUICK_SECONDS = 600.0
 # Further seconds for a running step.
 _GRACE = 30.0
+VERIFICATION = "verification"
 
 
 class Progress(NamedTuple):
@@ -74,7 +76,6 @@ class Tuning(NamedTuple):
 
 def tune(
     *,
-    model: str | Path | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
     head_dims: Iterable[int] | None = None,
@@ -94,14 +95,12 @@ def tune(
     hangs or breaks the device ends only that process.
 
     Args:
-        model: a model's configuration as a JSON file, or its folder, for heads and head dim;
-            default: usual ones.
-        heads, kv_heads: query heads, and key/value heads.
+        heads, kv_heads: query heads, and key/value heads; default: usual ones.
         head_dims: default: 128, 64 and 256.
         dtypes: names; default: bfloat16, then float32.
         seconds: for the whole run; the most important steps come first.
         only: kinds of choices ("tiles", "backends", "passes", "splits"), and kernels of tiles, to
-            time; default: all, verified first.
+            time; default: all, after verification.
         device: a GPU; default: the current one.
         folder: of findings; default: `$FASTATTN_CACHE_DIR`, or the user's cache folder.
         show: called with the progress.
@@ -110,19 +109,20 @@ def tune(
         The results of all steps.
 
     Raises:
-        ValueError: there is no GPU, or the model or a size cannot be served.
+        ValueError: there is no GPU, or a size cannot be served.
         ChildProcessError: the timing process cannot start.
     """
     end = time.monotonic() + seconds
-    shapes = shapes_of(model, heads, kv_heads, head_dims, dtypes)
+    shapes = shapes_of(heads, kv_heads, head_dims, dtypes)
     if not torch.cuda.is_available():
         raise ValueError("no GPU: torch sees no CUDA device, so there is nothing to time here")
     with torch.cuda.device(torch.cuda.current_device() if device is None else device):
         device = torch.device("cuda", torch.cuda.current_device())
         gpu = gpu_of(device)
     store = Store(environment(device), folder)
-    plan = unknown_first(chosen(steps(shapes, gpu), only), store)
-    numbers = {step.name: number for number, step in enumerate(plan, 1)}
+    plan = unknown_first(chosen(plan_of(shapes, gpu), only), store)
+    names = [VERIFICATION] * (only is None) + [choice.name for choice in plan]
+    numbers = {name: number for number, name in enumerate(names, 1)}
     settings = {
         "device": device.index, "gpu": gpu, "shapes": shapes, "quick": seconds < QUICK_SECONDS,
         "folder": None if folder is None else str(folder),
@@ -140,7 +140,7 @@ def tune(
         text = message.get("failed") or next((x["text"] for x in message.get("records", ())), "")
         if done or "note" in message:
             note = text if done else message["note"]
-            show(Progress(numbers[name], len(plan), left(), name, note, done))
+            show(Progress(numbers[name], len(names), left(), name, note, done))
 
     data: dict[str, Any] = {"jobs": {}, "broken": {}, "results": []}
     try:
@@ -158,24 +158,28 @@ def tune(
     return Tuning(records, rows, [y for x in results for y in x.get("tried", ())], store.folder)
 
 
-def chosen(plan: list[Step], only: Collection[str] | None) -> list[Step]:
+def chosen(plan: list[Choice], only: Collection[str] | None) -> list[Choice]:
     """The choices that `only` of `tune` names; None: the plan."""
     if only is None:
         return plan
-    choices_of = (step for step in plan if isinstance(step, Choice))
-    return [step for step in choices_of if {step.kind, step.key.get("kernel")} & {*only}]
+    return [choice for choice in plan if {choice.kind, choice.key.get("kernel")} & {*only}]
 
 
-def unknown_first(plan: list[Step], store: Store) -> list[Step]:
+def unknown_first(plan: list[Choice], store: Store) -> list[Choice]:
     """The plan, with choices that lack a finding first."""
+    stored = {choice.kind: store.read(choice.kind) for choice in plan}
 
-    def known(step: Step) -> bool:
-        return isinstance(step, Choice) and any(
-            step.key.items() <= row.items() for row in stored[step.kind]
-        )
+    def known(choice: Choice) -> bool:
+        return any(choice.key.items() <= row.items() for row in stored[choice.kind])
 
-    stored = {step.kind: store.read(step.kind) for step in plan if isinstance(step, Choice)}
     return sorted(plan, key=known)
+
+
+def not_right(store: Store) -> list[str]:
+    """The kernels that verification did not find right, with their verdicts."""
+    fields = (*KEYS[verification.KIND], "verdict")
+    bad = (row for row in store.read(verification.KIND) if row["verdict"] != RIGHT)
+    return [" ".join(str(row[name]) for name in fields) for row in bad]
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -188,8 +192,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass
 class Tuner:
-    """The steps of a plan as jobs. A record has step and text, and for a choice kind, row (of the
-    winner, or None) and tried: all candidates with their times or reasons.
+    """Verification and choices as jobs. A record has step and text, and for a choice kind, row (of
+    the winner, or None) and tried: all candidates with their times or reasons.
 
     store: of winners and verdicts. quick: whether to verify only the most important families. tell:
     sends a message to the parent: `note` is how far a step is.
@@ -211,33 +215,28 @@ class Tuner:
                 ours = (candidate.implementation,)
                 self.ahead.submit((choice.name, candidate.name), few, ours, candidate.forced)
 
-    def run(self, step: Step, bench: Bench) -> list[attention.Record]:
-        """Do a step; return its record."""
-        return self._choose(step, bench) if isinstance(step, Choice) else self._verify(step, bench)
-
     def _verdict(self, backend: str, family: str, dtype: str, head_dim: int) -> str:
         key = {"backend": backend, "family": family, "dtype": dtype, "head_dim": head_dim}
-        rows = [row for row in self.store.read("verification") if key.items() <= row.items()]
+        rows = [row for row in self.store.read(verification.KIND) if key.items() <= row.items()]
         return rows[-1]["verdict"] if rows else "not verified"
 
-    def _verify(self, step: Verification, bench: Bench) -> list[attention.Record]:
-        bench.announce("the verification", WAITS)  # it ends hangs itself
-        backends, families = (list(dict.fromkeys(x)) for x in zip(*step.families, strict=True))
+    def verify(self, plan: Collection[Choice], bench: Bench) -> list[attention.Record]:
+        """Verify the kernels of a plan's candidates that have no verdict, in half of the time."""
+        bench.announce(VERIFICATION, WAITS)  # it ends hangs itself
+        pairs = dict.fromkeys(p for choice in plan for c in choice.candidates for p in c.verified)
+        backends, families = (dict.fromkeys(names) for names in zip(*pairs, strict=True))
         filters: dict[str, Any] = {"backends": backends, "families": families}
-        filters |= {"dtypes": [step.dtype], "head_dims": [step.head_dim]}
+        filters["dtypes"] = dict.fromkeys(choice.cases[0].dtype for choice in plan)
+        filters["head_dims"] = dict.fromkeys(map(_columns, plan))
         scope = verification.scope_of(self.device, quick=self.quick, **filters)
+        reserve = self.left() / 2
+        how: dict[str, Any] = {"store": self.store, "left": lambda: self.left() - reserve}
+        for finding in verification.run(scope, self.device, again=False, **how):
+            self.tell(note=str(finding))
+        return [{"step": VERIFICATION, "text": "; ".join(not_right(self.store)) or "all right"}]
 
-        def progress(count: int, of: int, result: object) -> None:
-            self.tell(note=f"{count} of {of}")
-
-        how: dict[str, Any] = {"store": self.store, "progress": progress, "again": False}
-        for _ in verification.run(scope, self.device, **how):
-            pass
-        verdicts = {pair: self._verdict(*pair, step.dtype, step.head_dim) for pair in step.families}
-        bad = [f"{' '.join(pair)}: {x}" for pair, x in verdicts.items() if x != RIGHT]
-        return [{"step": step.name, "text": "; ".join(bad) or "all right"}]
-
-    def _choose(self, choice: Choice, bench: Bench) -> list[attention.Record]:
+    def choose(self, choice: Choice, bench: Bench) -> list[attention.Record]:
+        """Time the candidates of a choice and store the winner; return its record."""
         if (why_not := self._why_wrong(choice, choice.shipped)) and choice.kind != "backends":
             return [{"step": choice.name, "text": why_not}]
         # Other kernels use their stored tiles; the candidate's tiles are forced.
@@ -276,12 +275,16 @@ class Tuner:
         return [{"step": choice.name, "text": text, **outcomes}]
 
     def _why_wrong(self, choice: Choice, candidate: Candidate) -> str | None:
-        head_dim = choice.key.get("BLOCK_D") or choice.key["head_dim"]
         for pair in candidate.verified:
-            verdict = self._verdict(*pair, choice.cases[0].dtype, head_dim)
+            verdict = self._verdict(*pair, choice.cases[0].dtype, _columns(choice))
             if verdict not in (RIGHT, "not verified"):
                 return f"verification of {' '.join(pair)} says: {verdict}"
         return None
+
+
+def _columns(choice: Choice) -> int:
+    """The class of head dims of a choice."""
+    return int(choice.key.get("BLOCK_D") or choice.key["head_dim"])
 
 
 def main() -> None:
@@ -290,8 +293,8 @@ def main() -> None:
     talk(lambda tell, requests: run(settings, tell, requests))
 
 
-def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int:
-    """The work of the process; its exit code. Remaining steps, by their names, are compiled ahead.
+def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> None:
+    """Do the work of the process. Remaining choices, by their names, are compiled ahead.
 
     settings: see `tune`.
     """
@@ -304,14 +307,15 @@ def run(settings: Mapping[str, Any], tell: Tell, requests: Iterator[Any]) -> int
     effort = Effort(target_ms=60.0 if quick else 200.0, pause=0.1)
     bench = replace(gpu_bench("short"), effort=effort, expected=expect_all)
     gpu = Gpu(*settings["gpu"])
-    plan = {step.name: step for step in steps((Shape(*x) for x in settings["shapes"]), gpu)}
+    plan = {x.name: x for x in plan_of((Shape(*x) for x in settings["shapes"]), gpu)}
     ahead, store = Ahead(gpu.arch), Store(environment(here), settings["folder"])
     tuner = Tuner(here, lambda: end - time.monotonic(), ahead, store, gpu.arch, quick, tell)
-    for step in (plan[name] for name in settings["names"]):
-        if isinstance(step, Choice):
-            tuner.compile(step)
-    runs = {name: partial(tuner.run, step) for name, step in plan.items()}
+    for name in settings["names"]:
+        if name in plan:
+            tuner.compile(plan[name])
+    runs = {name: partial(tuner.choose, choice) for name, choice in plan.items()}
+    runs[VERIFICATION] = partial(tuner.verify, plan.values())
     try:
-        return serve(runs, bench, tell, requests)
+        serve(runs, bench, tell, requests)
     finally:
         ahead.close()

@@ -11,11 +11,10 @@ from unittest import mock
 
 import torch
 
-from ...bench.time.failures import LOST, log, reason
-from ...bench.time.supervise import PREPARES, RUNS, Tell, talk
 from ...ops import attend, call
 from ..budget import PastBudget
 from ..inputs import nan_filled_empty
+from ..supervision import PREPARES, RUNS, Tell, log, reason, talk
 from .case import Case, Setting, Subject
 from .cases import FAMILIES
 from .verdicts import CRASH, NO_COMPILE, RIGHT, UNSERVED, WRONG, Outcome
@@ -27,17 +26,15 @@ def main() -> None:
     talk(lambda tell, jobs: serve(device, tell, jobs))
 
 
-def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> int:
-    """Run jobs, each a subject and names of cases; return the exit code."""
+def serve(device: torch.device, tell: Tell, jobs: Iterable[Any]) -> None:
+    """Run jobs, each a subject and names of cases; raise an error if the device is lost."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     tell(ready=True)
     with telling_of_compilations(tell):
         for subject, names in jobs:
-            if not run(Subject(*subject), names, device, tell):
-                return LOST
+            run(Subject(*subject), names, device, tell)
             tell(done=True)
-    return 0
 
 
 @contextmanager
@@ -58,17 +55,16 @@ def telling_of_compilations(tell: Tell) -> Iterator[None]:
         yield
 
 
-def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> bool:
-    """Run cases of a subject, by name, and report each; False: the device is lost."""
+def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell) -> None:
+    """Run cases of a subject, by name, and report each."""
     cases = {case.name: case for case in FAMILIES[subject.backend][subject.family]()}
     for name in names:
         # The interpreter is slow, and its kernels cannot hang.
         tell(at=name, doing=RUNS if device.type == "cuda" else PREPARES)
         result = outcome(cases[name], Setting(subject, device))
         tell(outcome=result)
-        if result.verdict == CRASH and _is_lost(device):
-            return False
-    return True
+        if result.verdict == CRASH and device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises if the CUDA context is lost
 
 
 def outcome(case: Case, setting: Setting) -> Outcome:
@@ -100,13 +96,3 @@ def _checked(case: Case, setting: Setting) -> Outcome:
         log(case.name, error)
         verdict = NO_COMPILE if call.from_compiler(error) else CRASH
         return Outcome(case.name, verdict, None, reason(error))
-
-
-def _is_lost(device: torch.device) -> bool:
-    """Whether the CUDA context is broken for this process."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception:
-        return True
-    return False

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ... import dispatch
-from ...bench.time.supervise import ChildProcess, Ended, python, supervise
 from ...ops import call
 from ...tuned import choices
 from ...tuned.environment import environment, fingerprints, numbered
 from ...tuned.families import sources
 from ...tuned.findings import KEYS
 from ...tuned.store import Store
+from ..supervision import ChildProcess, Ended, python, supervise
 from .case import Subject
 from .cases import BACKENDS, DTYPES, FAMILIES, HEAD_DIMS, Scope
 from .verdicts import CRASH, HANG, Finding, Outcome, finding, still_holds

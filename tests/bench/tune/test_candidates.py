@@ -5,7 +5,6 @@ import pytest
 from fastattn.bench.tune.candidates import (
     BY_KEYS,
     CALLS,
-    DTYPES,
     NEW_TOKENS,
     TableEntry,
     candidates,
@@ -22,7 +21,7 @@ KERNELS = ("forward", "backward_dkv", "backward_dq", "backward_one_pass", *NEW_T
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_row_has_candidates_that_fit(kernel):
-    for size in DTYPES:
+    for size in (2, 4):
         for D in (64, 128, 256):
             actual = candidates(TableEntry(kernel, size, D), SHARED, "sm_90")
             assert len(actual) == len(set(actual)) >= 4

@@ -1,7 +1,5 @@
 """The plan of a tuning run, the shapes that models have, and rows that calls read."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,13 +7,12 @@ from fastattn.bench.tune.candidates import CALLS, Shape, usual_shape
 from fastattn.bench.tune.plan import (
     USUAL_SHAPES,
     Gpu,
-    Verification,
     backend_choice,
     hopper_choice,
     pass_choice,
+    plan_of,
     shapes_of,
     split_choice,
-    steps,
     tile_choice,
 )
 from fastattn.bench.tune.trial import Outcome
@@ -31,11 +28,9 @@ A100 = Gpu("sm_80", 163 * 1024, 108, hopper=False)
 SHAPE = Shape(64, 16, 16)
 
 
-def test_a_plan_verifies_first_and_tunes_tiles_before_backends_and_plain_calls_before_others():
-    names = [step.name for step in steps([usual_shape(128)], H100)]
+def test_a_plan_tunes_tiles_before_backends_and_plain_calls_before_others():
+    names = [choice.name for choice in plan_of([usual_shape(128)], H100)]
     firsts = (
-        "verify bfloat16 D 128: triton forward, triton backward, triton one-pass, hopper forward, "
-        "hopper backward, hopper one-pass, triton decode, hopper fp8",
         "tiles: forward plain 2 bytes D 128",
         "tiles: backward_one_pass plain 2 bytes D 128",
         "backends: forward bfloat16 D 128 causal many",
@@ -46,31 +41,30 @@ def test_a_plan_verifies_first_and_tunes_tiles_before_backends_and_plain_calls_b
         "splits: 2 bytes D 128",
         "tiles: hopper_forward plain 2 bytes D 128",
         "tiles: hopper_fp8 plain 1 bytes D 128",
-        "verify bfloat16 D 128: triton masked, triton bias, triton scores, triton heavy",
         "tiles: forward masked 2 bytes D 128",
         "tiles: backward_one_pass heavy 2 bytes D 128",
     )
     places = [names.index(name) for name in firsts]
     assert places == sorted(places)
-    assert len(names) == len(set(names)) == 2 + 4 * 5 + 12 + 2 + 2 + 1 + 5
+    assert len(names) == len(set(names)) == 4 * 5 + 12 + 2 + 2 + 1 + 5
 
 
 def test_a_plan_has_no_more_than_the_gpu_has():
-    names = [step.name for step in steps([usual_shape(64), usual_shape(64, "float32")], A100)]
+    names = [x.name for x in plan_of([usual_shape(64), usual_shape(64, "float32")], A100)]
     assert len(set(names)) == len(names)
     assert not any("hopper" in name or "bias" in name for name in names)
     # First all plain calls, of every shape.
-    firsts = [name for name in names if name.startswith("verify")]
-    plain = [("forward" in x, "float32" in x) for x in firsts]
-    assert plain == [(True, False), (True, True), (False, False), (False, True)]
-    hopper = [step.name for step in steps([usual_shape(256), usual_shape(64, "float32")], H100)]
+    firsts = [name.split(": ")[1] for name in names if "tiles: forward" in name]
+    plain = [("plain" in name, "4 bytes" in name) for name in firsts]
+    assert plain[:3] == [(True, False), (True, True), (False, False)]
+    hopper = [x.name for x in plan_of([usual_shape(256), usual_shape(64, "float32")], H100)]
     kernels = ("hopper_forward plain 2", "hopper_fp8 plain 1")
     expected = [f"tiles: {kernel} bytes D 256" for kernel in kernels]
     assert [name for name in hopper if "tiles: hopper" in name] == expected
 
 
 def test_a_part_of_a_plan_is_named_by_kinds_and_kernels():
-    plan = steps([usual_shape(64)], H100)
+    plan = plan_of([usual_shape(64)], H100)
     names = [step.name for step in chosen(plan, ("passes", "hopper_dkv"))]
     passes = [f"passes: {backend} bfloat16 D 64" for backend in ("hopper", "triton")]
     assert names == [*passes, "tiles: hopper_dkv plain 2 bytes D 64"]
@@ -78,9 +72,7 @@ def test_a_part_of_a_plan_is_named_by_kinds_and_kernels():
 
 
 def test_the_shipped_choice_comes_first_and_once():
-    for step in steps(USUAL_SHAPES, H100):
-        if isinstance(step, Verification):
-            continue
+    for step in plan_of(USUAL_SHAPES, H100):
         names = [candidate.name for candidate in step.candidates]
         numbers = [f"{n} at once" for n in (2, 1, 3, 4)]
         hopper = ["hopper"] * (step.key.get("dtype") == "bfloat16")
@@ -95,7 +87,7 @@ def test_the_shipped_choice_comes_first_and_once():
 @pytest.mark.parametrize("waves", ["few", "some", "many"])
 def test_calls_have_the_waves_that_they_stand_for(waves):
     """Query tiles of 128 rows: fewer than multiprocessors, up to four times as many, or more."""
-    for shape in (*USUAL_SHAPES, Shape(80, 12, 12, T=512), Shape(128, 64, 8)):
+    for shape in (*USUAL_SHAPES, Shape(80, 12, 12), Shape(128, 64, 8)):
         for multiprocessors in (16, 108, 132):
             actual = backend_choice("forward", shape, True, waves, multiprocessors, hopper=False)
             if actual is None:
@@ -108,41 +100,16 @@ def test_calls_have_the_waves_that_they_stand_for(waves):
             assert least <= count < limit
 
 
-LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-GEMMA = {"text_config": {"num_attention_heads": 8, "head_dim": 256, "hidden_size": 1152}}
-LONG = {"d_model": 512, "num_heads": 8, "max_position_embeddings": 131072}
-OURS = {"config": {"model": {"embed_dim": 128, "num_heads": 4, "context_length": 256}}}
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "shape"),
-    [
-        ("config", LLAMA, Shape(128, 32, 8)),
-        ("config", {"n_embd": 768, "n_head": 12, "n_positions": 1024}, Shape(64, 12, 12, T=1024)),
-        ("config", GEMMA, Shape(256, 8, 8)),
-        ("config", LONG, Shape(64, 8, 8, T=8192)),
-        ("checkpoint", OURS, Shape(32, 4, 4, T=256)),
-    ],
-)
-def test_a_model_says_its_shape(tmp_path, name, data, shape):
-    file = tmp_path / f"{name}.json"
-    file.write_text(json.dumps(data))
-    assert shapes_of(tmp_path) == shapes_of(file) == [shape]
-    assert shapes_of(tmp_path, heads=16, kv_heads=2, head_dims=[64])[0][:3] == (64, 16, 2)
-
-
-def test_shapes_are_the_usual_ones_or_those_that_are_named(tmp_path):
+def test_shapes_are_the_usual_ones_or_those_that_are_named():
     assert shapes_of() == list(USUAL_SHAPES)
     half, single = usual_shape(64, "float16"), usual_shape(64, "float32")
     assert shapes_of(head_dims=[64], dtypes=["float16", "float32"]) == [half, single]
     assert [shape.D for shape in shapes_of(heads=8)] == [128, 64]
     assert Shape(80, 8, 8).BLOCK_D == 128
-    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     for arguments, message in (
         ({"heads": 6, "kv_heads": 4}, "heads are a multiple of kv_heads; got head dim 128, 6"),
         ({"head_dims": [512]}, "a head dim is 1 to 256, .* got head dim 512"),
         ({"dtypes": ["float64"]}, "dtype must be one of bfloat16, .*got 'float64'"),
-        ({"model": tmp_path}, r"config\.json says neither num_attention_heads"),
     ):
         with pytest.raises(ValueError, match=message):
             shapes_of(**arguments)

@@ -13,12 +13,11 @@ from fake_child import FakeChild
 from fastattn import dispatch
 from fastattn.bench.cases.case import Case
 from fastattn.bench.time.ahead import Ahead
-from fastattn.bench.time.failures import LOST
 from fastattn.bench.time.measure import serve
 from fastattn.bench.time.samples import Bench, Effort, HostTimer
 from fastattn.bench.tune import trial, tune
-from fastattn.bench.tune.plan import Choice, Gpu, Verification, tile_candidate
-from fastattn.bench.tune.tune import Tuner, verification
+from fastattn.bench.tune.plan import Choice, Gpu, tile_candidate
+from fastattn.bench.tune.tune import VERIFICATION, Tuner, verification
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -33,7 +32,6 @@ NAMES = {A: "(32, 16, 4, 1)", B: "(16, 32, 4, 1)", C: "(16, 16, 4, 1)"}
 FORWARD = Case("forward", "forward", 1, 1, 1, 20, 20, 16, True, dtype="float32", device="cpu")
 BACKWARD = replace(FORWARD, family="backward", direction="backward")
 DECODE = replace(FORWARD, family="decode", T_q=1, layout="bhtd")
-VERIFY = Verification((("triton", "forward"), ("triton", "backward")), "float32", 64)
 HERE = Environment("imaginary", 4, "1.0", "2.0", "3.0", "0123456789abcdef")
 TIMES = {("forward", A): 3.0, ("forward", B): 1.0, ("forward", C): 2.0}
 OF_DQ = {("backward_dq", tile): ms for (_, tile), ms in TIMES.items()}
@@ -106,32 +104,33 @@ class Run:
         self.announced += [(message["at"], message.get("doing"))] if "at" in message else []
         self._done += message.get("records", [])
 
-    def verify(self, scope, device, *, store, progress, again):
-        progress(1, 1, None)
+    def verify(self, scope, device, *, store, left, again):
         known = {row["family"] for row in store.read("verification") if not again}
         families = [family for family in scope.families if family not in known]
-        self.verified.append((scope.backends, families, scope.dtypes, scope.quick))
+        self.verified.append((families, [*scope.dtypes], [*scope.head_dims], scope.quick, left()))
         for family in families:
             about = {"backend": "triton", "family": family, "verdict": self.verdict}
-            store.put("verification", {**about, "dtype": scope.dtypes[0], "head_dim": 64})
-            yield about
+            store.put("verification", {**about, "dtype": "float32", "head_dim": 64})
+            yield family
 
     def run(self, *plan):
-        """The records of the steps, and the exit code of the process if that is not 0."""
+        """The records of jobs: choices, or verification of all of them."""
         about = (self.ahead, self.store, "imaginary", True, self.tell)
         tuner = Tuner(torch.device("cpu"), self._left, *about)
-        for step in plan:
-            if isinstance(step, Choice):
-                tuner.compile(step)
-        requests = [{"job": step.name, "broken": self.broken.get(step.name, {})} for step in plan]
-        runs = {step.name: partial(tuner.run, step) for step in plan}
+        choices_of = {step.name: step for step in plan if step != VERIFICATION}
+        for choice_of in choices_of.values():
+            tuner.compile(choice_of)
+        runs = {name: partial(tuner.choose, step) for name, step in choices_of.items()}
+        runs[VERIFICATION] = partial(tuner.verify, choices_of.values())
+        names = [step if step == VERIFICATION else step.name for step in plan]
+        requests = [{"job": name, "broken": self.broken.get(name, {})} for name in names]
         try:
             with mock.patch.object(verification, "run", self.verify):
-                code = serve(runs, self.bench, self.tell, requests)
+                serve(runs, self.bench, self.tell, requests)
         finally:
             choices.forget()
             tiles.install((), -1)
-        return self._done + [code] * (code != 0)
+        return self._done
 
 
 @pytest.fixture
@@ -234,10 +233,10 @@ def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(
     run = run_of(TIMES, verdict="hang")
     known = {"backend": "triton", "family": "forward", "dtype": "float32", "head_dim": 64}
     run.store.put("verification", known | {"verdict": "right"})
-    records = run.run(VERIFY, choice(), choice("backward_dq"), VERIFY)
-    assert [families for _, families, *_ in run.verified] == [["backward"], []]
-    assert ("the verification", "waits") in run.announced and "1 of 1" in run.notes
-    assert records[0]["text"] == records[3]["text"] == "triton backward: hang"
+    records = run.run(VERIFICATION, choice(), choice("backward_dq"), VERIFICATION)
+    assert [families for families, *_ in run.verified] == [["backward"], []]
+    assert ("verification", "waits") in run.announced and run.notes[0] == "backward"
+    assert records[0]["text"] == records[3]["text"] == "triton backward float32 64 hang"
     assert records[1]["text"] == WINS
     assert records[2]["text"] == "verification of triton backward says: hang"
     assert [row["kernel"] for row in run.store.read("tiles")] == ["forward"]
@@ -264,11 +263,12 @@ def test_who_loses_the_device_is_not_tried_in_its_next_process(run_of, prepares,
 
     prepares(breaks)
     plan = [choice(), choice("backward_dq"), choice("backward_dkv")]
-    (first, code) = run.run(*plan)
-    assert (first["text"], code, run.announced[-1][0]) == (WINS, LOST, NAMES[B])
+    with pytest.raises(RuntimeError, match="the context is lost"):
+        run.run(*plan)
+    assert run.announced[-1][0] == NAMES[B]
     # Each winner is on disk before the next step begins; another run goes on with the others.
     assert [row["kernel"] for row in run.store.read("tiles")] == ["forward"]
-    assert tune.unknown_first([VERIFY, *plan], run.store) == [VERIFY, plan[1], plan[2], plan[0]]
+    assert tune.unknown_first(plan, run.store) == [plan[1], plan[2], plan[0]]
     again = run_of({**TIMES, **OF_DQ}, broken={plan[1].name: {NAMES[B]: "broke the device"}})
     (second, third) = again.run(plan[1], plan[0])
     saved = f"{NAMES[C]} in place of {NAMES[A]}: 25.0 % less time"
@@ -278,7 +278,7 @@ def test_who_loses_the_device_is_not_tried_in_its_next_process(run_of, prepares,
 
 
 def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monkeypatch):
-    """A made-up GPU with one step to verify and one choice.
+    """A made-up GPU with one choice.
 
     Earlier findings count for nothing meanwhile, and are read again afterwards.
     """
@@ -300,7 +300,7 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
         (tune, "environment", HERE),
         (tune, "gpu_bench", run.bench),
         (tune, "Ahead", run.ahead),
-        (tune, "steps", [VERIFY, choice()]),
+        (tune, "plan_of", [choice()]),
         (choices, "applies", True),
         (choices, "read", {"passes": [{**key, "passes": "two", "date": "2000-01-01"}]}),
     ):
@@ -316,9 +316,11 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
     monkeypatch.setattr(verification, "run", verify)
     shown = []
     actual = tune.tune(seconds=100, folder=tmp_path, show=shown.append)
-    texts = {VERIFY.name: "all right", choice().name: WINS}
+    texts = {VERIFICATION: "all right", choice().name: WINS}
     assert actual.steps == [tune.Record(name, "done", text) for name, text in texts.items()]
-    assert run.verified == [(("triton",), ["forward", "backward"], ("float32",), True)]
+    (of, dtypes, head_dims, quick, left) = run.verified[0]
+    assert (of, dtypes, head_dims, quick) == (["forward"], ["float32"], [64], True)
+    assert 40 < left <= 50
     (row,) = run.store.read("tiles")
     assert (row["BLOCK_M"], row["arch"]) == (16, "an unknown architecture")
     assert actual.rows[0][1].items() <= row.items() and len(actual.tried) == 3
@@ -330,7 +332,7 @@ def test_on_a_gpu_it_verifies_times_and_stores(run_of, prepares, tmp_path, monke
     choices.forget()
     # Another run knows what is right, and one without time does nothing.
     tune.tune(seconds=100, folder=tmp_path)
-    assert run.verified[1][1] == []
+    assert run.verified[1][0] == []
     nothing = tune.tune(seconds=0, folder=tmp_path)
     assert {step.status for step in nothing.steps} == {"not reached"} and not nothing.rows
 

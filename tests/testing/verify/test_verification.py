@@ -14,7 +14,6 @@ from fake_child import FakeChild
 from triton import TritonError
 
 import fastattn
-from fastattn.bench.time.supervise import Ended
 from fastattn.cli.main import main
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
@@ -23,6 +22,7 @@ from fastattn.ops import attend
 from fastattn.testing.budget import PastBudget, assert_within_budget
 from fastattn.testing.inputs import draws, make_qkv
 from fastattn.testing.option_examples import option_examples
+from fastattn.testing.supervision import Ended
 from fastattn.testing.verify import attention, caches, child, scoring, verification
 from fastattn.testing.verify import case as cases_of_families
 from fastattn.testing.verify.case import Case, Setting, Subject, same_bits

@@ -1,40 +1,18 @@
 """The supervision of child processes: planned messages on a planned clock, and real ends."""
 
+import io
 import subprocess
 import sys
 from collections import deque
 
 import pytest
-from fake_child import Clock
+from fake_child import Clock, FakeChild
 
-from fastattn.bench.time import supervise as module
-from fastattn.bench.time.failures import LOST
-from fastattn.bench.time.supervise import STALL, ChildProcess, supervise
+from fastattn.testing import supervision as module
+from fastattn.testing.supervision import STALL, ChildProcess, supervise, talk
 
 READY, DONE = {"ready": True}, {"done": True}
 A, B = {"at": "a"}, {"at": "b", "doing": "runs"}
-
-
-class Planned:
-    """A child that tells a message at a time, and whose plan may end by its exit code."""
-
-    def __init__(self, plan):
-        self.plan, self.sent, self.killed = [*plan, None], [], False
-
-    def send(self, job):
-        self.sent.append(job)
-
-    def messages(self):
-        return [self.plan.pop(0)] if isinstance(self.plan[0], dict) else []
-
-    def poll(self):
-        return self.plan[0] if isinstance(self.plan[0], int) else None
-
-    def kill(self):
-        self.killed = True
-
-    def last_words(self):
-        return "its last line"
 
 
 class Host(Clock):
@@ -46,7 +24,7 @@ class Host(Clock):
         self.children = []
 
         def start():
-            self.children.append(Planned(plans[len(self.children)]))
+            self.children.append(FakeChild(plan=plans[len(self.children)]))
             return self.children[-1]
 
         actual = list(supervise(waiting, start, **how))
@@ -82,8 +60,6 @@ def test_one_child_does_all_jobs(host):
     [
         ([-11], "ended by SIGSEGV: its last line"),
         ([7], "ended with exit code 7: its last line"),
-        ([{"lost": "an address"}, LOST], "broke the device: an address"),
-        ([LOST], f"ended with exit code {LOST}: its last line"),
         ([], "made no progress for 5 s"),
     ],
 )
@@ -123,6 +99,16 @@ def test_a_child_that_cannot_do_anything_ends_it(host, plan, message):
     with pytest.raises(ChildProcessError, match=message):
         host.run([plan], deque("xyz"))
     assert host.children[0].killed
+
+
+def test_an_error_is_the_last_line_of_its_process(monkeypatch, capsys):
+    codes = []
+    nothing = {"dup": lambda file: None, "dup2": lambda *files: None, "_exit": codes.append}
+    for name, function in (nothing | {"fdopen": lambda *file: io.StringIO()}).items():
+        monkeypatch.setattr(module.os, name, function)
+    talk(lambda tell, jobs: 1 / 0)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (codes, last) == ([1], "ZeroDivisionError: division by zero")
 
 
 # A child without torch: its cases are named by what they do.

@@ -16,13 +16,12 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from .failures import LOST
 
 Message = dict[str, Any]
 Tell = Callable[..., None]
@@ -31,6 +30,7 @@ STARTS, PREPARES, RUNS, WAITS = "starts", "prepares", "runs", "waits"
 # Seconds without a message until a process is killed. Compilation is slow; kernels are not.
 STALL = {STARTS: 120.0, PREPARES: 90.0, RUNS: 8.0, WAITS: math.inf}
 _INTERVAL = 0.05
+_MOST, _BEGINNING = 400, 120  # characters of a reason, and of its start if it is longer
 
 
 class Ended(NamedTuple):
@@ -144,9 +144,6 @@ class _Worker:
 
     def _how(self, code: int) -> str:
         assert self._child is not None
-        lost = [message["lost"] for message in self._told if "lost" in message]
-        if code == LOST and lost:
-            return f"broke the device: {lost[-1]}"
         names = {-x.value: f"by {x.name}" for x in signal.Signals}
         how = names.get(code, f"with exit code {code}")
         return f"ended {how}: {self._child.last_words()}"
@@ -163,10 +160,10 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _PROGRAM.format(module=module), *arguments, json.dumps(sys.path)]
 
 
-def talk(work: Callable[[Tell, Iterator[Any]], int]) -> None:
-    """Call `work` in a child, with a sender and the incoming jobs; exit with its code.
+def talk(work: Callable[[Tell, Iterator[Any]], object]) -> None:
+    """Call `work` in a child, with a sender and the incoming jobs, and exit.
 
-    The child ends with its parent. Prints go to stderr.
+    The child ends with its parent. Prints go to stderr. An error is its last line.
     """
     parent = os.getppid()
 
@@ -183,10 +180,34 @@ def talk(work: Callable[[Tell, Iterator[Any]], int]) -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
-    code = work(tell, (json.loads(line) for line in sys.stdin))
+    code = 0
+    try:
+        work(tell, (json.loads(line) for line in sys.stdin))
+    except Exception as error:
+        log("the process ends", error)
+        sys.stderr.write(f"{reason(error)}\n")
+        code = 1
     sys.stderr.flush()
-    # After a lost context, destructors abort the process and change its exit code.
+    # After a lost CUDA context, destructors abort the process.
     os._exit(code)
+
+
+def reason(error: BaseException) -> str:
+    """An error's type and message in a line; a long one without its middle.
+
+    Compilers' messages begin with the location and end with the cause.
+    """
+    text = " ".join(str(error).split())
+    if len(text) > _MOST:
+        text = f"{text[:_BEGINNING]} ... {text[_BEGINNING - _MOST :]}"
+    return f"{type(error).__name__}: {text}"
+
+
+def log(where: str, error: BaseException) -> None:
+    """Write an error with its traceback to stderr, the log of a full run."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    sys.stderr.write(f"\n{where}:\n{''.join(lines)}")
+    sys.stderr.flush()
 
 
 def variables() -> dict[str, str]:
