@@ -12,7 +12,7 @@ from torch import Tensor
 import fastattn.kernels as kernels
 
 from . import checks, tracing
-from .ops import attend, call
+from .ops import attend, call, spread
 from .ops.derivatives import transforms
 from .ops.gradients import Kernels
 from .options import Options
@@ -24,6 +24,13 @@ MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_NARROW = 256
 _NOT_HOPPER = "its kernels are written for GPUs of compute capability 9.0"
 ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
+# Functions by the family of their kernels, other than `attention` and `attention_varlen`.
+_FUNCTIONS: dict[str | None, str] = {
+    "additive": "additive_attention",
+    "decode": "decode_attention",
+    "selected": "selected_attention",
+    "statistics": "attention_statistics",
+}
 
 
 class Explanation(NamedTuple):
@@ -246,8 +253,11 @@ def choose(
     families of verification.
 
     Raises:
+        TypeError: the call would see a part of its sequence, see `spread`.
         ValueError: a forced backend is unknown or cannot serve the call.
     """
+    dense = "attention" if options.cu_seqlens_q is None else "attention_varlen"
+    spread.refuse(_FUNCTIONS.get(family, dense))
     forced = asked_for(backend)
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)

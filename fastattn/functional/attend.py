@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks, dispatch
 from ..dispatch import Explanation
 from ..ops import attend as ops
-from ..ops import torch_varlen
+from ..ops import spread, torch_varlen
 from ..options import Options
 from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
@@ -183,6 +183,9 @@ def attention(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
+    if spread.attend is not None:
+        how = {"return_lse": return_lse, "return_max": return_max, "backend": backend}
+        return spread.attend(q, k, v, **how, **options)  # type: ignore[no-any-return]
     arguments: dict[str, Any] = options
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
     key = None if largest else call_memo.key_of((q, k, v), arguments, backend)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, tracing
-from ..ops import attend
+from ..ops import attend, spread
 from ..options import Options
 from ..torch_backend import dropout
 from ..tuned import choices
@@ -128,7 +128,7 @@ def _is_number(kind: type) -> bool:
 
 def find(key: list[Any] | None) -> KnownCall | None:
     """The call of this key, if still valid."""
-    if key is None:
+    if key is None or spread.why_partial() is not None:
         return None
     try:
         slot = _slot(tuple(key))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat.multihead import MultiheadAttention
 from ..compat.transformers.context_parallel import SpreadModels
-from ..modules import self_attention
 from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.self_attention import GQAttention
+from ..ops import spread
 from ..parallel import ContextPlan, context_attention
 from ..parallel.ranks import Mesh, Ranks
 from ..rotary import RotaryPositions
@@ -55,7 +56,6 @@ class ContextParallel(ParallelStyle):
         self.mesh, self.plan, self.method = mesh, plan, method
         self._undo: list[Callable[[], None]] = []
         self._mode: _Mode | None = None
-        self.computing = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, GQAttention):
@@ -74,7 +74,7 @@ class ContextParallel(ParallelStyle):
                 )
             return inner(x, **kwargs)
 
-        setattr(module, "forward", forward)  # noqa: B010
+        setattr(module, "forward", torch.compiler.disable(forward))  # noqa: B010
         return module
 
     def __enter__(self) -> "ContextParallel":
@@ -88,14 +88,15 @@ class ContextParallel(ParallelStyle):
             output: Tensor = style._placed(whole, layer)(*args, **kwargs)
             return output
 
-        self._set(GQAttention, "forward", placed)
+        self._set(GQAttention, "forward", torch.compiler.disable(placed))
         self._set(MultiheadLatentAttention, "forward", _refuse_latents)
         for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
             self._set(owner, "at", self._placed_at(owner.at))
         self._set(MultiheadAttention, "forward", _refuse_multihead)
         for owner, name, value in SpreadModels(self.mesh, self.plan, self.attention).replacements():
             self._set(owner, name, value)
-        self._mode = _Mode(self)
+        self._set(spread, "attend", torch.compiler.disable(self.attention))
+        self._mode = _Mode()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -124,7 +125,7 @@ class ContextParallel(ParallelStyle):
             tables = at(owner, positions, 1, *bound, device)
             return tuple(x[:, 0] for x in tables) if isinstance(tables, tuple) else tables[:, 0]
 
-        return call
+        return torch.compiler.disable(call)
 
     def _placed(self, forward: Callable[..., Tensor], layer: GQAttention) -> Callable[..., Tensor]:
         """Wrap a layer's forward to use the plan's positions."""
@@ -144,35 +145,22 @@ class ContextParallel(ParallelStyle):
                 rank = Ranks.of(self.mesh).rank
                 positions = self.plan.indices(rank).to(x.device) if layer.rotary else None
                 kwargs |= {"positions": positions, "rotary_tables": None}
-            before = vars(self_attention)["attention"]
-            setattr(self_attention, "attention", self.attention)  # noqa: B010
-            try:
+            with spread.attending(self.attention):
                 return forward(x, **kwargs)
-            finally:
-                setattr(self_attention, "attention", before)  # noqa: B010
 
         return call
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, backend: str | None = None, **options: Any
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, *,
+        return_max: bool = False, backend: str | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """`fastattn.attention` from this rank's tokens to all ranks'."""
         if backend not in (None, "auto"):
             raise ValueError(f"backend {backend!r} cannot be forced over ranks")
-        self.computing = True  # torch's own attention in here works on one rank
-        try:
-            return context_attention(
-                q,
-                k,
-                v,
-                mesh=self.mesh,
-                plan=self.plan,
-                method=self.method,
-                sum_tables=False,
-                **options,
-            )
-        finally:
-            self.computing = False
+        if return_max:
+            raise ValueError("return_max is not served over ranks")
+        where: dict[str, Any] = {"mesh": self.mesh, "plan": self.plan, "method": self.method}
+        return context_attention(q, k, v, sum_tables=False, **where, **options)
 
 
 def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
@@ -182,24 +170,22 @@ def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
 
 
 class _Mode(TorchFunctionMode):
-    """Intercepts torch's attention."""
-
-    def __init__(self, style: ContextParallel) -> None:
-        super().__init__()
-        self.style = style
+    """Intercepts torch's attention, and refuses other functions of that name."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.multi_head_attention_forward:
             _refuse_multihead()
-        if func is not _TORCH_ATTENTION or self.style.computing:
-            return func(*args, **(kwargs or {}))
-        return _as_torch(self.style, *args, **(kwargs or {}))
+        if spread.attend is not None and func is _TORCH_ATTENTION:
+            return _as_torch(*args, **(kwargs or {}))
+        if "attention" in getattr(func, "__name__", ""):
+            spread.refuse(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def _as_torch(
-    style: ContextParallel, query: Tensor, key: Tensor, value: Tensor,
+    query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -208,7 +194,8 @@ def _as_torch(
         raise ValueError(f"query must have 4 dimensions [B, H, T, D], got {list(query.shape)}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"{key.shape[1]} heads of key for {query.shape[1]} want enable_gqa=True")
-    output: Tensor = style.attention(
+    assert spread.attend is not None
+    output: Tensor = spread.attend(
         query, key, value,
         attn_mask=attn_mask, dropout=dropout_p, causal=is_causal, scale=scale,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """`context_attention`: attention over a sequence sharded over ranks."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from .. import checks
 from ..functional import call_options, inputs
 from ..functional.attend import attention
+from ..ops import spread
 from ..options import LEARNED, OPTIONS, along
 from ..torch_backend import dropout
 from . import heads, hops
@@ -104,7 +106,7 @@ def context_attention(
         error = problem
     number = agree(ranks, () if call is None else call.signature, error)
     assert call is not None, "else agree has raised"
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), spread.attending(None):
         arguments = _spread(call.options, plan, ranks, q.device, sum_tables)
         if call.method in ("ulysses", "usp"):
             o, lse = _by_heads(q, k, v, arguments, call, plan, ranks)
@@ -258,7 +260,7 @@ def _along(
         rows, runs = slice(0, plan.T), ((0, plan.T),)
         q, k, v = (x[:, :, rows] for x in (q, k, v))
         arguments = of_pair(options, Pair(rows, rows, runs, runs), q.device)
-        o, lse = attention(q, k, v, return_lse=True, **arguments)
+        o, lse = attention(q, k, v, return_lse=True, **_narrowed(arguments, q))
         return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
     names = [name for name in LEARNED if options.get(name) is not None]
     others = {name: x for name, x in options.items() if name not in names}
@@ -267,6 +269,12 @@ def _along(
         q[:, :, :real], k, v, others, method, plan, ranks, names, *(options[name] for name in names)
     )
     return padded(o, 2, plan.length), padded(lse.float(), 2, plan.length, float("-inf"))
+
+
+def _narrowed(options: Options, q: Tensor) -> Options:
+    """Options with relative_keys, which `replicated` widens, in q's dtype again."""
+    keys = options.get("relative_keys")
+    return options if keys is None else options | {"relative_keys": keys.to(q.dtype)}
 
 
 class _SameBackward(torch.autograd.Function):
@@ -305,21 +313,21 @@ class _Attention(torch.autograd.Function):
         options = others | dict(zip(names, learned, strict=True))
         forward, _ = _BY_METHOD[method]
         assert ranks.outer is not None, "one rank needs no messages"
-        o, lse = forward(q, k, v, options, plan, ranks.outer)
+        o, lse = forward(q, k, v, _narrowed(options, q), plan, ranks.outer)
         ctx.call = (others, method, plan, ranks, names)
         ctx.save_for_backward(q, k, v, o, lse, *learned)
         return o, lse
 
     @staticmethod
     @once("context_attention by ring, gather or usp")
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, o, lse, *learned = ctx.saved_tensors
+    def backward(ctx: Any, saved: Sequence[Tensor], do: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, o, lse, *learned = saved
         others, method, plan, ranks, names = ctx.call
         whole = Whole(torch.zeros_like(o) if do is None else do, dlse, o, lse)
         options = others | dict(zip(names, learned, strict=True))
         sinks = options.pop("sinks", None)
         keyed = [name for name in names if name != "sinks"]
-        options, leaves = with_leaves(options, keyed)
+        options, leaves = with_leaves(_narrowed(options, q), keyed)
         _, backward = _BY_METHOD[method]
         with torch.autocast(q.device.type, enabled=False):
             totals = backward(q, k, v, options, leaves, whole, plan, ranks.outer)

@@ -11,6 +11,7 @@ from .. import checks
 from ..cache.views import view_of_cache
 from ..functional import call_options, decode
 from ..functional.merge import merge
+from ..ops import spread
 from ..options import Options
 from ..torch_backend import formula
 from .parts import add_sinks, wide
@@ -75,7 +76,8 @@ def decode_attention(
     if positional or (q.shape[2] > 1 and options.get("causal", True)):
         arguments |= _by_position(q, cache, group, page, options)
     arguments |= {"num_splits": num_splits, "backend": backend}
-    o, lse = decode.decode_attention(q, cache, return_lse=True, **arguments)
+    with spread.attending(None):
+        o, lse = decode.decode_attention(q, cache, return_lse=True, **arguments)
     parts = all_gather(torch.cat((wide(o), lse[..., None]), -1), group)
     o, lse = _merged([(part[..., :-1], part[..., -1]) for part in parts])
     o, lse = add_sinks(o, lse, options.get("sinks"))

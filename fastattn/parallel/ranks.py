@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
+from ..ops import spread
 from .plan import ContextPlan
 
 Mesh: TypeAlias = DeviceMesh | ProcessGroup
@@ -231,14 +232,19 @@ def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch's `once_differentiable`, with an error that names the call."""
+    """Make `backward(ctx, saved, *grads)` an autograd function's, with one order of gradients.
+
+    Unlike torch's `once_differentiable` it also refuses a second order by the saved tensors. They
+    are read once: a checkpoint unpacks them once.
+    """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def of_first_order(ctx: Any, *grads: Any) -> Any:
-            with torch.no_grad():
-                gradients = backward(ctx, *grads)
-            inputs = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+            saved = ctx.saved_tensors
+            with torch.no_grad(), spread.attending(None):
+                gradients = backward(ctx, saved, *grads)
+            inputs = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
             if not torch.is_grad_enabled() or not inputs:
                 return gradients
             last: Callable[..., Tensor] = _Last.apply
@@ -269,7 +275,7 @@ def exchange(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def replicated(x: Tensor, ranks: Ranks) -> Tensor:
-    """x, equal on every rank, with a gradient summed over the ranks, in order."""
+    """x, equal on every rank, in fp32 or wider, with a gradient summed over the ranks, in order."""
     copies: Tensor = _Replicated.apply(x, ranks)  # type: ignore[no-untyped-call]
     return copies
 
@@ -289,13 +295,13 @@ class _Exchange(torch.autograd.Function):
 class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+        ctx.call = ranks, x.dtype
+        return x.to(torch.promote_types(x.dtype, torch.float32)).view_as(x)
 
     @staticmethod
     @once("a table that context_attention sums over the ranks")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad
-        for group in ctx.ranks.groups:
-            total = ordered_sum(all_gather(total, group))
-        return total.to(grad.dtype), None
+    def backward(ctx: Any, saved: object, grad: Tensor) -> tuple[Tensor, None]:
+        ranks, dtype = ctx.call
+        for group in ranks.groups:
+            grad = ordered_sum(all_gather(grad, group))
+        return grad.to(dtype), None

@@ -124,7 +124,7 @@ def inputs_of(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], 
     options = {"causal": True} if name in SIZES else together(examples(length), far or (name,))
     if far:  # so that every such call goes by positions
         options = options | examples(length)["dropout"]
-    cast = ("relative_keys", "relative_query")
+    cast = (*LEARNED, "relative_query")
     options = {key: x.to(dtype) if key in cast else x for key, x in options.items()}
     q, k, v = make_qkv(**sizes, dtype=dtype)
     if dtype == torch.float64:  # what is as coarse as fp32 is then far past the budget

@@ -25,6 +25,7 @@ from fastattn.parallel import (
     shard,
     unshard,
 )
+from fastattn.parallel.ranks import Ranks, replicated
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import draw
 
@@ -40,6 +41,7 @@ def world() -> dict[str, Any]:
     results["explained"] = explained(mesh), explained(mesh, "ulysses", H_q=3, H_k=1)
     results["decoded"] = {name: decoded(name) for name in DECODED}
     results["twice"] = {method: twice(mesh, method) for method in METHODS}
+    results["shares"] = sum_of_shares(mesh)
     results["tables twice"] = refusal(tables_twice, mesh)
     results["shards twice"] = shards_twice(mesh)
     results["absent"] = absent()
@@ -211,6 +213,14 @@ def tables_twice(mesh: Any) -> None:
     o = attend(mesh, "ulysses", relative_bias=bias)
     (grad,) = torch.autograd.grad(o.square().sum(), bias, create_graph=True)
     grad.sum().backward()
+
+
+def sum_of_shares(mesh: Any) -> float:
+    """The gradient of a table in bf16, of shares that nearly cancel."""
+    ranks, x = Ranks.of(mesh), torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    share = (1 + 2**-9, -1)[ranks.rank]
+    (grad,) = torch.autograd.grad(share * replicated(x, ranks).float(), x)
+    return float(grad)
 
 
 def shards_twice(mesh: Any) -> bool:
@@ -395,6 +405,10 @@ def test_gradients_that_have_none_say_so(ranks, method):
     for rank in ranks:
         assert rank["twice"][method].startswith("context_attention by ring, gather or usp is diff")
         assert rank["tables twice"].startswith("RuntimeError: a table that context_attention sums")
+
+
+def test_a_table_s_gradient_is_rounded_once(ranks):
+    assert [rank["shares"] for rank in ranks] == [2**-9, 2**-9]
 
 
 def test_ulysses_and_shards_are_differentiable_twice(ranks):

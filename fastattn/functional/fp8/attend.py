@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ... import checks, dispatch, tracing
 from ...dispatch import Explanation
-from ...ops import fp8
+from ...ops import fp8, spread
 from ...ops.gradients import as_batch, as_packed
 from ...options import Options
 from ...tuned import choices
@@ -373,6 +373,7 @@ def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:
 
 def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
     """Backend of a checked call, the Hopper kernel preferred."""
+    spread.refuse("attention_fp8")
     forced = dispatch.asked_for(backend)
     reason = dispatch.why_not_hopper_fp8(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
