@@ -185,7 +185,7 @@ def attention(
         return_lse = checks.check_flag("return_lse", return_lse)
     if spread.attend is not None:
         how = {"return_lse": return_lse, "return_max": return_max, "backend": backend}
-        return spread.attend(q, k, v, **how, **options)  # type: ignore[no-any-return]
+        return spread.attend(q, k, v, **how, **options)
     arguments: dict[str, Any] = options
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
     key = None if largest else call_memo.key_of((q, k, v), arguments, backend)

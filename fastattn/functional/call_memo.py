@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch, tracing
@@ -128,7 +129,8 @@ def _is_number(kind: type) -> bool:
 
 def find(key: list[Any] | None) -> KnownCall | None:
     """The call of this key, if still valid."""
-    if key is None or spread.why_partial() is not None:
+    changed = F.scaled_dot_product_attention is not spread.TORCH_ATTENTION
+    if key is None or ((changed or spread.attend is not None) and spread.why_partial() is not None):
         return None
     try:
         slot = _slot(tuple(key))

@@ -1,7 +1,7 @@
 """Context parallelism for unchanged models: attention runs over the tokens of all ranks.
 
-While active, `GQAttention`, `CausalGQAttention` and
-`torch.nn.functional.scaled_dot_product_attention` treat a rank's tokens as a part of a sequence.
+While active, `attention`, layers that call it and torch's `scaled_dot_product_attention` treat a
+rank's tokens as a part of a sequence.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,6 @@ from ..parallel.ranks import Mesh, Ranks
 from ..rotary import RotaryPositions
 from .positions import LearnedPositions, SinusoidalPositions
 
-_TORCH_ATTENTION = F.scaled_dot_product_attention
-
 
 class ContextParallel(ParallelStyle):
     """Attention over a sharded sequence: a style for `parallelize_module`, and a context manager.
@@ -42,8 +40,10 @@ class ContextParallel(ParallelStyle):
     transformers with attn_implementation="fastattn". The latter take input_ids, position_ids,
     labels and a padding mask from `shard`; windows and sequences packed by position_ids span all
     ranks, and the loss is this rank's share. Masks with a query dim must be [..., plan.length or 1,
-    T or 1]. A cache, relative values, `torch.nn.MultiheadAttention` and models that mix tokens in
-    other ways raise.
+    T or 1]. A cache, relative values, `torch.nn.MultiheadAttention`, other functions of attention
+    (`attention_varlen`, statistics, selected blocks, torch's flex_attention) and models that mix
+    tokens in other ways raise. A softmax of products that is written out is not seen. In compiled
+    models these layers and calls run outside the graphs.
 
     Gradients of parameters are each rank's share; their sum over the ranks is the whole sequence's.
 
@@ -74,7 +74,7 @@ class ContextParallel(ParallelStyle):
                 )
             return inner(x, **kwargs)
 
-        setattr(module, "forward", torch.compiler.disable(forward))  # noqa: B010
+        setattr(module, "forward", _uncompiled(forward))  # noqa: B010
         return module
 
     def __enter__(self) -> "ContextParallel":
@@ -88,14 +88,14 @@ class ContextParallel(ParallelStyle):
             output: Tensor = style._placed(whole, layer)(*args, **kwargs)
             return output
 
-        self._set(GQAttention, "forward", torch.compiler.disable(placed))
+        self._set(GQAttention, "forward", _uncompiled(placed))
         self._set(MultiheadLatentAttention, "forward", _refuse_latents)
         for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
             self._set(owner, "at", self._placed_at(owner.at))
         self._set(MultiheadAttention, "forward", _refuse_multihead)
         for owner, name, value in SpreadModels(self.mesh, self.plan, self.attention).replacements():
             self._set(owner, name, value)
-        self._set(spread, "attend", torch.compiler.disable(self.attention))
+        self._set(spread, "attend", _uncompiled(self.attention))
         self._mode = _Mode()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -125,7 +125,7 @@ class ContextParallel(ParallelStyle):
             tables = at(owner, positions, 1, *bound, device)
             return tuple(x[:, 0] for x in tables) if isinstance(tables, tuple) else tables[:, 0]
 
-        return torch.compiler.disable(call)
+        return _uncompiled(call)
 
     def _placed(self, forward: Callable[..., Tensor], layer: GQAttention) -> Callable[..., Tensor]:
         """Wrap a layer's forward to use the plan's positions."""
@@ -163,6 +163,12 @@ class ContextParallel(ParallelStyle):
         return context_attention(q, k, v, sum_tables=False, **where, **options)
 
 
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called from compiled code between its graphs: it sends messages."""
+    outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return outside
+
+
 def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
     raise TypeError(
         f"{type(layer).__name__} does not spread a sequence over ranks; GQAttention does"
@@ -177,7 +183,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         if func is F.multi_head_attention_forward:
             _refuse_multihead()
-        if spread.attend is not None and func is _TORCH_ATTENTION:
+        if spread.attend is not None and func is spread.TORCH_ATTENTION:
             return _as_torch(*args, **(kwargs or {}))
         if "attention" in getattr(func, "__name__", ""):
             spread.refuse(func.__name__)

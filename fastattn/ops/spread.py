@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 # Serves `attention` in its place while a sequence is spread, see `ContextParallel`.
 attend: Callable[..., Any] | None = None
-_TORCH_ATTENTION = F.scaled_dot_product_attention
+TORCH_ATTENTION = F.scaled_dot_product_attention
 _TORCH_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 
@@ -31,7 +31,7 @@ def why_partial() -> str | None:
             "GQAttention and torch's scaled_dot_product_attention see those of all"
         )
     torch_attention = F.scaled_dot_product_attention
-    if torch_attention is _TORCH_ATTENTION:
+    if torch_attention is TORCH_ATTENTION:
         return None
     if str(getattr(torch_attention, "__module__", None)).startswith(_TORCH_CONTEXT_PARALLEL):
         return (
