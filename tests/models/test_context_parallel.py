@@ -33,6 +33,7 @@ from fastattn import (
     KVCache,
     MultiheadAttention,
     MultiheadLatentAttention,
+    NativeSparseAttention,
     attention,
     patch_sdpa,
 )
@@ -380,6 +381,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "ValueError: position_ids must be given to BertModel under ContextParallel",
     ),
     "positions in a forward": (bart, f"ValueError: BartDecoder {UNDER}: it takes no position_ids"),
+    "pooled keys": (
+        lambda mesh: layer(mesh, NativeSparseAttention, {"embed_dim": 32, "num_heads": 4}),
+        f"TypeError: pooled_attention {UNDER}",
+    ),
     "torch's operator": (
         lambda mesh: torch.ops.aten.scaled_dot_product_attention(*[draw(1, 2, 24, 8)] * 3),
         f"TypeError: scaled_dot_product_attention {UNDER}, where it would see the tokens of one",

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import checks
+from ...ops import spread
 from ..attend import attention
 from .attend import selected_attention
 from .choose import select_blocks
@@ -32,6 +33,7 @@ def pooled_attention(
         (o [B, H_q, T, D_v], lse fp32 [B, H_q, T]), both differentiable; 0 and -inf before the end
         of the first key.
     """
+    spread.refuse("pooled_attention")
     length, step = pool
     B, H_q, T, D = q.shape
     front = -(length - 1) % step
