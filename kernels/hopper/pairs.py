@@ -98,6 +98,17 @@ def _calls_layout(columns, transposed):
     return gl.DistributedLinearLayout(steps, lanes, [[16, 0], [32, 0]], [], [64, columns // 4])
 
 
+@gluon.constexpr_function
+def _exchanged_layout(columns):
+    """Layout of decisions [64, columns], keys down, once threads that differ in the fourth bit of a
+    lane have exchanged theirs; those that differ in the third have not.
+    """
+    steps = [[0, 1 << n] for n in range(3, columns.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 1], [2, 0], [4, 0]]
+    warps = [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout([[1, 0], [8, 0], *steps], lanes, warps, [], [64, columns])
+
+
 @gluon.jit
 def kept_pairs(
     m_first, n_first, h, H_q, row, score, COLUMNS: gl.constexpr, KEYS_DOWN: gl.constexpr
@@ -124,5 +135,7 @@ def kept_pairs(
     odds = gl.join(survives(w1, score), survives(w3, score))
     kept = gl.join(evens, odds)
     if KEYS_DOWN:
-        kept = kept.reshape([ROWS // 4, COLUMNS, 4]).permute((0, 2, 1))
+        kept = kept.reshape([ROWS // 4, COLUMNS, 4]).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+        # Triton shuffles for one bit of a lane at a time; for both it would take shared memory.
+        kept = gl.convert_layout(kept, _exchanged_layout(COLUMNS))
     return gl.convert_layout(kept.reshape([ROWS, COLUMNS]), accumulator_layout(COLUMNS))
