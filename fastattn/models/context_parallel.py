@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat.multihead import MultiheadAttention
 from ..compat.transformers.context_parallel import SpreadModels
+from ..modules.cross_attention import CrossGQAttention
 from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.self_attention import GQAttention
 from ..ops import spread
@@ -40,10 +41,10 @@ class ContextParallel(ParallelStyle):
     transformers with attn_implementation="fastattn". The latter take input_ids, position_ids,
     labels and a padding mask from `shard`; windows and sequences packed by position_ids span all
     ranks, and the loss is this rank's share. Masks with a query dim must be [..., plan.length or 1,
-    T or 1]. A cache, relative values, `torch.nn.MultiheadAttention`, other functions of attention
-    (`attention_varlen`, statistics, selected blocks, torch's flex_attention) and models that mix
-    tokens in other ways raise. A softmax of products that is written out is not seen. In compiled
-    models these layers and calls run outside the graphs.
+    T or 1]. A cache, relative values, cross-attention, `torch.nn.MultiheadAttention`, other
+    functions of attention (`attention_varlen`, statistics, selected blocks, torch's flex_attention)
+    and models that mix tokens in other ways raise. A softmax of products that is written out is not
+    seen. In compiled models these layers and calls run outside the graphs.
 
     Gradients of parameters are each rank's share; their sum over the ranks is the whole sequence's.
 
@@ -92,7 +93,8 @@ class ContextParallel(ParallelStyle):
         self._set(MultiheadLatentAttention, "forward", _refuse_latents)
         for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
             self._set(owner, "at", self._placed_at(owner.at))
-        self._set(MultiheadAttention, "forward", _refuse_multihead)
+        for of_two in (MultiheadAttention, CrossGQAttention):
+            self._set(of_two, "forward", _refuse_two_sequences)
         for owner, name, value in SpreadModels(self.mesh, self.plan, self.attention).replacements():
             self._set(owner, name, value)
         self._set(spread, "attend", _uncompiled(self.attention))
@@ -182,7 +184,7 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.multi_head_attention_forward:
-            _refuse_multihead()
+            _refuse_two_sequences()
         if spread.attend is not None and func is spread.TORCH_ATTENTION:
             return _as_torch(*args, **(kwargs or {}))
         if "attention" in getattr(func, "__name__", ""):
@@ -208,8 +210,9 @@ def _as_torch(
     return output
 
 
-def _refuse_multihead(*_: Any, **__: Any) -> Any:
+def _refuse_two_sequences(layer: nn.Module | None = None, *_: Any, **__: Any) -> Any:
+    name = "MultiheadAttention" if layer is None else type(layer).__name__
     raise ValueError(
-        "MultiheadAttention is not served under ContextParallel: it has a sequence of keys of its "
-        "own; GQAttention and scaled_dot_product_attention are"
+        f"{name} is not served under ContextParallel: it has a sequence of keys of its own; "
+        "GQAttention and scaled_dot_product_attention are"
     )

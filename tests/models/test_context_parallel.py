@@ -30,6 +30,7 @@ from transformers_models import (
 
 from fastattn import (
     CausalGQAttention,
+    CrossGQAttention,
     KVCache,
     MultiheadAttention,
     MultiheadLatentAttention,
@@ -391,6 +392,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "flex_attention": (
         lambda mesh: flex_attention(*[draw(1, 2, 24, 8)] * 3), f'TypeError("flex_attention {UNDER}'
+    ),
+    "cross-attention": (
+        lambda mesh: CrossGQAttention(8, 2)(draw(1, 24, 8), draw(1, 24, 8)),
+        f"ValueError: CrossGQAttention {UNDER}",
     ),
     "multihead": (
         lambda mesh: multihead(nn.MultiheadAttention), f"ValueError: MultiheadAttention {UNDER}"
