@@ -201,7 +201,7 @@ class CacheView(NamedTuple):
         """[B, H_k, N, width], dense, from pages [P, H_k, S, width]."""
         slots = self._readable_slots()
         if self.block_table is None:
-            return self.of_batch(stored[:, :, :slots]).contiguous()
+            return self.of_batch(stored[: self.lengths.shape[0], :, :slots]).contiguous()
         pages = self.of_batch(self.block_table)[:, : slots // self.page_size]
         gathered = stored[self._in_pool(pages)]  # [B, pages of a row, H_k, S, width]
         return gathered.transpose(1, 2).flatten(2, 3).contiguous()

@@ -1,12 +1,14 @@
 """Argument checks of the caches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks, tracing
+from ..cache_view import CacheView
 from ..rotary import check_rotary_style
 
 Rotary = tuple[Tensor, Tensor]
@@ -45,6 +47,39 @@ def check_row_values(name: str, x: Tensor, rows: int, *, distinct: bool = False)
         raise ValueError(f"{name} must hold rows from 0 to {rows - 1}, got {low} to {high}")
     if distinct and len(set(x.tolist())) < x.numel():
         raise ValueError(f"{name} must hold no row twice, got {x.tolist()}")
+
+
+def check_view_values(
+    view: CacheView, new: int = 0, names: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Check lengths, and pages of tokens and of `new` ones, if on the CPU; return a row's slots.
+
+    names: of fields, as the caller knows them.
+    """
+    columns = 1 if view.block_table is None else view.block_table.shape[1]
+    room, lengths = columns * view.page_size, view.lengths
+    if not tracing.host_knows(lengths) or not lengths.numel() or view.window is not None:
+        return room
+    lengths = view.of_batch(lengths)
+    wrong = ((lengths < 0) | (lengths > room)).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        raise ValueError(
+            f"{names.get('lengths', 'lengths')} must be from 0 to {room}, the slots of a row's "
+            f"{columns} pages, got {int(lengths[b])} for row {b}"
+        )
+    if view.block_table is None:
+        return room
+    table, P = view.of_batch(view.block_table), view.k.shape[0]
+    used = torch.arange(columns) * view.page_size < lengths[:, None] + new
+    wrong = (used & ((table < 0) | (table >= P))).nonzero()
+    if wrong.numel():
+        b, column = wrong[0].tolist()
+        raise ValueError(
+            f"{names.get('block_table', 'block_table')} must hold numbers of pages from 0 to "
+            f"{P - 1}, got {int(table[b, column])} for page {column} of row {b}"
+        )
+    return room
 
 
 def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[int | None, int]:

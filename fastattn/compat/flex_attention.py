@@ -40,7 +40,7 @@ def flex_attention(
 
     Args:
         query: [B, H_q, T_q, D].
-        key: [B, H_k, T_k, D].
+        key: [B, H_k, T_k, D]; with a block_mask also [1, H_k, T_k, D], as value.
         value: [B, H_k, T_k, D_v].
         score_mod: score_mod(score, b, h, q_idx, kv_idx) in torch. It may add terms independent of
             the score (captured tensors get gradients), multiply by positive numbers, take `c *
@@ -59,7 +59,7 @@ def flex_attention(
 
     Raises:
         NotImplementedError: score_mod changes the score in another way, or max_scores is requested.
-        TypeError, ValueError: as `fastattn.attention`, or a block_mask of other lengths.
+        TypeError, ValueError: as `fastattn.attention`, or a block_mask of other sizes.
     """
     if return_lse and return_aux is not None:
         raise ValueError("return_lse and return_aux both ask for lse: give one of them")
@@ -72,7 +72,11 @@ def flex_attention(
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     options: dict[str, Any] = {}
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    seen = None if block_mask is None else _seen(block_mask, sizes, query.device)
+    seen = None
+    if block_mask is not None:
+        seen = _seen(block_mask, sizes, query.device)
+        if key.shape[0] == 1:
+            key, value = (x.expand(sizes[0], *x.shape[1:]) for x in (key, value))
     if score_mod is not None:
         score, keep, bias = _recorded(score_mod, sizes, query.device)
         factor *= score.inner
@@ -106,6 +110,12 @@ def _seen(mask: BlockMask, sizes: Sizes, device: torch.device) -> Tensor:
         raise ValueError(
             f"block_mask must be of {sizes[2]} queries and {sizes[3]} keys, "
             f"got {tuple(mask.seq_lengths)}"
+        )
+    rows, heads = mask.kv_num_blocks.shape[:2]
+    if rows not in (1, sizes[0]) or heads not in (1, sizes[1]):
+        raise ValueError(
+            f"block_mask must be of 1 or {sizes[0]} rows and 1 or {sizes[1]} heads, "
+            f"got {rows} and {heads}"
         )
     seen: Tensor = _everywhere(mask.mask_mod, sizes, device).to(torch.bool)
     partial = _places(mask, mask.kv_num_blocks, mask.kv_indices)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch
+from ..cache.checks import check_view_values
 from ..cache.views import view_of_cache
 from ..cache_view import CacheView
 from ..dispatch import Explanation
@@ -103,6 +104,8 @@ def decode_attention(
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
     view, uniform = view_of_cache(cache)
+    if isinstance(cache, CacheView):
+        check_view_values(view)
     arguments = {
         "new_lengths": new_lengths,
         "num_splits": num_splits,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch, tracing
+from ..cache.checks import check_view_values
 from ..cache.views import view_of_step
 from ..cache_view import CacheView
 from ..dispatch import Explanation
@@ -261,40 +262,15 @@ def _check_values(
             f"max_seqlen_q must be at least {int(counts[b])}, the new tokens of row {b}, "
             f"got {longest}"
         )
-    _check_rows(view, counts)
-    if tree is not None:
-        _check_tree_reaches(tree, counts.tolist())
-
-
-def _check_rows(view: CacheView, counts: Tensor) -> None:
-    """Check that lengths and new tokens fit a row's slots, and page numbers of tokens are valid."""
-    lengths = view.of_batch(view.lengths)
-    columns = 1 if view.block_table is None else view.block_table.shape[1]
-    room = columns * view.page_size
-    wrong = ((lengths < 0) | (lengths > room)).nonzero()
-    if wrong.numel():
-        b = int(wrong[0])
-        raise ValueError(
-            f"lengths must be from 0 to {room}, the slots of a row's {columns} pages, "
-            f"got {int(lengths[b])} for row {b}"
-        )
+    room = check_view_values(view)
     if counts.numel() and int(counts.max()) > room:
         b = int(counts.argmax())
         raise ValueError(
-            f"cu_seqlens_q must give a row at most {room} new tokens, the slots of its {columns} "
-            f"pages, got {int(counts[b])} for row {b}"
+            f"cu_seqlens_q must give a row at most {room} new tokens, the slots of its pages, got "
+            f"{int(counts[b])} for row {b}"
         )
-    if view.block_table is None or not lengths.numel():
-        return
-    table, P = view.of_batch(view.block_table), view.k.shape[0]
-    used = torch.arange(columns) * view.page_size < lengths[:, None]
-    wrong = (used & ((table < 0) | (table >= P))).nonzero()
-    if wrong.numel():
-        b, column = wrong[0].tolist()
-        raise ValueError(
-            f"block_table must hold numbers of pages from 0 to {P - 1}, "
-            f"got {int(table[b, column])} for page {column} of row {b}"
-        )
+    if tree is not None:
+        _check_tree_reaches(tree, counts.tolist())
 
 
 def _check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:

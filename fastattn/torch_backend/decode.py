@@ -44,7 +44,7 @@ def in_order(
     options = _over_keys(options, n)
     plain = view.block_table is None and view.k_scale is None and view.batch_index is None
     k, v = (view.k, view.v) if plain else view.gather_slots()
-    k, v = k[:, :, :n], v[:, :, :n]
+    k, v = k[: view.batch_size, :, :n], v[: view.batch_size, :, :n]
     if uniform is not None and isinstance(counts, int) and view.starts is None:
         return k, v, options._replace(query_offset=uniform - counts)
     lengths = view.of_batch(view.lengths)

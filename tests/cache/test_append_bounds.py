@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import decode_attention
+from fastattn import decode_attention, tracing
 from fastattn.cache.append import append
 from fastattn.cache.views import view_of_tensors
 from fastattn.cache_view import CacheView
@@ -148,8 +148,14 @@ def test_nothing_but_the_places_of_its_tokens_is_written(name, quantize, backend
     assert pool.view.lengths.tolist() == counted
 
 
+@pytest.fixture
+def unread(monkeypatch):
+    """Values on the CPU are as unknown to the host as a device's: else they would be refused."""
+    monkeypatch.setattr(tracing, "host_knows", lambda x: False)
+
+
 @pytest.mark.parametrize("name", ["dense", "left padded", "paged", "pages out of the pool"])
-def test_what_is_read_then_is_the_same_by_both_backends(name, device):
+def test_what_is_read_then_is_the_same_by_both_backends(name, device, unread):
     """Finite, too: nothing beside the pool is read, where there is NaN."""
     case = CASES[name]
     pool = make_pool(case, None, device)
@@ -197,7 +203,7 @@ def test_an_index_of_no_row_is_passed_over_by_the_kernel(device):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("kind", ["dense", "left padded", "index", "paged"])
-def test_caches_of_flash_attn(kind, backend, device, monkeypatch):
+def test_caches_of_flash_attn(kind, backend, device, unread, monkeypatch):
     """Three tokens for rows with room for 3, 1 and 0, and for one of negative length."""
     monkeypatch.setenv("FASTATTN_BACKEND", backend)
     memory = torch.full((2, 8, S, H, D), 7.0, device=device)

@@ -10,7 +10,7 @@ import torch
 from calls_of_flash_attn import check, check_parts, offsets
 
 from fastattn.compat import flash_attn
-from fastattn.compat.flash_attn import flash_attn_with_kvcache
+from fastattn.compat.flash_attn import flash_attn_with_kvcache, passes
 from fastattn.rotary import apply_rotary
 from fastattn.testing.budget import assert_within_budget
 from fastattn.testing.option_examples import sets_that_cover_pairs, together
@@ -44,6 +44,9 @@ def test_varlen_over_pages(draw, device):
     given = {"seqused_k": used, "max_seqlen_q": 4, "causal": True, "page_table": table}
     again = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
     assert torch.equal(again[0], o) and torch.equal(again[1], lse)
+    call = (q, k_pages, v_pages, cu_q, cu_k, 4, 11, 0.0, D**-0.5, True)
+    again = passes._flash_attn_varlen_forward(*call, block_table=table)
+    assert torch.equal(again[0], o) and torch.equal(again[1], lse)
 
 
 # What differs from a call that reads 16-bit rows of 32 in order, by axis of the grid.
@@ -51,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "leftpad": {"place": "leftpad"},
     "paged": {"place": "paged"},
     "by-index": {"place": "index"},
+    "views": {"views": True},
     "new": {"new": "as many as q"},
     "fewer-new": {"new": "fewer than q"},
     "rotary-half": {"rotary": 0.5},
@@ -69,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("place", "new")),
-    **dict.fromkeys(("interleaved", "causal_mask", "local", "alibi"), False),
+    **dict.fromkeys(("views", "interleaved", "causal_mask", "local", "alibi"), False),
     **{"rotary": 0.0, "H_k": 6, "num_splits": 0, "D": 32, "sizes": (3, 40)},
 }
 GRID = sets_that_cover_pairs(SETTINGS, largest=8)
@@ -96,6 +100,9 @@ def drawn_case(names: tuple[str, ...], device: str) -> SimpleNamespace:
     pages = math.ceil(S / PAGE)
     rows = {"paged": (3 * B * pages, PAGE), "index": (2 * B, S)}.get(case.place, (B, S))
     case.k_cache, case.v_cache = (draw(*rows, case.H_k, case.D) for _ in "kv")
+    if case.views:  # of one memory
+        both = torch.cat((case.k_cache, case.v_cache), -1)
+        case.k_cache, case.v_cache = both[..., : case.D], both[..., case.D :]
     case.lengths = integers(0 if T_new else 1, S - max(T_q, T_new) + 1, B)
     case.first = torch.zeros_like(case.lengths)
     case.options = {"cache_seqlens": case.lengths.clone()}

@@ -176,8 +176,8 @@ from flash_attn import (
     flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
 )
 from flash_attn.bert_padding import pad_input, unpad_input
-from flash_attn.flash_attn_interface import _get_block_size_n
-from flash_attn.flash_attn_triton_amd.utils import USE_TRITON_ROCM, is_rdna
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
+from flash_attn.flash_attn_triton_amd.utils import is_rdna
 from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn_interface import flash_attn_combine, get_scheduler_metadata
 assert not USE_TRITON_ROCM and not is_rdna() and get_scheduler_metadata(1, num_splits=2) is None

@@ -85,6 +85,18 @@ def test_as_torch_computes(name: str, masked: bool) -> None:
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_keys_of_one_row_and_masks_of_other_sizes() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    how = {"block_mask": block_mask(), "enable_gqa": True}
+    expected = flex_attention(q, *(x[:1].expand(B, -1, -1, -1) for x in (k, v)), **how)
+    assert torch.equal(flex_attention(q, k[:1], v[:1], **how), expected)
+    for rows, heads in ((3, H), (B, 2)):
+        other = torchs.create_block_mask(lambda b, h, i, j: i >= j, rows, heads, T, T, device="cpu")
+        message = f"of 1 or 2 rows and 1 or 4 heads, got {rows} and {heads}"
+        with pytest.raises(ValueError, match=message):
+            flex_attention(q, k, v, **{**how, "block_mask": other})
+
+
 def test_lists_of_blocks_hold() -> None:
     """Partial blocks apply the function as well, full blocks do not."""
     q, k, v = inputs()

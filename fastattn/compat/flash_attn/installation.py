@@ -34,7 +34,7 @@ def install() -> None:
     functions = (version_2, sys.modules[__name__])
     modules = {
         "": functions,
-        "flash_attn_interface": (*functions, passes),
+        "flash_attn_interface": (*functions, passes, amd),
         "bert_padding": (bert_padding,),
         "layers.rotary": (rotary,),
         "ops.triton.rotary": (rotary,),

@@ -1,8 +1,7 @@
-"""flash-attn's key/value caches, viewed as paged caches with pages of one token.
+"""flash-attn's key/value caches, read and written where they lie.
 
-flash-attn's caches are [B, S, H_k, D] (or such pages); the kernels read pages [H_k, page_size, D].
-With page_size = 1 both layouts are equal: token s of row b is page b * S + s. The table of these
-numbers also maps batch rows to cache rows.
+flash-attn's caches are [B, S, H_k, D], or pages of that shape; transposed, they are those of a
+`CacheView`. cache_batch_idx is a table of one page a row.
 """
 
 from typing import Any, NamedTuple
@@ -10,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, tracing
 from ...cache.append import append
-from ...cache.checks import check_tokens
+from ...cache.checks import check_tokens, check_view_values
 from ...cache.views import view_of_tensors
+from ...cache_view import CacheView
 from ...functional.decode import decode_attention
 from ...rotary import apply_rotary
 from .rotary import table_rows
@@ -58,16 +58,11 @@ def append_and_attend(
     q = q.transpose(1, 2)
     B = q.shape[0]
     if k is not None and v is not None:
-        check_tokens(k, v, tokens_of(cache.k), tokens_of(cache.v), B, cache.k.dtype)
+        like = (cache.k.transpose(1, 2), cache.v.transpose(1, 2))
+        check_tokens(k, v, *like, B, cache.k.dtype)
     with torch.no_grad():
-        table, lengths = token_table(cache, B, 0 if k is None else k.shape[2])
-        old = lengths.clone()
-        starts = None
-        if cache.leftpad is not None:
-            starts = _of_rows("cache_leftpad", cache.leftpad, B, cache.k)
-        view = view_of_tensors(
-            tokens_of(cache.k), tokens_of(cache.v), lengths, block_table=table, starts=starts
-        )
+        view = view_of(cache, B, 0 if k is None else k.shape[2])
+        old = view.lengths.clone()
         cos, sin = rotary
         style: Any = "interleaved" if interleaved else "half"
         tables = None if cos is None or sin is None else (cos.float(), sin.float())
@@ -114,42 +109,41 @@ def _check_together(
         )
     if cache.block_table is not None and cache.leftpad is not None:
         raise RuntimeError("cache_leftpad must be None with a block_table")
-    inside = cache.k.data_ptr() == cache.v.data_ptr() and cache.k.shape[-1] > cache.v.shape[-1]
-    for name, x in (("k_cache", cache.k), ("v_cache", cache.k if inside else cache.v)):
-        if not x.is_contiguous():
-            raise RuntimeError(f"{name} must be contiguous, got strides {x.stride()}")
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        if x.stride(-1) != 1:
+            raise RuntimeError(f"{name} must have a last stride of 1, got strides {x.stride()}")
 
 
-def tokens_of(cache: Tensor) -> Tensor:
-    """[B, S, H_k, D] as pages [B * S, H_k, 1, D] of the same memory."""
-    return cache.view(-1, cache.shape[2], 1, cache.shape[3])
+def view_of(cache: Cache, B: int, new: int) -> CacheView:
+    """A view of the cache for B rows, whose lengths are a copy.
 
-
-def token_table(cache: Cache, B: int, new: int) -> tuple[Tensor, Tensor]:
-    """Token table int32 [B, N] and lengths int32 [B] of the rows.
-
-    Entries past a row have an invalid number. The lengths are a copy, to be incremented; lengths
-    known to the host must leave room for `new` tokens.
+    Raises:
+        RuntimeError: lengths that the host knows leave no room for `new` tokens.
+        ValueError: a length, row or page that the host knows is not in the cache.
     """
-    S, device = cache.k.shape[1], cache.k.device
-    slots = torch.arange(S, device=device, dtype=torch.int32)
+    k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+    table = starts = None
     if cache.block_table is not None:
-        pages = _of_rows("block_table", cache.block_table, B, cache.k, dims=2)
-        table = (pages.clamp(-1, cache.k.shape[0]).unsqueeze(2) * S + slots).flatten(1)
-    else:
-        rows = torch.arange(B, device=device, dtype=torch.int32)
-        if cache.batch_index is not None:
-            rows = _of_rows("cache_batch_idx", cache.batch_index, B, cache.k)
-        table = rows.clamp(-1, cache.k.shape[0]).unsqueeze(1) * S + slots
-    room = table.shape[1]
+        table = _of_rows("block_table", cache.block_table, B, k, dims=2)
+    elif cache.batch_index is not None:
+        table = _of_rows("cache_batch_idx", cache.batch_index, B, k)[:, None]
+    if cache.leftpad is not None:
+        starts = _of_rows("cache_leftpad", cache.leftpad, B, k)
+    room = k.shape[2] * (1 if table is None else table.shape[1])
     seqlens = room if cache.seqlens is None else checks.as_python(cache.seqlens)
     if isinstance(seqlens, int):
-        if seqlens + new > room:
-            raise RuntimeError(f"cache_seqlens={seqlens} and {new} new tokens exceed {room} places")
-        lengths = torch.full((B,), seqlens, dtype=torch.int32, device=device)
-    else:
-        lengths = _of_rows("cache_seqlens", seqlens, B, cache.k)
-    return table.contiguous(), lengths
+        seqlens = torch.full((B,), seqlens, dtype=torch.int32, device=k.device)
+    lengths = _of_rows("cache_seqlens", seqlens, B, k).clone()
+    if tracing.host_knows(lengths) and B and int(lengths.max()) + new > room:
+        raise RuntimeError(
+            f"cache_seqlens={int(lengths.max())} and {new} new tokens exceed {room} places"
+        )
+    view = view_of_tensors(k, v, lengths, block_table=table, starts=starts)
+    names = {"lengths": "cache_seqlens", "block_table": "block_table"}
+    if cache.block_table is None:
+        names["block_table"] = "cache_batch_idx"
+    check_view_values(view, new, names)
+    return view
 
 
 def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...cache.views import view_of_tensors
 from ...functional.paged import attention_paged
 from ...position_tables import document_ids
-from .kvcache import Cache, token_table, tokens_of
+from .kvcache import Cache, view_of
 
 # Untyped, as the overloads take only a literal return_lse.
 _attend: Any = attention_paged
@@ -38,11 +37,10 @@ def attend_packed(
     k_pages: Tensor,
     v_pages: Tensor,
     cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
+    *,
     lengths: Tensor,
     block_table: Tensor,
-    options: dict[str, Any],
-    return_lse: bool,
+    **options: Any,
 ) -> Any:
     """o [total_q, H_q, D_v], or (o, lse [H_q, total_q]), of packed queries over pages."""
     if options.pop("dropout", None):
@@ -50,8 +48,4 @@ def attend_packed(
     N = cu_seqlens_q.shape[0] - 1
     with torch.no_grad():
         cache = Cache(k_pages, v_pages, lengths, None, None, block_table)
-        table, lengths = token_table(cache, N, 0)
-        view = view_of_tensors(tokens_of(k_pages), tokens_of(v_pages), lengths, block_table=table)
-        return _attend(
-            q, view, cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=return_lse, **options
-        )
+        return _attend(q, view_of(cache, N, 0), cu_seqlens_q, **options)

@@ -5,6 +5,7 @@ backward on each part with the merged out and lse.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...functional.block import BlockGradients, attention_block_backward
 from ...torch_backend import dropout
 from .argument_order import of_version
 from .conventions import checked, errors_of_flash_attn, options_of
+from .packed import attend_packed
 
 __all__ = [
     "_flash_attn_backward",
@@ -66,17 +68,25 @@ def _flash_attn_varlen_forward(**call: Any) -> Forward:
 
     Args:
         q, k, v, cu_seqlens_q, cu_seqlens_k: as for `flash_attn_varlen_func`.
-        block_table, leftpad_k, seqused_k: refused; `flash_attn_varlen_func` serves block_table.
+        block_table, seqused_k: of k and v in pages, as there; without pages seqused_k is refused.
+        leftpad_k: refused.
         max_seqlen_q, max_seqlen_k, zero_tensors, num_splits: change nothing.
 
     Returns:
         Likewise, with out [total_q, H_q, D_v] and lse fp32 [H_q, total_q].
     """
-    for name in ("block_table", "leftpad_k", "seqused_k"):
+    table, used = call.get("block_table"), call.get("seqused_k")
+    for name in ("leftpad_k", "seqused_k")[: 1 + (table is None)]:
         if call.get(name) is not None:
             raise NotImplementedError(f"{name} is not served by _flash_attn_varlen_forward")
     tensors = [call[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
-    o, lse, weights, seed = _forward(attention_varlen, tensors, call)
+    attend: Any = attention_varlen
+    if table is not None:
+        *tensors, offsets = tensors
+        lengths = offsets.diff() if used is None else used
+        attend = partial(attend_packed, max_seqlen_q=call["max_seqlen_q"], lengths=lengths)
+        attend = partial(attend, block_table=table)
+    o, lse, weights, seed = _forward(attend, tensors, call)
     return o.contiguous(), lse, weights, seed
 
 

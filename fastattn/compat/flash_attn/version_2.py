@@ -189,9 +189,9 @@ def flash_attn_varlen_func(
         if seqused_k is None or max_seqlen_q is None:
             raise RuntimeError("block_table needs max_seqlen_q, and cu_seqlens_k or seqused_k")
         with errors_of_flash_attn():
-            result = packed.attend_packed(
-                q, k, v, cu_seqlens_q, max_seqlen_q, seqused_k, block_table, options, with_lse
-            )
+            options |= {"max_seqlen_q": max_seqlen_q, "return_lse": with_lse}
+            pages = {"lengths": seqused_k, "block_table": block_table}
+            result = packed.attend_packed(q, k, v, cu_seqlens_q, **pages, **options)
     else:
         if cu_seqlens_k is None:
             raise RuntimeError("cu_seqlens_k must be given without a block_table")
