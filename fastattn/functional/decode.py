@@ -104,7 +104,7 @@ def decode_attention(
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
     view, uniform = view_of_cache(cache)
-    if isinstance(cache, CacheView):
+    if view.lengths.is_cpu and isinstance(cache, CacheView):
         check_view_values(view)
     arguments = {
         "new_lengths": new_lengths,
