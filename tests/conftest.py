@@ -215,6 +215,12 @@ def hopper_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of tensors on the CPU are as unknown to the host as a device's: none is refused."""
+    monkeypatch.setattr("fastattn.tracing.host_knows", lambda x: False)
+
+
+@pytest.fixture
 def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """For whole models: where kernels are interpreted, "auto" would interpret them all."""
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")

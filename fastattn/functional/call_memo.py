@@ -129,6 +129,7 @@ def _is_number(kind: type) -> bool:
 
 def find(key: list[Any] | None) -> KnownCall | None:
     """The call of this key, if still valid."""
+    # Asked without a call: this is on every known call's way.
     changed = F.scaled_dot_product_attention is not spread.TORCH_ATTENTION
     if key is None or ((changed or spread.attend is not None) and spread.why_partial() is not None):
         return None

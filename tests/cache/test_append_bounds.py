@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import decode_attention, tracing
+from fastattn import decode_attention
 from fastattn.cache.append import append
 from fastattn.cache.views import view_of_tensors
 from fastattn.cache_view import CacheView
@@ -148,12 +148,6 @@ def test_nothing_but_the_places_of_its_tokens_is_written(name, quantize, backend
     assert pool.view.lengths.tolist() == counted
 
 
-@pytest.fixture
-def unread(monkeypatch):
-    """Values on the CPU are as unknown to the host as a device's: else they would be refused."""
-    monkeypatch.setattr(tracing, "host_knows", lambda x: False)
-
-
 @pytest.mark.parametrize("name", ["dense", "left padded", "paged", "pages out of the pool"])
 def test_what_is_read_then_is_the_same_by_both_backends(name, device, unread):
     """Finite, too: nothing beside the pool is read, where there is NaN."""
@@ -231,3 +225,13 @@ def test_caches_of_flash_attn(kind, backend, device, unread, monkeypatch):
                 before[0][place], before[1][place] = k[b, i], v[b, i]
     assert torch.equal(memory, before)
     assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("length", [S, FAR])
+def test_a_length_that_is_a_number_leaves_room_on_every_device(length, device, unread):
+    q, k, v = torch.randn(3, 2, 1, H, D, device=device)
+    k_cache, v_cache = torch.randn(2, 2, S, H, D, device=device)
+    with pytest.raises(
+        RuntimeError, match=f"cache_seqlens={length} and 1 new tokens exceed {S} pl"
+    ):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=length)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fuzz.judges import check_by_kernels
 
-from fastattn import KVCache, decode_attention, reference, tracing
+from fastattn import KVCache, decode_attention, reference
 from fastattn.cache.views import view_of_tensors
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -106,11 +106,8 @@ def test_one_launch_serves_lengths_that_grow(device: str) -> None:
     assert_decodes(q, filled, how={"backend": "triton", "num_splits": 2})
 
 
-def test_lengths_past_the_end_read_nothing_there(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_past_the_end_read_nothing_there(device: str, unread: None) -> None:
     """A graph that is replayed too often: tokens that had no room do not exist."""
-    monkeypatch.setattr(tracing, "host_knows", lambda x: False)
     q, k, v, lengths = tokens(device, (13, 24))
     filled = fill("contiguous", k, v, lengths)  # of 27 slots, the last three NaN
     filled.view.k[:, :, 24:], filled.view.v[:, :, 24:] = 0, 0

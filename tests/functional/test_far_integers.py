@@ -5,14 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from fastattn import (
-    KVCache,
-    attention,
-    attention_statistics,
-    checks,
-    decode_attention,
-    tracing,
-)
+from fastattn import KVCache, attention, attention_statistics, checks, decode_attention
 from fastattn.cache.views import view_of_tensors
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.torch_backend import statistics
@@ -61,12 +54,8 @@ def test_document_ids_differ_in_every_bit(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["lengths", "starts", "new_lengths", "block_table"])
 @pytest.mark.parametrize("x", FAR)
-def test_decoding_with_far_integers(x, name, backend, device, monkeypatch):
-    """As on a GPU, whose values the host does not read.
-
-    Rows that are full, and that hold nothing; pages as far away as the last or the first.
-    """
-    monkeypatch.setattr(tracing, "host_knows", lambda x: False)
+def test_decoding_with_far_integers(x, name, backend, device, unread):
+    """Rows that are full, and that hold nothing; pages as far away as the last or the first."""
     k, v = torch.randn(2, B, H, T_K, D, device=device)
     table = tensor(1, 0).to(device)[:, None]
     near = {"lengths": tensor(T_K, T_K), "starts": tensor(0, 4), "new_lengths": tensor(2, 1)}

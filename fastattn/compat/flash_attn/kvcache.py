@@ -132,17 +132,17 @@ def view_of(cache: Cache, B: int, new: int) -> CacheView:
     room = k.shape[2] * (1 if table is None else table.shape[1])
     seqlens = room if cache.seqlens is None else checks.as_python(cache.seqlens)
     if isinstance(seqlens, int):
+        longest = seqlens
+    else:
+        seqlens = _of_rows("cache_seqlens", seqlens, B, k)
+        longest = int(seqlens.max()) if tracing.host_knows(seqlens) and B else 0
+    if longest + new > room:
+        raise RuntimeError(f"cache_seqlens={longest} and {new} new tokens exceed {room} places")
+    if isinstance(seqlens, int):
         seqlens = torch.full((B,), seqlens, dtype=torch.int32, device=k.device)
-    lengths = _of_rows("cache_seqlens", seqlens, B, k).clone()
-    if tracing.host_knows(lengths) and B and int(lengths.max()) + new > room:
-        raise RuntimeError(
-            f"cache_seqlens={int(lengths.max())} and {new} new tokens exceed {room} places"
-        )
-    view = view_of_tensors(k, v, lengths, block_table=table, starts=starts)
-    names = {"lengths": "cache_seqlens", "block_table": "block_table"}
-    if cache.block_table is None:
-        names["block_table"] = "cache_batch_idx"
-    check_view_values(view, new, names)
+    view = view_of_tensors(k, v, seqlens, block_table=table, starts=starts)
+    rows = "cache_batch_idx" if cache.block_table is None else "block_table"
+    check_view_values(view, new, {"lengths": "cache_seqlens", "block_table": rows})
     return view
 
 

@@ -84,8 +84,8 @@ def _flash_attn_varlen_forward(**call: Any) -> Forward:
     if table is not None:
         *tensors, offsets = tensors
         lengths = offsets.diff() if used is None else used
-        attend = partial(attend_packed, max_seqlen_q=call["max_seqlen_q"], lengths=lengths)
-        attend = partial(attend, block_table=table)
+        pages = {"lengths": lengths, "block_table": table, "max_seqlen_q": call["max_seqlen_q"]}
+        attend = partial(attend_packed, **pages)
     o, lse, weights, seed = _forward(attend, tensors, call)
     return o.contiguous(), lse, weights, seed
 
