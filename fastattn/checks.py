@@ -277,25 +277,24 @@ def check_packed(q: Any, k: Any, v: Any) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor, total: int, q: Tensor) -> None:
-    """int32 or int64 [N + 1] on q's device, from 0 to `total`; values are read on a CPU only."""
+    """int32 or int64 [N + 1] on q's device, N > 0 if there are rows; see `check_offset_values`, on
+    the CPU.
+    """
     check_integers(name, offsets)
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"{name} must have shape [N + 1], got {list(offsets.shape)}")
+    if offsets.dim() != 1 or offsets.shape[0] < (2 if total else 1):
+        of_rows = f" for {total} rows" if total else ""
+        raise ValueError(f"{name} must have shape [N + 1]{of_rows}, got {list(offsets.shape)}")
     check_device(name, offsets, q)
     if offsets.is_cpu and not torch.compiler.is_compiling():
         check_offset_values(name, offsets, total)
 
 
-def check_offset_values(name: str, offsets: Tensor, total: int, *, whole: bool = True) -> None:
-    """Check that offsets start at 0, never fall and end at `total`. Waits for the device.
-
-    whole: False: they may end before.
-    """
+def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
+    """Check that offsets start at 0, never fall and do not exceed `total`. Waits for the device."""
     values = offsets.tolist()
-    if values[0] != 0 or values[-1] > total or (whole and values[-1] != total):
-        at_most = "" if whole else "at most "
+    if values[0] != 0 or values[-1] > total:
         raise ValueError(
-            f"{name} must run from 0 to {at_most}{total}, got {values[0]} to {values[-1]}"
+            f"{name} must run from 0 to at most {total}, got {values[0]} to {values[-1]}"
         )
     for n, (start, end) in enumerate(pairwise(values)):
         if end < start:

@@ -78,7 +78,7 @@ def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
     if tracing.host_knows(cu_seqlens):
-        checks.check_offset_values("cu_seqlens", cu_seqlens, length, whole=False)
+        checks.check_offset_values("cu_seqlens", cu_seqlens, length)
     position = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     ids = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
     inside = position < cu_seqlens[-1]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .launch.arguments import block_dim, blocks, empty_in_layout
 from .rules.codes import row_scale, to_e4m3, to_int8
-from .rules.integers import runtime_int, value
+from .rules.integers import int32_within, runtime_int, value
 from .rules.pages import (
     CacheTensors,
     has_slot,
@@ -34,7 +34,6 @@ from .rules.pages import (
     scale_places,
     stored,
 )
-from .rules.tile import int32_within
 
 # Elements of a program's tile: 16 per thread of four warps.
 _TILE = 2048

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backward_atomic import launch_finish_dq, launch_start_dq
+from .backward_atomic import launch_delta, launch_finish_dq, launch_start_dq
 from .backward_dkv import launch_dkv
 from .launch.arguments import (
     aligned,
@@ -143,25 +143,33 @@ def _plan_dq(
 
 def launch_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    options: Options,
+    wanted: str, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes, dtypes (or fp32, by options) and memory orders of q, k, v; delta
     fp32 like lse; and likewise the gradients of relative_query or query2 and of key2, empty without
     one.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
-    o and lse as `launch_forward` returned them for the same q, k, v and options.
+    o and lse as `launch_forward` returned them for the same q, k, v and options. wanted: "q", "k",
+    "v" and "d" (delta), or some of them; other results are empty or undefined. The gradients of a
+    second query and of key2 come with q's and k's.
     """
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
-    dq = result_in_layout(options, q, *q.shape[1:])
+    none = q.new_empty(0)
+    dq, dk, dv, dquery, dkey2 = none, none, none, none, none
     delta = torch.empty_like(lse)
-    query = second_query(options)
-    dquery = None if query is None else result_in_layout(options, query, *query.shape[1:])
-
-    launch = _plan_dq(options, q, k, v, o, do, dlse, dq, dquery)
-    launch(options, q, k, v, o, do, lse, dlse, dq, delta, dquery)
-    dk, dv, dkey2 = launch_dkv(q, k, v, do, lse, delta, options)
-    dquery, dkey2 = (q.new_empty(0) if x is None else x for x in (dquery, dkey2))
+    if "q" in wanted:
+        dq = result_in_layout(options, q, *q.shape[1:])
+        query = second_query(options)
+        of_query = None if query is None else result_in_layout(options, query, *query.shape[1:])
+        launch = _plan_dq(options, q, k, v, o, do, dlse, dq, of_query)
+        launch(options, q, k, v, o, do, lse, dlse, dq, delta, of_query)
+        dquery = none if of_query is None else of_query
+    elif "k" in wanted or "d" in wanted:
+        launch_delta(do, dlse, o, lse, delta, options)
+    if "k" in wanted or "v" in wanted:
+        of_keys = launch_dkv(q, k, v, do, lse, delta, wanted, options)
+        dk, dv, dkey2 = (none if x is None else x for x in of_keys)
     return dq, dk, dv, delta, dquery, dkey2
 
 
@@ -169,7 +177,7 @@ def launch_backward_one_pass(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`launch_backward` with dQ summed by atomics; the last results are empty.
+    """`launch_backward` of all, with dQ summed by atomics; the last results are empty.
 
     For options without relative keys and key2. Takes 4 more bytes per element of q.
     """
@@ -178,6 +186,7 @@ def launch_backward_one_pass(
     dq = result_in_layout(options, q, *q.shape[1:])
     delta = torch.empty_like(lse)
     total = launch_start_dq(do, dlse, q, o, lse, delta, options)
-    dk, dv, _ = launch_dkv(q, k, v, do, lse, delta, options, total)
+    dk, dv, _ = launch_dkv(q, k, v, do, lse, delta, "kv", options, total)
+    assert dk is not None and dv is not None
     launch_finish_dq(total, dq, options)
     return dq, dk, dv, delta, q.new_empty(0), q.new_empty(0)

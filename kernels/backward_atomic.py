@@ -19,8 +19,9 @@ from torch import Tensor
 from .launch.arguments import block_dim, index_type, strides, tiles_of
 from .launch.launches import Launch, cached_plan
 from .launch.tiles import TileConfig
-from .rules.integers import runtime_int
+from .rules.integers import runtime_int, value
 from .rules.mask import Mask
+from .rules.packed import clear_unowned
 from .rules.tile import (
     batch_row,
     first_slot,
@@ -50,9 +51,9 @@ def start_dq_kernel(
     D: tl.constexpr, D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(o * do) - dlse of a tile of queries, and zeros in their sum of dQ.
+    """delta = rowsum(o * do) - dlse of a tile of queries, and zeros in their sum of dQ, if given.
 
-    Grid as forward with G = 1. sum: fp32 [B, H_q, sum_rows, D]; delta, lse, dlse: fp32
+    Grid as forward with G = 1. sum: fp32 [B, H_q, sum_rows, D] or None; delta, lse, dlse: fp32
     [B, H_q, T_q]. minus_lse = -lse / scale and minus_delta = -delta, [B, H_q, sum_rows], are the
     initial accumulators of the Hopper kernels: -inf for a row without keys. With them, rows are
     padded to whole tiles, with -inf and 0. Packed sequences have separate tiles, in their slots
@@ -60,7 +61,7 @@ def start_dq_kernel(
     """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
-    batch, first_q, _ = memory_rows(b, mask)
+    batch, first_q, _ = memory_rows(b, T_q, T_q, mask)
     m_first, _, rows, in_rows = query_rows(tile, row.T_q, ROWS)
     o_ptr, o_stride = head(o_ptr, batch, h, first_q, o_strides, INDEX)
     do_ptr, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
@@ -72,7 +73,6 @@ def start_dq_kernel(
         delta -= load_vector(dlse_ptr + first + rows, in_rows, 0.0)
     if delta_ptr is not None:
         tl.store(delta_ptr + first + rows, delta, mask=in_rows)
-    zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
     sum_row = (batch * H_q + h).to(tl.int64) * sum_rows + first_slot(b, first_q, mask, ROWS)
     if minus_lse_ptr is not None:
         lse = load_vector(lse_ptr + first + rows, in_rows, float("inf"))
@@ -83,7 +83,9 @@ def start_dq_kernel(
         tl.store(minus_lse_ptr + sum_row + rows, -lse / scale, mask=there)
         tl.store(minus_delta_ptr + sum_row + rows, -delta, mask=there)
         in_rows = in_rows | there
-    store_tile(sum_ptr + sum_row * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
+    if sum_ptr is not None:
+        zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        store_tile(sum_ptr + sum_row * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
 
 
 @triton.jit(do_not_specialize=["parts", "sum_rows", "H_q", "T_q"])
@@ -97,7 +99,7 @@ def finish_dq_kernel(
     """
     tile, b, h, _ = query_program(T_q, H_q, 1, mask, ROWS)
     row = batch_row(b, T_q, T_q, mask)
-    batch, first_q, _ = memory_rows(b, mask)
+    batch, first_q, _ = memory_rows(b, T_q, T_q, mask)
     m_first, _, _, in_rows = query_rows(tile, row.T_q, ROWS)
     first = first_slot(b, first_q, mask, ROWS)
     head_of_sum = (batch * H_q + h).to(tl.int64) * parts
@@ -105,6 +107,11 @@ def finish_dq_kernel(
     for part in range(0, parts):
         part_ptr = sum_ptr + ((head_of_sum + part) * sum_rows + first) * D
         dq += load_tile(part_ptr, D, m_first, in_rows, ROWS, BLOCK_D, D)
+    if mask.cu_q_ptr is not None:
+        ends = (mask.cu_q_ptr, mask.sequences, T_q)
+        cols = tl.arange(0, BLOCK_D)
+        stride_h, stride_t = value(dq_strides[1]), value(dq_strides[2])
+        clear_unowned(dq_ptr, 0.0, cols, D, stride_h, stride_t, H_q, ends)
     dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
 
@@ -122,16 +129,17 @@ def _mask(cu_seqlens: Tensor | None) -> Mask:
     return Mask(cu_q_ptr=cu_seqlens, cu_k_ptr=cu_seqlens, sequences=sequences)
 
 
-@cached_plan(4)
+@cached_plan(3)
 def _plan_start(
-    options: Options, q: Tensor, o: Tensor, do: Tensor, dlse: Tensor | None, stats: Tensor | None
-) -> Launch:
-    B, H_q, T_q, D = q.shape
-    dims = (block_dim(D), block_dim(o.shape[3]))
-    rows = _rows(*dims)
+    options: Options, o: Tensor, do: Tensor, total: Tensor | None, dlse: Tensor | None,
+    stats: Tensor | None,
+) -> Launch:  # fmt: skip
+    B, H_q, T_q, D_v = o.shape
+    D = D_v if total is None else total.shape[3]
+    dims = (block_dim(D), block_dim(D_v))
+    rows = _rows(*dims) if stats is None else STATS_ROWS
     # Rows in plain layout do not depend on sequences.
     cu_seqlens = None if stats is None else options.cu_seqlens_q
-    assert stats is None or rows == STATS_ROWS, "statistics are in tiles of other rows"
     return Launch(
         start_dq_kernel,
         tiles_of(cu_seqlens, B, T_q, rows) * H_q,
@@ -144,7 +152,7 @@ def _plan_start(
         H_q,
         T_q,
         D,
-        o.shape[3],
+        D_v,
         rows,
         *dims,
         index_type(o, do),
@@ -161,15 +169,30 @@ def launch_start_dq(
 
     stats: fp32 [2, B * H_q, rows] contiguous, to be filled with -lse / scale and -delta. Then a
     head's rows, here and in the sum, are whole tiles of STATS_ROWS, for packed sequences T_q //
-    STATS_ROWS + N tiles. For head dims up to 128. Without it, rows = T_q.
+    STATS_ROWS + N tiles. Without it, rows = T_q.
     """
     B, H_q, T_q, D = q.shape
     rows = T_q if stats is None else stats.shape[2]
     total = torch.empty(B, H_q, rows, D, dtype=torch.float32, device=q.device)
-    minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
-    launch = _plan_start(options, q, o, do, dlse, stats)
-    launch(options, o, do, lse, dlse, delta, total, minus_lse, minus_delta)
+    _start(do, dlse, o, lse, delta, total, stats, options)
     return total
+
+
+def launch_delta(
+    do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, delta: Tensor | None,
+    options: Options, stats: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill delta and stats as `launch_start_dq` does, without a sum of dQ."""
+    _start(do, dlse, o, lse, delta, None, stats, options)
+
+
+def _start(
+    do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, delta: Tensor | None,
+    total: Tensor | None, stats: Tensor | None, options: Options,
+) -> None:  # fmt: skip
+    minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
+    launch = _plan_start(options, o, do, total, dlse, stats)
+    launch(options, o, do, lse, dlse, delta, total, minus_lse, minus_delta)
 
 
 @cached_plan(2)

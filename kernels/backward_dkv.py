@@ -216,17 +216,17 @@ def attention_backward_dkv_kernel(
         dkey2 *= score.scale
         store_part(dkey2_ptr, part, parts, H_q // G, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
     # One kernel for any number of parts, so that no length compiles another.
+    H_k = H_q // G
     if parts > 1:
-        H_k = H_q // G
         if dk_ptr is not None:
             store_part(dk_parts_ptr, part, parts, H_k, T_k, tile, dk, BLOCK_D, const.D, const)
         if dv_ptr is not None:
             store_part(dv_parts_ptr, part, parts, H_k, T_k, tile, dv, BLOCK_DV, const.D_V, const)
     else:
         if dk_ptr is not None:
-            store_keys(dk_ptr, dk_strides, tile, dk, BLOCK_D, const.D, const)
+            store_keys(dk_ptr, dk_strides, tile, dk, H_k, BLOCK_D, const.D, const)
         if dv_ptr is not None:
-            store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
+            store_keys(dv_ptr, dv_strides, tile, dv, H_k, BLOCK_DV, const.D_V, const)
 
 
 def head_parts(G: int, programs: int, multiprocessors: int) -> int:
@@ -260,8 +260,8 @@ class _Launches(NamedTuple):
 
 @cached_plan(4)
 def _plan(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor,
-    kernel: str,
+    options: Options, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor | None,
+    dv: Tensor | None, kernel: str,
 ) -> _Launches:  # fmt: skip
     dims = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_for(kernel, options, q, *dims, streams_bias=True)
@@ -286,44 +286,47 @@ def _plan(
             tables=tables,
         )
 
-    if tile.apart:
-        return _Launches(None, launch(None, dv), launch(dk, None), parts)
-    return _Launches(launch(dk, dv), None, None, parts)
+    if not tile.apart and dk is not None and dv is not None:
+        return _Launches(launch(dk, dv), None, None, parts)
+    for_dv = None if dv is None else launch(None, dv)
+    return _Launches(None, for_dv, None if dk is None else launch(dk, None), parts)
 
 
 def launch_dkv(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, options: Options,
-    dq: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, wanted: str,
+    options: Options, dq: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dk, dv and the gradient of key2, if any, in the shapes, dtypes (or fp32, by options) and
     memory orders of k, v and key2.
 
-    dq: fp32 [B, H_q, T_q, D] to add dQ to, without the scale.
+    wanted: contains "k" for dk and key2's, "v" for dv; others are None. dq: fp32 [B, H_q, T_q, D]
+    to add dQ to, without the scale.
 
     If heads are split (`head_parts`), each part has a temporary fp32 copy of dk and dv, in total
     fewer than 8 tiles of keys per multiprocessor, whatever the lengths. The gradient of key2 has
     one copy per K/V head, and the copies are summed in order.
     """
-    dk = result_in_layout(options, k, *k.shape[1:])
-    dv = result_in_layout(options, v, *v.shape[1:])
+    dk = result_in_layout(options, k, *k.shape[1:]) if "k" in wanted else None
+    dv = result_in_layout(options, v, *v.shape[1:]) if "v" in wanted else None
     both, for_dv, for_dk, parts = _plan(
         options, q, k, v, do, dk, dv, "backward_dkv" if dq is None else "backward_one_pass"
     )
     # With one part, placeholders of the same type.
-    k_parts = delta if parts == 1 else parts_of(k, parts)
-    v_parts = delta if parts == 1 else parts_of(v, parts)
-    key2 = options.key2
+    k_parts = delta if parts == 1 or dk is None else parts_of(k, parts)
+    v_parts = delta if parts == 1 or dv is None else parts_of(v, parts)
+    key2 = options.key2 if dk is not None else None
     key2_parts = None
     if key2 is not None:
         key2_parts = parts_of(key2, parts * k.shape[1] // key2.shape[1])
     if both is not None:
         both(options, q, k, v, do, lse, delta, dk, dv, k_parts, v_parts, key2_parts, dq)
-    if for_dv is not None and for_dk is not None:
+    if for_dv is not None:
         for_dv(options, q, k, v, do, lse, delta, None, dv, k_parts, v_parts, None, None)
+    if for_dk is not None:
         for_dk(options, q, k, v, do, lse, delta, dk, None, k_parts, v_parts, key2_parts, dq)
-    if parts > 1:
-        launch_add_parts(k_parts, dk, options)
-        launch_add_parts(v_parts, dv, options)
+    for x, sums in ((dk, k_parts), (dv, v_parts)):
+        if parts > 1 and x is not None:
+            launch_add_parts(sums, x, options)
     if key2_parts is None or key2 is None:
         return dk, dv, None
     dkey2 = result_in_layout(options, key2, *key2.shape[1:])

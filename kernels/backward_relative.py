@@ -245,7 +245,7 @@ def attention_backward_relative_kernel(
         vectors = vectors_at(distances, h, H_q, score, D, BLOCK_D)
     for b in range(0, rows_of_batch):
         row = batch_row(b, T_q, T_k, mask)
-        batch, first_q, first_k = memory_rows(b, mask)
+        batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
         q_head, q_stride = head(q_ptr, batch, h, first_q, q_strides, INDEX)
         k_head, k_stride = head(k_ptr, batch, h // G, first_k, k_strides, INDEX)
         v_head, v_stride = head(v_ptr, batch, h // G, first_k, v_strides, INDEX)

@@ -25,7 +25,14 @@ from .launch.arguments import (
 )
 from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, Stream, cached_plan
-from .rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
+from .rules.blocks import (
+    key_head,
+    load_queries,
+    over_key_blocks,
+    query_tile,
+    store_queries,
+    store_statistic,
+)
 from .rules.pages import CacheTensors
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import further_keys, further_products, relative_query
@@ -116,11 +123,11 @@ def attention_forward_kernel(
 
     if max_ptr is not None:
         # The sink comes last, so that it is not the largest score.
-        tl.store(max_ptr + tile.statistics + tile.rows, m * LN2, mask=tile.in_rows)
+        store_statistic(max_ptr, tile, m * LN2, float("-inf"))
         acc, m, l = with_sink(acc, m, l, tile.h, score)
     o, lse = finish(acc, m, l)
     store_queries(o_ptr, o_strides, tile, o, BLOCK_DV, const.D_V, const)
-    tl.store(lse_ptr + tile.statistics + tile.rows, lse, mask=tile.in_rows)
+    store_statistic(lse_ptr, tile, lse, float("-inf"))
 
 
 @cached_plan(3)

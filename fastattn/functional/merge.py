@@ -208,7 +208,7 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
     checks.check_integers("lengths", lengths)
     checks.check_placement("lengths", lengths, (rows.numel() - 1,), view.k)
     if tracing.host_knows(view.k):
-        checks.check_offset_values("rows", rows, B, whole=False)
+        checks.check_offset_values("rows", rows, B)
         _check_groups(view, cu_seqlens_q, rows.tolist(), lengths.tolist())
     rows = rows.clamp(0, B)
     listed = view.of_batch(view.block_table)

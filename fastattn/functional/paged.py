@@ -254,7 +254,7 @@ def _check_values(
     """Check offsets, lengths, pages and tree mask, if on the CPU."""
     if not tracing.host_knows(q):
         return
-    checks.check_offset_values("cu_seqlens_q", cu_seqlens, q.shape[0], whole=False)
+    checks.check_offset_values("cu_seqlens_q", cu_seqlens, q.shape[0])
     counts = cu_seqlens.diff()
     if longest is not None and counts.numel() and int(counts.max()) > longest:
         b = int(counts.argmax())

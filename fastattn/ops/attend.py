@@ -105,44 +105,46 @@ def _(q: Tensor, k: Tensor, v: Tensor, *fields: object) -> tuple[Tensor, Tensor]
     return fake_output(q, v.shape[3], fp32=unflat(fields).fp32_results)
 
 
-@operator(flops.attended(3, 2))
+@operator(flops.differentiated)
 def attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    options: Options,
+    wanted: str, options: Options,
 ) -> Gradients:  # fmt: skip
     """dq, dk, dv, delta and the gradients of relative_query or query2, and of key2; empty without
-    one.
+    one. wanted: see `kernels.backward.launch_backward`.
     """
     # Read at run time, as in torch's own ops, since the flag may change after the forward.
     one_pass = options.atomic_dq and why_not_one_pass(q, k, options) is None
-    if one_pass:
+    if one_pass and {"q", "k", "v"} <= set(wanted):
         return kernels.backward.launch_backward_one_pass(do, dlse, q, k, v, o, lse, options)
-    return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, options)
+    return kernels.backward.launch_backward(do, dlse, q, k, v, o, lse, wanted, options)
 
 
-@operator(flops.attended(3, 2))
+@operator(flops.differentiated)
 def hopper_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    options: Options,
+    wanted: str, options: Options,
 ) -> Gradients:  # fmt: skip
     """`attention_backward` by the Hopper kernels, where they serve it."""
     if uncompiled:
-        return attention_backward.direct(do, dlse, q, k, v, o, lse, options)
+        return attention_backward.direct(do, dlse, q, k, v, o, lse, wanted, options)
     if options.atomic_dq and why_not_one_pass_on_hopper(q, k, options) is not None:
         options = options._replace(atomic_dq=False)
     launch = kernels.hopper_backward.launch_hopper_backward
-    return by_hopper(launch, attention_backward.direct, do, dlse, q, k, v, o, lse, options)
+    return by_hopper(launch, attention_backward.direct, do, dlse, q, k, v, o, lse, wanted, options)
 
 
 @hopper_backward.op.register_fake
 @attention_backward.op.register_fake
 def _(do: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    q, k, v, _, lse, *fields = arguments
+    q, k, v, _, lse, wanted, *fields = arguments
     options = unflat(fields)
     query = options.relative_query if options.query2 is None else options.query2
     dq, dk, dv, dquery, dkey2 = (
-        q.new_empty(0) if x is None else fake_in_layout(x, *x.shape[1:], fp32=options.fp32_results)
-        for x in (q, k, v, query, options.key2)
+        q.new_empty(0)
+        if x is None or of not in wanted
+        else fake_in_layout(x, *x.shape[1:], fp32=options.fp32_results)
+        for of, x in zip("qkvqk", (q, k, v, query, options.key2), strict=True)
     )
     return dq, dk, dv, torch.empty_like(lse), dquery, dkey2
 

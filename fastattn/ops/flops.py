@@ -47,6 +47,15 @@ def attended(wide: int, of_values: int) -> Formula:
     return count
 
 
+def differentiated(inputs: Mapping[str, Any]) -> int:
+    """The products of a backward, scores included, for the gradients in `wanted`."""
+    of_scores = [of for of in "qk" if of in inputs["wanted"]]
+    of_values = "v" in inputs["wanted"]
+    if not (of_scores or of_values):
+        return 0
+    return attended(1 + len(of_scores), bool(of_scores) + of_values)(inputs)
+
+
 def decoded(inputs: Mapping[str, Any]) -> int:
     """The two products of every query with its cache row's keys."""
     q, k, v, table, lengths, rows = (

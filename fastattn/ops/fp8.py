@@ -21,23 +21,26 @@ def packed_length(T: int, cu_seqlens: Tensor | None) -> int:
 
 
 def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
-    """int64 [total]: packed sequence of each row."""
+    """int64 [total]: packed sequence of each row, -1 for rows of none."""
     return document_ids(cu_seqlens, total)[0].long()
 
 
 def places_of_packed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """int64 [total]: positions of packed sequences' keys in `kernels.fp8_values`."""
+    """int64 [total]: places of packed keys in `kernels.fp8_values`; the end for those of none."""
     ids = sequence_of_rows(cu_seqlens, total)
     starts = cu_seqlens.long()[ids]
-    return torch.arange(total, device=ids.device) - starts + (starts // 16 + ids) * 16
+    places = torch.arange(total, device=ids.device) - starts + (starts // 16 + ids) * 16
+    return torch.where(ids < 0, packed_length(total, cu_seqlens), places)
 
 
 def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Pack values like `kernels.fp8.values.launch_pack_values`, for tensors no kernel can read."""
     B, H, T, D = v.shape
-    padded = v.new_zeros(B, H, packed_length(T, cu_seqlens), D, dtype=torch.uint8)
+    length = packed_length(T, cu_seqlens)
+    padded = v.new_zeros(B, H, length + 1, D, dtype=torch.uint8)
     places = slice(0, T) if cu_seqlens is None else places_of_packed(cu_seqlens, T)
     padded[:, :, places] = v.view(torch.uint8)
+    padded = padded[:, :, :length]
     packed = rearrange(
         padded, "b h (n half four two) d -> b h d (n four half two)", half=2, four=4, two=2
     )

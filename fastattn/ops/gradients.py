@@ -22,14 +22,17 @@ _PLACES = [0, 1, 2, *(3 + PLACES[name] for name in LEARNED)]
 # Indices of tensors in `Options`.
 _TENSORS = tuple(map(Options._fields.index, TENSORS))
 _MOD_TENSORS = Options._fields.index("mod_tensors")
+# With q's or k's gradient come these; those of other options take delta.
+_FOUND_WITH = {"relative_query": "q", "query2": "q", "key2": "k"}
 
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 Forward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options], Pair]
-# do, dlse, q, k, v, o, lse: dq, dk, dv, delta, and the gradients of a second query and of key2.
+# do, dlse, q, k, v, o, lse, and what is wanted: dq, dk, dv, delta, and the gradients of a second
+# query and of key2.
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Backward: TypeAlias = Callable[
-    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Gradients
+    [Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, str, Options], Gradients
 ]
 # do, q, k, v, lse, delta
 OfBias: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Tensor]
@@ -112,13 +115,19 @@ def gradients_and_delta(
     """`kernel_gradients`, and delta = rowsum(do * o) - dlse, fp32 like lse."""
     q, k, v, o, lse, options = inputs
     do, dlse = as_read(do, dlse, o)
-    dq, dk, dv, delta, dquery, dkey2 = kernels.backward(do, dlse, q, k, v, o, lse, options)
     learned = options.differentiable
     wanted = {
         name: x
         for name, x, wants in zip(LEARNED, learned, needed[3:], strict=True)
         if wants and x is not None
     }
+    of = "qkv"
+    if wanted or not all(needed[:3]):
+        found = {_FOUND_WITH.get(name, "d") for name in wanted}
+        found |= {x for x, need in zip("qkv", needed, strict=False) if need}
+        of = "".join(x for x in "qkvd" if x in found)
+    results = kernels.backward(do, dlse, q, k, v, o, lse, of, options)
+    dq, dk, dv, delta, dquery, dkey2 = results
     of_learned: dict[str, Tensor] = {"relative_query": dquery, "query2": dquery, "key2": dkey2}
     if options.key2 is not None and wanted.keys() & {"attn_bias", "relative_bias"}:
         q, k, options = one_product(q, k, options)  # their kernels know no second one
@@ -135,7 +144,8 @@ def gradients_and_delta(
             x if x is None or like is None else x.to(like.dtype)
             for x, like in zip(others, learned, strict=True)
         ]
-    return [dq, dk, dv, *others], delta
+    of_qkv = [x if need else None for x, need in zip((dq, dk, dv), needed, strict=False)]
+    return [*of_qkv, *others], delta
 
 
 def mod_gradients(

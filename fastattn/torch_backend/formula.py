@@ -177,8 +177,14 @@ def denominator_gradients(
     if "sinks" not in fields:
         return {}
     # A sink is one more key with value 0: its ds is its weight times (0 - delta).
-    weight = torch.exp(fields["sinks"].to(lse.dtype)[:, None] - lse)
-    return {"sinks": -(weight * delta).sum((0, 2))}
+    return {"sinks": -weighed_by_sinks(fields["sinks"], lse, delta)}
+
+
+def weighed_by_sinks(sinks: Tensor, lse: Tensor, x: Tensor) -> Tensor:
+    """Sums [H_q] of x [B, H_q, T_q] times the sinks' weights, without rows of no sequence."""
+    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    # Only those rows have no key and no sink. Their x may be undefined.
+    return torch.where(lse == float("-inf"), 0.0, weight * x).sum((0, 2))
 
 
 def visible(
@@ -332,6 +338,10 @@ def each_sequence(
             lses.append(results[1][0])
         outputs.append((results[0] if isinstance(results, tuple) else results)[0].transpose(0, 1))
     o = torch.cat(outputs)
+    unowned = q.shape[0] - o.shape[0]
+    if unowned:
+        o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, unowned))
+        lses.append(lses[0].new_full((q.shape[1], unowned), float("-inf")))
     return (o, torch.cat(lses, dim=1)) if return_lse else o
 
 
@@ -343,7 +353,7 @@ def sequences(
     Reads the offsets on the host.
 
     Raises:
-        ValueError: offsets do not rise from 0 to the total.
+        ValueError: offsets do not rise from 0, or exceed the total.
     """
     assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
     checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, total_q)

@@ -29,9 +29,10 @@ def attend(
     """
     total, H_q, D = q.shape
     D_v = view.v.shape[3]
-    o = q.new_empty(total, H_q, D_v) if out is None else out
+    o = q.new_zeros(total, H_q, D_v) if out is None else out.zero_()
     wide = options.fp32_results and q.dtype == torch.float64
-    lse = q.new_empty(H_q, total, dtype=torch.float64 if wide else torch.float32)
+    dtype = torch.float64 if wide else torch.float32
+    lse = q.new_full((H_q, total), float("-inf"), dtype=dtype)
     offsets = cu_seqlens.tolist()
     rows = view.batch_index
     if rows is None:

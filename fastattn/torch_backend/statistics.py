@@ -121,7 +121,9 @@ def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
         for n, queries, keys, own in formula.sequences(options, q.shape[0], k.shape[0]):
             one_q, one_k = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
             rows.append(_largest(one_q, one_k, own, n)[0])
-        return torch.cat(rows, 1)
+        largest = torch.cat(rows, 1)
+        unowned = q.shape[0] - largest.shape[1]
+        return torch.nn.functional.pad(largest, (0, unowned), value=float("-inf"))
     return _largest(q, k, options)
 
 

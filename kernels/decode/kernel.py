@@ -42,6 +42,7 @@ from ..rules.codes import (
 )
 from ..rules.integers import value
 from ..rules.mask import valid_keys, visible
+from ..rules.packed import clear_unowned
 from ..rules.pages import load_columns, load_groups, load_scales, load_slots, locate
 from ..rules.product import add_weighted_rows, interleave, rows_by_rows
 from ..rules.score import first_state, modified
@@ -224,6 +225,10 @@ def decode_kernel(
     if PACKED:
         count = tl.num_programs(0) // (H_q // G)
         one = packed_part(part, count, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N)
+        ends = (lengths.cu_ptr, 4 * B + 3, T_q)
+        cols = tl.arange(0, BLOCK_DV * GROUPS)
+        clear_unowned(o.ptr, 0.0, cols, D_V, o.stride_h >> 2, o.stride_t >> 2, H_q, ends)
+        clear_unowned(lse_ptr, float("-inf"), tl.arange(0, 1), 1, T_q, 1, H_q, ends)
         if IN_PARTS and MERGED == 0:
             clear_places(parts, part, count, one.free, h_k, value(plan.places), BLOCK_M)
     else:

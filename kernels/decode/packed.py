@@ -47,6 +47,9 @@ class PreparedPacked(NamedTuple):
         """Run `launch_packed` with the cached launches."""
         cache = as_bytes(cache)
         q, out = _as_batch_row(q), _as_batch_row(out)
+        if not self.steps:
+            out.zero_()
+            lse.fill_(-torch.inf)
         for launch, combine, alone, shape in self.steps:
             parts, counters = None, None
             if combine is not None:
@@ -68,7 +71,7 @@ def launch_packed(
 
     q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
     n = cu_seqlens[b + 1] - cu_seqlens[b], and has position lengths[row] - n + i in its row of the
-    cache. Results of tokens outside all rows are not written.
+    cache. Tokens outside all rows have o 0 and lse -inf.
 
     Args:
         cu_seqlens: int [B + 1].

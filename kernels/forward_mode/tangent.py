@@ -34,7 +34,14 @@ from ..launch.arguments import (
 from ..launch.block_sparsity import launch_mask
 from ..launch.launches import Launch, Stream, cached_plan
 from ..launch.tiles import TileConfig
-from ..rules.blocks import key_head, load_queries, over_key_blocks, query_tile, store_queries
+from ..rules.blocks import (
+    key_head,
+    load_queries,
+    over_key_blocks,
+    query_tile,
+    store_queries,
+    store_statistic,
+)
 from ..rules.integers import runtime_int
 from ..rules.product import add_weighted_rows, product_tangent, rows_by_rows
 from ..rules.score import ScoreTangents, dropped, kept, modified, tangent
@@ -160,7 +167,7 @@ def attention_tangent_kernel(
     o = load_queries(o_ptr, o_strides, tile, BLOCK_DV, const.D_V, const).to(tl.float32)
     to = acc + (centre - mu)[:, None] * o
     store_queries(to_ptr, o_strides, tile, to, BLOCK_DV, const.D_V, const)
-    tl.store(mu_ptr + tile.statistics + tile.rows, mu, mask=tile.in_rows)
+    store_statistic(mu_ptr, tile, mu, 0.0)
 
 
 def tile_of_tangents(

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
 from ..rules.codes import key_at, row_scale, to_e4m3
+from ..rules.integers import value
+from ..rules.packed import clear_unowned
 from ..rules.tile import batch_row, head, key_program, load_at, memory_rows, store_tile
 from .values import TOGETHER, packed_like, rows_of, store_packed
 
@@ -48,7 +50,7 @@ def _tile(
     """
     tile, b, h = key_program(T, H, mask, ROWS)
     row = batch_row(b, T, T, mask)
-    batch, _first_q, first_k = memory_rows(b, mask)
+    batch, _first_q, first_k = memory_rows(b, T, T, mask)
     first = tile * ROWS
     rows = tl.arange(0, ROWS)
     if ORDERED:
@@ -98,6 +100,11 @@ def head_codes_kernel(
             ROWS, D,
         )  # fmt: skip
     else:
+        if mask.cu_k_ptr is not None:
+            ends = (mask.cu_k_ptr, mask.sequences, T)
+            cols = tl.arange(0, BLOCK_D)
+            stride_h, stride_t = value(codes_strides[1]), value(codes_strides[2])
+            clear_unowned(codes_ptr, 0, cols, D, stride_h, stride_t, H, ends)
         ptr, stride = head(codes_ptr, at.b, at.h, at.first_k, codes_strides, tl.int64)
         exists = first + tl.arange(0, ROWS) < row.T_k
         store_tile(ptr, stride, first, codes, exists, ROWS, BLOCK_D, D)

@@ -54,7 +54,7 @@ def pack_values_kernel(v_ptr, v_strides, packed_ptr, T, H, sixteens, mask, D: tl
     """
     tile, b, h = key_program(T, H, mask, _KEYS)
     row = batch_row(b, T, T, mask)
-    batch, _first_q, first_k = memory_rows(b, mask)
+    batch, _first_q, first_k = memory_rows(b, T, T, mask)
     first = tile * _KEYS
     v_ptr, stride = head(v_ptr, batch, h, first_k + first, v_strides, tl.int64)
     keys = key_at(tl.arange(0, _KEYS))

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backward_atomic import launch_add_parts, launch_finish_dq, launch_start_dq, parts_of
+from ..backward_atomic import (
+    launch_add_parts,
+    launch_delta,
+    launch_finish_dq,
+    launch_start_dq,
+    parts_of,
+)
 from ..launch.arguments import aligned, kernel_score, result_in_layout, strides, tiles_of
 from ..launch.launches import Launch, cached_plan
 from .backward_dkv import hopper_backward_dkv_kernel
@@ -45,12 +51,13 @@ if TYPE_CHECKING:
 
 def launch_hopper_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    options: Options,
+    wanted: str, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the shapes and memory orders of q, k, v; delta fp32 [B, H_q, T_q]; twice an
     empty tensor, where `launch_backward` has further gradients.
 
-    delta is filled if the gradient of sinks or a bias needs it, otherwise undefined.
+    wanted: as for `launch_backward`; up to 128 columns dk and dv come together. delta is filled if
+    the gradient of sinks or a bias needs it, otherwise undefined.
 
     do [B, H_q, T_q, D_v] with its last dim contiguous; dlse fp32 [B, H_q, T_q] contiguous or None;
     o and lse from either forward with the same q, k, v and options. `why_not_hopper` is None, and
@@ -59,26 +66,30 @@ def launch_hopper_backward(
     q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
     o, options = aligned(o), aligned_bias(options)
     B, H_q, T_q, _ = q.shape
-    dq, dk, dv = (result_in_layout(options, x, *x.shape[1:]) for x in (q, k, v))
-    delta = torch.empty_like(lse)
-    none = q.new_empty(0), q.new_empty(0)
+    none, delta = q.new_empty(0), torch.empty_like(lse)
+    launches = _launches(q, wanted)
+    made = wanted + "".join(launches)
+    dq, dk, dv = (
+        result_in_layout(options, x, *x.shape[1:]) if of in made else none
+        for of, x in zip("qkv", (q, k, v), strict=True)
+    )
     if B * H_q * T_q == 0:
-        return dq, dk.zero_(), dv.zero_(), delta, *none
+        return dq, dk.zero_(), dv.zero_(), delta, none, none
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     minus_lse, minus_delta = stats.unbind()
     learned = (options.sinks, options.attn_bias, options.relative_bias)
-    wanted = delta if any(x is not None for x in learned) else None
+    wanted_delta = delta if any(x is not None for x in learned) else None
     total = None
-    if options.atomic_dq:
-        total = launch_start_dq(do, dlse, q, o, lse, wanted, options, stats)
+    if "q" not in wanted:
+        launch_delta(do, dlse, o, lse, wanted_delta, options, stats)
+    elif options.atomic_dq and launches:
+        total = launch_start_dq(do, dlse, q, o, lse, wanted_delta, options, stats)
     else:
         launch = _plan_dq(options, q, k, v, do, o, dlse, dq, stats)
-        launch(options, q, k, v, do, dq, o, lse, dlse, wanted, minus_lse, minus_delta)
-    launches: tuple[tuple[Tensor | None, Tensor | None], ...] = ((dk, dv),)
-    if tile_columns(q.shape[3]) == APART_HEAD_DIM:
-        launches = ((None, dv), (dk, None))
-    for out in launches:
+        launch(options, q, k, v, do, dq, o, lse, dlse, wanted_delta, minus_lse, minus_delta)
+    for of in launches:
+        out = dk if "k" in of else None, dv if "v" in of else None
         launch, parts = _plan_dkv(options, q, k, v, do, *out, total, stats)
         sums = [None if x is None else minus_lse if parts == 1 else parts_of(x, parts) for x in out]
         launch(options, q, k, v, do, total, *out, *sums, minus_lse, minus_delta)
@@ -87,7 +98,15 @@ def launch_hopper_backward(
                 launch_add_parts(of_parts, x, options)
     if total is not None:
         launch_finish_dq(total, dq, options)
-    return dq, dk, dv, delta, *none
+    dk, dv = dk if "k" in wanted else none, dv if "v" in wanted else none
+    return dq, dk, dv, delta, none, none
+
+
+def _launches(q: Tensor, wanted: str) -> list[str]:
+    """What each launch for dK and dV computes."""
+    if tile_columns(q.shape[3]) == APART_HEAD_DIM:
+        return [of for of in "vk" if of in wanted]
+    return ["kv"] if "k" in wanted or "v" in wanted else []
 
 
 class _OfKeys(NamedTuple):

@@ -54,6 +54,7 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
+    clear_output,
     load,
     over_columns,
     products_of,
@@ -400,6 +401,19 @@ def _store(out, parts_ptr, slot, x, at, COLUMNS: gl.constexpr):
         store_rows(ptr, COLUMNS, x, accumulator_layout(x.shape[1]), kept, COLUMNS)
 
 
+@gluon.jit
+def _clear(
+    ptr, strides, parts_ptr, parts, H, ends, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
+):  # fmt: skip
+    """`clear_output` of what `_store` writes."""
+    if parts is None or parts == 1:
+        clear_output(ptr, strides, H, ends, COLUMNS, BLOCK)
+    else:
+        # As `runtime_int`s.
+        of_parts = (3, 4 * ends[2] * COLUMNS + 3, 4 * COLUMNS + 3)
+        clear_output(parts_ptr, of_parts, H * parts, ends, COLUMNS, BLOCK)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def hopper_backward_dkv_kernel(
     dq_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr, minus_lse_ptr, minus_delta_ptr, q_desc,
@@ -417,6 +431,14 @@ def hopper_backward_dkv_kernel(
     """
     config: gl.constexpr = configured(given, *mods)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr, parts)
+    if mask.cu_k_ptr is not None:
+        ends = (mask.cu_k_ptr, mask.sequences, T_k)
+        D: gl.constexpr = config.columns
+        D_V: gl.constexpr = config.value_columns
+        if dk_ptr is not None:
+            _clear(dk_ptr, dk_strides, dk_parts_ptr, parts, H, ends, D, config.D)
+        if dv_ptr is not None:
+            _clear(dv_ptr, dv_strides, dv_parts_ptr, parts, H, ends, D_V, config.value_tile)
     dq_tiles: gl.constexpr = None
     if dq_desc is not None:
         dq_tiles = allocate_dq_tiles(dq_desc)

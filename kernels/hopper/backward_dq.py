@@ -34,6 +34,7 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
+    clear_output,
     load_slot,
     over_columns,
     products_of,
@@ -281,6 +282,9 @@ def hopper_backward_dq_kernel(
     """
     config: gl.constexpr = configured(given, *mods)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
+    if mask.cu_q_ptr is not None:
+        ends = (mask.cu_q_ptr, mask.sequences, T_q)
+        clear_output(dq_ptr, dq_strides, H, ends, config.columns, config.D)
     landed = allocate_landed(mask)
     k, v = allocate_rings(k_desc, v_desc, config)
     shared = BackwardDq(

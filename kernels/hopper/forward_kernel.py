@@ -25,6 +25,8 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
+    clear_output,
+    clear_statistic,
     load,
     load_slot,
     over_columns,
@@ -309,6 +311,12 @@ def hopper_forward_kernel(
     """
     config: gl.constexpr = configured(given, *mods)
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
+    if mask.cu_q_ptr is not None:
+        ends = (mask.cu_q_ptr, mask.sequences, T_q)
+        clear_output(o_ptr, o_strides, H, ends, config.value_columns, config.value_tile)
+        clear_statistic(lse_ptr, H, ends)
+        if max_ptr is not None:
+            clear_statistic(max_ptr, H, ends)
     # Dims of shared memory are powers of two.
     SLOTS: gl.constexpr = 4 if config.CONSUMERS == 3 else config.CONSUMERS
     landed = allocate_landed(mask)

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from ..rules.integers import value
+from ..rules.packed import clear_unowned
 from ..rules.tile import head
 
 if hasattr(tma, "async_load"):
@@ -364,6 +366,23 @@ def send(out, tile, x, b, h, first, kept, COLUMNS: gl.constexpr):
         COLS: gl.constexpr = tile.shape[3]
         tile.reshape([ROWS_OF_TILE, COLS]).store(x.to(out.desc.dtype))
         _send_tile(out, tile, b, h, first, kept, COLUMNS)
+
+
+@gluon.jit
+def clear_output(ptr, strides, heads, ends, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
+    """Write zeros to the rows of an output that no packed sequence owns; COLUMNS of BLOCK exist.
+
+    ends: see `packed.clear_unowned`.
+    """
+    cols = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    clear_unowned(ptr, 0.0, cols, COLUMNS, value(strides[1]), value(strides[2]), heads, ends)
+
+
+@gluon.jit
+def clear_statistic(ptr, heads, ends):
+    """Write -inf to [heads, T] where `clear_output` writes zeros."""
+    cols = gl.arange(0, 1, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    clear_unowned(ptr, float("-inf"), cols, 1, ends[2], 1, heads, ends)
 
 
 @gluon.jit

@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..rules.integers import value
+from ..rules.packed import sequence_of
 from ..rules.plans import full_block, key_plan, masked_block, query_plan
-from ..rules.tile import at_keys, at_queries, batch_row, first_slot, memory_rows, sequence_of
+from ..rules.tile import at_keys, at_queries, batch_row, first_slot, memory_rows
 from .pipeline import ROWS
 
 
@@ -222,7 +223,7 @@ def query_tile(i, work, config: gl.constexpr):
     first = tile * TILE
     row = at_queries(batch_row(b, work.T_q, work.T_k, mask), first, mask)
     boundary, blocks, plan = plan_of_queries(tile, first, h, row, mask, TILE, config.BLOCK)
-    batch, first_q, first_k = memory_rows(b, mask)
+    batch, first_q, first_k = memory_rows(b, work.T_q, work.T_k, mask)
     return Tile(h, first, row.T_q, row, batch, first_q, first_k, boundary, blocks, plan)
 
 
@@ -242,7 +243,7 @@ def key_tile(i, work, config: gl.constexpr):
     row = at_keys(batch_row(b, work.T_q, work.T_k, mask), first, mask)
     head = kv_head(h, work) * work.G
     boundary, blocks, plan = plan_of_keys(tile, first, head, row, mask, TILE, config.BLOCK)
-    batch, first_q, first_k = memory_rows(b, mask)
+    batch, first_q, first_k = memory_rows(b, work.T_q, work.T_k, mask)
     return Tile(h, first, row.T_k, row, batch, first_q, first_k, boundary, blocks, plan)
 
 

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .integers import value
 from .mask import padded_keys, padding_words, valid_keys, visible
+from .packed import clear_unowned
 from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
     BatchRow,
@@ -32,7 +34,7 @@ class QueryTile(NamedTuple):
 
     number: of the tile in its row. first, last: first and last existing row. rows, in_rows
     [BLOCK_M]: its rows, and which exist. batch, first_q, first_k: see `tile.memory_rows`.
-    statistics: index of row 0 in tensors [B, H_q, T_q].
+    statistics: index of row 0 in tensors [B, H_q, T_q]. ends: of `packed.clear_unowned`, or None.
     """
 
     number: Any
@@ -48,13 +50,15 @@ class QueryTile(NamedTuple):
     first_q: Any
     first_k: Any
     statistics: Any
+    ends: Any
 
 
 class KeyTile(NamedTuple):
     """A tile of keys of K/V head h_k.
 
     number: of the tile in its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and
-    which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`.
+    which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`. ends: of
+    `packed.clear_unowned`, or None.
     """
 
     number: Any
@@ -67,6 +71,7 @@ class KeyTile(NamedTuple):
     batch: Any
     first_q: Any
     first_k: Any
+    ends: Any
 
 
 @triton.jit
@@ -80,13 +85,17 @@ def query_tile(H_q, G, T_q, T_k, mask, BLOCK_M: tl.constexpr):
 def query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M: tl.constexpr):
     """Tile `number` of batch row b and head h."""
     row = batch_row(b, T_q, T_k, mask)
-    batch, first_q, first_k = memory_rows(b, mask)
+    batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
     first, last, rows, in_rows = query_rows(number, row.T_q, BLOCK_M)
     row = at_queries(row, first, mask)
     statistics = (batch * H_q + h).to(tl.int64) * T_q + first_q
+    ends = None
+    if mask.cu_q_ptr is not None:
+        ends = (mask.cu_q_ptr, mask.sequences, T_q)
     return QueryTile(
-        number, h, h_k, H_q, row, first, last, rows, in_rows, batch, first_q, first_k, statistics
-    )
+        number, h, h_k, H_q, row, first, last, rows, in_rows, batch, first_q, first_k, statistics,
+        ends,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -95,10 +104,13 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
     number, b, h_k = key_program(T_k, H_k, mask, BLOCK_N, parts)
     first = number * BLOCK_N
     row = at_keys(batch_row(b, T_q, T_k, mask), first, mask)
-    batch, first_q, first_k = memory_rows(b, mask)
+    batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
     k_pos = first + tl.arange(0, BLOCK_N)
     valid = valid_keys(k_pos, row, mask)
-    return KeyTile(number, h_k, H_q, row, first, k_pos, valid, batch, first_q, first_k)
+    ends = None
+    if mask.cu_k_ptr is not None:
+        ends = (mask.cu_k_ptr, mask.sequences, T_k)
+    return KeyTile(number, h_k, H_q, row, first, k_pos, valid, batch, first_q, first_k, ends)
 
 
 @triton.jit
@@ -118,6 +130,7 @@ def meeting_keys(tile, n_first, mask):
         tile.first_q,
         tile.first_k,
         tile.statistics,
+        tile.ends,
     )
 
 
@@ -135,6 +148,7 @@ def meeting_queries(tile, m_first, mask):
         tile.batch,
         tile.first_q,
         tile.first_k,
+        tile.ends,
     )
 
 
@@ -149,9 +163,22 @@ def load_queries(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, co
 def store_queries(
     ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
 ):
-    """Write x [BLOCK_M, COLS] where `load_queries` reads."""
+    """Write x [BLOCK_M, COLS] where `load_queries` reads; 0 in rows of no packed sequence."""
+    if tile.ends is not None:
+        cols = tl.arange(0, COLS)
+        stride_h, stride_t = value(strides[1]), value(strides[2])
+        clear_unowned(ptr, 0.0, cols, WIDTH, stride_h, stride_t, tile.H_q, tile.ends)
     ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
     store_tile(ptr, stride, tile.first, x, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
+
+
+@triton.jit
+def store_statistic(ptr, tile, x, nothing):
+    """Write x [BLOCK_M] to fp32 [B, H_q, T_q]; `nothing` in rows of no packed sequence."""
+    if tile.ends is not None:
+        T_q = tile.ends[2]
+        clear_unowned(ptr, nothing, tl.arange(0, 1), 1, T_q, 1, tile.H_q, tile.ends)
+    tl.store(ptr + tile.statistics + tile.rows, x, mask=tile.in_rows)
 
 
 @triton.jit
@@ -168,11 +195,18 @@ def load_keys(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const
 
 
 @triton.jit
-def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for invalid keys.
+def store_keys(
+    ptr, strides, tile, x, H_k, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
+):
+    """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for invalid keys, and for those of no
+    packed sequence.
 
-    In full blocks those keys were processed without a mask.
+    In full blocks invalid keys were processed without a mask.
     """
+    if tile.ends is not None:
+        cols = tl.arange(0, COLS)
+        stride_h, stride_t = value(strides[1]), value(strides[2])
+        clear_unowned(ptr, 0.0, cols, WIDTH, stride_h, stride_t, H_k, tile.ends)
     ptr, stride = key_head(ptr, strides, tile, const)
     _store_keys_at(ptr, stride, tile, x, COLS, WIDTH, const)
 
@@ -183,6 +217,9 @@ def store_part(
     const: tl.constexpr,
 ):  # fmt: skip
     """`store_keys` to part `part` of `parts` in fp32 [B, H_k, parts, T_k, WIDTH]."""
+    if tile.ends is not None:
+        cols = tl.arange(0, COLS)
+        clear_unowned(ptr, 0.0, cols, WIDTH, T_k * WIDTH, WIDTH, H_k * parts, tile.ends)
     first = ((tile.batch * H_k + tile.h_k) * parts + part).to(tl.int64) * T_k + tile.first_k
     _store_keys_at(ptr + first * WIDTH, WIDTH, tile, x, COLS, WIDTH, const)
 

@@ -41,3 +41,9 @@ def at_most(x, limit, also=None):
             "setp.le.and.s32 $0, $1, $2, $3;", "=b,r,r,b", [x, limit, also], tl.int1, True, 1
         )
     return within
+
+
+@triton.jit
+def int32_within(x, low, high):
+    """x, which may be int64, taken within [low, high], as int32."""
+    return tl.minimum(tl.maximum(x, low), high).to(tl.int32)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .integers import value
+from .integers import int32_within, value
+from .packed import rows_of_sequence
 from .plans import key_blocks
-from .tile import FARTHEST, BatchRow, batch_row, int32_within
+from .tile import FARTHEST, BatchRow, batch_row
 
 
 class Lengths(NamedTuple):
@@ -96,8 +97,7 @@ def _row_of_lengths(b, T_q, lengths):
     if lengths.new_ptr is not None:
         count = int32_within(tl.load(lengths.new_ptr + b), 0, T_q)
     if lengths.cu_ptr is not None:
-        first = first_token(b, T_q, lengths)
-        count = int32_within(tl.load(lengths.cu_ptr + b + 1), first, T_q) - first
+        _, count = rows_of_sequence(b, lengths.cu_ptr, T_q)
         T_q = count
     start = 0
     if lengths.starts_ptr is not None:
@@ -105,12 +105,6 @@ def _row_of_lengths(b, T_q, lengths):
     # In a replayed graph, lengths may exceed the capacity.
     end = int32_within(length, 0, value(lengths.capacity))
     return cache_row, BatchRow(b, T_q, end, length - count, start, end, True, 0, 0)
-
-
-@triton.jit
-def first_token(b, total, lengths):
-    """Offset of packed row b among all `total` queries."""
-    return int32_within(tl.load(lengths.cu_ptr + b), 0, total)
 
 
 @triton.jit
@@ -234,6 +228,7 @@ def packed_part(
     exists = b < B
     b = tl.minimum(b, B - 1)
     cache_row, row = cache_row_of(b, total, lengths, mask)
+    token, _ = rows_of_sequence(b, lengths.cu_ptr, total)
     tiles, m_first, m_last = _tiles(row, G, lengths, BLOCK_M)
     splits = splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N)
     tile = (part - first) // splits
@@ -242,8 +237,7 @@ def packed_part(
     exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
     exists = exists & (first + (tile + 1) * splits <= parts)
     return Part(
-        exists, b, cache_row, row, first_token(b, total, lengths), row.T_q, tiles - 1 - tile,
-        split, splits, begin, free,
+        exists, b, cache_row, row, token, row.T_q, tiles - 1 - tile, split, splits, begin, free,
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from .integers import value
+from .integers import int32_within, value
+from .packed import rows_of_sequence, sequence_of
 
 
 class Constants(NamedTuple):
@@ -243,21 +244,15 @@ FARTHEST = tl.constexpr(1 << 28)
 
 
 @triton.jit
-def int32_within(x, low, high):
-    """x, which may be int64, taken within [low, high], as int32."""
-    return tl.minimum(tl.maximum(x, low), high).to(tl.int32)
-
-
-@triton.jit
-def memory_rows(b, mask):
+def memory_rows(b, T_q, T_k, mask):
     """Start of batch row b in memory: (batch index, first query, first key)."""
     batch = b
     first_q = 0
     first_k = 0
     if mask.cu_q_ptr is not None:
         batch = 0
-        first_q = tl.load(mask.cu_q_ptr + b).to(tl.int32)
-        first_k = tl.load(mask.cu_k_ptr + b).to(tl.int32)
+        first_q, _ = rows_of_sequence(b, mask.cu_q_ptr, T_q)
+        first_k, _ = rows_of_sequence(b, mask.cu_k_ptr, T_k)
     return batch, first_q, first_k
 
 
@@ -265,8 +260,8 @@ def memory_rows(b, mask):
 def batch_row(b, T_q, T_k, mask):
     """`BatchRow` of batch row b."""
     if mask.cu_q_ptr is not None:
-        T_q = (tl.load(mask.cu_q_ptr + b + 1) - tl.load(mask.cu_q_ptr + b)).to(tl.int32)
-        T_k = (tl.load(mask.cu_k_ptr + b + 1) - tl.load(mask.cu_k_ptr + b)).to(tl.int32)
+        _, T_q = rows_of_sequence(b, mask.cu_q_ptr, T_q)
+        _, T_k = rows_of_sequence(b, mask.cu_k_ptr, T_k)
     offset = T_k - T_q
     if mask.query_offset is not None:
         offset = value(mask.query_offset)
@@ -313,24 +308,6 @@ def at_keys(row, n_first, mask):
     return BatchRow(
         row.b, row.T_q, row.T_k, row.offset, row.start, row.end, row.solid, row.prefix, shift
     )
-
-
-@triton.jit
-def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
-    """The packed sequence that owns a slot, and the slot's tile number in it.
-
-    Sequence b owns the slots from cu[b] // BLOCK + b up to the next sequence's: at least one per
-    tile, so neither the host nor the grid needs to know lengths.
-    """
-    low = 0
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_ptr + middle) // BLOCK + middle <= slot:
-            low = middle
-        else:
-            high = middle
-    return low, slot - (tl.load(cu_ptr + low).to(tl.int32) // BLOCK + low)
 
 
 @triton.jit

@@ -160,7 +160,7 @@ def test_tracers_know_that_results_are_fp32(device):
     check = partial(torch.library.opcheck, test_utils="test_faketensor")
     check(attend.attention_forward.op, (q, k, v, *flat))
     o, lse = attend.attention_forward.op(q, k, v, *flat)
-    check(attend.attention_backward.op, (do, None, q, k, v, o.bfloat16(), lse, *flat))
+    check(attend.attention_backward.op, (do, None, q, k, v, o.bfloat16(), lse, "qkv", *flat))
 
 
 def test_tracers_see_the_operators_of_its_gradients(device: str) -> None:

@@ -165,7 +165,7 @@ def attention(names: str, D: int, options: str, dtype: str = "bf16", T: int = 10
     given = options_of(options, B, T, 4, D, dtype)
     B = 1 if given.cu_seqlens_q is not None else B
     q, k, lse = rows(D, dtype, T, B, H_k)
-    backward = (q, lse if "masks" in options else None, q, k, k, q, lse, given)
+    backward = (q, lse if "masks" in options else None, q, k, k, q, lse)
 
     def plain_forward() -> None:
         with tiles.forced(forward=tiles.lookup("forward", 2, D)):
@@ -187,8 +187,8 @@ def attention(names: str, D: int, options: str, dtype: str = "bf16", T: int = 10
         "forward": lambda: kernels.forward.launch_forward(q, k, k, given),
         "max-forward": lambda: kernels.forward.launch_forward_with_max(q, k, k, given),
         "plain-forward": plain_forward,
-        "backward": lambda: kernels.backward.launch_backward(*backward),
-        "one-pass": lambda: kernels.backward.launch_backward_one_pass(*backward),
+        "backward": lambda: kernels.backward.launch_backward(*backward, "qkv", given),
+        "one-pass": lambda: kernels.backward.launch_backward_one_pass(*backward, given),
         "mods": mods,
         "scores": scores,
     }
@@ -409,7 +409,7 @@ def hopper(kernel: str, D: int | str, options: str, how: str | None = None, T: i
     forced = {"hopper_one_pass": one_pass_config(D, how)} if how else {}
     with tiles.forced(**forced):
         given = given._replace(atomic_dq=kernel == "one-pass")
-        kernels.hopper_backward.launch_hopper_backward(o, lse, q, k, v, o, lse, given)
+        kernels.hopper_backward.launch_hopper_backward(o, lse, q, k, v, o, lse, "qkv", given)
 
 
 def hopper_fp8(D: int, options: str, T: int = 1000, B: int = 3, H: int = 2) -> None:

@@ -78,8 +78,8 @@ def test_ops_with_every_option_are_registered_right(device: str) -> None:
     torch.library.opcheck(attend.attention_forward.op, (q, k, v, *flat))
     o, lse = attend.attention_forward.op(q, k, v, *flat)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    torch.library.opcheck(attend.attention_backward.op, (do, dlse, q, k, v, o, lse, *flat))
-    delta = attend.attention_backward.op(do, dlse, q, k, v, o, lse, *flat)[3]
+    torch.library.opcheck(attend.attention_backward.op, (do, dlse, q, k, v, o, lse, "qkv", *flat))
+    delta = attend.attention_backward.op(do, dlse, q, k, v, o, lse, "d", *flat)[3]
     for op in (attend.attention_backward_bias.op, attend.attention_backward_relative.op):
         torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
 

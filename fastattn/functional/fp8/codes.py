@@ -116,6 +116,8 @@ def _quantize_sequences(
 ) -> tuple[Tensor, Tensor]:
     """Quantise packed sequences: codes [total, H, D] and scales [N, H]."""
     ids = fp8.sequence_of_rows(cu_seqlens, x.shape[0])
+    x = torch.where((ids < 0)[:, None, None], 0, x)
+    ids = ids.clamp(min=0)
     if lengths is not None:
         position = torch.arange(x.shape[0], device=x.device) - cu_seqlens[ids]
         x = torch.where((position < lengths[ids])[:, None, None], x, 0)
@@ -171,6 +173,7 @@ def unpacked(values: PackedValues, cu_seqlens: Tensor | None = None) -> Tensor:
     )
     if cu_seqlens is None:
         return v[:, :, : values.length].view(E4M3)
+    v = torch.nn.functional.pad(v, (0, 0, 0, 1))  # for the rows of no sequence
     return as_packed(v[:, :, fp8.places_of_packed(cu_seqlens, values.length)]).view(E4M3)
 
 

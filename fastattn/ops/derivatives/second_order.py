@@ -17,6 +17,7 @@ import fastattn.kernels as launchers
 
 from ... import tracing
 from ...options import FUNCTIONS, LEARNED, Options
+from ...torch_backend import formula
 from ...torch_backend.double_backward import gradients_with_graph, in_parts
 from ..call import fake_in_layout, operator
 from ..flops import attended
@@ -143,10 +144,10 @@ def gradients_of_pushed(
     of: dict[str, Tensor] = dict(zip(NAMES, of_qkv, strict=False))
     if options.sinks is not None:
         # A sink is one more key with value 0.
-        p = torch.exp(options.sinks.float()[:, None] - lse)
         moved = moves[-1]
         c = (0 if moved is None else moved.float()[:, None]) - pushes[1]
-        of["sinks"] = -(p * (eta + c * delta)).sum((0, 2)).to(options.sinks.dtype)
+        dsinks = -formula.weighed_by_sinks(options.sinks, lse, eta + c * delta)
+        of["sinks"] = dsinks.to(options.sinks.dtype)
     return [of[name] if need else None for name, need in zip(NAMES, wanted, strict=True)]
 
 
