@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import tracing
 from .tracing import decided, has_tangent, in_forward_mode
 
 # Positions of queries are within this distance of the first key: no sequence is as long.
@@ -285,7 +286,7 @@ def check_offsets(name: str, offsets: Tensor, total: int, q: Tensor) -> None:
         of_rows = f" for {total} rows" if total else ""
         raise ValueError(f"{name} must have shape [N + 1]{of_rows}, got {list(offsets.shape)}")
     check_device(name, offsets, q)
-    if offsets.is_cpu and not torch.compiler.is_compiling():
+    if tracing.host_knows(offsets):
         check_offset_values(name, offsets, total)
 
 

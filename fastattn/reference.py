@@ -173,20 +173,26 @@ def attention_varlen(
     q_lengths = cu_seqlens_q.diff().tolist()
     k_lengths = q_lengths if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
     laid = {name: options.pop(name) for name in LAID_AS if options.get(name) is not None}
-    pieces = [
-        torch.split(x, lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))
-    ]
+    pieces = [_split(x, lengths) for x, lengths in ((q, q_lengths), (k, k_lengths), (v, k_lengths))]
     outputs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0)]
     for n, parts in enumerate(zip(*pieces, strict=True)):
         own = _of_row(options, n)
         for name, x in laid.items():
-            part = torch.split(x, q_lengths if LAID_AS[name] == "q" else k_lengths)[n]
+            part = _split(x, q_lengths if LAID_AS[name] == "q" else k_lengths)[n]
             own[name] = part.transpose(0, 1)[None]
         one = [x.transpose(0, 1)[None] for x in parts]
         o, lse = attention(*one, return_lse=True, first_row=n, **own)  # type: ignore[call-overload]
         outputs.append(o[0].transpose(0, 1))
         lses.append(lse[0])
-    return (torch.cat(outputs), torch.cat(lses, -1)) if return_lse else torch.cat(outputs)
+    unowned = q.shape[0] - sum(q_lengths)
+    o = torch.nn.functional.pad(torch.cat(outputs), (0, 0, 0, 0, 0, unowned))
+    lse = torch.nn.functional.pad(torch.cat(lses, -1), (0, unowned), value=-torch.inf)
+    return (o, lse) if return_lse else o
+
+
+def _split(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    """Rows of each sequence."""
+    return torch.split(x[: sum(lengths)], lengths)
 
 
 def _of_row(options: dict[str, Any], n: int) -> dict[str, Any]:

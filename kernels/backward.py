@@ -155,21 +155,23 @@ def launch_backward(
     second query and of key2 come with q's and k's.
     """
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
-    none = q.new_empty(0)
-    dq, dk, dv, dquery, dkey2 = none, none, none, none, none
+    dq, dquery, of_keys = None, None, (None, None, None)
     delta = torch.empty_like(lse)
     if "q" in wanted:
         dq = result_in_layout(options, q, *q.shape[1:])
         query = second_query(options)
-        of_query = None if query is None else result_in_layout(options, query, *query.shape[1:])
-        launch = _plan_dq(options, q, k, v, o, do, dlse, dq, of_query)
-        launch(options, q, k, v, o, do, lse, dlse, dq, delta, of_query)
-        dquery = none if of_query is None else of_query
+        dquery = None if query is None else result_in_layout(options, query, *query.shape[1:])
+        launch = _plan_dq(options, q, k, v, o, do, dlse, dq, dquery)
+        launch(options, q, k, v, o, do, lse, dlse, dq, delta, dquery)
     elif "k" in wanted or "d" in wanted:
         launch_delta(do, dlse, o, lse, delta, options)
     if "k" in wanted or "v" in wanted:
         of_keys = launch_dkv(q, k, v, do, lse, delta, wanted, options)
-        dk, dv, dkey2 = (none if x is None else x for x in of_keys)
+    dk, dv, dkey2 = of_keys
+    # An operator's results are distinct tensors.
+    dq, dk, dv, dquery, dkey2 = (
+        q.new_empty(0) if x is None else x for x in (dq, dk, dv, dquery, dkey2)
+    )
     return dq, dk, dv, delta, dquery, dkey2
 
 

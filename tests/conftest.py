@@ -205,6 +205,23 @@ def emulated(
 
 
 @pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are launched."""
+    from fastattn.kernels.launch.launches import Launch
+
+    names: list[str] = []
+    launch = Launch.__call__
+
+    def recorded(self: Launch, *arguments: Any) -> None:
+        kernel = getattr(self._kernel, "kernel", self._kernel)  # of the emulator
+        names.append(kernel.__name__)
+        launch(self, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", recorded)
+    return names
+
+
+@pytest.fixture
 def hopper_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU has run all of Hopper's kernels right, and this device is one for them."""
     from fastattn import dispatch

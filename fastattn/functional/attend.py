@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from .. import checks, dispatch
+from .. import checks, dispatch, tracing
 from ..dispatch import Explanation
 from ..ops import attend as ops
 from ..ops import spread, torch_varlen
@@ -269,7 +269,7 @@ def attention_varlen(
     key = None if largest else call_memo.key_of((q, k, v), arguments, backend)
     memoised = call_memo.find(key)
     if memoised is not None:
-        if q.is_cpu:  # their values are not part of the key
+        if tracing.host_knows(q):  # their values are not part of the key
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .. import reference
 from ..ops.gradients import as_batch
+from ..position_tables import document_ids
 from .budget import PastBudget, assert_within_budget
 from .orders import worst_naive
 
@@ -35,7 +36,8 @@ def dequantized(codes: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None =
         return codes.double()
     if cu_seqlens is None:
         return codes.double() * scale.double()[..., None, None]
-    return codes.double() * scale.double().repeat_interleave(cu_seqlens.diff(), 0)[..., None]
+    sequences = document_ids(cu_seqlens, codes.shape[0])[0]  # of the rows of none, any
+    return codes.double() * scale.double()[sequences][..., None]
 
 
 def fp8_bounds(

@@ -66,15 +66,16 @@ def launch_hopper_backward(
     q, k, v, do = walkable(q), walkable(k), walkable(v), walkable(do)
     o, options = aligned(o), aligned_bias(options)
     B, H_q, T_q, _ = q.shape
-    none, delta = q.new_empty(0), torch.empty_like(lse)
+    delta = torch.empty_like(lse)
     launches = _launches(q, wanted)
     made = wanted + "".join(launches)
     dq, dk, dv = (
-        result_in_layout(options, x, *x.shape[1:]) if of in made else none
+        result_in_layout(options, x, *x.shape[1:]) if of in made else q.new_empty(0)
         for of, x in zip("qkv", (q, k, v), strict=True)
     )
+    none = q.new_empty(0), q.new_empty(0)
     if B * H_q * T_q == 0:
-        return dq, dk.zero_(), dv.zero_(), delta, none, none
+        return dq, dk.zero_(), dv.zero_(), delta, *none
     rows = 2 * ROWS.value
     stats = lse.new_empty(2, B * H_q, tiles_of(options.cu_seqlens_q, 1, T_q, rows) * rows)
     minus_lse, minus_delta = stats.unbind()
@@ -98,8 +99,8 @@ def launch_hopper_backward(
                 launch_add_parts(of_parts, x, options)
     if total is not None:
         launch_finish_dq(total, dq, options)
-    dk, dv = dk if "k" in wanted else none, dv if "v" in wanted else none
-    return dq, dk, dv, delta, none, none
+    dk, dv = (x if of in wanted else q.new_empty(0) for of, x in (("k", dk), ("v", dv)))
+    return dq, dk, dv, delta, *none
 
 
 def _launches(q: Tensor, wanted: str) -> list[str]:

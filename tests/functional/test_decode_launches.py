@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn import attention_paged, decode_attention
 from fastattn.kernels.decode import launch, launch_packed, packed
-from fastattn.kernels.launch import arrivals, decode_splits, launches, tiles
+from fastattn.kernels.launch import arrivals, decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.kernels.rules.pages import CacheTensors
 from fastattn.options import Options
@@ -53,20 +53,6 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tensor]:
     monkeypatch.setattr(decode_splits, "_LOADS_OF_A_LAUNCH", 1 << 20)
     with tiles.forced(**TILES):
         yield kept
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that are launched."""
-    names: list[str] = []
-    launch = launches.Launch.__call__
-
-    def recorded(self: launches.Launch, *arguments: Any) -> None:
-        names.append(self._kernel.__name__)
-        launch(self, *arguments)
-
-    monkeypatch.setattr(launches.Launch, "__call__", recorded)
-    return names
 
 
 def both_ways(call: Callable[[], tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from fastattn import KVCache, attention, attention_statistics, checks, decode_attention
+from fastattn import (
+    KVCache,
+    attention,
+    attention_statistics,
+    attention_varlen,
+    checks,
+    decode_attention,
+)
 from fastattn.cache.views import view_of_tensors
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.torch_backend import statistics
@@ -107,3 +114,14 @@ def test_chunks_of_queries_at_the_farthest_position(monkeypatch: pytest.MonkeyPa
     whole = attention_statistics(q, k, **options)
     monkeypatch.setattr(statistics, "_SCORES", 1)
     torch.testing.assert_close(attention_statistics(q, k, **options), whole)
+
+
+@pytest.mark.parametrize("values", [(-3, 5, 2**31 - 1), (7, 2, 99), (0, 2**33, -(2**40))])
+def test_offsets_of_packed_sequences_lead_nowhere_else(values, device, unread):
+    """The interpreter refuses accesses outside of all tensors."""
+    wide = max(map(abs, values)) >= 2**31
+    starts = torch.tensor(values, dtype=torch.int64 if wide else torch.int32, device=device)
+    shapes = (20, 2, D), (18, 1, D), (18, 1, D)
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+    o = attention_varlen(q, k, v, starts, starts, causal=True, backend="triton")
+    torch.autograd.grad(o.sum(), (q, k, v))

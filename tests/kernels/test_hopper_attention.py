@@ -319,9 +319,25 @@ def test_dk_and_dv_are_those_of_two_passes() -> None:
     gradients = []
     for deterministic in (True, False):
         o = attention(q, k, v, causal=True, deterministic=deterministic)
-        gradients.append(torch.autograd.grad(o[..., 0].float().square().sum(), (k, v)))
+        gradients.append(torch.autograd.grad(o[..., 0].float().square().sum(), (q, k, v))[1:])
     assert passes() == 3
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("asked", ["q", "k", "v"])
+def test_gradients_that_are_not_asked_for(asked: str, D: int, launched: list[str]) -> None:
+    """Take no launch, and others do not change by a bit."""
+    inputs = dict(zip("qkv", make_qkv(1, 2, 1, 140, None, D, dtype=torch.bfloat16), strict=True))
+    grads = []
+    for names in (asked, "qkv"):
+        o = attention(*(x if n in names else x.detach() for n, x in inputs.items()), causal=True)
+        launched.clear()
+        grads.append(torch.autograd.grad(o.float().square().sum(), inputs[asked]))
+        if names == asked:
+            dkv = ["start_dq_kernel", "hopper_backward_dkv_kernel"]
+            assert launched == (["hopper_backward_dq_kernel"] if asked == "q" else dkv)
+    assert all(map(torch.equal, *grads))
 
 
 def test_the_flag_of_torch_rules_one_pass_out() -> None:
@@ -329,7 +345,7 @@ def test_the_flag_of_torch_rules_one_pass_out() -> None:
     o = attention(q, k, v, deterministic=False)
     torch.use_deterministic_algorithms(True)
     try:
-        torch.autograd.grad(o.sum(), q)
+        torch.autograd.grad(o.sum(), (q, k, v))
     finally:
         torch.use_deterministic_algorithms(False)
     assert passes() == 2

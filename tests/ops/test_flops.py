@@ -96,6 +96,35 @@ def test_attention(options: dict[str, Any], backward: int, device: str) -> None:
         assert counted(grads) == backward
 
 
+@pytest.mark.parametrize(
+    ("asked", "products", "kernels"),
+    [
+        ("q", (2, 1), ["attention_backward_dq_kernel"]),
+        ("k", (2, 1), ["start_dq_kernel", "attention_backward_dkv_kernel"]),
+        ("v", (1, 1), ["attention_backward_dkv_kernel"]),
+        ("qv", (2, 2), ["attention_backward_dq_kernel", "attention_backward_dkv_kernel"]),
+        ("kv", (2, 2), ["start_dq_kernel", "attention_backward_dkv_kernel"]),
+    ],
+)  # fmt: skip
+def test_gradients_that_are_not_asked_for(asked, products, kernels, launched, device: str) -> None:
+    """Are not computed, with either backward, and others do not change by a bit."""
+    every_head = make_qkv(B, H_Q, H_Q, T_Q, T_K, D=D, D_v=D_V, device=device)
+    tensors = dict(zip("qkv", every_head, strict=True))
+    leaves = [tensors[name] for name in asked]
+    for how in ({}, {"deterministic": False}):
+        given = [x if name in asked else x.detach() for name, x in tensors.items()]
+        o = fastattn.attention(*given, causal=True, backend="triton", **how)
+        launched.clear()
+        grads = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
+        assert launched == kernels
+        wide, of_values = products
+        count = (wide * D + of_values * D_V) * 2 * B * H_Q * T_Q * T_K
+        assert counted(torch.autograd.grad, o.sum(), leaves) == count
+        whole = fastattn.attention(*tensors.values(), causal=True, backend="triton")
+        every = torch.autograd.grad(whole.sum(), leaves)
+        assert all(map(torch.equal, grads, every))
+
+
 def test_packed_sequences(device: str) -> None:
     """Pairs within sequences; where offsets are not known, as if all were of one length."""
     shapes = (2 * T_Q, H_Q, D), (2 * T_K, H_K, D), (2 * T_K, H_K, D_V)

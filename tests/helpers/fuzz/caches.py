@@ -125,7 +125,9 @@ def paged(case: Case, how: dict[str, Any]) -> None:
         packed, filled.view, offsets, return_lse=True, **how, **options
     )
     assert "out" not in how or actual[0] is how["out"]
-    actual = (actual[0][: sum(counts)], actual[1][:, : sum(counts)])
+    total = sum(counts)
+    assert not actual[0][total:].any() and (actual[1][:, total:] == -torch.inf).all(), "of no row"
+    actual = (actual[0][:total], actual[1][:, :total])
 
     def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tokens = (x.to(dtype) for x in (packed, filled.k, filled.v))

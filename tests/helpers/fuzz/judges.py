@@ -196,16 +196,21 @@ def _packed(rows: tuple[Tensor, ...], starts: tuple[Tensor, ...]) -> tuple[Tenso
 def _with_poison(
     case: Case, clean: tuple[Tensor, ...], options: dict[str, Any], starts: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """q, k and v with NaN or inf in keys and values that no query may see."""
+    """q, k and v with NaN or inf in keys and values that no query may see, and in rows of no packed
+    sequence.
+    """
     if "nan" not in case.traits:
         return clean
-    if starts and "key_lengths" in options:
-        counts = starts[1].diff()
-        place = torch.arange(int(starts[1][-1])) - starts[1][:-1].repeat_interleave(counts)
-        unseen = place >= options["key_lengths"].repeat_interleave(counts)
-        return clean[0], *(x.masked_fill(unseen[:, None, None], math.nan) for x in clean[1:])
     if starts:
-        return clean
+        ids = [
+            fastattn.document_ids(x, len(rows))[0] for x, rows in zip(starts, clean, strict=False)
+        ]
+        unseen = [x < 0 for x in ids]
+        if "key_lengths" in options and len(starts[1]) > 1:
+            place = torch.arange(len(ids[1])) - starts[1][ids[1]]
+            unseen[1] |= place >= options["key_lengths"][ids[1]]
+        of_rows = zip(clean, (*unseen, unseen[1]), strict=True)
+        return tuple(x.masked_fill(rows[:, None, None], math.nan) for x, rows in of_rows)
     documents = options.get("documents")
     exists = reference.existing_keys(
         case.B, case.T_k, options.get("key_padding_mask"), options.get("key_lengths"),

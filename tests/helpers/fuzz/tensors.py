@@ -79,7 +79,8 @@ def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
 
 
 def offsets(case: Case) -> tuple[Tensor, Tensor]:
-    """Offsets int32 [N + 1] of packed queries and keys: some sequences may be empty.
+    """Offsets int32 [N + 1] of packed queries and keys: some sequences may be empty, and the last
+    rows may be in none.
 
     Of a case of no rows there is none.
     """
@@ -89,8 +90,9 @@ def offsets(case: Case) -> tuple[Tensor, Tensor]:
     inner = draw.integer(0, 3)
 
     def ends(T: int) -> Tensor:
-        cuts = sorted(draw.integer(0, T) for _ in range(inner))
-        return torch.tensor([0, *cuts, T], dtype=draw.choice(torch.int32, torch.int64))
+        last = draw.choice(T, T, draw.integer(0, T))
+        cuts = sorted(draw.integer(0, last) for _ in range(inner))
+        return torch.tensor([0, *cuts, last], dtype=draw.choice(torch.int32, torch.int64))
 
     both = ends(case.T_q), ends(case.T_k)
     return both[0].to(both[1].dtype), both[1]
