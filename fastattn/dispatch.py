@@ -414,19 +414,17 @@ def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     """Warn once per reason if torch serves a GPU tensor although it was not requested, and once if
     slower kernels do for want of a verdict.
     """
-    if explanation.forced or explanation.measured:
+    if explanation.forced or explanation.measured or device.type in ("cpu", "meta"):
         return
     if explanation.backend == "torch":
-        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device, 5)
+        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", 5)
     elif explanation.reasons.get("hopper", "").startswith(choices.NEVER_RAN):
         message = "fastattn takes slower kernels where no GPU has run Hopper's (see explain)"
-        warn_once(f"{message}: {choices.REMEDY}", device, 5)
+        warn_once(f"{message}: {choices.REMEDY}", 5)
 
 
-def warn_once(message: str, device: torch.device, stacklevel: int) -> None:
-    """Warn about a call on a GPU, once; not while tracing."""
-    if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
-        return
-    if message not in _warned:
+def warn_once(message: str, stacklevel: int) -> None:
+    """Warn about a call, once; not while tracing."""
+    if message not in _warned and not torch.compiler.is_compiling():
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel)

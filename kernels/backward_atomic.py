@@ -21,9 +21,9 @@ from .launch.launches import Launch, cached_plan
 from .launch.tiles import TileConfig
 from .rules.integers import runtime_int, value
 from .rules.mask import Mask
-from .rules.packed import clear_unowned
 from .rules.tile import (
     batch_row,
+    clear_unowned,
     first_slot,
     head,
     load_tile,

@@ -149,3 +149,18 @@ def test_gpus_before_ampere_are_left_to_torch(
         q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.float16)
     told = dispatch.why_no_kernel({"q": q})
     assert (told and told.partition(",")[0]) == reason
+
+
+def test_a_layout_that_is_probably_wrong_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads of [B, T, H, D] are fewer keys than queries, and give the right shape."""
+    monkeypatch.setattr(dispatch, "_warned", set())
+    q, k = torch.randn(2, 5, 8, 16), torch.randn(2, 5, 2, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastattn.attention(q.transpose(1, 2), *[k.transpose(1, 2)] * 2, causal=True)
+        fastattn.attention(q, k, k, causal=True, query_offset=0)
+        fastattn.attention(q, k, k)
+    with pytest.warns(UserWarning, match=r"Of tensors \[B, T, H, D\]") as seen:
+        for T in (8, 4):
+            fastattn.attention(q[:, :, :T], k, k, causal=True)
+    assert [x.filename for x in seen] == [__file__]

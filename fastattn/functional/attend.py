@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from .. import checks, dispatch, tracing
@@ -200,6 +201,7 @@ def attention(
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
     q, k, v, checked, options = _checked(q, k, v, options)
+    _warn_of_layout(q, k, checked, options)
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = options is not arguments
@@ -248,7 +250,8 @@ def attention_varlen(
         q: [total_q, H_q, D].
         k: [total_k, H_k, D].
         v: [total_k, H_k, D_v].
-        cu_seqlens_q: int32 or int64 [N + 1] on q's device, non-decreasing from 0 to total_q.
+        cu_seqlens_q: int32 or int64 [N + 1] on q's device, non-decreasing from 0 to at most
+            total_q: further rows, such as a batch padded to a fixed size has, are of no sequence.
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
         return_lse, return_max, backend: as for `attention`.
         options: as for `attention`, except key_padding_mask, documents, attn_mask, attn_bias and
@@ -257,10 +260,12 @@ def attention_varlen(
 
     Returns:
         o [total_q, H_q, D_v]; with return_lse also lse, fp32 [H_q, total_q], and with return_max
-        the maximum, as lse.
+        the maximum, as lse. Rows of no sequence have o = 0, lse = -inf (sinks do not count) and
+        gradients 0, whatever they hold.
 
     Raises:
-        TypeError, ValueError: as `attention`. The values of offsets are checked on the CPU only.
+        TypeError, ValueError: as `attention`. The values of offsets are checked on the CPU only; on
+            a GPU no access leaves the tensors, whatever offsets hold.
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
@@ -343,6 +348,21 @@ def _checked(
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     return q, k, v, checked, options
+
+
+def _warn_of_layout(q: Tensor, k: Tensor, checked: Options, options: dict[str, Any]) -> None:
+    """Warn once of tensors that look like [B, T, H, D], of which grouped heads are fewer keys."""
+    T_q, T_k = q.shape[2], k.shape[2]
+    if torch.compiler.is_compiling() or not checked.causal or not 0 < T_k < T_q or T_q % T_k:
+        return
+    # A transposed view was laid by someone who knows.
+    if q.stride(1) >= q.stride(2) and not options.keys() & {"query_offset", "positions"}:
+        dispatch.warn_once(
+            "attention takes [B, H, T, D]: of these causal queries, which are the last ones, most "
+            "come before the first key, and get 0. Of tensors [B, T, H, D] pass x.transpose(1, 2); "
+            "if the first query is at the first key, query_offset=0",
+            4,
+        )
 
 
 def compute(

@@ -103,8 +103,7 @@ def attention_paged(
             rows and merged by lse. Results are equal up to rounding. Only causal, scale, softcap
             and sinks are served with it, as others depend on positions, and a tile over shared
             pages has queries of many positions.
-        out: [total, H_q, D_v] in q's dtype, last dim contiguous, written in place and returned,
-            except for tokens of no row.
+        out: [total, H_q, D_v] in q's dtype, last dim contiguous, written in place and returned.
         return_lse: also return the log of the softmax denominators.
         backend: "triton", "torch" or "auto" (default; FASTATTN_BACKEND replaces it);
             `explain_paged` reports the choice. torch computes row by row, and waits for the device.
@@ -114,8 +113,8 @@ def attention_paged(
 
     Returns:
         o [total, H_q, D_v] in q's dtype; with return_lse also lse, fp32 [H_q, total], in natural
-        log, sink included. A query that sees no key has o = 0 and lse = -inf (or its sink). For
-        tokens of no row both are unspecified. Unused slots and pages do not affect them.
+        log, sink included. A query that sees no key has o = 0 and lse = -inf (or its sink); so has
+        a token of no row, whose sink does not count. Unused slots and pages do not affect them.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; on a CPU also

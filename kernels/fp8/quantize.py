@@ -15,8 +15,15 @@ from torch import Tensor
 from ..launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
 from ..rules.codes import key_at, row_scale, to_e4m3
 from ..rules.integers import value
-from ..rules.packed import clear_unowned
-from ..rules.tile import batch_row, head, key_program, load_at, memory_rows, store_tile
+from ..rules.tile import (
+    batch_row,
+    clear_unowned,
+    head,
+    key_program,
+    load_at,
+    memory_rows,
+    store_tile,
+)
 from .values import TOGETHER, packed_like, rows_of, store_packed
 
 # Maxima reduced at once.

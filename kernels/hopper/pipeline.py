@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..rules.integers import value
-from ..rules.packed import clear_unowned
-from ..rules.tile import head
+from ..rules.tile import clear_unowned, head
 
 if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store
@@ -372,7 +371,7 @@ def send(out, tile, x, b, h, first, kept, COLUMNS: gl.constexpr):
 def clear_output(ptr, strides, heads, ends, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
     """Write zeros to the rows of an output that no packed sequence owns; COLUMNS of BLOCK exist.
 
-    ends: see `packed.clear_unowned`.
+    ends: see `tile.clear_unowned`.
     """
     cols = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     clear_unowned(ptr, 0.0, cols, COLUMNS, value(strides[1]), value(strides[2]), heads, ends)

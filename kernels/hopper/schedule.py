@@ -10,9 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..rules.integers import value
-from ..rules.packed import sequence_of
 from ..rules.plans import full_block, key_plan, masked_block, query_plan
-from ..rules.tile import at_keys, at_queries, batch_row, first_slot, memory_rows
+from ..rules.tile import at_keys, at_queries, batch_row, first_slot, memory_rows, sequence_of
 from .pipeline import ROWS
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..rules.integers import value
 from ..rules.mask import Mask
-from ..rules.packed import sequence_of
 from ..rules.plans import key_plan, query_plan
-from ..rules.tile import batch_row
+from ..rules.tile import batch_row, sequence_of
 from .arguments import blocks
 from .block_sparsity import CallTables
 from .launches import Launch

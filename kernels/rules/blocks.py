@@ -12,13 +12,13 @@ import triton.language as tl
 
 from .integers import value
 from .mask import padded_keys, padding_words, valid_keys, visible
-from .packed import clear_unowned
 from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
     BatchRow,
     at_keys,
     at_queries,
     batch_row,
+    clear_unowned,
     head_at,
     key_program,
     load_tile,
@@ -34,7 +34,7 @@ class QueryTile(NamedTuple):
 
     number: of the tile in its row. first, last: first and last existing row. rows, in_rows
     [BLOCK_M]: its rows, and which exist. batch, first_q, first_k: see `tile.memory_rows`.
-    statistics: index of row 0 in tensors [B, H_q, T_q]. ends: of `packed.clear_unowned`, or None.
+    statistics: index of row 0 in tensors [B, H_q, T_q]. ends: of `tile.clear_unowned`, or None.
     """
 
     number: Any
@@ -58,7 +58,7 @@ class KeyTile(NamedTuple):
 
     number: of the tile in its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and
     which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`. ends: of
-    `packed.clear_unowned`, or None.
+    `tile.clear_unowned`, or None.
     """
 
     number: Any

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from .integers import int32_within, value
-from .packed import rows_of_sequence
 from .plans import key_blocks
-from .tile import FARTHEST, BatchRow, batch_row
+from .tile import FARTHEST, BatchRow, batch_row, rows_of_sequence
 
 
 class Lengths(NamedTuple):

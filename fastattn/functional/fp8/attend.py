@@ -208,7 +208,7 @@ def attention_varlen_fp8(
         q: [total_q, H_q, D] float8_e4m3fn, any strides.
         k: [total_k, H_k, D] float8_e4m3fn.
         v: [total_k, H_k, D_v] float8_e4m3fn, or `PackedValues` with the same cu_seqlens_k.
-        cu_seqlens_q: int32 or int64 [N + 1] on q's device, non-decreasing from 0 to total_q.
+        cu_seqlens_q: int32 or int64 [N + 1] on q's device, as for `attention_varlen`.
         cu_seqlens_k: likewise to total_k; default cu_seqlens_q.
         q_scale: fp32 [N, H_q], positive; default 1. `quantize_fp8` makes codes and scales. Values
             are checked on the CPU only.
@@ -411,5 +411,6 @@ def _why_slow(q: Tensor) -> str | None:
 
 def _say_once(choice: Explanation, device: torch.device) -> None:
     """Warn once per reason that an unforced GPU call is not computed in 8 bits."""
-    message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
-    dispatch.warn_once(message, device, 4)
+    if device.type not in ("cpu", "meta"):
+        message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
+        dispatch.warn_once(message, 4)
