@@ -216,17 +216,17 @@ def attention_backward_dkv_kernel(
         dkey2 *= score.scale
         store_part(dkey2_ptr, part, parts, H_q // G, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
     # One kernel for any number of parts, so that no length compiles another.
-    H_k = H_q // G
     if parts > 1:
+        H_k = H_q // G
         if dk_ptr is not None:
             store_part(dk_parts_ptr, part, parts, H_k, T_k, tile, dk, BLOCK_D, const.D, const)
         if dv_ptr is not None:
             store_part(dv_parts_ptr, part, parts, H_k, T_k, tile, dv, BLOCK_DV, const.D_V, const)
     else:
         if dk_ptr is not None:
-            store_keys(dk_ptr, dk_strides, tile, dk, H_k, BLOCK_D, const.D, const)
+            store_keys(dk_ptr, dk_strides, tile, dk, BLOCK_D, const.D, const)
         if dv_ptr is not None:
-            store_keys(dv_ptr, dv_strides, tile, dv, H_k, BLOCK_DV, const.D_V, const)
+            store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
 
 
 def head_parts(G: int, programs: int, multiprocessors: int) -> int:

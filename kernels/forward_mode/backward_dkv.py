@@ -157,9 +157,9 @@ def tangent_backward_dkv_kernel(
         )  # fmt: skip
         dk, dv = over_query_blocks(_grow_dkv, (dk, dv), h, tile, operands, None, mask, score, const)
     if dk_ptr is not None:
-        store_keys(dk_ptr, dk_strides, tile, dk * score.scale, H_q // G, BLOCK_D, const.D, const)
+        store_keys(dk_ptr, dk_strides, tile, dk * score.scale, BLOCK_D, const.D, const)
     if dv_ptr is not None:
-        store_keys(dv_ptr, dv_strides, tile, dv, H_q // G, BLOCK_DV, const.D_V, const)
+        store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
 
 
 @cached_plan(12)

@@ -54,7 +54,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys of K/V head h_k.
+    """A tile of keys of K/V head h_k, of H_k.
 
     number: of the tile in its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and
     which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`. ends: of
@@ -63,6 +63,7 @@ class KeyTile(NamedTuple):
 
     number: Any
     h_k: Any
+    H_k: Any
     H_q: Any
     row: Any
     first: Any
@@ -110,7 +111,7 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
     ends = None
     if mask.cu_k_ptr is not None:
         ends = (mask.cu_k_ptr, mask.sequences, T_k)
-    return KeyTile(number, h_k, H_q, row, first, k_pos, valid, batch, first_q, first_k, ends)
+    return KeyTile(number, h_k, H_k, H_q, row, first, k_pos, valid, batch, first_q, first_k, ends)
 
 
 @triton.jit
@@ -140,6 +141,7 @@ def meeting_queries(tile, m_first, mask):
     return KeyTile(
         tile.number,
         tile.h_k,
+        tile.H_k,
         tile.H_q,
         at_queries(tile.row, m_first, mask),
         tile.first,
@@ -195,9 +197,7 @@ def load_keys(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const
 
 
 @triton.jit
-def store_keys(
-    ptr, strides, tile, x, H_k, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
-):
+def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
     """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for invalid keys, and for those of no
     packed sequence.
 
@@ -206,7 +206,7 @@ def store_keys(
     if tile.ends is not None:
         cols = tl.arange(0, COLS)
         stride_h, stride_t = value(strides[1]), value(strides[2])
-        clear_unowned(ptr, 0.0, cols, WIDTH, stride_h, stride_t, H_k, tile.ends)
+        clear_unowned(ptr, 0.0, cols, WIDTH, stride_h, stride_t, tile.H_k, tile.ends)
     ptr, stride = key_head(ptr, strides, tile, const)
     _store_keys_at(ptr, stride, tile, x, COLS, WIDTH, const)
 
