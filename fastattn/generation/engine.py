@@ -320,7 +320,7 @@ class Engine:
             return scores if shared is None else scores[last]
         layers = layers_of(self.cache, rows, counts, shared=shared)
         packed = to_device(tokens, self._device)[:, None]
-        return self.model(packed, cache=layers, rows=last)[:, -1]
+        return self.model(packed, cache=layers, rows=last)[0][:, -1]
 
     def _add(self, sequences: list[Entry], tokens: list[int]) -> list[tuple[Request, int]]:
         """Add each sequence's next token, and remove finished sequences."""

@@ -312,7 +312,7 @@ def test_scores_of_a_batch_invariant_model_are_those_of_training(monkeypatch):
     assert len(scores) == 5 and engine.shared_tokens > 0
     for request, rows in scores.items():
         with torch.no_grad():
-            trained = model(torch.tensor([request.prompt + request.tokens[:-1]]))
+            trained, _ = model(torch.tensor([request.prompt + request.tokens[:-1]]))
         assert torch.equal(torch.stack(rows), trained[0, len(request.prompt) - 1 :])
 
 

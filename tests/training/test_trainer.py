@@ -69,7 +69,7 @@ def test_validation_loss_is_the_mean_over_every_token(tmp_path):
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, 16):
             part = tokens[start : start + 17]
-            logits = trainer.model(part[None, :-1])
+            logits, _ = trainer.model(part[None, :-1])
             losses.append(F.cross_entropy(logits[0], part[1:], reduction="none"))
     expected = torch.cat(losses)
     assert len(expected) == len(tokens) - 1
