@@ -187,10 +187,10 @@ def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeyp
     engine.step()
     with monkeypatch.context() as patch:
 
-        def failing(tokens: torch.Tensor, **_: Any) -> torch.Tensor:
+        def failing(tokens: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             if error is RuntimeError:
                 raise RuntimeError("out of memory")
-            return torch.full((len(tokens), 1, 20), torch.nan)
+            return torch.full((len(tokens), 1, 20), torch.nan), None
 
         patch.setattr(engine.model, "forward", failing)
         with pytest.raises(error):
@@ -206,7 +206,7 @@ def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeyp
 def test_memory_does_not_grow_with_requests(monkeypatch):
     engine = Engine(make_gpt(num_layers=1), num_pages=16, page_size=4, max_batch=8, kept_rows=3)
     scores = torch.zeros(8, 1, 20)
-    monkeypatch.setattr(engine.model, "forward", lambda _, rows, **__: scores[: len(rows)])
+    monkeypatch.setattr(engine.model, "forward", lambda _, rows, **__: (scores[: len(rows)],))
     source, used = random.Random(0), []
     for n in range(5000):
         engine.submit([source.randrange(20) for _ in range(source.randint(1, 9))], 2, seed=n)
