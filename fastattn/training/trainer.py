@@ -134,8 +134,7 @@ class Trainer:
         config, first = self.config, self.step
         self.ranks.decided(self._check_folder)
         self._save()
-        if self.ranks.first:
-            metrics.truncate_metrics(self.out_dir, first)
+        self.ranks.decided(lambda: metrics.truncate_metrics(self.out_dir, first))
         self.model.train()
         self._speed.start()
         while self.step < config.steps and not self.ranks.agree(should_stop()):

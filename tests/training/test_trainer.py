@@ -207,9 +207,7 @@ def test_what_is_not_finite_ends_the_run_and_is_not_written(
     gradient, at, changes, message, tmp_path
 ):
     trainer, count = make_trainer(tmp_path, **changes), itertools.count(1)
-    trainer.model.norm.weight.register_hook(
-        lambda g: g.fill_(gradient) if next(count) == at else g
-    )
+    trainer.model.norm.weight.register_hook(lambda g: g.fill_(gradient) if next(count) == at else g)
     with pytest.raises(TrainingError, match=message):
         trainer.run()
     left = load_checkpoint(tmp_path)
@@ -270,6 +268,13 @@ def test_a_logged_loss_is_the_mean_since_the_last(tmp_path):
     trainer.run()
     logged = torch.tensor([r["loss"] for r in read_metrics(tmp_path) if "loss" in r])
     torch.testing.assert_close(logged, torch.stack(losses).view(4, 6).mean(dim=1))
+
+
+@pytest.mark.parametrize("line", [b'{"step": 1', b"[]", b'{"loss": 1}', b"\xff"])
+def test_a_damaged_record_is_named(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(OSError, match=r"metrics\.jsonl:2 is damaged"):
+        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png"])

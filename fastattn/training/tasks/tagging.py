@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.rows import IGNORED, pad, pad_id
 from ..data.tagged_text import Sentence
