@@ -179,6 +179,19 @@ def test_a_higher_priority_goes_first_and_sends_a_lower_one_away():
     assert low.tokens == alone(model, {"prompt": [1, 2, 3], "count": 6, "sampling": GREEDY})
 
 
+@pytest.mark.parametrize("priority", [1, 3])
+def test_steady_requests_of_higher_priority_starve_none(priority):
+    model = make_gpt()
+    engine = Engine(model, num_pages=20, page_size=4, max_batch=1)
+    low, steps = engine.submit([1, 2, 3], 8, sampling=GREEDY), 0
+    while not low.done and steps < 200:
+        engine.submit([4], 1, priority=priority)  # as many as there are steps
+        engine.step()
+        steps += 1
+    assert 16 * priority < steps < 16 * priority + 12
+    assert low.tokens == alone(model, {"prompt": [1, 2, 3], "count": 8, "sampling": GREEDY})
+
+
 @pytest.mark.parametrize("error", [FloatingPointError, RuntimeError])
 def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeypatch):
     model = make_gpt()
