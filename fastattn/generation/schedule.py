@@ -10,7 +10,6 @@ from .prefixes import Prefixes, common_prefix
 from .request import Request
 from .window import Reading
 
-
 # Steps by which a request of priority 1 may come later than one of 0 and go first. Finite, so that
 # steady requests of higher priority keep none waiting for ever.
 HEAD_START = 16

@@ -194,7 +194,7 @@ RARE = {"log_interval": 100, "checkpoint_interval": 4}
 
 
 @pytest.mark.parametrize(
-    ("gradient", "at", "changes", "message"),
+    ("value", "at", "changes", "message"),
     [
         (math.nan, 1, {}, "training loss is nan at step 3"),
         (math.nan, 1, RARE, "training loss is nan at step 4"),
@@ -203,11 +203,10 @@ RARE = {"log_interval": 100, "checkpoint_interval": 4}
         (math.nan, 12, RARE, "validation loss is nan at step 12"),
     ],
 )
-def test_what_is_not_finite_ends_the_run_and_is_not_written(
-    gradient, at, changes, message, tmp_path
-):
+def test_what_is_not_finite_ends_the_run_and_is_not_written(value, at, changes, message, tmp_path):
     trainer, count = make_trainer(tmp_path, **changes), itertools.count(1)
-    trainer.model.norm.weight.register_hook(lambda g: g.fill_(gradient) if next(count) == at else g)
+    weight = trainer.model.norm.weight
+    weight.register_hook(lambda g: g.fill_(value) if next(count) == at else g)
     with pytest.raises(TrainingError, match=message):
         trainer.run()
     left = load_checkpoint(tmp_path)
