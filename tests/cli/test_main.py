@@ -224,7 +224,6 @@ def test_a_run_that_ends_in_nan_fails(text, tmp_path, capsys, quick):
     wild = ["--lr", "1e39", "--warmup", "0", "--steps", "1"]
     assert main(["train", "--text", text, "--out", str(tmp_path / "run"), *quick, *wild]) == 1
     assert "loss is nan at step 1, so training has stopped" in capsys.readouterr().err
-    assert load_checkpoint(tmp_path / "run").step == 0
 
 
 def test_a_folder_with_another_run_is_kept(run, text, tmp_path, error_line, quick):
