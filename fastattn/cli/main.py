@@ -66,6 +66,11 @@ class _Parser(argparse.ArgumentParser):
                 )
                 hints += [f"; the closest to {word} is {closest[0]}"] if closest else []
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+        for action in self._actions:
+            # An empty path would be the current folder.
+            if action.metavar in ("DIR", "FILE") and getattr(parsed, action.dest, None) == "":
+                name = "/".join(action.option_strings) or action.dest
+                self.error(f"argument {name}: a path must not be empty (.: the current folder)")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:

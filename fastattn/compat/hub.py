@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files.replace import replacing
 from . import flash_attn
 
 BACKENDS = ("cuda", "rocm", "cpu")
@@ -34,7 +35,10 @@ __all__ = [
 def write(folder: str | Path) -> list[Path]:
     """Write a kernel folder: build/torch-cuda, build/torch-rocm and build/torch-cpu in `folder`.
 
-    Files of these names are replaced. Returns the files, two for each backend.
+    Files of these names are replaced, links too. Returns the files, two for each backend.
+
+    Raises:
+        OSError: a folder below `folder` is a link, or cannot be written.
     """
     source = _SOURCE.format(
         names="\n".join(f"    {name}," for name in FUNCTIONS),
@@ -43,6 +47,8 @@ def write(folder: str | Path) -> list[Path]:
     written = []
     for backend in BACKENDS:
         variant = Path(folder) / "build" / f"torch-{backend}"
+        for link in filter(Path.is_symlink, (variant.parent, variant)):
+            raise OSError(f"{link} is a link, to {link.readlink()}: nothing is written there")
         variant.mkdir(parents=True, exist_ok=True)
         # The keys that kernels 0.17.2 asks of every variant.
         metadata = {
@@ -55,7 +61,8 @@ def write(folder: str | Path) -> list[Path]:
         }
         files = {"__init__.py": source, "metadata.json": json.dumps(metadata, indent=2) + "\n"}
         for name, text in files.items():
-            (variant / name).write_text(text, encoding="utf-8")
+            with replacing(variant / name) as file:
+                file.write(text)
             written.append(variant / name)
     return written
 
@@ -68,8 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "of flash-attn, by the installed fastattn.",
     )
     parser.add_argument("folder", metavar="OUT", help="where the folder build goes")
-    for path in write(parser.parse_args(argv).folder):
-        sys.stdout.write(f"{path}\n")
+    if not (folder := parser.parse_args(argv).folder):
+        parser.error("OUT must not be empty (.: the current folder)")
+    try:
+        written = write(folder)
+    except OSError as error:
+        parser.error(str(error))
+    sys.stdout.writelines(f"{path}\n" for path in written)
     return 0
 
 

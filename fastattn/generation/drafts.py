@@ -112,7 +112,7 @@ class Tree:
         layers = layers_of(self.cache, [self._row], [n + len(drafts)], places, tree)
         packed = to_device([*tokens, *drafts], self._device)[:, None]
         rows = to_device(list(range(max(0, n - 1), n + len(drafts))), self._device)
-        logits = self._model(packed, cache=layers, rows=rows)[:, -1]
+        logits = self._model(packed, cache=layers, rows=rows)[0][:, -1]
         check_finite(logits)
         return logits
 

@@ -43,7 +43,8 @@ class Engine:
     batch_invariant. Kept pages are evicted for new tokens, least recently used first.
     If that is not enough, the last sequence is preempted: it releases its pages and waits, and
     later reads its text again. A request of higher priority likewise preempts a running one of
-    lower priority.
+    lower priority. A unit of priority is a head start of 16 steps: what has waited longer goes
+    before later requests of higher priority, so that none waits for ever.
 
     Only one thread at a time may step an engine. Any thread may `submit`, `cancel` and read `busy`
     at any time, also during a step, at whose end they take effect at the latest.
@@ -145,7 +146,7 @@ class Engine:
 
         Args:
             prompt, count, sampling, seed, end_token: as for `generate_tokens`.
-            priority: higher first.
+            priority: higher first, 16 steps ahead a unit.
 
         Returns:
             The request: `tokens` grows with every step, `done` is True at the end.
@@ -320,7 +321,7 @@ class Engine:
             return scores if shared is None else scores[last]
         layers = layers_of(self.cache, rows, counts, shared=shared)
         packed = to_device(tokens, self._device)[:, None]
-        return self.model(packed, cache=layers, rows=last)[:, -1]
+        return self.model(packed, cache=layers, rows=last)[0][:, -1]
 
     def _add(self, sequences: list[Entry], tokens: list[int]) -> list[tuple[Request, int]]:
         """Add each sequence's next token, and remove finished sequences."""

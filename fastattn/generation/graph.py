@@ -77,7 +77,7 @@ class GraphWindow(Window):
         def step() -> None:
             for cache in self.caches:
                 cache.length_bound = cache.max_length - 1
-            logits = self.model(
+            logits, _ = self.model(
                 self._tokens, cache=self.caches, key_lengths=self._lengths, last_only=True
             )
             if self._logits is None:
@@ -126,7 +126,7 @@ class _PagedGraph:
         def work() -> None:
             shared = shared_pages(views[0], offsets, bounds, lengths) if groups else None
             layers = [PackedRows(view, step._replace(shared=shared)) for view in views]
-            logits = model(tokens[:, None], cache=layers)[:, -1]
+            logits = model(tokens[:, None], cache=layers)[0][:, -1]
             if self.logits is None:
                 self.logits = torch.empty_like(logits)
             self.logits.copy_(logits)

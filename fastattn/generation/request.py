@@ -26,7 +26,7 @@ class Request:
         tokens: the generated tokens.
         done: whether generation has ended.
         seen: bool [V], tokens in the text, if the sampling depends on it.
-        priority: in an `Engine`; higher first.
+        priority: in an `Engine`; higher first, by a head start of 16 steps a unit.
         submitted: time by `time.perf_counter`; 0 outside an engine.
     """
 

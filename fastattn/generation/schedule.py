@@ -10,6 +10,10 @@ from .prefixes import Prefixes, common_prefix
 from .request import Request
 from .window import Reading
 
+# Steps by which a request of priority 1 may come later than one of 0 and go first. Finite, so that
+# steady requests of higher priority keep none waiting for ever.
+HEAD_START = 16
+
 
 @dataclass(eq=False)
 class Entry:
@@ -19,12 +23,17 @@ class Entry:
     reading: Reading
     unread: list[int]  # tokens of the reading that are not in the cache
     arrival: int
+    entered: int = 0  # steps before it came
     row: int | None = None  # of the cache
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: by priority, then by arrival."""
-        return -self.request.priority, self.arrival
+        """Sort key: by step of arrival less the priority's head start, then by arrival."""
+        return self.entered - HEAD_START * self.request.priority, self.arrival
+
+    def gives_way_to(self, other: Entry) -> bool:
+        """Whether it is preempted for one of higher priority, unless it came so much earlier."""
+        return self.request.priority < other.request.priority and self.rank > other.rank
 
 
 class Schedule:
@@ -49,11 +58,11 @@ class Schedule:
         self.kept = Prefixes(cache, kept_rows)
         self.preemptions = self.shared_tokens = 0
         self._max_batch, self._max_step_tokens = max_batch, max_step_tokens
-        self._arrivals = 0
+        self._arrivals = self._steps = 0
 
     def enter(self, sequence: Entry) -> None:
         """Queue a new sequence."""
-        sequence.arrival = self._arrivals
+        sequence.arrival, sequence.entered = self._arrivals, self._steps
         self._arrivals += 1
         self._wait(sequence)
 
@@ -62,6 +71,7 @@ class Schedule:
 
     def plan(self) -> dict[Entry, int]:
         """Plan a step: sequences, and tokens of each, with pages reserved."""
+        self._steps += 1
         left = self._max_step_tokens
         plan: dict[Entry, int] = {}
 
@@ -108,7 +118,7 @@ class Schedule:
         if len(self.running) < self._max_batch:
             return True
         last = self.running[-1]
-        if last.request.priority >= sequence.request.priority:
+        if not last.gives_way_to(sequence):
             return False
         self._send_away(last, plan)
         return True
@@ -144,7 +154,7 @@ class Schedule:
             last = self.running[-1] if self.running else None
             if self.kept.give_back():
                 continue
-            if last is None or last.request.priority >= sequence.request.priority:
+            if last is None or not last.gives_way_to(sequence):
                 self.cache.free(row)
                 return False
             self._send_away(last, plan)

@@ -146,7 +146,8 @@ class Window:
             cache.length_bound = held
         ragged = min(lengths) < tokens.shape[1]
         key_lengths = to_device(lengths, self.device) if ragged else None
-        return self.model(tokens, cache=self.caches, key_lengths=key_lengths, last_only=last_only)
+        how = {"cache": self.caches, "key_lengths": key_lengths, "last_only": last_only}
+        return self.model(tokens, **how)[0]
 
     def take_back(self, counts: Sequence[int]) -> None:
         """Drop the last counts[b] tokens of row b, at most all."""

@@ -89,8 +89,8 @@ class _Scoring(nn.Module):
         *,
         key_lengths: Tensor | None = None,
         target_count: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of every token's tags (`Tagger`) or of the vocabulary (`MaskedLM`).
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of every token's tags (`Tagger`) or of the vocabulary (`MaskedLM`), and the loss.
 
         Args:
             tokens, key_lengths: as for `Encoder.forward`; a `MaskedLM` takes masked tokens.
@@ -99,8 +99,8 @@ class _Scoring(nn.Module):
                 number of targets that are not -100.
 
         Returns:
-            logits [B, T, num_tags or V], or (logits, mean cross-entropy in nats) when targets are
-            given.
+            (logits [B, T, num_tags or V], mean cross-entropy in nats), the latter None without
+            targets.
 
         Raises:
             ValueError: as `Encoder.forward`, or targets have another shape.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast, overload
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,18 +85,6 @@ class GPT(DecoderStack):
         self.head_bias = None if bias is None else nn.Parameter(bias)
         self.initialise_weights()
 
-    @overload
-    def forward(
-        self, tokens: Tensor, targets: None = ..., *, cache: Sequence[LayerCache] | None = ...,
-        key_lengths: Tensor | None = ..., documents: Tensor | None = ..., last_only: bool = ...,
-        rows: Tensor | None = ..., target_count: int | None = ...,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def forward(
-        self, tokens: Tensor, targets: Tensor, *, cache: Sequence[LayerCache] | None = ...,
-        key_lengths: Tensor | None = ..., documents: Tensor | None = ...,
-        target_count: int | None = ...,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         tokens: Tensor,
@@ -108,8 +96,8 @@ class GPT(DecoderStack):
         last_only: bool = False,
         rows: Tensor | None = None,
         target_count: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of the next token at each position.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next token at each position, and the loss.
 
         Args:
             tokens: [B, T] integers in [0, vocab_size), T <= context_length.
@@ -128,9 +116,9 @@ class GPT(DecoderStack):
                 number of targets that are not -100.
 
         Returns:
-            logits [B, T, V] ([B, 1, V] with last_only), or (logits, mean cross-entropy in nats)
-            when targets are given. If the vocabulary is sharded over ranks, the latter are a
-            DTensor, not gathered.
+            (logits, loss), always both: [B, T, V] ([B, 1, V] with last_only, [N, T, V] with rows),
+            and the mean cross-entropy in nats, None without targets. If the vocabulary is sharded
+            over ranks, logits beside a loss are a DTensor, not gathered.
 
         Raises:
             TypeError: cache is no sequence of caches.
@@ -203,7 +191,7 @@ class GPT(DecoderStack):
             # Past the context every token moves to another position, so the cache is useless.
             fits = idx.shape[1] <= context
             tokens = idx[:, read:] if fits else idx[:, -context:]
-            logits = self(tokens, cache=cache if fits else None, last_only=True)[:, -1]
+            logits = self(tokens, cache=cache if fits else None, last_only=True)[0][:, -1]
             read = idx.shape[1]
             check_finite(logits)
             chosen = torch.multinomial(sampling.probabilities(logits), 1, generator=generator)

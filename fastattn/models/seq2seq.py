@@ -163,8 +163,8 @@ class Seq2Seq(nn.Module):
         source_lengths: Tensor | None = None,
         target_lengths: Tensor | None = None,
         target_count: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of the next token at each input.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the next token at each input, and the loss.
 
         Args:
             source: [B, S] integers in [0, source_vocab_size), S <= source_length.
@@ -177,7 +177,7 @@ class Seq2Seq(nn.Module):
                 number of targets that are not -100.
 
         Returns:
-            logits [B, T, V], or (logits, mean cross-entropy in nats) when targets are given.
+            (logits [B, T, V], mean cross-entropy in nats), the latter None without targets.
 
         Raises:
             ValueError: a tensor has another shape, or is longer than the model reads.

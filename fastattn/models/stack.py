@@ -242,10 +242,13 @@ def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def scored(
     model: nn.Module, logits: Tensor, targets: Tensor | None, count: int | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A model's result from `token_logits`: gathered logits, or logits and the loss."""
+) -> tuple[Tensor, Tensor | None]:
+    """A model's (logits, loss) from `token_logits`: gathered without targets, with loss None.
+
+    Always a pair, as nanoGPT's: `logits, loss = model(tokens)` may not unpack two rows of logits.
+    """
     if targets is None:
-        return whole_logits(logits)
+        return whole_logits(logits), None
     smoothing = cast(Any, model.config).label_smoothing if model.training else 0.0
     return logits, token_loss(logits, targets, smoothing, count=count)
 

@@ -50,6 +50,7 @@ class Checkpoint:
             `fastattn.training.tasks.kinds`), "model" holds its config's `to_dict`.
         state: further progress, JSON values only.
         source: its name in error messages.
+        folder: where it was read.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     state: Mapping[str, Any]
     source: str = "the checkpoint"
+    folder: Path | None = None
 
     def require(self, *names: str) -> Any:
         """Value in "config" or "state" at a path of keys.
@@ -77,18 +79,14 @@ class Checkpoint:
 def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
     """Writes a checkpoint into a run's folder, then removes the older ones.
 
-    If the folder already holds a checkpoint of this step, do nothing.
-
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: it cannot be written and flushed, such as on a full disk. Older ones are
-            kept.
+        CheckpointError: the folder holds one of this step or a later one; or it cannot be written
+            and flushed, such as on a full disk. Older ones are kept.
     """
     final = storage.checkpoint_path(Path(run_dir), checkpoint.step)
-    if final.exists():
-        return final
     try:
         storage.begin(final)
         storage.publish(final, _serialise(checkpoint))
@@ -129,6 +127,7 @@ def load_checkpoint(
         config=manifest.config,
         state=manifest.state,
         source=source,
+        folder=folder,
     )
 
 

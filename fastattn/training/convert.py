@@ -79,15 +79,18 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
-        folder: where the files go; made if it is not there.
+        folder: where the files go, empty; made if it is not there.
 
     Returns:
         folder.
 
     Raises:
-        CheckpointError: the checkpoint is unreadable, or `folder` holds a model already.
+        CheckpointError: the checkpoint is unreadable, or `folder` is not empty.
         UnsupportedModelError: the model has a feature that GPT-2 lacks.
     """
+    folder = Path(folder)
+    if folder.exists() and (held := sorted(folder.iterdir())):
+        raise CheckpointError(f"{folder} holds {held[0].name} already: choose an empty folder")
     checkpoint = load_checkpoint(path, training=False)
     if (kind := kind_of(checkpoint)).name != "gpt":
         raise CheckpointError(f"{checkpoint.source} holds {kind.title}, a GPT is needed")
@@ -95,9 +98,6 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
     check_build(lambda: GPT(config), checkpoint)
     fields = gpt2.config_to_hf(config)
     weights = gpt2.weights_to_hf(checkpoint.model, config)
-    folder = Path(folder)
-    if (folder / _CONFIG).exists():
-        raise CheckpointError(f"{folder} holds a model already")
     folder.mkdir(parents=True, exist_ok=True)
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     torch_format.save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..files.replace import replacing
 from ..modules.cross_attention import CrossGQAttention
 from ..modules.self_attention import GQAttention
 from ..modules.weights import cross_attention_weights, self_attention_weights
@@ -137,8 +138,11 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or is there and is no PNG file but a link or another.
     """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not _is_png(path)):
+        raise OSError(f"cannot write {path}: it is there and is no PNG file")
     figure_module = import_extra("matplotlib.figure", "a picture of attention")
     columns = max(len(one.weights) for one in maps)
     longest = max(max(one.weights.shape[1:]) for one in maps)
@@ -165,9 +169,14 @@ def draw_maps(maps: Sequence[Map], path: str | Path) -> None:
         warnings.filterwarnings("ignore", "Glyph", UserWarning)
         figure.savefig(picture, format="png", dpi=110)
     try:
-        Path(path).write_bytes(picture.getvalue())
+        with replacing(path, "wb") as file:
+            file.write(picture.getvalue())
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _is_png(path: Path) -> bool:
+    return path.is_file() and path.read_bytes().startswith(b"\x89PNG")
 
 
 def _name_tokens(axes: Any, one: Map, *, first: bool) -> None:

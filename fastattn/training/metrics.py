@@ -26,13 +26,27 @@ def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of a run's metrics.jsonl, without an incomplete last line that a kill has left."""
+    """Records of a run's metrics.jsonl, without an incomplete last line that a kill has left.
+
+    Raises:
+        OSError: another line is damaged; the message names it.
+    """
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
     # After the last line break: nothing, or an incomplete line.
-    return [json.loads(line) for line in lines[:-1]]
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: bytes, source: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(line)
+        if isinstance(record["step"], int):
+            return record
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise OSError(f"{source} is damaged, no record with a step: remove the line to go on")
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:

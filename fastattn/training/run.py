@@ -32,6 +32,7 @@ from .tasks.sources import DATA
 from .tokenizers import Tokenizer, from_json
 from .train_config import TrainConfig, resolve_device
 from .trainer import Trainer, TrainResult
+from .usage import check_memory
 
 # Options that may change when a run resumes, as they do not change its results.
 _CHANGEABLE = {
@@ -170,7 +171,13 @@ def _build(
         pretrained = Pretrained(start_from)
         fields = pretrained.fields(fields)
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
-    check_split(ranks.split, config, _model_config(kind, fields, 1), kind)
+    placed = _model_config(kind, fields, 1)
+    check_split(ranks.split, config, placed, kind)
+    length = getattr(placed, "context_length", None) or placed.target_length
+    check_memory(
+        *(lambda of: kind.build(of, {"tags": ("",)}), placed, device),
+        tokens=config.batch_size * length, ranks=ranks.split.size,
+    )  # fmt: skip
     # Before slow work, so that the reader of a pipe sees progress.
     prepared = data_config.prepared
     if prepared and "tokenizer" in options.data and checkpoint is None:

@@ -159,7 +159,7 @@ class ShardedWriter:
         self._pending: tuple[Path, Future[Any]] | None = None
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, unless there already is one of this step.
+        """Write a checkpoint, then remove the older ones.
 
         Args:
             checkpoint: equal on every rank, except for the shards of DTensors. One rank writes each
@@ -170,17 +170,12 @@ class ShardedWriter:
 
         Raises:
             CheckpointError: this checkpoint, or with `background` the one before, cannot be
-                written and flushed, such as on a full disk. Older ones are kept, and all ranks
-                raise it.
+                written and flushed, such as on a full disk, or the folder holds one of its step or
+                a later one. Older ones are kept, and all ranks raise it.
             ValueError: model and training have a name in common.
         """
         self.wait()
         final = storage.checkpoint_path(self._run_dir, checkpoint.step)
-        # As the first rank sees it.
-        there = [final.exists()]
-        dist.broadcast_object_list(there, dist.get_global_rank(self._group, 0), self._group)
-        if there[0]:
-            return final
         if both := checkpoint.model.keys() & checkpoint.training.keys():
             raise ValueError(f"model and training must differ in names, both have {min(both)!r}")
         tensors = apart({**checkpoint.model, **checkpoint.training})

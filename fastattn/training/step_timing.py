@@ -17,7 +17,7 @@ from ..models.gpt import GPT, GPTConfig
 from ..options import Options
 from .train_config import TrainConfig
 from .trainer import make_optimizer
-from .usage import flops_per_token, full_rate, peak_mib
+from .usage import check_memory, flops_per_token, full_rate, peak_mib
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -107,15 +107,17 @@ def _make_step(
     config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], None], int]:
     """A function that runs one training step, and the number of parameters."""
+    tokens = batch_size * config.context_length
+    check_memory(GPT, config, device, tokens=tokens, ranks=1)
     torch.manual_seed(0)
     model = GPT(config).to(device).train()
     optimizer = make_optimizer(model, TrainConfig(learning_rate=1e-4))
     shape = (batch_size, config.context_length + 1)
-    tokens = torch.randint(config.vocab_size, shape, device=device)
+    rows = torch.randint(config.vocab_size, shape, device=device)
 
     def step() -> None:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            _, loss = model(tokens[:, :-1], tokens[:, 1:])
+            _, loss = model(rows[:, :-1], rows[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

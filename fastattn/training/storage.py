@@ -269,7 +269,17 @@ def writing_path(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """Make the temporary folder of a checkpoint, after removing a killed write's."""
+    """Make the temporary folder of a checkpoint, after removing a killed write's.
+
+    Raises:
+        CheckpointError: the run's folder holds a checkpoint of this step or a later one.
+    """
+    newest = latest_checkpoint(final.parent)
+    if newest is not None and int(newest.name[5:]) >= int(final.name[5:]):
+        raise CheckpointError(
+            f"{final.parent} holds {newest.name} already, so {final.name} is not written there: "
+            "choose another folder"
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     for path in final.parent.iterdir():
         if path.name.startswith((_WRITING, _REMOVING)):
@@ -315,6 +325,8 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def write_error(final: Path, error: OSError, by: str = "") -> CheckpointError:
     """The error of a failed write, with the checkpoint that is left; by: the rank."""
+    if isinstance(error, CheckpointError):
+        return error
     kept, cause = latest_checkpoint(final.parent), f"{by}{error.strerror or error}"
     if kept == final and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
         return CheckpointError(f"another run has written checkpoint {final} meanwhile")
@@ -332,11 +344,17 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     copies = {}
     for name, tensor in tensors.items():
-        local: Tensor = getattr(tensor, "to_local", lambda x=tensor: x)()  # of a DTensor
-        shared = local.data_ptr() in seen and local.numel() > 0
+        held = local(tensor)
+        shared = held.data_ptr() in seen and held.numel() > 0
         copies[name] = tensor.detach().clone() if shared else tensor.detach()
-        seen.add(local.data_ptr())
+        seen.add(held.data_ptr())
     return copies
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part of a tensor, all of it unless it is a DTensor."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held
 
 
 def _flush_folder(folder: Path) -> None:

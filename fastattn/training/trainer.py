@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from . import metrics
-from .checkpoint import Checkpoint, CheckpointError
+from .checkpoint import Checkpoint, CheckpointError, latest_checkpoint
 from .data.text import TextDataset
 from .distributed.ranks import Ranks
+from .storage import checkpoint_path, local
 from .tasks.task import Batch, LanguageTask, Task
 from .tokenizers.base import Tokenizer
 from .train_config import TrainConfig
@@ -25,7 +26,7 @@ from .usage import Usage
 
 
 class TrainingError(FloatingPointError):
-    """Training stopped because the loss is NaN or infinite."""
+    """Training stopped because a loss, a weight or an AdamW moment is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Trainer:
         data: a task, or a text for next-token prediction.
         tokenizer: of the data, saved in the checkpoints.
         config: training settings.
-        out_dir: folder for checkpoints, metrics.jsonl and loss.png.
+        out_dir: folder for checkpoints, metrics.jsonl and loss.png; of this run alone.
         data_config: description of the data, JSON values, saved in the checkpoints.
         kind: kind of the model, saved in the checkpoints; see `fastattn.training.tasks.kinds`.
         progress: the display.
@@ -88,7 +89,7 @@ class Trainer:
         data_config: Mapping[str, Any] | None = None,
         kind: str = "gpt",
         progress: metrics.Progress | None = None,
-        resume_from: Checkpoint | Path | None = None,
+        resume_from: Checkpoint | str | Path | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.model_config = cast(Any, model.config)
@@ -109,27 +110,31 @@ class Trainer:
         scaled = self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.step = 0
+        self._own: Path | None = None  # the checkpoint of this state or an earlier one of this run
         self._batches = torch.Generator().manual_seed(config.seed)
         self._loss_sum = torch.zeros((), device=self.device)
         self._loss_count = 0
         self._speed = metrics.Speed()
         torch.manual_seed(config.seed)
         if resume_from is not None:
-            self._restore(self.ranks.restore(resume_from, model, self.optimizer))
+            source = Path(resume_from) if isinstance(resume_from, str) else resume_from
+            self._restore(self.ranks.restore(source, model, self.optimizer))
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
         """Train to the last step, or until should_stop(), called before every step, is true.
 
-        Then write a checkpoint and draw the loss curve.
+        Then write a checkpoint and draw the loss curve. A second call goes on from there.
 
         Raises:
-            TrainingError: the loss became infinite or NaN. No checkpoint of that state is written.
+            TrainingError: a loss, a weight or a moment is infinite or NaN. Nothing of that state is
+                written: the last checkpoint stays.
+            CheckpointError: out_dir holds another run's checkpoint, or a later one than this state.
             CheckpointError, OSError: out_dir cannot be written, such as on a full disk.
         """
         config, first = self.config, self.step
+        self.ranks.decided(self._check_folder)
         self._save()
-        if self.ranks.first:
-            metrics.truncate_metrics(self.out_dir, first)
+        self.ranks.decided(lambda: metrics.truncate_metrics(self.out_dir, first))
         self.model.train()
         self._speed.start()
         while self.step < config.steps and not self.ranks.agree(should_stop()):
@@ -151,10 +156,10 @@ class Trainer:
         scores = self.scores() if finished else {}
         if loss is not None and self.step > first:
             self._record_validation(loss, "whole split", scores)
-        if self.ranks.first:
+        path = self._save(loss, scores)
+        if self.ranks.first:  # last: without it nothing is lost
             records = metrics.read_metrics(self.out_dir)
             metrics.draw_loss_curve(records, self.out_dir / metrics.CURVE_FILE)
-        path = self._save(loss, scores)
         self.ranks.wait()
         return TrainResult(self.step, finished, path, loss, speed, scores)
 
@@ -211,7 +216,9 @@ class Trainer:
                 with self.ranks.part(batch, self.device) as part:
                     total += self.ranks.loss(self.model, part).double() * targets
                 count += targets
-        return float(self.ranks.total(total)) / count
+        loss = float(self.ranks.total(total)) / count
+        self._check_finite("validation loss", loss)
+        return loss
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -229,7 +236,7 @@ class Trainer:
 
     def _log(self) -> None:
         loss = float(self.ranks.total(self._loss_sum)) / self._loss_count
-        self._check_finite(loss)
+        self._check_finite("training loss", loss)
         figures = self._usage.figures(self._speed.lap())
         record = {
             "step": self.step,
@@ -254,18 +261,43 @@ class Trainer:
         if self.ranks.first:
             metrics.append_metrics(self.out_dir, record)
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _check_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
             raise TrainingError(
-                f"the training loss is {loss} at step {self.step}, so training has stopped; the "
+                f"the {name} is {value} at step {self.step}, so training has stopped; the "
                 "last checkpoint is kept; a lower learning_rate may help"
             )
+
+    def _check_state(self) -> None:
+        """Check weights and moments: a gradient may be NaN where the loss is finite."""
+        moments = [x for state in self.optimizer.state.values() for x in state.values()]
+        for name, tensors in (("weight", self.model.state_dict().values()), ("moment", moments)):
+            held = [local(x) for x in tensors if x.is_floating_point()]
+            norm = nn.utils.get_total_norm([x for x in held if x.numel()], math.inf)
+            self._check_finite(f"largest {name}", float(self.ranks.total(norm.double())))
+
+    def _check_folder(self) -> None:
+        """Refuse a folder whose newest checkpoint is not the one that this run goes on from."""
+        newest = latest_checkpoint(self.out_dir)
+        if newest is not None and not self._is_own(newest):
+            raise CheckpointError(
+                f"{self.out_dir} holds a trained model already ({newest.name}), and this run at "
+                f"step {self.step} does not go on from it: pass resume_from={str(newest)!r}, or "
+                "choose another out_dir"
+            )
+
+    def _is_own(self, path: Path) -> bool:
+        return self._own is not None and self._own.resolve() == path.resolve()
 
     def _save(
         self, validation_loss: float | None = None, scores: Mapping[str, Any] | None = None
     ) -> Path:
+        final = checkpoint_path(self.out_dir, self.step)
+        if self._is_own(final):
+            return final
         loss_sum = self.ranks.total(self._loss_sum)
-        self._check_finite(float(loss_sum))
+        self._check_finite("training loss", float(loss_sum))
+        self._check_state()
         training = self.ranks.optimizer_tensors(self.model, self.optimizer)
         training["random.batches"] = self._batches.get_state()
         training["random.cpu"] = torch.get_rng_state()
@@ -291,7 +323,9 @@ class Trainer:
                 **({"scores": scores} if scores else {}),
             },
         )
-        return self.ranks.save(self.out_dir, checkpoint, background=self.config.save_in_background)
+        background = self.config.save_in_background
+        self._own = self.ranks.save(self.out_dir, checkpoint, background=background)
+        return self._own
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved, state = checkpoint.training, checkpoint.state
@@ -308,7 +342,7 @@ class Trainer:
             raise CheckpointError(f"{checkpoint.source} has no entry {error}") from None
         except (RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{checkpoint.source} has an unusable state: {error}") from None
-        self.step = checkpoint.step
+        self.step, self._own = checkpoint.step, checkpoint.folder
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

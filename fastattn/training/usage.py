@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..models.gpt import GPTConfig
 
@@ -69,6 +74,58 @@ def peak_mib(device: torch.device) -> float | None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss, by getrusage(2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def check_memory(
+    build: Callable[[Any], nn.Module], config: Any, device: torch.device, *, tokens: int, ranks: int
+) -> None:
+    """Refuse, before it is built, a model that could never be trained in a device's memory.
+
+    Counted are weights, gradients and AdamW's moments, 16 bytes a parameter that ranks may share
+    out (4 while each builds the model), and one vector of each of a batch's tokens.
+
+    Raises:
+        ValueError: they need more than there is.
+    """
+
+    names = ("num_layers", "num_decoder_layers")
+    depths = {name: n for name in names if (n := getattr(config, name, None))}
+
+    def count(**layers: int) -> int:
+        with torch.device("meta"):
+            model = build(dataclasses.replace(config, **{**dict.fromkeys(depths, 1), **layers}))
+        return sum(x.numel() for x in model.parameters())
+
+    shown = ", ".join(
+        f"{name}={n}" for name, n in {**depths, "embed_dim": config.embed_dim}.items()
+    )
+    try:
+        one = count()
+        parameters = one + sum((count(**{name: 2}) - one) * (n - 1) for name, n in depths.items())
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"a model of {shown} is impossibly large: {error}") from None
+    batch = 4 * tokens * config.embed_dim // ranks
+    own = max(4, 16 // ranks) * parameters + batch
+    for where, need in ((device, own), (torch.device("cpu"), 4 * parameters)):
+        if (held := _memory(where)) is not None and need > held:
+            raise ValueError(
+                f"a model of {shown} has at least {parameters:,} parameters, and training it on "
+                f"batches of {tokens:,} tokens needs {need / 2**30:,.1f} GiB on {where}, which has "
+                f"{held / 2**30:,.1f}: choose smaller ones"
+            )
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes of a device's memory, on a CPU what this process may take; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = []
+    if hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    group = Path("/sys/fs/cgroup/memory.max")  # of a container
+    if group.is_file() and (text := group.read_text().strip()).isdigit():
+        limits.append(int(text))
+    return min(limits, default=None)
 
 
 class Usage:

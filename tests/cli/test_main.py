@@ -183,6 +183,11 @@ def test_info_names_versions_and_reasons(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            "--layers 1000000000",
+            "a model of num_layers=1000000000, embed_dim=16 has at least 3,104,000,000,288",
+        ),
+        ("--batch 1000000000", "training it on batches of 16,000,000,000 tokens needs"),
         ("--heads 3", "embed_dim must be a multiple of num_heads=3, got 16"),
         ("--steps 0", "steps must be at least 1, got 0"),
         ("--dtype float16", "dtype must be 'float32' or 'bfloat16' on the CPU, got 'float16'"),
@@ -201,6 +206,7 @@ def test_an_unusable_option_is_named(options, message, text, tmp_path, error_lin
     "arguments",
     [
         *("", "fly", "train --fast", "train --steps many", "train --positions rotary --alibi"),
+        *("train --out= --steps 1", "prepare --text x --out=", "gather --checkpoint= --out x"),
         *("generate", "tag", "translate", "tag --checkpoint x", "inspect --checkpoint x"),
     ],
 )
@@ -212,6 +218,12 @@ def test_a_wrong_option_gets_the_closest_one_of_its_command(error_line):
     line = error_line("train", "--postions", "rotary", "--steps", "1", code=2)
     assert line.startswith("fastattn train: error: unrecognized arguments: --postions rotary; ")
     assert "the closest to --postions is --positions (" in line
+
+
+def test_a_run_that_ends_in_nan_fails(text, tmp_path, capsys, quick):
+    wild = ["--lr", "1e39", "--warmup", "0", "--steps", "1"]
+    assert main(["train", "--text", text, "--out", str(tmp_path / "run"), *quick, *wild]) == 1
+    assert "loss is nan at step 1, so training has stopped" in capsys.readouterr().err
 
 
 def test_a_folder_with_another_run_is_kept(run, text, tmp_path, error_line, quick):

@@ -31,3 +31,18 @@ def test_a_variant_loads_by_its_files(backend, tmp_path):
 def test_the_command_names_its_files(tmp_path, capsys):
     assert hub.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == [str(path) for path in hub.write(tmp_path)]
+
+
+@pytest.mark.parametrize("link", ["build", "build/torch-cuda", "build/torch-cuda/__init__.py"])
+def test_nothing_is_written_through_a_link(link, tmp_path, capsys):
+    theirs, path = tmp_path / "theirs", tmp_path / "out" / link
+    path.parent.mkdir(parents=True)
+    theirs.touch() if link.endswith("py") else theirs.mkdir()
+    path.symlink_to(theirs)
+    if theirs.is_file():
+        hub.write(tmp_path / "out")
+        assert theirs.read_bytes() == b"" and not path.is_symlink()
+        return
+    with pytest.raises(SystemExit, match="2"):
+        hub.main([str(tmp_path / "out")])
+    assert f"{path} is a link" in capsys.readouterr().err and not list(theirs.iterdir())

@@ -179,6 +179,19 @@ def test_a_higher_priority_goes_first_and_sends_a_lower_one_away():
     assert low.tokens == alone(model, {"prompt": [1, 2, 3], "count": 6, "sampling": GREEDY})
 
 
+@pytest.mark.parametrize("priority", [1, 3])
+def test_steady_requests_of_higher_priority_starve_none(priority):
+    model = make_gpt()
+    engine = Engine(model, num_pages=20, page_size=4, max_batch=1)
+    low, steps = engine.submit([1, 2, 3], 8, sampling=GREEDY), 0
+    while not low.done and steps < 200:
+        engine.submit([4], 1, priority=priority)  # as many as there are steps
+        engine.step()
+        steps += 1
+    assert 16 * priority < steps < 16 * priority + 12
+    assert low.tokens == alone(model, {"prompt": [1, 2, 3], "count": 8, "sampling": GREEDY})
+
+
 @pytest.mark.parametrize("error", [FloatingPointError, RuntimeError])
 def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeypatch):
     model = make_gpt()
@@ -187,10 +200,10 @@ def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeyp
     engine.step()
     with monkeypatch.context() as patch:
 
-        def failing(tokens: torch.Tensor, **_: Any) -> torch.Tensor:
+        def failing(tokens: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             if error is RuntimeError:
                 raise RuntimeError("out of memory")
-            return torch.full((len(tokens), 1, 20), torch.nan)
+            return torch.full((len(tokens), 1, 20), torch.nan), None
 
         patch.setattr(engine.model, "forward", failing)
         with pytest.raises(error):
@@ -206,7 +219,7 @@ def test_a_step_that_fails_gives_pages_back_and_can_be_done_again(error, monkeyp
 def test_memory_does_not_grow_with_requests(monkeypatch):
     engine = Engine(make_gpt(num_layers=1), num_pages=16, page_size=4, max_batch=8, kept_rows=3)
     scores = torch.zeros(8, 1, 20)
-    monkeypatch.setattr(engine.model, "forward", lambda _, rows, **__: scores[: len(rows)])
+    monkeypatch.setattr(engine.model, "forward", lambda _, rows, **__: (scores[: len(rows)],))
     source, used = random.Random(0), []
     for n in range(5000):
         engine.submit([source.randrange(20) for _ in range(source.randint(1, 9))], 2, seed=n)
@@ -312,7 +325,7 @@ def test_scores_of_a_batch_invariant_model_are_those_of_training(monkeypatch):
     assert len(scores) == 5 and engine.shared_tokens > 0
     for request, rows in scores.items():
         with torch.no_grad():
-            trained = model(torch.tensor([request.prompt + request.tokens[:-1]]))
+            trained, _ = model(torch.tensor([request.prompt + request.tokens[:-1]]))
         assert torch.equal(torch.stack(rows), trained[0, len(request.prompt) - 1 :])
 
 

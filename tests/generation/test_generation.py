@@ -38,7 +38,7 @@ def greedy_by_full_forward(
     context = model.config.context_length
     tokens, window = list(prompt), min(len(prompt), context)
     for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens[-window:]]))[0, -1].argmax()))
+        tokens.append(int(model(torch.tensor([tokens[-window:]]))[0][0, -1].argmax()))
         if window < context:
             window += 1
         elif past_context == "restart":
@@ -67,7 +67,7 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_follows():
     sampling = Sampling(greedy=True, repetition_penalty=1.5)
     tokens = [1, 2, 3]
     for _ in range(40):
-        scores = model(torch.tensor([tokens]))[0, -1]
+        scores = model(torch.tensor([tokens]))[0][0, -1]
         for token in set(tokens):
             scores[token] *= 1.5 if scores[token] < 0 else 1 / 1.5
         tokens.append(int(scores.argmax()))

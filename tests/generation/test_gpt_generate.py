@@ -18,7 +18,7 @@ CONTEXT, GREEDY = 12, Sampling(greedy=True)
 def nanogpt_generate(model: GPT, idx, max_new_tokens, temperature=1.0, top_k=None):
     """nanoGPT's `GPT.generate` (model.py), for this model."""
     for _ in range(max_new_tokens):
-        logits = model(idx[:, -CONTEXT:])[:, -1] / temperature
+        logits = model(idx[:, -CONTEXT:])[0][:, -1] / temperature
         if top_k is not None:
             v, _ = torch.topk(logits, min(top_k, logits.size(-1)))
             logits[logits < v[:, [-1]]] = -math.inf

@@ -29,7 +29,7 @@ def naive_search(model, count, beams, length_penalty, is_end) -> list[tuple[floa
         longer = []
         for total, tokens in alive:
             text = torch.tensor([(PROMPT + tokens)[-window:]])
-            scores = model(text)[0, -1].log_softmax(-1).tolist()
+            scores = model(text)[0][0, -1].log_softmax(-1).tolist()
             longer += [(total + score, [*tokens, i]) for i, score in enumerate(scores)]
         alive = []
         for rank, (total, tokens) in enumerate(sorted(longer, reverse=True)):

@@ -41,7 +41,7 @@ def log_probabilities(model: Seq2Seq, row: int) -> dict[tuple[int, ...], float]:
         ]
         inputs = torch.tensor([[BEGIN, *tokens[:-1]] for tokens in targets])
         source = SOURCE[row, : LENGTHS[row]].expand(len(targets), -1)
-        scores = model(source, inputs).log_softmax(-1).tolist()
+        scores = model(source, inputs)[0].log_softmax(-1).tolist()
         for tokens, rows in zip(targets, scores, strict=True):
             results[tokens] = sum(row[token] for row, token in zip(rows, tokens, strict=True))
     return results
@@ -75,7 +75,7 @@ def test_greedy_takes_the_likeliest_token_of_each_step():
         while len(tokens) < COUNT:
             inputs = torch.tensor([[BEGIN, *tokens]])
             with torch.no_grad():
-                token = int(model(SOURCE[row : row + 1, : LENGTHS[row]], inputs)[0, -1].argmax())
+                token = int(model(SOURCE[row : row + 1, : LENGTHS[row]], inputs)[0][0, -1].argmax())
             if token == END:
                 break
             tokens.append(token)

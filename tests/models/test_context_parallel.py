@@ -196,6 +196,10 @@ def labels_of(case: Case) -> Tensor:
     return ids.where(mask.bool(), -100) if mask.dim() == 2 else ids
 
 
+def scores(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out  # a GPT's logits and loss
+
+
 def with_gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     loss.backward()
     grads = {
@@ -210,7 +214,7 @@ def one_process(case: Case, model: Any) -> dict[str, Tensor]:
     ids, labels = tokens(B, T, "cpu"), labels_of(case)
     if is_of_transformers(model):
         return with_gradients(model, model(ids, labels=labels, use_cache=False, **given).loss)
-    logits = model(ids, **given)[:, :-1].flatten(0, 1)
+    logits = scores(model(ids, **given))[:, :-1].flatten(0, 1)
     return with_gradients(model, F.cross_entropy(logits, labels[:, 1:].flatten()))
 
 
@@ -232,7 +236,7 @@ def step(case: Case, mesh: Any) -> dict[str, Any]:
         else:
             targets = roll(labels, 1, plan, mesh).flatten()
             call = torch.compile(model, backend="eager") if case.compiled else model
-            logits = call(ids, **own).flatten(0, 1)
+            logits = scores(call(ids, **own)).flatten(0, 1)
             loss = F.cross_entropy(logits, targets, reduction="sum") / (B * (T - 1))
         actual = with_gradients(model, loss)
     return {name: x.numpy() for name, x in actual.items()}

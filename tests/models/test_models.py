@@ -1,7 +1,6 @@
 """Encoder, tagger, masked model and encoder-decoder: steps against the whole, losses, bad input."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -60,10 +59,10 @@ def make_encoder(kind=MaskedLM, *more, **options):
 def test_decoder_by_steps_equals_all_positions_at_once(options):
     model = randomised(GPT(GPTConfig(V, T, **{**SIZES, **options})))
     tokens = torch.randint(V, (2, T))
-    exact = copy.deepcopy(model).double()(tokens)
-    whole = worst_naive(exact, lambda: model(tokens))
+    exact = copy.deepcopy(model).double()(tokens)[0]
+    whole = worst_naive(exact, lambda: model(tokens)[0])
     cache = model.new_cache(2)
-    steps = [model(part, cache=cache) for part in tokens.split([3, 1, 1, 2, 3], dim=1)]
+    steps = [model(part, cache=cache)[0] for part in tokens.split([3, 1, 1, 2, 3], dim=1)]
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, whole)
 
 
@@ -72,8 +71,8 @@ def test_decoder_by_steps_equals_all_positions_at_once(options):
 def test_teacher_forcing_equals_decoding_by_steps(options):
     model = make_seq2seq(**options)
     source, inputs = torch.randint(V, (2, S)), torch.randint(V + 2, (2, T))
-    exact = copy.deepcopy(model).double()(source, inputs, source_lengths=LENGTHS)
-    whole = worst_naive(exact, lambda: model(source, inputs, source_lengths=LENGTHS))
+    exact, _ = copy.deepcopy(model).double()(source, inputs, source_lengths=LENGTHS)
+    whole = worst_naive(exact, lambda: model(source, inputs, source_lengths=LENGTHS)[0])
     memory, cache = model.encode(source, LENGTHS), model.new_cache(2)
     steps = [model.decode(token, memory, cache) for token in inputs.split(1, dim=1)]
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, whole)
@@ -84,11 +83,11 @@ def test_teacher_forcing_equals_decoding_by_steps(options):
 def test_rows_of_an_encoder_do_not_depend_on_padding(options):
     model = make_encoder(**options)
     tokens = torch.randint(V, (2, S))
-    padded = model(tokens, key_lengths=LENGTHS)
+    padded, _ = model(tokens, key_lengths=LENGTHS)
     for row, n in enumerate(LENGTHS.tolist()):
         alone = tokens[row : row + 1, :n]
-        exact = copy.deepcopy(model).double()(alone)
-        naive = worst_naive(exact, partial(model, alone))
+        exact, _ = copy.deepcopy(model).double()(alone)
+        naive = worst_naive(exact, lambda alone=alone: model(alone)[0])
         assert_within_budget(f"row {row}", padded[row, :n], exact[0], naive[0])
 
 
@@ -100,7 +99,7 @@ def test_padding_of_sources_and_targets_reaches_nothing():
     changed = source.clone(), inputs.clone()
     changed[0][1, 4:] = (source[1, 4:] + 1) % V
     changed[1][1, 6:] = (inputs[1, 6:] + 1) % V
-    first, second = (model(*pair, **lengths) for pair in ((source, inputs), changed))
+    first, second = (model(*pair, **lengths)[0] for pair in ((source, inputs), changed))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1, :6], second[1, :6])
 
@@ -114,7 +113,7 @@ def test_sinusoids_are_added_to_embeddings_as_large_as_they_are():
     twin.load_state_dict({**model.state_dict(), "position_embedding.weight": table})
     twin.token_embedding.weight *= 16**0.5
     tokens = torch.randint(V, (2, T))
-    torch.testing.assert_close(model(tokens), twin(tokens))
+    torch.testing.assert_close(model(tokens)[0], twin(tokens)[0])
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "content"])
@@ -129,8 +128,8 @@ def test_ragged_targets_in_a_cache_equal_each_alone(positions):
     assert last.shape == (2, 1, V + 2)
     for row, n in enumerate(starts.tolist()):
         alone = source[row : row + 1], inputs[row : row + 1, : n + 1]
-        exact = copy.deepcopy(model).double()(*alone)
-        whole = worst_naive(exact, partial(model, *alone))
+        exact, _ = copy.deepcopy(model).double()(*alone)
+        whole = worst_naive(exact, lambda alone=alone: model(*alone)[0])
         assert_within_budget(f"row {row}", last[row, 0], exact[0, -1], whole[0, -1])
 
 
@@ -143,11 +142,11 @@ def test_heads_score_tags_and_tokens():
             expected = hidden @ model.head.weight.T + model.head.bias
         else:
             expected = hidden @ model.encoder.token_embedding.weight.T + model.head_bias
-        torch.testing.assert_close(model(tokens), expected)
+        torch.testing.assert_close(model(tokens)[0], expected)
         assert expected.shape == (2, S, 5 if name == "tagger" else V)
     untied = make_encoder(tie_weights=False)
     expected = untied.encoder(tokens) @ untied.head.weight.T + untied.head_bias
-    torch.testing.assert_close(untied(tokens), expected)
+    torch.testing.assert_close(untied(tokens)[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "tagger", "masked", "seq2seq"])
@@ -165,7 +164,9 @@ def test_loss_leaves_out_minus_100_and_is_smoothed_in_training_alone(kind):
     call = (tokens, tokens) if kind == "seq2seq" else (tokens,)
     targets = torch.randint(5, (2, S))
     targets[:, 3:] = -100
+    alone, nothing = model(*call)  # of two rows: a pair nevertheless
     logits, loss = model(*call, targets)
+    assert nothing is None and torch.equal(alone, logits)
     chosen = logits[:, :3].flatten(0, 1), targets[:, :3].flatten()
     torch.testing.assert_close(loss, F.cross_entropy(*chosen))
     _, smoothed = model.train()(*call, targets)

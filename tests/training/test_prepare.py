@@ -261,6 +261,7 @@ def test_wrong_arguments_are_named(tmp_path):
     text, out = write(tmp_path / "a", "some text\n" * 40), tmp_path / "o"
     (tmp_path / "latin").write_bytes(b"abc\xe4bc")
     write(tmp_path / "none", "\n\n")
+    (tmp_path / "t").mkdir()
     known = "documents must be one of 'file', 'line', 'paragraph', got 'page'"
     for texts, folder, options, message in (
         ([], out, {}, "texts must name a file, got none"),
@@ -268,6 +269,7 @@ def test_wrong_arguments_are_named(tmp_path):
         ([text], out, {"errors": "ignore"}, "errors must be one of 'strict', 'replace', 'skip'"),
         ([tmp_path / "b"], out, {}, "cannot read text file"),
         ([text], tmp_path, {}, "is no folder for prepared text: it holds a"),
+        ([text], write(tmp_path / "t" / "tokenizer.json", "{}").parent, {}, "holds tokenizer.json"),
         ([tmp_path / "latin"], out, {}, "latin is not UTF-8: byte 0xe4 at offset 3"),
         ([tmp_path / "none"], tmp_path / "e", {"documents": "line"}, "the text is empty"),
     ):

@@ -131,7 +131,7 @@ def test_scores_count_words_and_not_padding():
 
         def forward(self, tokens, *, key_lengths):
             is_p = (tokens == begins).float()
-            return torch.stack([1 - is_p, is_p], dim=-1)
+            return torch.stack([1 - is_p, is_p], dim=-1), None
 
     # Expected X X O O, got O X O X.
     shares = dict.fromkeys(("accuracy", "majority", "macro_f1"), 0.5)

@@ -1,6 +1,8 @@
 """The training loop: schedule, optimizer, evaluation, resume, and a whole small run."""
 
+import itertools
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def test_validation_loss_is_the_mean_over_every_token(tmp_path):
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, 16):
             part = tokens[start : start + 17]
-            logits = trainer.model(part[None, :-1])
+            logits, _ = trainer.model(part[None, :-1])
             losses.append(F.cross_entropy(logits[0], part[1:], reduction="none"))
     expected = torch.cat(losses)
     assert len(expected) == len(tokens) - 1
@@ -188,18 +190,48 @@ def test_compile_wraps_the_training_step_alone(tmp_path, monkeypatch):
     assert all(torch.equal(compiled[name], plain[name]) for name in plain)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_without_a_checkpoint_of_it(tmp_path):
-    trainer = make_trainer(tmp_path)
-    with torch.no_grad():
-        trainer.model.norm.weight.fill_(math.nan)
-    with pytest.raises(TrainingError, match="training loss is nan at step 3"):
+RARE = {"log_interval": 100, "checkpoint_interval": 4}
+
+
+@pytest.mark.parametrize(
+    ("value", "at", "changes", "message"),
+    [
+        (math.nan, 1, {}, "training loss is nan at step 3"),
+        (math.nan, 1, RARE, "training loss is nan at step 4"),
+        (math.nan, 8, RARE, "largest weight is nan at step 8"),
+        (1e30, 8, {**RARE, "grad_clip": 0.0}, "largest moment is inf at step 8"),
+        (math.nan, 12, RARE, "validation loss is nan at step 12"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_and_is_not_written(value, at, changes, message, tmp_path):
+    trainer, count = make_trainer(tmp_path, **changes), itertools.count(1)
+    weight = trainer.model.norm.weight
+    weight.register_hook(lambda g: g.fill_(value) if next(count) == at else g)
+    with pytest.raises(TrainingError, match=message):
         trainer.run()
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000000"]
-    unlogged = make_trainer(tmp_path / "unlogged", log_interval=100, checkpoint_interval=4)
-    with torch.no_grad():
-        unlogged.model.norm.weight.fill_(math.nan)
-    with pytest.raises(TrainingError, match="training loss is nan at step 4"):
-        unlogged.run()
+    left = load_checkpoint(tmp_path)
+    tensors = [*left.model.values(), *left.training.values()]
+    assert all(x.isfinite().all() for x in tensors)
+    assert left.step == (0 if at == 1 else (at - 1) // 4 * 4)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_folder_is_of_one_run_alone(tmp_path):
+    run, kept = tmp_path / "run", tmp_path / "kept" / "step-00000003"
+    first = make_trainer(run)
+    shutil.copytree(first.run(lambda: first.step == 3).checkpoint, kept)
+    result = first.run()  # goes on, and then leaves what is finished
+    assert result.step == 12 and first.run().checkpoint == result.checkpoint
+    shutil.copytree(kept, run / kept.name)
+    before = {path: path.is_dir() or path.read_bytes() for path in run.rglob("*")}
+    for source in (None, run / kept.name, kept):
+        branch = make_trainer(run, resume_from=source, learning_rate=0.1, steps=15)
+        with pytest.raises(CheckpointError, match=r"run holds .*step-00000012.*resume_from='/"):
+            branch.run()
+    assert {path: path.is_dir() or path.read_bytes() for path in run.rglob("*")} == before
+    branch = make_trainer(tmp_path / "branch", resume_from=str(kept), learning_rate=0.1)
+    saved = load_checkpoint(branch.run().checkpoint).model
+    assert all(torch.equal(x, saved[name]) for name, x in branch.model.state_dict().items())
 
 
 def test_metrics_and_curve_are_left(tmp_path):
@@ -235,6 +267,13 @@ def test_a_logged_loss_is_the_mean_since_the_last(tmp_path):
     trainer.run()
     logged = torch.tensor([r["loss"] for r in read_metrics(tmp_path) if "loss" in r])
     torch.testing.assert_close(logged, torch.stack(losses).view(4, 6).mean(dim=1))
+
+
+@pytest.mark.parametrize("line", [b'{"step": 1', b"[]", b'{"loss": 1}', b"\xff"])
+def test_a_damaged_record_is_named(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(OSError, match=r"metrics\.jsonl:2 is damaged"):
+        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png"])

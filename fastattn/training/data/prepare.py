@@ -123,9 +123,10 @@ def _is_finished(out_dir: Path, request: dict[str, object]) -> bool:
     """Whether the folder already holds this request's result; DataError if another's."""
     remove_partial(out_dir / MANIFEST)
     if not (out_dir / MANIFEST).exists():
-        ours = (LOCK, TOKENS, DOCUMENTS, TOKENIZER)
-        names = {path.name for path in out_dir.iterdir()} if out_dir.is_dir() else set()
-        if strange := sorted(names.difference(ours)):
+        # A killed call leaves token files, its tokenizer beside them.
+        ours = (LOCK, TOKENS, DOCUMENTS, TOKENIZER) if (out_dir / TOKENS).exists() else (LOCK,)
+        held = sorted(out_dir.iterdir()) if out_dir.is_dir() else []
+        if strange := [x.name for x in held if x.name not in ours or x.is_symlink()]:
             raise DataError(f"{out_dir} is no folder for prepared text: it holds {strange[0]}")
         return False
     done: Any = read_json(out_dir / MANIFEST).get("request")
@@ -270,7 +271,6 @@ def _write(
     progress: Callable[[int, int], None],
 ) -> None:
     """Writes all files, the manifest last."""
-    tokenizer.save(out_dir / TOKENIZER)
     digest = hashlib.sha256((str(request["documents"]) + tokenizer.to_json()).encode())
     replaced, total = 0, sum(size for _, size in texts.files)
     with _Writer(out_dir, tokenizer, texts.separator) as writer:
@@ -281,6 +281,7 @@ def _write(
             progress(batch[-1].done, total)
     if writer.tokens == 0:
         raise DataError("the text is empty: there is nothing to prepare")
+    tokenizer.save(out_dir / TOKENIZER)
     fields = {
         "format": FORMAT,
         "version": VERSION,

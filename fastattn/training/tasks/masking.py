@@ -61,7 +61,7 @@ class MaskedTask(LanguageTask):
         right = total = 0
         for batch in self.validation(batch_size):
             batch = batch.to(device)
-            named = model(*batch.inputs).argmax(-1)
+            named = model(*batch.inputs)[0].argmax(-1)
             right += int((named == batch.targets).sum())
             total += batch.num_targets
         return {"accuracy": right / total}

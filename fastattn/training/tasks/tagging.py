@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.rows import IGNORED, pad, pad_id
 from ..data.tagged_text import Sentence
@@ -99,7 +99,7 @@ class TaggingTask(ExampleTask[tuple[list[int], list[int]]]):
         counts = torch.zeros(K, K, dtype=torch.int64, device=device)
         for batch in self.validation(batch_size):
             batch = batch.to(device)
-            got = model(*batch.inputs, **batch.keywords).argmax(-1)
+            got = model(*batch.inputs, **batch.keywords)[0].argmax(-1)
             real = batch.targets != IGNORED
             counts += confusion(batch.targets[real], got[real], K)
         return tag_scores(counts, self.tags)
@@ -128,6 +128,6 @@ def tag_words(
     device = next(model.parameters()).device
     rows = cut_rows(words, tokenizer, context_length)
     padded = pad([row.tokens for row in rows], pad_id(tokenizer))
-    logits: Tensor = model(padded.tokens.to(device), key_lengths=padded.lengths.to(device))
+    logits, _ = model(padded.tokens.to(device), key_lengths=padded.lengths.to(device))
     got = logits.argmax(-1).tolist()
     return [tags[got[i][start]] for i, row in enumerate(rows) for start in row.starts]

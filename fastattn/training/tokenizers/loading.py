@@ -36,6 +36,8 @@ def train_tokenizer(
     """
     if kind == "char" and not special:
         return CharacterTokenizer(text)
+    # No text yields more, and the libraries take room for all at once.
+    vocab_size = min(vocab_size, 1000 + 4 * len(text))
     if kind == "bpe":
         return BPETokenizer.train(text, vocab_size, special=special)
     if kind in TOKENIZER_KINDS:
