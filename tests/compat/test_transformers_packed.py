@@ -1,9 +1,12 @@
 """Sequences packed into one row of a model of transformers: none may see another."""
 
+import copy
 from contextlib import nullcontext
+from inspect import signature
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tr
 from nightly import gate_cases
 from oracles import assert_by_oracle
@@ -22,6 +25,7 @@ from transformers_models import (
 from fastattn.compat.transformers import attend
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
+CACHE = "cache" if "cache" in signature(tr.LlamaModel.forward).parameters else "past_key_values"
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "llama4-chunks"])
@@ -54,16 +58,60 @@ def test_packed_sequences_by_offsets(name, mask, device):
     model = decoder(name, device)
     ids = tokens(1, sum(LENGTHS), device)
     inputs, offsets = packed(device)
-
-    def alone(dtype: torch.dtype) -> list[torch.Tensor]:
-        model.to(dtype).set_attn_implementation("eager")
-        with torch.no_grad(), softmax_in_fp64() if dtype == torch.float64 else nullcontext():
-            parts = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
-        return [torch.cat(parts, dim=1)]
-
     model.set_attn_implementation("fastattn")
     given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
-    assert_by_oracle([model(ids, **inputs, **offsets, **given).logits], alone, names="logits")
+    assert_alone(model, ids, model(ids, **inputs, **offsets, **given).logits)
+
+
+def assert_alone(model, ids: torch.Tensor, logits: torch.Tensor) -> None:
+    """Check a row's logits against those of each sequence alone."""
+
+    def alone(dtype: torch.dtype) -> list[torch.Tensor]:
+        copied = copy.deepcopy(model).to(dtype)
+        copied.set_attn_implementation("eager")
+        with torch.no_grad(), softmax_in_fp64() if dtype == torch.float64 else nullcontext():
+            parts = [copied(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
+        return [torch.cat(parts, dim=1)]
+
+    assert_by_oracle([logits], alone, names="logits")
+
+
+@pytest.mark.parametrize("way", ["cache", "ones", "numbers", "static", "padding", "compiled"])
+@pytest.mark.parametrize("name", ["llama-gqa", "llama4-chunks"])
+@torch.no_grad()
+def test_packed_sequences_beside_masks_and_caches(name, way, device):
+    model = decoder(name, device)
+    model.set_attn_implementation("fastattn")
+    ids, positions = tokens(1, 12, device), packed(device)[0]["position_ids"]
+    given = {
+        "ones": {"attention_mask": torch.ones_like(ids)},
+        "numbers": {"attention_mask": torch.tensor([[1] * 7 + [2] * 5], device=device)},
+        "static": {CACHE: tr.StaticCache(config=model.config, max_cache_len=20)},
+    }.get(way, {})
+    if way == "padding":  # each side, in one batch, padded as `generate` numbers it
+        both = (torch.cat([F.pad(x, (3, 0)), F.pad(x, (0, 3))]) for x in (ids, positions))
+        rows, places = both
+        logits = model(rows, attention_mask=rows.ne(0).long(), position_ids=places).logits
+        assert_alone(model, ids, logits[:1, 3:])
+        logits = logits[1:, :12]
+    else:
+        call = torch.compile(model, backend="eager") if way == "compiled" else model
+        logits = call(ids, position_ids=positions, **given).logits
+    assert_alone(model, ids, logits)
+
+
+def test_masks_that_no_rule_covers_are_refused(device):
+    model, ids = decoder("llama-gqa", device), tokens(1, 12, device)
+    model.set_attn_implementation("fastattn")
+    square, cache = torch.ones(1, 1, 12, 12, device=device).tril(), tr.DynamicCache()
+    with pytest.raises(TypeError, match=r"bool .* or float .*, got torch\.int64"):
+        model(ids, attention_mask=square.long())
+    for mask, said in ((-ids, "numbers of sequences"), (ids / 2, "0 and 1"), (square[0], "2 or 4")):
+        with pytest.raises(ValueError, match=f"attention_mask .*must .*{said}"):
+            model(ids, attention_mask=mask)
+    model(ids[:, :4], **{CACHE: cache})
+    with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
+        model(ids[:, 4:7], **{CACHE: cache}, position_ids=torch.tensor([[4, 0, 1]], device=device))
 
 
 def test_what_does_not_go_with_offsets_is_refused():
