@@ -133,8 +133,8 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue prompts of any lengths together.
 
-    Row b equals `generate_tokens` with seed + b. Prompts may be a tensor [B, T] without padding; for
-    padded ones see `unpad`.
+    Row b equals `generate_tokens` with seed + b. A tensor [B, T] is B prompts without padding; for
+    one with padding see `unpad`.
 
     Args:
         counts: the most tokens to generate, for all rows or for each.
