@@ -13,6 +13,7 @@ import fastattn
 from fastattn.compat import flash_attn
 from fastattn.options import LEARNED
 from fastattn.testing.inputs import draws
+from fastattn.testing.option_examples import option_examples
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -57,6 +58,18 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
     for some in (first[::2], first[1:2], options):
         actual = function(**tensors | {argument: negated(tensors[argument]) for argument in some})
         assert same(actual, expected), some
+
+
+def test_the_default_device_changes_no_result() -> None:
+    rows, pages = draws()(3, B, H_Q, T, D), draws()(2, 3, H_Q, T, D)
+    paged = (*pages, torch.tensor([[0, 1]]).int(), torch.tensor([T + 2]).int())
+    cases = {name: partial(function, "torch", **x) for name, (function, x) in calls("cpu").items()}
+    cases["paged"] = partial(fastattn.attention_paged, rows[0, :1, :, 0], paged, torch.arange(2))
+    for name, options in option_examples(H_Q, H_Q, T, T, D, reach=4).items():
+        cases[f"option {name}"] = partial(fastattn.attention, *rows, backend="torch", **options)
+    expected = {name: call() for name, call in cases.items()}
+    with torch.device("meta"):
+        assert [name for name, call in cases.items() if not same(call(), expected[name])] == []
 
 
 @pytest.mark.usefixtures("on_triton")

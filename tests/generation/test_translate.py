@@ -29,6 +29,15 @@ def make_model(**options) -> Seq2Seq:
     return model.eval()
 
 
+def test_mode_and_default_device_change_nothing():
+    model = make_model(dropout=0.5)
+    expected = [translate(model, SOURCE, **CALL, beams=n) for n in (1, 2)]
+    model.train()
+    with torch.device("meta"):
+        assert [translate(model, SOURCE, **CALL, beams=n) for n in (1, 2)] == expected
+    assert model.training
+
+
 @torch.no_grad()
 def log_probabilities(model: Seq2Seq, row: int) -> dict[tuple[int, ...], float]:
     """Log probability of every target of a source, with its end token if any; without a cache."""

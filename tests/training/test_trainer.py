@@ -76,6 +76,14 @@ def test_validation_loss_is_the_mean_over_every_token(tmp_path):
     assert trainer.validation_loss() == pytest.approx(float(expected.mean()), rel=1e-12)
 
 
+def test_the_default_device_changes_no_weight(tmp_path):
+    make_trainer(tmp_path / "plain", device="cpu").run()
+    trainer = make_trainer(tmp_path / "other", device="cpu")
+    with torch.device("meta"):
+        trainer.run()
+    assert_same_end(tmp_path / "plain", tmp_path / "other")
+
+
 def test_estimates_use_the_same_batches_and_leave_training_alone(tmp_path):
     trainer = make_trainer(tmp_path, model={"dropout": 0.1})
     state = torch.get_rng_state(), trainer._batches.get_state()
