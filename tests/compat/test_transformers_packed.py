@@ -1,6 +1,5 @@
 """Sequences packed into one row of a model of transformers: none may see another."""
 
-import copy
 from contextlib import nullcontext
 from inspect import signature
 
@@ -40,8 +39,10 @@ def test_packed_sequences_by_positions(name, device, attention_calls):
 LENGTHS = (7, 5)
 OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
 FAMILIES = ["mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
-CASES = [("llama-gqa", "ones"), *((name, "no mask") for name in FAMILIES)]
-CASES += [("llama-gqa", "no mask"), *((name, "ones") for name in FAMILIES)]
+BY_POSITIONS = ("cache", "ones", "numbers", "static", "left", "right", "compiled")
+CASES = [("llama-gqa", "offsets, ones"), *((name, "offsets") for name in FAMILIES)]
+CASES += [(name, way) for name in ("llama-gqa", FAMILIES[3]) for way in BY_POSITIONS]
+LATER = [("llama-gqa", "offsets"), *((name, "offsets, ones") for name in FAMILIES)]
 
 
 def packed(device: str) -> tuple[dict, dict]:
@@ -52,66 +53,45 @@ def packed(device: str) -> tuple[dict, dict]:
     return inputs, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
 
 
-@pytest.mark.parametrize(("name", "mask"), gate_cases(CASES[:5], CASES[5:]))
-def test_packed_sequences_by_offsets(name, mask, device):
-    """Offsets as FlashAttention takes them. A mask that hides nothing changes no result."""
+@pytest.mark.parametrize(("name", "way"), gate_cases(CASES, LATER))
+def test_packed_sequences_are_as_if_alone(name, way, device):
+    """By offsets as FlashAttention takes them, or positions; beside masks, padding and caches."""
     model = decoder(name, device)
     ids = tokens(1, sum(LENGTHS), device)
     inputs, offsets = packed(device)
-    model.set_attn_implementation("fastattn")
-    given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
-    assert_alone(model, ids, model(ids, **inputs, **offsets, **given).logits)
-
-
-def assert_alone(model, ids: torch.Tensor, logits: torch.Tensor) -> None:
-    """Check a row's logits against those of each sequence alone."""
+    sides = {"left": (3, 0), "right": (0, 3)}.get(way, (0, 0))
+    x, positions = (F.pad(row, sides) for row in (ids, inputs["position_ids"]))
+    given = {"use_cache": way == "cache", **(offsets if "offsets" in way else {})}
+    if way.endswith(("ones", "left", "right")):
+        given["attention_mask"] = x.ne(0).long()
+    elif way == "numbers":
+        given["attention_mask"] = torch.tensor([[1] * 7 + [2] * 5], device=device)
+    elif way == "static":
+        given[CACHE] = tr.StaticCache(config=model.config, max_cache_len=20)
 
     def alone(dtype: torch.dtype) -> list[torch.Tensor]:
-        copied = copy.deepcopy(model).to(dtype)
-        copied.set_attn_implementation("eager")
+        model.to(dtype).set_attn_implementation("eager")
         with torch.no_grad(), softmax_in_fp64() if dtype == torch.float64 else nullcontext():
-            parts = [copied(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
+            parts = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
         return [torch.cat(parts, dim=1)]
 
+    model.set_attn_implementation("fastattn")
+    call = torch.compile(model, backend="eager") if way == "compiled" else model
+    logits = call(x, position_ids=positions, **given).logits[:, sides[0] :][:, : sum(LENGTHS)]
     assert_by_oracle([logits], alone, names="logits")
 
 
-@pytest.mark.parametrize("way", ["cache", "ones", "numbers", "static", "padding", "compiled"])
-@pytest.mark.parametrize("name", ["llama-gqa", "llama4-chunks"])
 @torch.no_grad()
-def test_packed_sequences_beside_masks_and_caches(name, way, device):
-    model = decoder(name, device)
+def test_masks_and_positions_that_no_rule_covers_are_refused(device):
+    model, ids, cache = decoder("llama-gqa", device), tokens(1, 7, device), tr.DynamicCache()
     model.set_attn_implementation("fastattn")
-    ids, positions = tokens(1, 12, device), packed(device)[0]["position_ids"]
-    given = {
-        "ones": {"attention_mask": torch.ones_like(ids)},
-        "numbers": {"attention_mask": torch.tensor([[1] * 7 + [2] * 5], device=device)},
-        "static": {CACHE: tr.StaticCache(config=model.config, max_cache_len=20)},
-    }.get(way, {})
-    if way == "padding":  # each side, in one batch, padded as `generate` numbers it
-        both = (torch.cat([F.pad(x, (3, 0)), F.pad(x, (0, 3))]) for x in (ids, positions))
-        rows, places = both
-        logits = model(rows, attention_mask=rows.ne(0).long(), position_ids=places).logits
-        assert_alone(model, ids, logits[:1, 3:])
-        logits = logits[1:, :12]
-    else:
-        call = torch.compile(model, backend="eager") if way == "compiled" else model
-        logits = call(ids, position_ids=positions, **given).logits
-    assert_alone(model, ids, logits)
-
-
-def test_masks_that_no_rule_covers_are_refused(device):
-    model, ids = decoder("llama-gqa", device), tokens(1, 12, device)
-    model.set_attn_implementation("fastattn")
-    square, cache = torch.ones(1, 1, 12, 12, device=device).tril(), tr.DynamicCache()
-    with pytest.raises(TypeError, match=r"bool .* or float .*, got torch\.int64"):
-        model(ids, attention_mask=square.long())
-    for mask, said in ((-ids, "numbers of sequences"), (ids / 2, "0 and 1"), (square[0], "2 or 4")):
-        with pytest.raises(ValueError, match=f"attention_mask .*must .*{said}"):
-            model(ids, attention_mask=mask)
-    model(ids[:, :4], **{CACHE: cache})
+    square = torch.ones(1, 1, 7, 7, device=device)
+    for wrong in (square.long(), square[0], -ids, ids / 2):
+        with pytest.raises((TypeError, ValueError), match=r"attention_mask .*must .* got"):
+            model(ids, attention_mask=wrong)
+    model(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
-        model(ids[:, 4:7], **{CACHE: cache}, position_ids=torch.tensor([[4, 0, 1]], device=device))
+        model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})
 
 
 def test_what_does_not_go_with_offsets_is_refused():

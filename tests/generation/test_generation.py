@@ -75,34 +75,26 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_follows():
     assert list(generate_tokens(model, [1, 2, 3], 40, sampling=sampling)) == tokens[3:]
 
 
-def by_engine(model, prompt):
-    engine = Engine(model, num_pages=8, page_size=4)
-    request = engine.submit(prompt, 20, seed=0)
-    return [token for _, token in engine.run()] and request.tokens
-
-
 WAYS = {
-    "tokens": lambda model, prompt: list(generate_tokens(model, prompt, 20, seed=0)),
-    "batch": lambda model, prompt: generate_batch(model, [prompt, prompt], 20, seed=0),
-    "drafts": lambda model, prompt: list(speculative_tokens(model, model, prompt, 20, seed=0)),
+    "tokens": lambda model, x: list(generate_tokens(model, x, 20, seed=0)),
+    "batch": lambda model, x: generate_batch(model, [x, x], 20, seed=0),
     "tree": lambda model, x: list(speculative_tokens(model, model, x, 9, seed=0, drafts=(2, 2))),
-    "beams": lambda model, prompt: beam_search(model, prompt, 20, beams=2),
-    "engine": by_engine,
+    "beams": lambda model, x: beam_search(model, x, 20, beams=2),
+    "engine": lambda m, x: list((e := Engine(m, num_pages=8)).stream(e.submit(x, 20, seed=0))),
     "idx": lambda model, x: model.generate(torch.as_tensor(x, device="cpu")[None], 20, top_k=1),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_mode_default_device_and_kind_of_prompt_change_nothing(way):
-    model, ids = make_gpt(dropout=0.5), torch.tensor([1, 2, 3])
-    expected = str(WAYS[way](model, [1, 2, 3]))
-    assert str(WAYS[way](model, ids)) == str(WAYS[way](model, ids.numpy())) == expected
+    model, ids, call = make_gpt(dropout=0.5), torch.tensor([1, 2, 3]), WAYS[way]
+    expected = str(call(model, [1, 2, 3]))
+    assert str(call(model, ids)) == str(call(model, ids.numpy())) == expected
     model.train().norm.eval()
-    modes = [part.training for part in model.modules()]
     next(generate_tokens(model, [1], 5))  # and no more
     with torch.device("meta"):
-        assert str(WAYS[way](model, [1, 2, 3])) == expected
-    assert [part.training for part in model.modules()] == modes
+        assert str(call(model, [1, 2, 3])) == expected
+    assert model.training and model.blocks[0].training and not model.norm.training
 
 
 def test_tokens_come_one_by_one():
