@@ -119,7 +119,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 without masks and weights, as from nn.TransformerEncoder in eval mode.
         """
         others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             o, weights, projected = self._attend(query, key, value, *others)
         else:  # another thread may undo a swap meanwhile, and self be torch's
             o, weights, projected = MultiheadAttention._attend(self, query, key, value, *others)

@@ -134,7 +134,8 @@ def make_request(
     count = check_int("count", count)
     if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
-    several = end_token.tolist() if hasattr(end_token, "tolist") else end_token
+    several: Any = end_token
+    several = several.tolist() if hasattr(several, "tolist") else several
     if not isinstance(several, Collection):
         several = [] if several is None else [several]
     ends = [check_int("end_token", token) for token in several]

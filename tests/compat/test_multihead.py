@@ -362,11 +362,10 @@ def test_swapped_layers_are_the_same_objects(on_torch):
 
 @pytest.mark.parametrize("adapters", [{}, {nn.MultiheadAttention: lambda *_, **__: NotImplemented}])
 def test_a_call_survives_the_end_of_its_swap(on_torch, adapters):
-    """As where another thread ends it; torch looks forward up before the hooks."""
     layer = pair()[0].eval()
     x = inputs(layer)
     expected, done = layer(*x), fastattn.swap(layer, adapters=adapters)
-    layer.register_forward_pre_hook(lambda *_: done.undo())
+    layer.register_forward_pre_hook(lambda *_: done.undo())  # behind forward's look-up
     torch.testing.assert_close(layer(*x), expected)
 
 

@@ -167,8 +167,8 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
             # Positions inside a document rise by one, so distances are equal. The documents are
             # computed from the same positions.
             held = _held(part)
-            rule = rule_of(held["mask_function"])
-            if whole.documents is None or rule is None or rule.documents is not None:
+            rule, documents = rule_of(held["mask_function"]), whole.documents
+            if not isinstance(documents, Tensor) or rule is None or rule.documents is not None:
                 return None
             if rule.chunk is not None:
                 positions = held["position_ids"]
@@ -176,7 +176,7 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
                     positions = positions - rule.chunk_start.to(positions.device)[:, None]
                 chunks = positions.div(rule.chunk, rounding_mode="floor")
                 # Neighbours that are alike in both have one number.
-                new = (whole.documents.diff(dim=1) != 0) | (chunks.diff(dim=1) != 0)
+                new = (documents.diff(dim=1) != 0) | (chunks.diff(dim=1) != 0)
                 numbers = torch.nn.functional.pad(new.cumsum(1), (1, 0))
                 whole = whole._replace(documents=numbers)
         else:
