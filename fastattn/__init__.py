@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,8 @@ if TYPE_CHECKING:
 
 # Top-level modules that depend on the rest of the package are imported at first use.
 _LATE = {"tune": ".bench.tune.tune", "verify": ".testing.verify"}
+# Both are about kernels.
+_WITHOUT_TRITON = find_spec("triton") is None
 
 
 def __getattr__(name: str) -> Any:
@@ -98,6 +101,8 @@ def __getattr__(name: str) -> Any:
             return metadata.version(__name__)
         except metadata.PackageNotFoundError:
             return "of a checkout that is not installed"
+    if name in _LATE and _WITHOUT_TRITON:
+        raise AttributeError(f"fastattn.{name} needs Triton, which is not installed")
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name], __name__), name)
     if _LATER and name in __all__:
@@ -169,3 +174,6 @@ __all__ = [
     "view_of_tensors",
     "warmup",
 ]
+if _WITHOUT_TRITON:
+    __all__.remove("tune")
+    __all__.remove("verify")

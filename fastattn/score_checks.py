@@ -142,7 +142,7 @@ def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
 
 def _check_position_values(name: str, x: Tensor, *, by_fours: bool) -> None:
     first = x[:, ::POSITIONS_BLOCK].repeat_interleave(POSITIONS_BLOCK, 1)[:, : x.shape[1]]
-    ahead = torch.arange(x.shape[1], dtype=torch.int32) % POSITIONS_BLOCK
+    ahead = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) % POSITIONS_BLOCK
     if not torch.equal(x, first + ahead):
         raise ValueError(f"{name} must rise by 1 within each aligned block of {POSITIONS_BLOCK}")
     if bool((x.abs() > FARTHEST).any()):

@@ -1,5 +1,7 @@
 """Which backend is chosen, what explain() says, and the one warning about slow calls."""
 
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -49,6 +51,12 @@ def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "TRITON_INSTALLED", False)
     assert not call.interpreting()
     assert fastattn.explain(*make_qkv()).reasons == {"triton": "triton is not installed"}
+
+
+def test_names_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import fastattn as f; from fastattn import *"
+    code += "; assert not any(hasattr(f, x) or x in f.__all__ for x in ('tune', 'verify'))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_kernels_serve_where_they_run_and_an_argument_forces_a_backend(device: str) -> None:

@@ -71,7 +71,7 @@ def check_view_values(
     if view.block_table is None:
         return room
     table, P = view.of_batch(view.block_table), view.k.shape[0]
-    used = torch.arange(columns) * view.page_size < lengths[:, None] + new
+    used = torch.arange(columns, device=table.device) * view.page_size < lengths[:, None] + new
     wrong = (used & ((table < 0) | (table >= P))).nonzero()
     if wrong.numel():
         b, column = wrong[0].tolist()

@@ -434,7 +434,7 @@ def _on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device)
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     # torch does not reuse pinned memory before the copy is done.
-    pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    pinned = torch.tensor(numbers, dtype=dtype, pin_memory=True, device="cpu")
     return pinned.to(device, non_blocking=True)
 
 

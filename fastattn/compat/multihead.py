@@ -118,16 +118,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             Exception: torch's errors. A strided NestedTensor is served only in self-attention
                 without masks and weights, as from nn.TransformerEncoder in eval mode.
         """
-        o, weights, projected = self._attend(
-            query,
-            key,
-            value,
-            key_padding_mask,
-            need_weights,
-            attn_mask,
-            average_attn_weights,
-            is_causal,
-        )
+        others = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            o, weights, projected = self._attend(query, key, value, *others)
+        else:  # another thread may undo a swap meanwhile, and self be torch's
+            o, weights, projected = MultiheadAttention._attend(self, query, key, value, *others)
         if projected:
             return o, weights
         # As in torch, hooks of out_proj do not run.
@@ -185,10 +180,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             o, weights = _with_weights(self, q, k, v, masks, p)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            o = attend.attention(q, k, v, dropout=p, backend=self.backend, **masks)
+            o = attend.attention(q, k, v, dropout=p, backend=_backend(self), **masks)
         if weights is not None and not batched:
             weights = weights[0]
         return o.transpose(1, 2).flatten(2), weights, False
+
+
+def _backend(layer: nn.Module) -> str | None:
+    """The layer's backend; None if another thread has undone a swap since the call began."""
+    backend: str | None = getattr(layer, "backend", None)
+    return backend
 
 
 def _fits(
@@ -249,7 +250,7 @@ def _nested(layer: MultiheadAttention, x: Tensor) -> Tensor:
     q, k, v = _project(layer, padded, padded, padded)
     key_lengths = torch.tensor(lengths, device=padded.device)
     p = layer.dropout if layer.training else 0.0
-    o = attend.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=layer.backend)
+    o = attend.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=_backend(layer))
     rows = o.transpose(1, 2).flatten(2)
     parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     return torch.nested.as_nested_tensor(parts)
@@ -311,10 +312,10 @@ def _with_weights(
     inputs = (q, k, v, masks.get("attn_bias"))
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
-        o, lse = attend.attention(q, k, v, return_lse=True, backend=layer.backend, **masks)
+        o, lse = attend.attention(q, k, v, return_lse=True, backend=_backend(layer), **masks)
         saved = None if q.dtype == torch.float64 else lse  # fp32, too coarse for fp64 weights
         weights = statistics.attention_weights(
-            q, k, lse=saved, max_elements=2**63, backend=layer.backend, **masks
+            q, k, lse=saved, max_elements=2**63, backend=_backend(layer), **masks
         )
         return o, weights.to(narrow)
     q, k, v, _ = autocast(q, k, v, {})

@@ -212,7 +212,9 @@ class _Impl:
         # Weights, read after loading.
         self._of_heads: dict[str, Tensor | None] = {"sinks": sinks}
         if alibi_slopes is not None:
-            self._of_heads["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
+            self._of_heads["alibi_slopes"] = torch.tensor(
+                alibi_slopes, dtype=torch.float32, device="cpu"
+            )
         self._pool: tuple[Tensor, CacheView] | None = None
 
     def do_kv_cache_update(

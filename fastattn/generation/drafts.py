@@ -10,6 +10,7 @@ from torch import Tensor
 from ..models.gpt import GPT
 from ..models.model_config import RELATIVE
 from ..models.sampling import check_finite
+from ..models.stack import evaluating
 from ..models.transfer import to_device
 from .paged import layers_of
 from .window import Reading, Window
@@ -112,7 +113,8 @@ class Tree:
         layers = layers_of(self.cache, [self._row], [n + len(drafts)], places, tree)
         packed = to_device([*tokens, *drafts], self._device)[:, None]
         rows = to_device(list(range(max(0, n - 1), n + len(drafts))), self._device)
-        logits = self._model(packed, cache=layers, rows=rows)[0][:, -1]
+        with evaluating(self._model):
+            logits = self._model(packed, cache=layers, rows=rows)[0][:, -1]
         check_finite(logits)
         return logits
 

@@ -15,6 +15,7 @@ from ..cache.latent import LatentQuantize
 from ..checks import check_count, check_int
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
+from ..models.stack import evaluating
 from ..models.transfer import to_device
 from .graph import PagedGraphs
 from .paged import layers_of
@@ -50,7 +51,7 @@ class Engine:
     at any time, also during a step, at whose end they take effect at the latest.
 
     Args:
-        model: in evaluation mode.
+        model: run in evaluation mode.
         num_pages: pages of the cache's pool.
         page_size: tokens a page holds, 1 to 256.
         max_batch: most running sequences.
@@ -164,14 +165,15 @@ class Engine:
             return request
         context = self.model.config.context_length
         # The last token is not read.
-        pages = -(-min(len(prompt) + count - 1, context) // self.cache.page_size)
+        read = len(request.prompt)
+        pages = -(-min(read + count - 1, context) // self.cache.page_size)
         if pages > self._num_pages:
             raise ValueError(
-                f"num_pages must be at least {pages} for {len(prompt)} tokens and {count} more, "
+                f"num_pages must be at least {pages} for {read} tokens and {count} more, "
                 f"got {self._num_pages} pages of {self.cache.page_size} tokens"
             )
         reading = Reading(context, self._past_context)
-        unread, _ = reading.enter(prompt)
+        unread, _ = reading.enter(request.prompt)
         request.submitted = time.perf_counter()
         self._arrived.append(Entry(request, reading, unread, 0))
         return request
@@ -289,7 +291,8 @@ class Engine:
         try:
             ready = [s for s, count in plan.items() if count == len(s.unread)]
             # If none is read to its end, the last, to have at least one row.
-            logits = self._scores(plan, ready or list(plan)[-1:])
+            with evaluating(self.model):
+                logits = self._scores(plan, ready or list(plan)[-1:])
             chosen = choose_next(logits, [s.request for s in ready]) if ready else []
         except BaseException:
             for sequence in plan:

@@ -8,11 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..checks import as_python, check_int, check_tensor, type_name
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
 from .graph import GraphWindow
-from .request import Request, Tally, choose_next, make_request
+from .request import Request, Tally, choose_next, items, make_request
 from .text import TextCodec, TextStream, encode_prompt
 from .window import PastContext, Window
 
@@ -27,7 +28,7 @@ class Batch:
     the model's context it behaves as `Reading`.
 
     Args:
-        model: in evaluation mode.
+        model: run in evaluation mode.
         requests: one per row, from `make_request`.
         cuda_graph: replay the steps of one token a row as a CUDA graph; see `GraphWindow`.
         past_context: behaviour at a full context, "restart" or "crop"; see `Reading`.
@@ -95,8 +96,9 @@ def generate_tokens(
     """Continue a prompt, yielding each new token as soon as it is chosen.
 
     Args:
-        model: in evaluation mode.
-        prompt: token ids, at least one; of a longer one the last context_length are read.
+        model: run in evaluation mode.
+        prompt: token ids, at least one, in a sequence or an integer tensor or array with one dim;
+            of more than context_length the last ones are read.
             Generation continues past the context: see past_context.
         count: the most tokens to generate.
         sampling: sampling settings; default: the model's own distribution.
@@ -131,7 +133,8 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue prompts of any lengths together.
 
-    Row b equals `generate_tokens` with seed + b. For prompts in a padded tensor see `unpad`.
+    Row b equals `generate_tokens` with seed + b. A tensor [B, T] is B prompts without padding; for
+    one with padding see `unpad`.
 
     Args:
         counts: the most tokens to generate, for all rows or for each.
@@ -221,6 +224,7 @@ def generate_texts(
 
     Args and errors: as `generate_text`, and `counts` and `sampling` as for `generate_batch`.
     """
+    prompts = items("prompts", "str", prompts)
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     requests = _make_requests(model, tokens, counts, sampling, seed, end_token)
     streams = [TextStream(tokenizer, stop, prompt) for prompt in prompts]
@@ -252,9 +256,9 @@ def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
         TypeError: mask is not bool.
         ValueError: tokens is not 2-d, or mask has another shape.
     """
-    if tokens.dim() != 2:
+    if check_tensor("tokens", tokens).dim() != 2:
         raise ValueError(f"tokens must have shape [B, T], got {tuple(tokens.shape)}")
-    if mask.dtype != torch.bool:
+    if check_tensor("mask", mask).dtype != torch.bool:
         raise TypeError(f"mask must be bool, got {mask.dtype}")
     if mask.shape != tokens.shape:
         raise ValueError(
@@ -271,11 +275,16 @@ def _make_requests(
     seed: int | None,
     end_token: int | Collection[int] | None,
 ) -> list[Request]:
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
+        prompts = prompts.tolist()
+    prompts = items("prompts", "prompts", prompts)
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     if sampling is None:
         sampling = Sampling()
-    each_count = _for_each("counts", counts, int, len(prompts))
+    if seed is not None:
+        seed = check_int("seed", seed)
+    each_count = _for_each("counts", as_python(counts), int, len(prompts))
     each_sampling = _for_each("sampling", sampling, Sampling, len(prompts))
     return [
         make_request(
@@ -298,7 +307,10 @@ def _for_each(
     """One value per prompt, from a single value or a sequence."""
     if isinstance(value, kind):
         return [value] * count
-    assert isinstance(value, Sequence)
-    if len(value) != count:
-        raise ValueError(f"{name} must be one for all {count} prompts or {count}, got {len(value)}")
-    return value
+    each = items(name, kind.__name__, value)
+    if len(each) != count:
+        raise ValueError(f"{name} must be one for all {count} prompts or {count}, got {len(each)}")
+    for setting in each:
+        if not isinstance(as_python(setting), kind):
+            raise TypeError(f"{name} must hold {kind.__name__}, got {type_name(setting)}")
+    return each

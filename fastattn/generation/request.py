@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import as_python, check_int
+from ..checks import check_int, type_name
 from ..models.gpt import GPT
 from ..models.sampling import Sampling, choose_rows, make_generator
 
@@ -121,16 +122,20 @@ def make_request(
     """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:
-        TypeError: count or an end token is no int.
-        ValueError: the prompt is empty, a token is not in the model's vocabulary, or count is
-            negative.
+        TypeError: the prompt, count or an end token is of another type.
+        ValueError: the prompt is empty or has several dims, a token is not in the model's
+            vocabulary, or count is negative.
     """
     vocab_size = model.config.vocab_size
+    prompt = items("prompt", "token ids", prompt)
+    prompt = [check_int("a token of prompt", token) for token in prompt]
     if not prompt:
         raise ValueError("prompt must hold at least one token, got none")
-    if check_int("count", count) < 0:
+    count = check_int("count", count)
+    if count < 0:
         raise ValueError(f"count must be at least 0, got {count}")
-    several = as_python(end_token)
+    several: Any = end_token
+    several = several.tolist() if hasattr(several, "tolist") else several
     if not isinstance(several, Collection):
         several = [] if several is None else [several]
     ends = [check_int("end_token", token) for token in several]
@@ -139,13 +144,32 @@ def make_request(
         if wrong:
             raise ValueError(f"{name} must hold tokens in 0..{vocab_size - 1}, got {wrong[0]}")
     sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, got {type_name(sampling)}")
     seen = None
     if sampling.needs_seen:
         device = next(model.parameters()).device
         seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        seen[list(prompt)] = True
+        seen[prompt] = True
     generator, done = make_generator(seed), count == 0
-    return Request(list(prompt), count, sampling, generator, frozenset(ends), seen, done=done)
+    return Request(prompt, count, sampling, generator, frozenset(ends), seen, done=done)
+
+
+def items(name: str, what: str, values: Any) -> list[Any]:
+    """A list, of a sequence or of a tensor or array with one dim; what: what it holds.
+
+    Raises:
+        TypeError: values is text or no sequence.
+        ValueError: it has several dims, or none.
+    """
+    if hasattr(values, "tolist") and hasattr(values, "shape"):
+        if len(values.shape) != 1:
+            raise ValueError(f"{name} must have one dim, got shape {list(values.shape)}")
+        held: list[Any] = values.tolist()
+        return held
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a sequence of {what}, got {type_name(values)}")
+    return list(values)
 
 
 def choose_next(logits: Tensor, requests: Sequence[Request]) -> list[int]:

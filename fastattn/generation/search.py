@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import check_count, check_int, check_number
 from ..models.gpt import GPT
 from .request import make_request
 from .text import TextCodec, TextStream, encode_prompt, text_until_stop
@@ -59,7 +60,7 @@ def beam_search(
     dropped, so the result is exact. The model's context works as for `generate_tokens`.
 
     Args:
-        model: in evaluation mode.
+        model: run in evaluation mode.
         prompt: token ids, at least one.
         count: the most tokens of a continuation, the end token counted. One that is cut off there
             counts as ended.
@@ -77,16 +78,14 @@ def beam_search(
             token is unknown to the model, or count is negative.
         FloatingPointError: the model's scores are not finite.
     """
-    if beams < 1:
-        raise ValueError(f"beams must be at least 1, got {beams}")
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
-    make_request(model, prompt, count, end_token=end_token)
+    check_beams(beams, length_penalty)
+    end_token = None if end_token is None else check_int("end_token", end_token)
+    prompt = make_request(model, prompt, count, end_token=end_token).prompt
     if count == 0:
         return [Beam([], 0.0, 0.0)]
     search = Search(beams, count, length_penalty, end_token, is_end)
     window = Window(model, beams, len(prompt) + count)
-    fresh: list[list[int]] = [list(prompt)] * beams
+    fresh: list[list[int]] = [prompt] * beams
     while True:
         logits = window.read(fresh)
         parents = search.step(logits.double().log_softmax(dim=-1))
@@ -94,6 +93,13 @@ def beam_search(
             return search.ended
         window.reorder(parents)
         fresh = [tokens[-1:] for tokens in search.tokens]
+
+
+def check_beams(beams: int, length_penalty: float) -> None:
+    """Raise TypeError or ValueError unless both are valid."""
+    check_count("beams", beams, 1)
+    if not math.isfinite(check_number("length_penalty", length_penalty)):
+        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
 
 
 def beam_texts(

@@ -33,9 +33,9 @@ class SpeculativeDecoder:
     """A model and its draft model on one text.
 
     Args:
-        model: the target model, in evaluation mode.
-        draft: a faster model with the same vocabulary, in evaluation mode. Its context may differ;
-            both follow `Window`.
+        model: the target model, run in evaluation mode.
+        draft: a faster model with the same vocabulary, run in evaluation mode. Its context may
+            differ; both follow `Window`.
         request: from `make_request`; its sampling applies to both models.
         drafts: the most tokens that the draft model proposes in sequence; or for a tree, the
             numbers of tokens after the text, after each of these, and so on. There are fewer at the
@@ -202,7 +202,7 @@ def speculative_tokens(
     decided by rounding. With other settings a seed gives a different text.
 
     Args:
-        draft: a faster model with the same vocabulary, in evaluation mode.
+        draft: a faster model with the same vocabulary, run in evaluation mode.
         drafts: the most tokens that it proposes in sequence; or for a tree, the numbers of tokens
             after the text, after each of these, and so on: (3, 2) are three tokens with two after
             each, nine in all, and a step accepts at most two. The model reads all in one step.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
+
+from ..checks import type_name
 
 
 class TextDecoder(Protocol):
@@ -38,10 +40,13 @@ class TextStream:
         stopped: whether a stop string has occurred.
 
     Raises:
+        TypeError: stop is a str, or holds something else.
         ValueError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: TextCodec, stop: Iterable[str] = (), after: str = "") -> None:
+    def __init__(self, tokenizer: TextCodec, stop: Collection[str] = (), after: str = "") -> None:
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+            raise TypeError(f"stop must be a sequence of str, got {stop!r}")
         self._stop = tuple(stop)
         if "" in self._stop:
             raise ValueError("stop must hold strings of at least one character, got ''")
@@ -90,8 +95,11 @@ def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
     """Tokens of a prompt; if empty, of a line break, or token 0 if that is unknown.
 
     Raises:
+        TypeError: the prompt is no str.
         ValueError: the tokenizer does not know a character of the prompt.
     """
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt must be a str, got {type_name(prompt)}")
     return tokenizer.encode(prompt) or _line_start(tokenizer)
 
 

@@ -6,15 +6,16 @@ per step.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checks import check_count, check_int, check_integers
 from ..models.sampling import check_finite
 from ..models.seq2seq import Seq2Seq
-from .search import Beam, Search
+from ..models.stack import evaluating
+from .search import Beam, Search, check_beams
 
 
 def translate(
@@ -65,7 +66,7 @@ def greedy_translate(
     """Greedy translations.
 
     Args:
-        model: in evaluation mode.
+        model: run in evaluation mode.
         source: [B, S] tokens on the model's device, S >= 1.
         begin: the begin token of targets.
         end: the token that ends a target.
@@ -124,10 +125,7 @@ def beam_translate(
         ValueError: beams is not positive, length_penalty is not finite, or as `greedy_translate`.
         FloatingPointError: the model's scores are not finite.
     """
-    if beams < 1:
-        raise ValueError(f"beams must be at least 1, got {beams}")
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
+    check_beams(beams, length_penalty)
     steps = _Steps(model, source, source_lengths, begin, end, max_length, rows=beams)
     B = source.shape[0]
     searches = [Search(beams, steps.count, length_penalty, end, None) for _ in range(B)]
@@ -167,16 +165,16 @@ class _Steps:
         rows: int,
     ) -> None:
         limit = model.config.target_length
-        self.count = limit if max_length is None else max_length
-        if self.count < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        self.count = limit if max_length is None else check_count("max_length", max_length, 1)
         V = model.config.target_vocab_size
         for name, token in (("begin", begin), ("end", end)):
-            if not 0 <= token < V:
+            if not 0 <= check_int(name, token) < V:
                 raise ValueError(f"{name} must be a token in 0..{V - 1}, got {token}")
+        check_integers("source", source)
         if source.dim() == 2 and source.shape[1] == 0:
             raise ValueError("source must hold at least one token a row, got none")
-        memory = model.encode(source, source_lengths)
+        with evaluating(model):
+            memory = model.encode(source, source_lengths)
         self._model = model
         self._memory = memory if rows == 1 else memory.repeat_rows(rows)
         B = self._memory.batch_size
@@ -185,7 +183,8 @@ class _Steps:
 
     def scores(self) -> Tensor:
         """Logits [B, V] of the next tokens; the step's tokens count as read."""
-        logits = self._model.decode(self._tokens, self._memory, self._caches)[:, -1]
+        with evaluating(self._model):
+            logits = self._model.decode(self._tokens, self._memory, self._caches)[:, -1]
         check_finite(logits)
         return logits
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..models.gpt import GPT
 from ..models.sampling import check_finite
+from ..models.stack import evaluating
 from ..models.transfer import to_device
 
 # Behaviour at a full context; see `Reading`.
@@ -133,7 +134,8 @@ class Window:
             self._truncate([0 if forgotten else held for held, (_, forgotten) in both])
         lengths = [len(piece) for piece in pieces]
         padded = [piece + [0] * (max(lengths) - len(piece)) for piece in pieces]
-        logits = self.forward(to_device(padded, self.device), lengths, last_only)
+        with evaluating(self.model):
+            logits = self.forward(to_device(padded, self.device), lengths, last_only)
         if check:
             check_finite(logits[[row for row, length in enumerate(lengths) if length]])
         return logits[:, -1] if last_only else logits

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from ..cache.latent import LatentQuantize, PagedLatentCache
 from ..cache.paged import PagedKVCache
+from ..checks import check_count, check_tensor
 from ..modules.self_attention import LayerCache
 from . import stack
 from .model_config import TextConfig
 from .sampling import Sampling, check_finite
 from .stack import DecoderStack
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class GPT(DecoderStack):
 
         The rows grow together, with a key/value cache. Past the context each step recomputes
         `idx[:, -context_length:]`; `fastattn.generation` is faster there, and supports rows of
-        different lengths and end tokens. Dropout applies in training mode.
+        different lengths and end tokens. The model runs in evaluation mode.
 
         Args:
             idx: [B, T] integers in [0, vocab_size), T >= 1.
@@ -171,6 +174,7 @@ class GPT(DecoderStack):
             int64 [B, T + max_new_tokens], which begins with idx.
 
         Raises:
+            TypeError: idx is no tensor, or max_new_tokens or a setting is of another type.
             ValueError: idx is not [B, T] with B, T >= 1, max_new_tokens is negative, or a setting
                 is out of range.
             FloatingPointError: the model's scores are not finite.
@@ -178,12 +182,11 @@ class GPT(DecoderStack):
         sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, epsilon_cutoff=epsilon_cutoff
         )
-        if idx.dim() != 2 or not idx.numel() or idx.is_floating_point():
+        if check_tensor("idx", idx).dim() != 2 or not idx.numel() or idx.dtype not in _INTEGERS:
             raise ValueError(
                 f"idx must be integers of shape [B, T], got {idx.dtype} {tuple(idx.shape)}"
             )
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        max_new_tokens = check_count("max_new_tokens", max_new_tokens, 0)
         idx, context = idx.long(), self.config.context_length
         cache = self.new_cache(idx.shape[0], min(idx.shape[1] + max_new_tokens, context))
         read = 0
@@ -191,7 +194,8 @@ class GPT(DecoderStack):
             # Past the context every token moves to another position, so the cache is useless.
             fits = idx.shape[1] <= context
             tokens = idx[:, read:] if fits else idx[:, -context:]
-            logits = self(tokens, cache=cache if fits else None, last_only=True)[0][:, -1]
+            with stack.evaluating(self):
+                logits = self(tokens, cache=cache if fits else None, last_only=True)[0][:, -1]
             read = idx.shape[1]
             check_finite(logits)
             chosen = torch.multinomial(sampling.probabilities(logits), 1, generator=generator)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checks import check_flag, check_int, check_number
 from .transfer import to_device
 
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "epsilon_cutoff")
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_FLOATS, check_number),
+    "top_k": check_int,
+    "greedy": check_flag,
+}
 _NOT_FINITE = "the model's scores are not finite: its training has diverged"
 
 
@@ -36,6 +44,7 @@ class Sampling:
         greedy: take the highest score, the first of equals; only repetition_penalty applies then.
 
     Raises:
+        TypeError: a setting is of another type.
         ValueError: a setting is out of range.
     """
 
@@ -48,6 +57,10 @@ class Sampling:
     epsilon_cutoff: float | None = None
 
     def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            given = getattr(self, name)
+            if given is not None or name in ("temperature", "repetition_penalty", "greedy"):
+                object.__setattr__(self, name, check(name, given))
         if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be positive and finite, got {self.temperature}; "
@@ -209,4 +222,4 @@ def choose_rows(
 
 def make_generator(seed: int | None) -> torch.Generator | None:
     """A seeded CPU generator, so that results do not depend on the device; None without a seed."""
-    return None if seed is None else torch.Generator().manual_seed(seed)
+    return None if seed is None else torch.Generator().manual_seed(check_int("seed", seed))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache.dense import KVCache
-from ..checks import type_name
+from ..checks import check_integers, type_name
 from ..functional.sharded import is_dtensor
 from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
@@ -20,6 +21,23 @@ from ..rotary import RotaryPositions
 from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
 from .positions import LearnedPositions, SinusoidalPositions
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Run models in evaluation mode; their modules get their modes back afterwards.
+
+    For every call of a model in generation, which has no dropout.
+    """
+    changed = [x for model in models if model.training for x in model.modules() if x.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True
+
 
 # GPT-2's initialisation: every weight matrix is normal with this standard deviation.
 _INIT_STD = 0.02
@@ -175,7 +193,8 @@ class DecoderStack(TokenStack):
 
 
 def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> None:
-    """Check that tokens are [B, T] and not too long."""
+    """Check that tokens are integers [B, T] and not too many."""
+    check_integers(name, tokens)
     if tokens.dim() != 2:
         raise ValueError(f"{name} must have shape [B, T], got {tuple(tokens.shape)}")
     if tokens.shape[1] > length:

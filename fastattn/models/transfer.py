@@ -17,7 +17,7 @@ def to_device(
 
     A copy from pageable memory waits for all earlier work of the GPU.
     """
-    x = torch.as_tensor(values, dtype=dtype)
+    x = torch.as_tensor(values, dtype=dtype, device="cpu")
     if torch.device(device).type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)

@@ -70,8 +70,8 @@ def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int =
         tensors: its mod_tensors, on the CPU.
         block: queries and keys of a block.
     """
-    q_pos = torch.arange(T_k - T_q, T_k, dtype=torch.int32)[None, None, :, None]
-    k_pos = torch.arange(T_k, dtype=torch.int32)[None, None, None]
+    q_pos = torch.arange(T_k - T_q, T_k, dtype=torch.int32, device="cpu")[None, None, :, None]
+    k_pos = torch.arange(T_k, dtype=torch.int32, device="cpu")[None, None, None]
     places = triton_language.Places(0, 1, 0, 1, q_pos, k_pos)
     seen = triton_language.mask_mod(mask, places, tensors).expand(1, 1, T_q, T_k)[0]
     padded = torch.nn.functional.pad(seen, (0, -T_k % block, 0, -T_q % block))

@@ -66,7 +66,7 @@ class Bounds(NamedTuple):
 
 def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bounds:
     """`Bounds` from a call's checked options."""
-    at = torch.arange(T)
+    at = torch.arange(T, device="cpu")
     left, right = checks.check_window(options.get("window"))
     left = None if options.get("stride") is not None else left
     causal = options.get("causal") and options.get("prefix_lengths") is None
@@ -146,10 +146,12 @@ class Needs:
             for n, run in enumerate(runs)
             for start in range(*run, grain)
         )
-        columns = torch.tensor(pieces).view(-1, 4).mT.contiguous()
+        columns = torch.tensor(pieces, device="cpu").view(-1, 4).mT.contiguous()
         self._starts, self._stops, self._owners, self._run_of = columns
         # Per piece of queries; pieces cover the sequence in order.
-        piece = torch.repeat_interleave(torch.arange(len(pieces)), self._stops - self._starts)
+        piece = torch.repeat_interleave(
+            torch.arange(len(pieces), device="cpu"), self._stops - self._starts
+        )
         first = torch.full_like(self._starts, T).scatter_reduce(0, piece, limits.first, "amin")
         last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.last, "amax")
         self._needed = self._marked(first, last)
@@ -165,7 +167,9 @@ class Needs:
         some = first <= last
         begin = torch.searchsorted(self._stops, first, right=True)[some]
         end = torch.searchsorted(self._starts, last, right=True)[some]
-        edges = torch.zeros(len(self.dealt.runs), len(self._starts) + 1, dtype=torch.int32)
+        edges = torch.zeros(
+            len(self.dealt.runs), len(self._starts) + 1, dtype=torch.int32, device="cpu"
+        )
         one = torch.ones_like(begin, dtype=torch.int32)
         edges.index_put_((self._owners[some], begin), one, accumulate=True)
         edges.index_put_((self._owners[some], end), -one, accumulate=True)
@@ -175,7 +179,7 @@ class Needs:
     def seen(self) -> tuple[tuple[bool, ...], ...]:
         """[r][s]: whether rank r's queries may see a key of rank s."""
         ranks = len(self.dealt.runs)
-        counts = torch.zeros(ranks, ranks, dtype=torch.int64)
+        counts = torch.zeros(ranks, ranks, dtype=torch.int64, device="cpu")
         counts.index_add_(1, self._owners, self._needed.long())
         return tuple(map(tuple, (counts > 0).tolist()))
 
@@ -183,7 +187,7 @@ class Needs:
     def hops(self) -> Hops:
         """The fewest total hops that bring every rank its visible keys."""
         ranks = len(self.dealt.runs)
-        seen = torch.tensor(self.seen)
+        seen = torch.tensor(self.seen, device="cpu")
         r, s = seen.nonzero(as_tuple=True)
         # Rank s with keys for rank r is (r - s) steps behind it.
         needed = sorted({*((r - s) % ranks).tolist()})
@@ -208,16 +212,16 @@ class Needs:
     def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Begin and end, by step, of the keys sent from each run; equal if none."""
         sent = {}
-        ranks, every = len(self.dealt.runs), torch.arange(len(self._starts))
+        ranks, every = len(self.dealt.runs), torch.arange(len(self._starts), device="cpu")
         runs = sum(map(len, self.dealt.runs))
         for steps in (range(self.hops.after, 0, -1), range(-self.hops.before, 0)):
             some = torch.zeros_like(self._starts, dtype=torch.bool)
             for step in steps:
                 some = some | self._needed[(self._owners + step) % ranks, every]
                 number = self._run_of[some]
-                first = torch.full((runs,), self.dealt.T)
+                first = torch.full((runs,), self.dealt.T, device="cpu")
                 first.scatter_reduce_(0, number, self._starts[some], "amin")
-                stop = torch.zeros(runs, dtype=torch.int64)
+                stop = torch.zeros(runs, dtype=torch.int64, device="cpu")
                 stop.scatter_reduce_(0, number, self._stops[some], "amax")
                 sent[step] = torch.minimum(first, stop), stop
         return sent
@@ -226,10 +230,12 @@ class Needs:
     def traffic(self) -> "RingTraffic":
         """Traffic around the ring: for each hop, the most that any rank sends."""
         most = max(map(total, self.dealt.runs))
-        owner = torch.tensor([rank for rank, runs in enumerate(self.dealt.runs) for _ in runs])
+        owner = torch.tensor(
+            [rank for rank, runs in enumerate(self.dealt.runs) for _ in runs], device="cpu"
+        )
         share = {}
         for step, (first, stop) in self._sent.items():
-            of_rank = torch.zeros(len(self.dealt.runs), dtype=torch.int64)
+            of_rank = torch.zeros(len(self.dealt.runs), dtype=torch.int64, device="cpu")
             share[step] = int(of_rank.index_add_(0, owner, stop - first).max()) / most
         after, before = self.hops
         # Gradients travel as far as keys, always for all keys that their rank had sent.

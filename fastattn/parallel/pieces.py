@@ -120,7 +120,9 @@ def _taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
 @lru_cache(maxsize=256)
 def _positions(runs: Runs, device: torch.device) -> Tensor:
     """int32 [1, T]: positions of the runs' tokens in the sequence."""
-    return torch.cat([torch.arange(*run, dtype=torch.int32) for run in runs])[None].to(device)
+    return torch.cat([torch.arange(*run, dtype=torch.int32, device="cpu") for run in runs])[
+        None
+    ].to(device)
 
 
 def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Options:

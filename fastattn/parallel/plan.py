@@ -100,7 +100,7 @@ class ContextPlan:
         if balance != "auto" and balance not in BALANCES:
             raise ValueError(f"balance must be one of auto, {', '.join(BALANCES)}, got {balance!r}")
         seen = visible_keys(T, causal=causal, window=window, documents=documents)
-        before = torch.cat((torch.zeros(1, dtype=torch.int64), seen.cumsum(0)))
+        before = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), seen.cumsum(0)))
         spans = None if documents is None else Documents(documents)
         B = 1 if documents is None else len(documents)
         shape = Shape(T, H_q, H_k, head_dim, B, int(before[-1]) / (B * T * T))
@@ -155,7 +155,7 @@ class ContextPlan:
 
     def indices(self, rank: int) -> Tensor:
         """int64 [length]: positions of a rank's tokens in the sequence; from T on, padding."""
-        return torch.cat([torch.arange(*stretch) for stretch in self.stretches[rank]])
+        return torch.cat([torch.arange(*stretch, device="cpu") for stretch in self.stretches[rank]])
 
     def positions(self, rank: int) -> Tensor:
         """int32 [1, length]: `indices` as `positions` of `fastattn.attention`."""
@@ -258,7 +258,7 @@ def visible_keys(
     Memory is proportional to T.
     """
     left, right = checks.check_window(window)
-    position = torch.arange(T)
+    position = torch.arange(T, device="cpu")
     first = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
     last = torch.full_like(position, T - 1) if right is None else position + right
     last = torch.minimum(last.clamp(max=T - 1), position) if causal else last.clamp(max=T - 1)

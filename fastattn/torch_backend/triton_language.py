@@ -213,12 +213,17 @@ def _operator(combine: Callable[[Any, Any], Tensor], kind: str) -> Callable[[Any
     return apply
 
 
+def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor as it is; of a number one without dims, which goes with any device."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device="cpu")
+
+
 def _floor_divide(x: Any, y: Any) -> Tensor:
-    return torch.div(torch.as_tensor(x), torch.as_tensor(y), rounding_mode="trunc")
+    return torch.div(_tensor(x), _tensor(y), rounding_mode="trunc")
 
 
 def _remainder(x: Any, y: Any) -> Tensor:
-    return torch.fmod(torch.as_tensor(x), torch.as_tensor(y))
+    return torch.fmod(_tensor(x), _tensor(y))
 
 
 _OPERATORS: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
@@ -270,8 +275,8 @@ class Pointer:
         """Load elements; `other` where mask is False."""
         flat = self.tensor.reshape(-1)
         flat = flat.to(self.real) if flat.dtype == torch.float32 else flat
-        offset = self.offset.x if isinstance(self.offset, Value) else torch.tensor(self.offset)
-        offset = offset.to(flat.device, torch.int64)
+        offset = self.offset.x if isinstance(self.offset, Value) else self.offset
+        offset = _tensor(offset).to(flat.device, torch.int64)
         inside = (offset >= 0) & (offset < flat.shape[0])
         wanted = inside if mask is None else inside | ~mask.x
         if not tracing.may_be_traced(wanted) and not wanted.all():
@@ -287,8 +292,7 @@ class Pointer:
 
 
 def _fraction(x: Any, real: torch.dtype) -> Tensor:
-    fraction = _operand(x, real, True)
-    return fraction if isinstance(fraction, Tensor) else torch.tensor(fraction, dtype=real)
+    return _tensor(_operand(x, real, True), real)
 
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -297,7 +301,7 @@ def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def apply(*inputs: Any) -> Any:
         real = next((x.real for x in inputs if isinstance(x, Value)), None)
         if real is None:
-            return function(*(torch.tensor(float(x), dtype=torch.float64) for x in inputs)).item()
+            return function(*(_tensor(float(x), torch.float64) for x in inputs)).item()
         return Value(function(*(_fraction(x, real) for x in inputs)), real)
 
     return apply

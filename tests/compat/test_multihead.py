@@ -360,6 +360,15 @@ def test_swapped_layers_are_the_same_objects(on_torch):
     assert type(layer) is nn.MultiheadAttention
 
 
+@pytest.mark.parametrize("adapters", [{}, {nn.MultiheadAttention: lambda *_, **__: NotImplemented}])
+def test_a_call_survives_the_end_of_its_swap(on_torch, adapters):
+    layer = pair()[0].eval()
+    x = inputs(layer)
+    expected, done = layer(*x), fastattn.swap(layer, adapters=adapters)
+    layer.register_forward_pre_hook(lambda *_: done.undo())  # behind forward's look-up
+    torch.testing.assert_close(layer(*x), expected)
+
+
 def test_swapped_model_that_is_itself_attention():
     layer = nn.MultiheadAttention(E, H)
     assert list(fastattn.swap(layer).replaced) == [""]

@@ -1,16 +1,17 @@
 """Sequences packed into one row of a model of transformers: none may see another."""
 
 from contextlib import nullcontext
+from inspect import signature
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tr
 from nightly import gate_cases
 from oracles import assert_by_oracle
 from transformers import masking_utils as masking
 from transformers_models import (
     build,
-    compare,
     decoder,
     decoder_config,
     heads,
@@ -22,22 +23,17 @@ from transformers_models import (
 from fastattn.compat.transformers import attend
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
-
-
-@pytest.mark.parametrize("name", ["mistral-window", "llama4-chunks"])
-def test_packed_sequences_by_positions(name, device, attention_calls):
-    model = decoder(name, device)
-    positions = torch.tensor([[*range(7), *range(2), *range(6)]], device=device)
-    inputs = {"input_ids": tokens(1, 15, device), "position_ids": positions, "use_cache": False}
-    compare(model, inputs)
-    assert all("documents" in options and "attn_mask" not in options for options in attention_calls)
+CACHE = "cache" if "cache" in signature(tr.LlamaModel.forward).parameters else "past_key_values"
 
 
 LENGTHS = (7, 5)
 OFFSETS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
 FAMILIES = ["mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"]
-CASES = [("llama-gqa", "ones"), *((name, "no mask") for name in FAMILIES)]
-CASES += [("llama-gqa", "no mask"), *((name, "ones") for name in FAMILIES)]
+BY_POSITIONS = ("plain", "cache", "ones", "numbers", "left", "right", "static", "compiled")
+CASES = [("llama-gqa", "offsets, ones"), *((name, "offsets") for name in FAMILIES)]
+CASES += [(name, way) for name in ("llama-gqa", FAMILIES[3]) for way in BY_POSITIONS]
+CASES += [("mistral-window", "plain")]
+LATER = [("llama-gqa", "offsets"), *((name, "offsets, ones") for name in FAMILIES)]
 
 
 def packed(device: str) -> tuple[dict, dict]:
@@ -48,12 +44,21 @@ def packed(device: str) -> tuple[dict, dict]:
     return inputs, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
 
 
-@pytest.mark.parametrize(("name", "mask"), gate_cases(CASES[:5], CASES[5:]))
-def test_packed_sequences_by_offsets(name, mask, device):
-    """Offsets as FlashAttention takes them. A mask that hides nothing changes no result."""
+@pytest.mark.parametrize(("name", "way"), gate_cases(CASES, LATER))
+def test_packed_sequences_are_as_if_alone(name, way, device, attention_calls):
+    """By offsets as FlashAttention takes them, or positions; beside masks, padding and caches."""
     model = decoder(name, device)
     ids = tokens(1, sum(LENGTHS), device)
     inputs, offsets = packed(device)
+    sides = {"left": (3, 0), "right": (0, 3)}.get(way, (0, 0))
+    x, positions = (F.pad(row, sides) for row in (ids, inputs["position_ids"]))
+    given = {"use_cache": way == "cache", **(offsets if "offsets" in way else {})}
+    if way.endswith(("ones", "left", "right")):
+        given["attention_mask"] = x.ne(0).long()
+    elif way == "numbers":
+        given["attention_mask"] = torch.tensor([[1] * 7 + [2] * 5], device=device)
+    elif way == "static":
+        given[CACHE] = tr.StaticCache(config=model.config, max_cache_len=20)
 
     def alone(dtype: torch.dtype) -> list[torch.Tensor]:
         model.to(dtype).set_attn_implementation("eager")
@@ -62,8 +67,23 @@ def test_packed_sequences_by_offsets(name, mask, device):
         return [torch.cat(parts, dim=1)]
 
     model.set_attn_implementation("fastattn")
-    given = {} if mask == "no mask" else {"attention_mask": torch.ones_like(ids)}
-    assert_by_oracle([model(ids, **inputs, **offsets, **given).logits], alone, names="logits")
+    call = torch.compile(model, backend="eager") if way == "compiled" else model
+    logits = call(x, position_ids=positions, **given).logits[:, sides[0] :][:, : sum(LENGTHS)]
+    assert way in BY_POSITIONS[-2:] or not any("attn_mask" in call for call in attention_calls)
+    assert_by_oracle([logits], alone, names="logits")
+
+
+@torch.no_grad()
+def test_masks_and_positions_that_no_rule_covers_are_refused(device):
+    model, ids, cache = decoder("llama-gqa", device), tokens(1, 7, device), tr.DynamicCache()
+    model.set_attn_implementation("fastattn")
+    square = torch.ones(1, 1, 7, 7, device=device)
+    for wrong in (square.long(), square[0], -ids, ids / 2):
+        with pytest.raises((TypeError, ValueError), match=r"attention_mask .*must .* got"):
+            model(ids, attention_mask=wrong)
+    model(ids, **{CACHE: cache})
+    with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
+        model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})
 
 
 def test_what_does_not_go_with_offsets_is_refused():

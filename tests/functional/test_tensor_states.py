@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from public_calls import H_K, B, D, Function, T, calls
+from public_calls import H_K, H_Q, B, D, Function, T, calls
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -13,6 +13,7 @@ import fastattn
 from fastattn.compat import flash_attn
 from fastattn.options import LEARNED
 from fastattn.testing.inputs import draws
+from fastattn.testing.option_examples import option_examples
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -57,6 +58,15 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
     for some in (first[::2], first[1:2], options):
         actual = function(**tensors | {argument: negated(tensors[argument]) for argument in some})
         assert same(actual, expected), some
+
+
+def test_the_default_device_changes_no_result() -> None:
+    rows = draws()(3, B, H_Q, T, D)
+    for name, options in option_examples(H_Q, H_Q, T, T, D, reach=4).items():
+        call = partial(fastattn.attention, *rows, backend="torch", **options)
+        expected = call()
+        with torch.device("meta"):
+            assert same(call(), expected), name
 
 
 @pytest.mark.usefixtures("on_triton")

@@ -13,7 +13,8 @@ from fastattn.generation.generate import (
     unpad,
 )
 from fastattn.generation.request import Tally
-from fastattn.generation.search import beam_texts
+from fastattn.generation.search import beam_search, beam_texts
+from fastattn.generation.speculative import speculative_tokens
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
@@ -72,6 +73,28 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_follows():
             scores[token] *= 1.5 if scores[token] < 0 else 1 / 1.5
         tokens.append(int(scores.argmax()))
     assert list(generate_tokens(model, [1, 2, 3], 40, sampling=sampling)) == tokens[3:]
+
+
+WAYS = {
+    "tokens": lambda model, x: list(generate_tokens(model, x, 20, seed=0)),
+    "batch": lambda model, x: generate_batch(model, [x, x], 20, seed=0),
+    "tree": lambda model, x: list(speculative_tokens(model, model, x, 9, seed=0, drafts=(2, 2))),
+    "beams": lambda model, x: beam_search(model, x, 20, beams=2),
+    "engine": lambda m, x: list((e := Engine(m, num_pages=8)).stream(e.submit(x, 20, seed=0))),
+    "idx": lambda model, x: model.generate(torch.as_tensor(x, device="cpu")[None], 20, top_k=1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mode_default_device_and_kind_of_prompt_change_nothing(way):
+    model, ids, call = make_gpt(dropout=0.5), torch.tensor([1, 2, 3]), WAYS[way]
+    expected = str(call(model, [1, 2, 3]))
+    assert str(call(model, ids)) == str(call(model, ids.numpy())) == expected
+    model.train().norm.eval()
+    next(generate_tokens(model, [1], 5))  # and no more
+    with torch.device("meta"):
+        assert str(call(model, [1, 2, 3])) == expected
+    assert model.training and model.blocks[0].training and not model.norm.training
 
 
 def test_tokens_come_one_by_one():

@@ -26,7 +26,7 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
     """Subclass of a module's class, with its name, whose forward calls the adapter first."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls: Calls = getattr(self, _CALLS)
+        calls: Calls = getattr(self, _CALLS, None) or Calls()  # none, as another thread undoes it
         output = adapter(self, *args, **kwargs)
         if output is not NotImplemented:
             why = vars(self).pop(UNSERVED, None)

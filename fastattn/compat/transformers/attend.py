@@ -28,6 +28,7 @@ from .continuous import NAME as NAME
 from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids
+from .packing import by_positions, read_sequences, sequence_numbers
 
 Attend = Callable[..., Any]
 # First and last tested minor version.
@@ -61,6 +62,7 @@ def register() -> None:
     _collectors[:] = [getattr(output_capturing, "_active_collector", None)]
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, attention_mask)
+    read_sequences()
 
 
 def attention_forward(
@@ -83,6 +85,7 @@ def attention_forward(
     cu_seq_lens_k: Any = None,
     cache: Any = None,
     output_attentions: bool | None = None,
+    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a layer's attention: the function that transformers calls for each layer.
@@ -93,7 +96,8 @@ def attention_forward(
         key: [B, H_k, T_k, D]; H_k divides H_q.
         value: [B, H_k, T_k, D_v].
         attention_mask: bool (True = attend) or float (added), broadcasting to [B, H_q, T_q, T_k];
-            bool or integer [B, T_k] (nonzero = attend), the queries being the last tokens; or None.
+            bool or integer [B, T_k] (0 = padding, others number the sequences), the queries being
+            the last tokens; or None.
         dropout: of the weights.
         scaling: factor on the products; default D ** -0.5.
         is_causal: queries see no later keys; used without a mask or with a 2-dim one.
@@ -112,15 +116,19 @@ def attention_forward(
             index_block_size.
         output_attentions: also return the weights, without gradients or dropout. With tested
             versions, layers of a model called with output_attentions do so too.
-        kwargs: arguments of other implementations, and position_ids, which the mask includes.
+        position_ids: integers [B or 1, T_q]. Unless the mask has 4 dims of its own, or there are
+            offsets: where visible tokens' positions start anew, a sequence begins, and no query
+            sees another one. Masks of `attention_mask` are read by their rule.
+        kwargs: arguments of other implementations.
 
     Returns:
         ([B, T_q, H_q, D_v] contiguous, weights [B, H_q, T_q, T_k] or None).
 
     Raises:
         NotImplementedError: a cache with a mask that offsets and a window do not express.
+        TypeError: attention_mask of 4 dims is neither bool nor float.
         ValueError: no mask for a causal layer with 1 < T_q != T_k, as the queries' positions are
-            unknown; or cu_seq_lens_q with padding.
+            unknown; cu_seq_lens_q with padding; or position_ids that start anew behind a cache.
     """
     output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -149,6 +157,8 @@ def attention_forward(
         rule = _rule_without_mask(mask, bool(causal), sliding_window, query, key)
         mask = None
     if rule is not None:
+        if cu_seq_lens_q is None:
+            rule = by_positions(rule, attention_mask, module, position_ids, query, key)
         options.update(rule.options(key.shape[0]))
     if cu_seq_lens_q is not None:
         packed = (cu_seq_lens_q, cu_seq_lens_k)
@@ -227,13 +237,22 @@ def _rule_without_mask(
             "fastattn.compat.transformers.attention_mask"
         )
     side = None if sliding_window is None else sliding_window - 1
-    if padding is not None:
-        padding = padding.to(torch.bool)
-    return Rule(causal, side, side, query_offset=T_k - T_q, padding=padding)
+    rule = Rule(causal, side, side, query_offset=T_k - T_q)
+    if padding is None:
+        return rule
+    numbers = sequence_numbers(padding, T_q, T_k - 1, of_keys=not causal and T_q != T_k)
+    if numbers.dtype == torch.bool:
+        return rule._replace(padding=numbers)
+    return rule._replace(padding=numbers != 0, documents=(numbers[:, T_k - T_q :], numbers))
 
 
 def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
     """Add a mask's entries to the options; floats are added to a bias."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            "attention_mask of 4 dims must be bool (True = attend) or float (added to scores), got "
+            f"{mask.dtype}: if 1 means attend, give mask.bool()"
+        )
     if mask.dtype == torch.bool:
         before = options.get("attn_mask")
         options["attn_mask"] = mask if before is None else before & mask

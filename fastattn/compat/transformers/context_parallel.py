@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...parallel import ContextPlan, roll, shard
 from ...parallel.ranks import Mesh, Ranks, agree, gather_sequence
-from . import attend
+from . import attend, packing
 from .models import unserved
 
 _SERVED_KINDS = {"full_attention", "sliding_attention"}
@@ -48,6 +48,7 @@ class SpreadModels:
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Owner, name and new value of each patched attribute."""
         yield attend, "attention", self.attention
+        yield packing, "restarts", self._packed(packing.restarts)
         for name, reason in (
             ("attention_varlen", f"cu_seq_lens_q: {_REFUSED['cu_seq_lens_q']}"),
             ("attention_weights", f"output_attentions: {_REFUSED['output_attentions']}"),
@@ -85,13 +86,15 @@ class SpreadModels:
                 )
         return self._attention(q, k, v, **options)
 
-    def _packed(self, find: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor | None]:
-        """Wrap a function that numbers packed sequences, to see the whole row."""
+    def _packed(self, find: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        """Wrap a function that numbers packed sequences, to see whole rows."""
+
+        def whole(x: Tensor | None) -> Tensor | None:
+            return None if x is None else gather_sequence(x, 1, self.plan, Ranks.of(self.mesh))
 
         @wraps(find)
-        def call(position_ids: Tensor) -> Tensor | None:
-            whole = gather_sequence(position_ids, 1, self.plan, Ranks.of(self.mesh))
-            positions = find(whole)
+        def call(*rows: Tensor | None) -> Tensor | None:
+            positions = find(*map(whole, rows))
             return None if positions is None else shard(positions, 1, self.plan, self.mesh)
 
         return call

@@ -22,7 +22,8 @@ class Rule(NamedTuple):
         left, right: neighbours that it sees on each side, None = all.
         query_offset: position of query 0 among the keys, an int or an integer tensor of no dims.
         padding: bool [B, T_k], True = attend, or None.
-        documents: integers [B, T]: a query sees the keys of its own number; or None.
+        documents: integers [B, T], or a pair for queries and keys: a query sees the keys of its own
+            number; or None.
         chunk: size of chunks; a query sees only its own chunk. None = one chunk.
         chunk_start: integers [B], the position at which a row's first chunk begins.
     """
@@ -32,7 +33,7 @@ class Rule(NamedTuple):
     right: int | None = None
     query_offset: int | Tensor = 0
     padding: Tensor | None = None
-    documents: Tensor | None = None
+    documents: Tensor | tuple[Tensor, Tensor] | None = None
     chunk: int | None = None
     chunk_start: Tensor | None = None
 
@@ -89,6 +90,8 @@ class LazyMask(Tensor):
     _hides: bool | None
     # `shape` without __torch_function__.
     extent: tuple[int, ...]
+    # The last position_ids, and the rule with the sequences that they show.
+    separated: tuple[Tensor, Rule] | None
 
     @staticmethod
     def __new__(
@@ -101,7 +104,7 @@ class LazyMask(Tensor):
         on = torch.device(device)
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=on)
         mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
-        mask._hides, mask.extent = None, shape
+        mask._hides, mask.extent, mask.separated = None, shape, None
         return mask
 
     def rule(self) -> Rule | None:

@@ -43,7 +43,8 @@ def attention_mask(
         batch_size, q_length, kv_length: B, T_q, T_k.
         q_offset, kv_offset: positions of the first query and the first key.
         mask_function: whether a key is visible, for positions (batch, head, query, key).
-        attention_mask: bool [B, n], True = an existing token, from position 0; or None.
+        attention_mask: bool [B, n], True = an existing token, from position 0; or integers, 0 =
+            padding, others the number of a token's sequence, within which it sees; or None.
         local_size: of a sliding window, included in mask_function.
         allow_is_causal_skip, allow_is_bidirectional_skip: None may be returned.
         use_vmap: mask_function takes only single numbers.
@@ -60,7 +61,13 @@ def attention_mask(
 
     if mask_function is None:
         mask_function = masking.causal_mask_function
-
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        numbers = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        chunked = local_size is not None and local_size == getattr(
+            config, "attention_chunk_size", None
+        )
+        mask_function = _within(mask_function, numbers, chunked)
+        attention_mask = attention_mask != 0
     extents = (batch_size, q_length, kv_length, q_offset, kv_offset)
     shared: dict[str, Any] = {"use_vmap": use_vmap, "device": device}
 
@@ -71,10 +78,8 @@ def attention_mask(
         return made
 
     if config is not None and not takes_rules(type(config)):
-        numbers: Tensor = masking.eager_mask(
-            *extents, mask_function, attention_mask, dtype, **shared
-        )
-        return numbers
+        added: Tensor = masking.eager_mask(*extents, mask_function, attention_mask, dtype, **shared)
+        return added
     aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
     # One query has few entries, and generation with a static cache passes them to a compiled step.
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
@@ -98,6 +103,24 @@ def attention_mask(
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
     return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
+
+
+def _within(
+    mask_function: Callable[..., Any], numbers: Tensor, chunked: bool
+) -> Callable[..., Any]:
+    """A mask function within the sequences that [B, n] numbers."""
+    from transformers import masking_utils as masking
+
+    if chunked:
+        # Chunks count from a sequence's start, and the first one's from behind the padding.
+        order = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+        begins = numbers != numbers.roll(1, dims=1)
+        start = torch.where(begins, order, 0).cummax(dim=1).values
+        first = (numbers != 0).int().argmax(dim=1, keepdim=True)
+        mask_function = masking.remap_positions_for_packed_sequence(
+            mask_function, order - start + first
+        )
+    return masking.and_masks(mask_function, masking.packed_sequence_mask_function(numbers))
 
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
@@ -144,13 +167,16 @@ def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
             # Positions inside a document rise by one, so distances are equal. The documents are
             # computed from the same positions.
             held = _held(part)
-            rule = rule_of(held["mask_function"])
-            if whole.documents is None or rule is None or rule.documents is not None:
+            rule, documents = rule_of(held["mask_function"]), whole.documents
+            if not isinstance(documents, Tensor) or rule is None or rule.documents is not None:
                 return None
             if rule.chunk is not None:
-                chunks = held["position_ids"].div(rule.chunk, rounding_mode="floor")
+                positions = held["position_ids"]
+                if rule.chunk_start is not None:
+                    positions = positions - rule.chunk_start.to(positions.device)[:, None]
+                chunks = positions.div(rule.chunk, rounding_mode="floor")
                 # Neighbours that are alike in both have one number.
-                new = (whole.documents.diff(dim=1) != 0) | (chunks.diff(dim=1) != 0)
+                new = (documents.diff(dim=1) != 0) | (chunks.diff(dim=1) != 0)
                 numbers = torch.nn.functional.pad(new.cumsum(1), (1, 0))
                 whole = whole._replace(documents=numbers)
         else:

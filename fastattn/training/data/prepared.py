@@ -114,7 +114,7 @@ class PreparedText:
         ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
         done = before = 0
         for part in torch.split(ends, _ENDS_AT_ONCE):
-            wrong = part.diff(prepend=torch.tensor([before])) <= 0
+            wrong = part.diff(prepend=torch.tensor([before], device="cpu")) <= 0
             if wrong.any():
                 at = int(wrong.nonzero()[0])
                 last = int(part[at - 1]) if at else before
@@ -152,7 +152,7 @@ class PreparedText:
         ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
         rows = [ids[start : start + length].long() for start in starts.tolist()]
         tokens = torch.stack(rows) & (256**size - 1)
-        places = starts[:, None] + torch.arange(length)
+        places = starts[:, None] + torch.arange(length, device="cpu")
         documents = torch.searchsorted(ends, places, right=True)
         return tokens, (documents - documents[:, :1]).int()
 

@@ -27,8 +27,8 @@ class Padded:
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Padded:
     """Pads rows (at least one) on the right with an id, to the longest row."""
-    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    lengths = torch.tensor([len(row) for row in rows])
+    tensors = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows]
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     return Padded(pad_sequence(tensors, batch_first=True, padding_value=fill), lengths)
 
 

@@ -47,7 +47,8 @@ class TextDataset:
             TokenizerError: the tokenizer does not know a character of the text.
         """
         train, validation = (
-            torch.tensor(tokenizer.encode(part), dtype=torch.int32) for part in split_text(text)
+            torch.tensor(tokenizer.encode(part), dtype=torch.int32, device="cpu")
+            for part in split_text(text)
         )
         check_counts(len(train), len(validation), context_length)
         return cls(train, validation, fingerprint(text))

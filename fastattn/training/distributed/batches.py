@@ -48,7 +48,7 @@ class BatchSlice(NamedTuple):
         """This rank's part of a batch (with all rows or its own); padding has no target."""
         if batch.whole_rows is not None:
             count = len(batch.targets)
-            own = self._replace(rows=torch.arange(count), B=count)
+            own = self._replace(rows=torch.arange(count, device="cpu"), B=count)
             return own.batch(dataclasses.replace(batch, whole_rows=None))
         targets = self.of(batch.targets - IGNORED) + IGNORED
         targets[self.rows >= self.B] = IGNORED
@@ -66,7 +66,7 @@ def batch_slice(
 ) -> BatchSlice:
     """Part number `part` of B rows; parts have equal sizes, the last ones padded."""
     each = -(-B // parts)
-    return BatchSlice(torch.arange(part * each, (part + 1) * each), B, plan, rank)
+    return BatchSlice(torch.arange(part * each, (part + 1) * each, device="cpu"), B, plan, rank)
 
 
 def plan_rows(

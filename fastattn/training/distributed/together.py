@@ -120,7 +120,7 @@ class Together(Ranks):
         """Count the targets in all rows, as a rank may hold only its own."""
         if batch.whole_rows is None:
             return batch.num_targets
-        count = torch.tensor(batch.num_targets)
+        count = torch.tensor(batch.num_targets, device="cpu")
         dist.all_reduce(count)
         # Ranks of cp and tp hold the same rows.
         return int(count) // (self.split.cp * self.split.tp)
@@ -184,7 +184,7 @@ class Together(Ranks):
 
     def agree(self, flag: bool) -> bool:
         # On the CPU, so that no GPU synchronises.
-        flags = torch.tensor(int(flag))
+        flags = torch.tensor(int(flag), device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags)
 

@@ -35,10 +35,12 @@ def mask_tokens(
     """
     B, T = tokens.shape
     count = max(1, round(_CHOSEN * T))
-    places = torch.rand(B, T, generator=generator).topk(count, dim=1).indices
-    chosen = torch.zeros(B, T, dtype=torch.bool).scatter_(1, places, True)
-    fate = torch.rand(B, T, generator=generator)
-    drawn = replacements[torch.randint(len(replacements), (B, T), generator=generator)]
+    places = torch.rand(B, T, generator=generator, device="cpu").topk(count, dim=1).indices
+    chosen = torch.zeros(B, T, dtype=torch.bool, device="cpu").scatter_(1, places, True)
+    fate = torch.rand(B, T, generator=generator, device="cpu")
+    drawn = replacements[
+        torch.randint(len(replacements), (B, T), generator=generator, device="cpu")
+    ]
     inputs = tokens.clone()
     inputs[chosen & (fate < _MASKED)] = mask
     random = chosen & (fate >= _MASKED) & (fate < _MASKED + _RANDOM)
@@ -53,7 +55,7 @@ class MaskedTask(LanguageTask):
         super().__init__(dataset, context_length)
         self._mask = tokenizer.special_id("mask")
         ids = set(range(tokenizer.vocab_size)) - tokenizer.special_ids
-        self._replacements = torch.tensor(sorted(ids))
+        self._replacements = torch.tensor(sorted(ids), device="cpu")
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
         """Accuracy over the masked tokens."""

@@ -112,7 +112,7 @@ class ExampleTask(Task, Generic[_Example]):
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
         rows = self.rows[split]
-        chosen = torch.randint(len(rows), (batch_size,), generator=generator)
+        chosen = torch.randint(len(rows), (batch_size,), generator=generator, device="cpu")
         return self.batch([rows[i] for i in chosen.tolist()])
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
@@ -159,7 +159,9 @@ class LanguageTask(Task):
         """
         first, count = (0, self._train) if split == "train" else (self._train, self._validation)
         context = min(self._context_length, count - 1)
-        starts = first + torch.randint(count - context, (batch_size,), generator=generator)
+        starts = first + torch.randint(
+            count - context, (batch_size,), generator=generator, device="cpu"
+        )
         if rows is None:
             return self._windows(starts, context, generator)
         own = self._windows(starts[rows], context, generator)
@@ -170,11 +172,11 @@ class LanguageTask(Task):
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
         last, context = self._train + self._validation - 1, self._context_length
         left = last - (last - self._train) % context
-        starts = torch.arange(self._train, left, context)
+        starts = torch.arange(self._train, left, context, device="cpu")
         for i in range(0, len(starts), batch_size):
             yield self._windows(starts[i : i + batch_size], context, generator)
         if left < last:
-            yield self._windows(torch.tensor([left]), last - left, generator)
+            yield self._windows(torch.tensor([left], device="cpu"), last - left, generator)
 
     def _windows(self, starts: Tensor, context: int, generator: torch.Generator) -> Batch:
         tokens, documents = self._text.windows(starts, context + 1)

@@ -1,0 +1,195 @@
+"""Sequences packed into rows: by positions that start anew, and by numbers in a mask [B, T].
+
+transformers' flash path finds sequences by positions. Its functions that make masks do so only
+where there is neither a cache nor a mask, and take numbers for True.
+"""
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .continuous import NAME
+from .lazy_mask import LazyMask, Rule
+
+
+def read_sequences() -> None:
+    """Make transformers' functions for masks read packed sequences, for "fastattn" alone.
+
+    `attention_mask` then gets a mask [B, n] of numbers where there are several sequences.
+
+    Raises:
+        ImportError: transformers lacks the replaced function.
+    """
+    from transformers import masking_utils
+
+    before = getattr(masking_utils, "_preprocess_mask_arguments", None)
+    if before is None:
+        raise ImportError(
+            "transformers.masking_utils has no _preprocess_mask_arguments: fastattn knows masks of "
+            "transformers 5.23 and 5.24"
+        )
+    if not getattr(before, "reads_sequences", False):
+        masking_utils._preprocess_mask_arguments = _reading(before)
+
+
+def _reading(before: Any) -> Any:
+    @wraps(before)
+    def preprocess(
+        config: Any, inputs_embeds: Tensor, given: Any, cache: Any, position_ids: Any, *rest: Any
+    ) -> Any:
+        made = before(config, inputs_embeds, given, cache, position_ids, *rest)
+        done, mask, found, *extents = made
+        if done or config._attn_implementation != NAME:
+            return made
+        q_length, _, offset, _ = extents
+        if given is not None:
+            of_keys = rest[1:] not in ((), (None,))
+            mask = sequence_numbers(given, q_length, offset, of_keys=of_keys).to(mask.device)
+        if found is None and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+            positions = position_ids.expand(inputs_embeds.shape[0], -1)
+            mask = _split(mask, positions, *extents)
+        return done, mask, found, *extents
+
+    preprocess.reads_sequences = True  # type: ignore[attr-defined]
+    return preprocess
+
+
+def sequence_numbers(
+    mask: Tensor, q_length: int, q_offset: int | Tensor, *, of_keys: bool = False
+) -> Tensor:
+    """A mask [B, n] of numbers: as bool if they are 0 and 1, else as integers, 0 = padding.
+
+    Integers also where values cannot be read, as in traced calls. For a single query, bool: the
+    keys of its own number.
+
+    of_keys: the queries are of another sequence, and numbers above 1 are refused.
+
+    Raises:
+        ValueError: a number is negative, or neither 0 nor 1 in a mask of floats or of keys alone.
+    """
+    from transformers.utils.import_utils import is_tracing
+
+    if mask.dim() != 2:
+        raise ValueError(f"attention_mask must have 2 or 4 dims, got {list(mask.shape)}")
+    if mask.dtype == torch.bool:
+        return mask
+    real, numbered = mask != 0, not (of_keys or mask.is_floating_point())
+    if q_length == 1 and numbered:
+        own = _columns(mask, q_offset, 1)
+        return real & ((mask == own) | (own == 0))
+    if is_tracing(mask):
+        return mask if numbered else real
+    wrong = (mask < 0) if numbered else (real & (mask != 1))
+    above, refused = torch.stack([(mask > 1).any(), wrong.any()]).tolist()
+    if refused:
+        what = "0, 1 or the numbers of sequences" if numbered else "0 and 1"
+        raise ValueError(
+            f"attention_mask [B, T] of {mask.dtype} must hold {what}, got {mask[wrong][0].item()}"
+        )
+    return mask.long() if above and numbered else real
+
+
+def _split(
+    mask: Tensor | None, position_ids: Tensor, T_q: int, T_k: int, offset: int | Tensor, first: int
+) -> Tensor | None:
+    """The mask, with numbers where positions of the queries start anew.
+
+    offset, first: positions of the first query and of the first key.
+    """
+    from transformers.utils.import_utils import is_tracing
+
+    if T_q == 1 or position_ids.shape[1] != T_q:
+        return mask
+    runs = restarts(position_ids, None if mask is None else _columns(mask, offset, T_q) != 0)
+    if runs is None:
+        return mask
+    if not is_tracing(position_ids) and int(offset) != 0:
+        raise ValueError(_BEHIND_CACHE)
+    n = first + T_k if mask is None else mask.shape[1]
+    place = torch.arange(n, device=runs.device) - offset
+    numbers = 1 + runs[:, place.clamp(0, T_q - 1)]
+    return numbers if mask is None else torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
+
+
+_BEHIND_CACHE = (
+    "position_ids start anew in a call with cached tokens, whose positions are unknown: give "
+    "packed sequences in one call, with an empty cache or none"
+)
+
+
+def _columns(mask: Tensor, offset: int | Tensor, count: int) -> Tensor:
+    """Columns [B, count] of a mask from offset on, at most its last ones."""
+    last = mask.shape[1] - count
+    if isinstance(offset, Tensor):
+        place = torch.arange(count, device=mask.device) + offset.to(mask.device).clamp(max=last)
+        return mask[:, place]
+    return mask.narrow(1, min(offset, last), count)
+
+
+def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
+    """int64 [B, T]: a number for each run of rising positions; None if each row is one.
+
+    A run begins where a position falls, or is the row's least again. None is not returned where
+    values cannot be read: in traced calls and in captured CUDA graphs.
+
+    visible: bool [B, T], False = padding, whose positions do not count; None: all are visible.
+    """
+    from transformers.utils.import_utils import is_tracing
+
+    order = torch.arange(position_ids.shape[1], device=position_ids.device)[None]
+    if visible is None:
+        visible = torch.ones_like(position_ids, dtype=torch.bool)
+    # Padding repeats the token before it, or the first one after it.
+    first = visible.int().argmax(dim=1, keepdim=True)
+    position = position_ids.gather(1, torch.where(visible, order, first).cummax(dim=1).values)
+    falls = position < position.roll(1, dims=1)
+    least = position.amin(dim=1, keepdim=True)
+    begins = visible & (order > first) & (falls | (position == least))
+    if not is_tracing(position_ids) and not bool(begins.any()):
+        return None
+    return begins.cumsum(dim=1)
+
+
+def by_positions(
+    rule: Rule,
+    mask: Any,
+    module: nn.Module,
+    position_ids: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+) -> Rule:
+    """The rule of a layer, with a number for each sequence that `position_ids` [B or 1, T_q] show.
+
+    For masks that were made without positions, such as those that are not causal.
+
+    mask: that of the rule, which keeps the result for layers that share it.
+
+    Raises:
+        ValueError: positions start anew in a call with cached tokens.
+    """
+    T_q, T_k = query.shape[2], key.shape[2]
+    if position_ids is None or position_ids.dim() != 2 or rule.documents is not None or T_q == 1:
+        return rule
+    # Positions of another attention's queries say nothing of its keys.
+    other = getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower()
+    if position_ids.shape[1] != T_q or T_q > T_k or (not rule.causal and (other or T_q < T_k)):
+        return rule
+    known = mask.separated if isinstance(mask, LazyMask) else None
+    if known is not None and known[0] is position_ids:
+        return known[1]
+    positions, padding = position_ids.expand(key.shape[0], -1), rule.padding
+    runs = restarts(
+        positions, None if padding is None else _columns(padding, rule.query_offset, T_q)
+    )
+    found = rule
+    if runs is not None:
+        if T_q != T_k and int(rule.query_offset) != 0:
+            raise ValueError(_BEHIND_CACHE)
+        # Places past the queries, of a static cache, are of no sequence.
+        keys = nn.functional.pad(runs, (0, T_k - T_q), value=-1)
+        found = rule._replace(documents=(runs, keys))
+    if isinstance(mask, LazyMask):
+        mask.separated = position_ids, found
+    return found
