@@ -17,7 +17,8 @@ from torch.nn.modules import module as torch_module
 from ..calls import Calls, running
 from ..sdpa import scaled_dot_product_attention, torch_attention
 from .adapted import REASON, REFUSED, UNSERVED
-from .graph import Unmatched, rewrite
+from .graph import rewrite
+from .nodes import Unmatched
 from .scope import is_of_swap
 
 _OFF = "torch.compile is switched off"
@@ -67,7 +68,9 @@ def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any
         raise Unmatched("it reads the environment, on which torch.compile does not guard")
     count, reasons = rewrite(graph)
     if not count:
-        raise Unmatched("; ".join(reasons) or "no softmax is in its graph")
+        raise Unmatched(
+            "; ".join(dict.fromkeys(x for _, x in reasons)) or "no softmax is in its graph"
+        )
     return graph.forward
 
 
