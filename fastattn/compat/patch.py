@@ -6,7 +6,13 @@ from torch import Tensor
 
 from . import torch_sdpa
 from .calls import running
-from .sdpa import Arguments, by_torch, scaled_dot_product_attention, served_attention
+from .sdpa import (
+    Arguments,
+    by_torch,
+    scaled_dot_product_attention,
+    served_attention,
+    torch_attention,
+)
 
 _lock = threading.RLock()
 # Active patches, each with its number of open `with` blocks.
@@ -41,6 +47,11 @@ def _patched_attention(
         calls.count_passed(served)
     # Inactive if a caller kept this function after the patch was undone.
     return by_torch(call)
+
+
+def is_torchs_attention(function: object) -> bool:
+    """Whether it is torch's function, or stands in its place."""
+    return function is torch_attention or function is _patched_attention
 
 
 class SdpaPatch:
@@ -78,9 +89,10 @@ def patch_sdpa() -> SdpaPatch:
 
     It applies to all threads, as activation checkpointing recomputes layers in autograd's threads.
     Patches may nest and overlap, also between threads; the last one to end restores torch's
-    function. Code that imported torch's function by name before keeps torch's. torch.jit.script
-    compiles torch's own operator in either case. Compiled code is retraced when the patch starts or
-    ends, which code under torch.compile cannot do.
+    function. Modules that hold torch's function as a global, by whatever name, hold ours meanwhile;
+    attributes, closures and default arguments keep torch's. torch.jit.script compiles torch's own
+    operator in either case. Compiled code is retraced when the patch starts or ends, which code
+    under torch.compile cannot do.
 
     Returns:
         The patch, a context manager with a method `undo`.

@@ -85,15 +85,15 @@ class SelfMade(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "why"),
     {
-        "softcap": "scores are changed by <built-in method tanh",
+        "softcap": "scores are changed by tanh",
         "fill": "scores are filled with -10000.0, and not with -inf",
-        "other-dim": "a softmax is not of the last of 3 or 4 dims",
-        "no-grad": "is between the products",
+        "other-dim": "along another dim than that of the softmax",
+        "no-grad": "gradients or autocast are switched between the products",
         "negative": "scores are multiplied by -0.3",
-        "gate": "attention weights are changed by <built-in function mul>",
+        "gate": "attention weights are changed by multiplication",
         "in-place": "add_ is between the products",
         "whole": "rounded to something else than 16, 32 or 64 bits",
-        "keywords": "scores are changed by <built-in method matmul",
+        "keywords": "scores are changed by matmul",
         "returned": "attention weights have other uses than their product with values",
     }.items(),
 )

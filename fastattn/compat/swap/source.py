@@ -7,6 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from ..patch import is_torchs_attention
+
+SDPA = "scaled_dot_product_attention"
+SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
+
 
 def names_in(kind: type[nn.Module]) -> frozenset[str]:
     """Names in a class's functions and in functions of its package that they call; not torch's."""
@@ -32,7 +37,9 @@ def _names_in(kind: Any) -> frozenset[str]:
         for code in _codes(function.__code__):
             seen.add(code)
             names.update(code.co_names)
-            named = (function.__globals__.get(name) for name in code.co_names)
+            named = [function.__globals__.get(name) for name in code.co_names]
+            # Under whatever name.
+            names.update(SDPA for x in named if is_torchs_attention(x))
             waiting += [
                 x for x in named if str(getattr(x, "__module__", "")).partition(".")[0] == package
             ]
