@@ -12,11 +12,12 @@ from torch import fx
 
 from .effects import FRESH, is_in_place, why_not_moved
 from .fused import fused
-from .nodes import Unmatched, alike, argument, bare, operation, permuted, value
+from .nodes import OPERANDS, Unmatched, alike, argument, bare, operation, permuted, value
 from .scores import Match, product_of_scores
 from .weights import product_of_weights, values
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NEW = {"new_zeros": torch.zeros, "new_ones": torch.ones, "new_full": torch.full}
 _IN_PLACE = ("mul_", "div_", "add_", "sub_", "masked_fill_")
 
 
@@ -28,6 +29,7 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[tuple[fx.Node, str]]]:
     """
     count, left = 0, []
     for part in [x for x in module.modules() if isinstance(x, fx.GraphModule)]:
+        _in_one_form(part.graph)
         _without_in_place(part.graph)
         for node in [x for x in part.graph.nodes if operation(x) == "softmax"]:
             before = set(part.graph.nodes)
@@ -40,6 +42,29 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[tuple[fx.Node, str]]]:
                     part.graph.erase_node(inserted)
         part.recompile()
     return count, left
+
+
+def _in_one_form(graph: fx.Graph) -> None:
+    """Give operands their places, and scores no use that asks for their dtype alone."""
+    for node in [x for x in graph.nodes if x.op in ("call_function", "call_method")]:
+        names = OPERANDS.get(operation(node, placed=False), ())
+        while len(node.args) < len(names) and names[len(node.args)] in node.kwargs:
+            moved, rest = names[len(node.args)], dict(node.kwargs)
+            node.args, node.kwargs = (*node.args, rest.pop(moved)), rest
+        if operation(node) == "einsum" and isinstance(node.args[1], (tuple, list)):
+            node.args = (node.args[0], *node.args[1])
+        name, other = str(node.target), node.args[-1] if node.args else None
+        if node.op == "call_method" and name == "type_as" and isinstance(other, fx.Node):
+            node.target, node.args = "to", (node.args[0], value(other).device, value(other).dtype)
+        elif node.op == "call_method" and name in _NEW and isinstance(node.args[0], fx.Node):
+            like = value(node.args[0])
+            node.op, node.target = "call_function", _NEW[name]
+            sizes = node.args[1:] if name != "new_full" else node.args[1:2]
+            sizes = (
+                sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], (int, fx.Node)) else sizes
+            )
+            node.args = (sizes, *node.args[2:]) if name == "new_full" else (sizes,)
+            node.kwargs = {"dtype": like.dtype, "device": like.device, **node.kwargs}
 
 
 def _without_in_place(graph: fx.Graph) -> None:

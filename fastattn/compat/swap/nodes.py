@@ -28,10 +28,11 @@ _FUNCTIONS: dict[Any, str] = {
     **{operator.isub: "sub_", operator.invert: "bitwise_not"},
 }  # fmt: skip
 _METHODS = {"bmm": "matmul", "multiply": "mul", "true_divide": "div", "subtract": "sub"}
-# Number of positional operands of each known operation.
-_OPERANDS = {
-    **dict.fromkeys(("matmul", "mul", "div", "add", "sub", "einsum"), 2),
-    **dict.fromkeys(("where", "baddbmm"), 3),
+# Operands of each operation, of which all but softmax's have to be positional.
+OPERANDS = {
+    **dict.fromkeys(("mul", "div", "add", "sub"), ("input", "other")),
+    **{"matmul": ("input", "other"), "einsum": ("equation", "operands"), "softmax": ("input",)},
+    **{"baddbmm": ("input", "batch1", "batch2"), "where": ("condition", "input", "other")},
 }
 CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "contiguous", "clone")
 _SWAPS = ("transpose", "swapaxes", "swapdims")
@@ -48,14 +49,17 @@ class Unmatched(Exception):
     """A softmax, or a whole graph, is not rewritten; the reason."""
 
 
-def operation(node: Any) -> str:
-    """Name of a node's operation, equal for function, method and operator; "" for others."""
+def operation(node: Any, placed: bool = True) -> str:
+    """Name of a node's operation, equal for function, method and operator; "" for others.
+
+    placed: "" too where operands are not positional.
+    """
     name = ""
     if isinstance(node, fx.Node) and node.op == "call_function":
         name = _FUNCTIONS.get(node.target, "")
     elif isinstance(node, fx.Node) and node.op == "call_method":
         name = _METHODS.get(str(node.target), str(node.target))
-    return name if name and len(node.args) >= _OPERANDS.get(name, 1) else ""
+    return name if not placed or len(node.args) >= len(OPERANDS.get(name, "x")) else ""
 
 
 def words(node: fx.Node) -> str:

@@ -3,6 +3,7 @@
 import math
 import operator
 from dataclasses import dataclass, field
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,8 @@ def _leads_to_product(x: Any, depth: int = 12) -> bool:
         return name in _PRODUCTS
     if order_of(x) is not None or name in ("masked_fill", *CASTS):
         return _leads_to_product(x.args[0], depth - 1)
+    if name == "cat" and isinstance(x.args[0], (tuple, list)):
+        return any(_leads_to_product(y, depth - 1) for y in x.args[0])
     return name in _STEPS and any(_leads_to_product(y, depth - 1) for y in x.args)
 
 
@@ -291,10 +294,16 @@ def _biased_product(node: fx.Node, match: Match) -> tuple[fx.Node, fx.Node]:
 def letters(node: fx.Node) -> tuple[str, str, str]:
     """Index letters of the operands and result of a torch.einsum product."""
     equation = node.args[0]
-    if not isinstance(equation, str) or len(node.args) != 3 or "." in equation:
+    if not isinstance(equation, str) or len(node.args) != 3:
         raise Unmatched("torch.einsum is called in another way")
     inputs, arrow, result = equation.replace(" ", "").partition("->")
-    first, _, second = inputs.partition(",")
+    names = inputs.split(",")
+    free = "".join(x for x in ascii_letters if x not in equation)
+    # Letters for the dims that an ellipsis stands for, the last of the longest.
+    dims = [value(x).dim() + 3 - len(n) for x, n in zip(node.args[1:], names, strict=False)]
+    dots = [free[:n][::-1] if "..." in x else "" for x, n in zip(names, dims, strict=True)]
+    first, second = (x.replace("...", y) for x, y in zip(names, dots, strict=True))
+    result = result.replace("...", max(dots, key=len))
     if not arrow or any(len(set(x)) < len(x) for x in (first, second, result)):
         raise Unmatched("torch.einsum repeats an index or has no result")
     return first, second, result
