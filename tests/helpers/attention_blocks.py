@@ -257,3 +257,70 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 # Where the block takes this number of tokens alone.
 LENGTHS = {"sam": 9}
+
+
+def _no_grad_mask(T: int) -> Tensor:
+    with torch.no_grad():
+        return torch.ones(T, T, dtype=torch.bool).triu(1)
+
+
+def _with_sink(s: Tensor, v: Tensor, first: bool) -> Tensor:
+    z = v.mean((0, 2, 3)).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+    s = torch.cat([z, s] if first else [s, z], -1)
+    s = 0.5 * (s - s.amax(-1, keepdim=True))
+    return (s.softmax(-1)[..., 1:] if first else s.softmax(-1)[..., :-1]) @ v
+
+
+def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    (B, H, T, _), (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
+    s = q.new_zeros(1, 1, T).repeat(B * H, 1, 1).baddbmm(batch1=q, batch2=k.mT)
+    return (s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T) @ v).unflatten(0, (B, H))
+
+
+# Of queries, keys, values, and what is hidden, which is a whole row too.
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "zeroed": lambda q, k, v, m: (
+        (q @ k.mT).masked_fill(m, -torch.inf).softmax(-1).masked_fill(m, 0) @ v
+    ),
+    "zeroed-product": lambda q, k, v, m: ((q @ k.mT).masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
+    "nan": lambda q, k, v, m: (q @ k.mT).masked_fill(m, -torch.inf).softmax(-1).nan_to_num() @ v,
+    "number": lambda q, k, v, m: torch.where(~m, q @ k.mT, -1e9).softmax(-1) @ v,
+    "subtracted": lambda q, k, v, m: (q @ k.mT - m * 1e9).softmax(-1) @ v,
+    "transposed": lambda q, k, v, m: (v.mT @ (q @ k.mT).softmax(-1).permute(0, 1, 3, 2)).mT,
+    "keys-first": lambda q, k, v, m: (
+        (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2).transpose(2, 3).mT).mT
+    ),
+    "heads-last": lambda q, k, v, m: torch.einsum(
+        "bijh,bhjd->bhid", torch.einsum("bhid,bhjd->bijh", [q, k]).softmax(2), v
+    ),
+    "dots": lambda q, k, v, m: torch.einsum("...id,...jd->...ij", q, k).softmax(-1) @ v,
+    "no-grad": lambda q, k, v, m: (
+        (q @ k.mT).masked_fill(_no_grad_mask(len(m)), -1e9).softmax(-1) @ v
+    ),
+    "five": lambda q, k, v, m: (
+        (torch.stack([q, 2 * q], 1) @ k[:, None].mT + torch.arange(2.0).view(2, 1, 1, 1) * m)
+        .softmax(-1)
+        .matmul(v[:, None])
+        .sum(1)
+    ),
+    "two": lambda q, k, v, m: torch.stack([(q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]] * 8).view(
+        2, 4, *m.shape[:1], -1
+    ),
+    "sink": lambda q, k, v, m: _with_sink(q @ k.mT, v, False),
+    "sink-first": lambda q, k, v, m: _with_sink(q @ k.mT, v, True),
+    "one-batch": lambda q, k, v, m: _in_one_batch(q, k, v),
+}
+
+
+class Formed(nn.Module):
+    """The formula in one of these forms."""
+
+    def __init__(self, form: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.form = nn.Linear(C, 3 * C), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden[3] = True
+        return self.form(q / 3, k, v, hidden).transpose(1, 2).flatten(2)

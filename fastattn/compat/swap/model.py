@@ -38,6 +38,7 @@ class Swap:
         # How modules are served: by our changes, and by names in their code.
         self._ways: dict[str, str] = {}
         self._watched: dict[str, type[nn.Module]] = {}
+        self._names: dict[str, frozenset[str]] = {}
         # For models of transformers, `left` lists modules that ignore the registered function.
         self._of_transformers: set[str] = set()
         self._left: dict[str, str] = {}
@@ -64,7 +65,7 @@ class Swap:
         left = {}
         for name, kind in self._watched.items():
             called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
-            softmax = not SOFTMAX.isdisjoint(names_in(kind))
+            softmax = not SOFTMAX.isdisjoint(self._names[name])
             if (softmax or called) and name not in served and name not in self._of_transformers:
                 left[name] = f"{_class_name(kind)}: {_unserved(softmax)}"
         # A class named as attention may only contain attention.
@@ -72,7 +73,7 @@ class Swap:
         left = {
             name: why
             for name, why in left.items()
-            if not SOFTMAX.isdisjoint(names_in(self._watched[name]))
+            if not SOFTMAX.isdisjoint(self._names[name])
             or not any(x != name and x.startswith(name and f"{name}.") for x in listed)
         }
         left |= {name: why for name, why in self._left.items() if name not in served}
@@ -84,7 +85,7 @@ class Swap:
             name: f"{_class_name(kind)}: {_BY_TORCHS_FUNCTION}"
             for name, kind in self._watched.items()
             if self.calls[name].counted
-            or SDPA in names_in(kind)
+            or SDPA in self._names[name]
             or issubclass(kind, nn.MultiheadAttention)
         }
         return watched | self._ways
@@ -97,7 +98,7 @@ class Swap:
         calls, kind = self.calls[name], self._watched.get(name)
         if calls.passed or kind is None:
             return calls.reason
-        softmax = not SOFTMAX.isdisjoint(names_in(kind))
+        softmax = not SOFTMAX.isdisjoint(self._names[name])
         if softmax and calls.compiled:
             return _COMPILED
         why = f"its forward ran, and no call of torch's {SDPA} was seen"
@@ -188,10 +189,11 @@ def swap(
         }:
             continue
         done.calls[name], done._watched[name] = Calls(), kind
+        done._names[name] = names_in(module)
         done._undo.append(watch(module, done.calls[name]))
         if kind in adapters:
             _adapt(name, module, adapters[kind], "an adapter computes its calls", done)
-        elif eager and not SOFTMAX.isdisjoint(names_in(kind)):
+        elif eager and not SOFTMAX.isdisjoint(done._names[name]):
             _adapt(name, module, captured(kind), _BY_CAPTURE, done)
     if done._watched:
         # Not the swap itself, which refers to the model and would keep it alive.

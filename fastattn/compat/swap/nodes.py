@@ -59,7 +59,8 @@ def operation(node: Any, placed: bool = True) -> str:
         name = _FUNCTIONS.get(node.target, "")
     elif isinstance(node, fx.Node) and node.op == "call_method":
         name = _METHODS.get(str(node.target), str(node.target))
-    return name if not placed or len(node.args) >= len(OPERANDS.get(name, "x")) else ""
+    missing = name and placed and len(node.args) < len(OPERANDS.get(name, "x"))
+    return "" if missing else name
 
 
 def words(node: fx.Node) -> str:
