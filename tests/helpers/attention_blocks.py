@@ -259,16 +259,16 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 LENGTHS = {"sam": 9}
 
 
-def _no_grad_mask(T: int) -> Tensor:
+def _no_grad_mask(m: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.ones(T, T, dtype=torch.bool).triu(1)
+        return torch.ones_like(m).triu(1)
 
 
-def _with_sink(s: Tensor, v: Tensor, first: bool) -> Tensor:
+def _sunk(s: Tensor, v: Tensor, first: bool) -> Tensor:
     z = v.mean((0, 2, 3)).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
     s = torch.cat([z, s] if first else [s, z], -1)
-    s = 0.5 * (s - s.amax(-1, keepdim=True))
-    return (s.softmax(-1)[..., 1:] if first else s.softmax(-1)[..., :-1]) @ v
+    weights = (s - s.amax(-1, keepdim=True)).softmax(-1)
+    return (weights[..., 1:] if first else weights[..., :-1]) @ v
 
 
 def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -277,38 +277,29 @@ def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T) @ v).unflatten(0, (B, H))
 
 
-# Of queries, keys, values, and what is hidden, which is a whole row too.
+def _five(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    s = torch.stack([q, 2 * q], 1) @ k[:, None].mT + torch.arange(2.0).view(2, 1, 1, 1) * m
+    return (s.softmax(-1) @ v[:, None]).sum(1)
+
+
+LAST = "bijh,bhjd->bhid"
+# Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
-    "zeroed": lambda q, k, v, m: (
-        (q @ k.mT).masked_fill(m, -torch.inf).softmax(-1).masked_fill(m, 0) @ v
-    ),
-    "zeroed-product": lambda q, k, v, m: ((q @ k.mT).masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
-    "nan": lambda q, k, v, m: (q @ k.mT).masked_fill(m, -torch.inf).softmax(-1).nan_to_num() @ v,
-    "number": lambda q, k, v, m: torch.where(~m, q @ k.mT, -1e9).softmax(-1) @ v,
-    "subtracted": lambda q, k, v, m: (q @ k.mT - m * 1e9).softmax(-1) @ v,
-    "transposed": lambda q, k, v, m: (v.mT @ (q @ k.mT).softmax(-1).permute(0, 1, 3, 2)).mT,
-    "keys-first": lambda q, k, v, m: (
-        (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2).transpose(2, 3).mT).mT
-    ),
-    "heads-last": lambda q, k, v, m: torch.einsum(
-        "bijh,bhjd->bhid", torch.einsum("bhid,bhjd->bijh", [q, k]).softmax(2), v
-    ),
-    "dots": lambda q, k, v, m: torch.einsum("...id,...jd->...ij", q, k).softmax(-1) @ v,
-    "no-grad": lambda q, k, v, m: (
-        (q @ k.mT).masked_fill(_no_grad_mask(len(m)), -1e9).softmax(-1) @ v
-    ),
-    "five": lambda q, k, v, m: (
-        (torch.stack([q, 2 * q], 1) @ k[:, None].mT + torch.arange(2.0).view(2, 1, 1, 1) * m)
-        .softmax(-1)
-        .matmul(v[:, None])
-        .sum(1)
-    ),
-    "two": lambda q, k, v, m: torch.stack([(q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]] * 8).view(
-        2, 4, *m.shape[:1], -1
-    ),
-    "sink": lambda q, k, v, m: _with_sink(q @ k.mT, v, False),
-    "sink-first": lambda q, k, v, m: _with_sink(q @ k.mT, v, True),
-    "one-batch": lambda q, k, v, m: _in_one_batch(q, k, v),
+    "zero": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).masked_fill(m, 0) @ v,
+    "times": lambda q, k, v, s, m: (s.masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
+    "nan": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v,
+    "where": lambda q, k, v, s, m: torch.where(~m, s, -1e9).softmax(-1) @ v,
+    "less": lambda q, k, v, s, m: (s - m * 1e9).softmax(-1) @ v,
+    "permuted": lambda q, k, v, s, m: (v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
+    "keys-first": lambda q, k, v, s, m: (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2)).mT,
+    "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
+    "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,
+    "no-grad": lambda q, k, v, s, m: s.masked_fill(_no_grad_mask(m), -1e9).softmax(-1) @ v,
+    "five": lambda q, k, v, s, m: _five(q, k, v, m),
+    "two": lambda q, k, v, s, m: ((q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]).expand_as(v),
+    "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
+    "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
+    "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),
 }
 
 
@@ -323,4 +314,4 @@ class Formed(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         hidden[3] = True
-        return self.form(q / 3, k, v, hidden).transpose(1, 2).flatten(2)
+        return self.form(q, k, v, q @ k.mT, hidden).transpose(1, 2).flatten(2)
