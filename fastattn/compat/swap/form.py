@@ -21,7 +21,7 @@ def form_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     state = [
         (name, _described(x, numbers))
         for part in module.modules()
-        for held in (vars(part), part._buffers)
+        for held in (vars(part), vars(part)["_buffers"])
         for name, x in held.items()
         if name not in _OWN
     ]

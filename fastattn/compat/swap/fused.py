@@ -31,13 +31,13 @@ def fused(
     """
     running.fused = True
     common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    batch = _broadcast(q, k)
     shape, outer = (*batch, q.shape[-2], k.shape[-1]), v.shape[:-2]
     for factor in factors:
         q = q * factor
     if viewed:
         v = v.reshape(*batch, *v.shape[-2:])
-    batch = torch.broadcast_shapes(batch, v.shape[:-2])
+    batch = _broadcast(q, k, v)
     q = q.expand(*batch, *q.shape[-2:])
     if dropout >= 1:  # a dynamic number
         o = F.dropout(q @ k @ v, 1.0)
@@ -64,6 +64,12 @@ def fused(
             z = (sinks[0] * sinks[1]).float().logsumexp(-1)
             o = o * torch.sigmoid(lse - z.reshape(lse.shape)).unsqueeze(-1)
     return o.reshape(*(outer if viewed else batch), *o.shape[-2:]).to(dtype)
+
+
+def _broadcast(*tensors: Tensor) -> tuple[int, ...]:
+    """Leading dims of products."""
+    shapes = [x.shape[:-2] for x in tensors]
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _heads(batch: Any, *shapes: Any) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """`fastattn.swap`: serve a model's attention by this library, in place, with undo."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -177,7 +176,7 @@ def swap(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     adapters = _checked(adapters)
     done = Swap()
-    captured = functools.cache(CapturedForward)  # one for all modules of a class
+    captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
@@ -194,7 +193,9 @@ def swap(
         if kind in adapters:
             _adapt(name, module, adapters[kind], "an adapter computes its calls", done)
         elif eager and not SOFTMAX.isdisjoint(done._names[name]):
-            _adapt(name, module, captured(kind), _BY_CAPTURE, done)
+            _adapt(
+                name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
+            )
     if done._watched:
         # Not the swap itself, which refers to the model and would keep it alive.
         token = object()

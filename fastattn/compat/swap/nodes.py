@@ -97,7 +97,8 @@ def order_of(node: fx.Node) -> list[int] | None:
     if name == "t" and rank == 2:
         return [1, 0]
     if name in _SWAPS and len(node.args) == 3:
-        a, b = (x % rank for x in node.args[1:])  # type: ignore[operator]
+        pair: Any = node.args[1:]
+        a, b = (x % rank for x in pair)
         order[a], order[b] = b, a
         return order
     if name == "permute":
