@@ -6,13 +6,7 @@ from torch import Tensor
 
 from . import torch_sdpa
 from .calls import running
-from .sdpa import (
-    Arguments,
-    by_torch,
-    scaled_dot_product_attention,
-    served_attention,
-    torch_attention,
-)
+from .sdpa import Arguments, by_torch, scaled_dot_product_attention, served_attention
 
 _lock = threading.RLock()
 # Active patches, each with its number of open `with` blocks.
@@ -47,11 +41,6 @@ def _patched_attention(
         calls.count_passed(served)
     # Inactive if a caller kept this function after the patch was undone.
     return by_torch(call)
-
-
-def is_torchs_attention(function: object) -> bool:
-    """Whether it is torch's function, or stands in its place."""
-    return function is torch_attention or function is _patched_attention
 
 
 class SdpaPatch:

@@ -59,6 +59,11 @@ def take_away() -> None:
         _apply()
 
 
+def is_torchs_attention(function: object) -> bool:
+    """Whether it is torch's function, or stands in its place."""
+    return function is torch_attention or (function is not None and function is _ours)
+
+
 def _found() -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Modules that hold torch's function, or ours from before, and its names there."""
     wanted = {id(torch_attention), id(_ours)}

@@ -259,9 +259,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 LENGTHS = {"sam": 9}
 
 
+@torch.no_grad()
 def _no_grad_mask(m: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.ones_like(m).triu(1)
+    return torch.ones_like(m).triu(1)
 
 
 def _sunk(s: Tensor, v: Tensor, first: bool) -> Tensor:
@@ -277,11 +277,6 @@ def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T) @ v).unflatten(0, (B, H))
 
 
-def _five(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    s = torch.stack([q, 2 * q], 1) @ k[:, None].mT + torch.arange(2.0).view(2, 1, 1, 1) * m
-    return (s.softmax(-1) @ v[:, None]).sum(1)
-
-
 LAST = "bijh,bhjd->bhid"
 # Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
@@ -295,7 +290,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
     "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,
     "no-grad": lambda q, k, v, s, m: s.masked_fill(_no_grad_mask(m), -1e9).softmax(-1) @ v,
-    "five": lambda q, k, v, s, m: _five(q, k, v, m),
+    "five": lambda q, k, v, s, m: ((s[:, None] - 1.0 * m).softmax(-1) @ v[:, None])[:, 0],
     "two": lambda q, k, v, s, m: ((q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]).expand_as(v),
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),

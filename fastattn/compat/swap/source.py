@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..patch import is_torchs_attention
+from ..torch_sdpa import is_torchs_attention
 
 _PLAIN = {bool, int, float, str, type(None), dict, list, tuple, set, OrderedDict, FunctionType}
 SDPA = "scaled_dot_product_attention"
