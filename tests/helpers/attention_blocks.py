@@ -290,7 +290,9 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
     "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,
     "no-grad": lambda q, k, v, s, m: s.masked_fill(_no_grad_mask(m), -1e9).softmax(-1) @ v,
-    "five": lambda q, k, v, s, m: ((s[:, None] - 1.0 * m).softmax(-1) @ v[:, None])[:, 0],
+    "five": lambda q, k, v, s, m: ((q[:, None] @ k[:, None].mT - 1.0 * m).softmax(-1) @ v[:, None])[
+        :, 0
+    ],
     "two": lambda q, k, v, s, m: ((q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]).expand_as(v),
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
