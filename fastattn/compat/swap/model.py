@@ -40,6 +40,7 @@ class Swap:
         self._names: dict[str, frozenset[str]] = {}
         # For models of transformers, `left` lists modules that ignore the registered function.
         self._of_transformers: set[str] = set()
+        self._registered: set[str] = set()
         self._left: dict[str, str] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -50,7 +51,9 @@ class Swap:
         A model of transformers, whose calls are not counted, is listed from the start.
         """
         served = self._served()
-        return {x: way for x, way in served.items() if x not in self.calls or self.calls[x].served}
+        return {
+            x: way for x, way in served.items() if x in self._registered or self.calls[x].served
+        }
 
     @property
     def unseen(self) -> dict[str, str]:
@@ -91,7 +94,8 @@ class Swap:
 
     def _is_unseen(self, name: str) -> bool:
         calls = self.calls.get(name)
-        return calls is not None and not calls.counted and not calls.unseen
+        idle = calls is not None and not calls.counted and not calls.unseen
+        return idle and name not in self._registered
 
     def _why(self, name: str) -> str:
         calls, kind = self.calls[name], self._watched.get(name)
@@ -289,6 +293,7 @@ def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> boo
     served, left = unserved(model, NAME)
     if served:
         done._ways[name] = f'attn_implementation="{NAME}"'
+        done._registered.add(name)
     elif not left:
         left[""] = "no module of it is attention by transformers' AttentionInterface"
     for inner, reason in left.items():
