@@ -1,8 +1,16 @@
 """Call counts of swapped modules, and the modules whose forward is running."""
 
 import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch._guards import TracingContext
+
+# Modules whose own forward torch.compile has traced, by what it traces them in.
+_traced: weakref.WeakKeyDictionary[Any, list[tuple["Calls", type]]] = weakref.WeakKeyDictionary()
 
 
 class Calls:
@@ -14,52 +22,89 @@ class Calls:
         served: calls computed by `fastattn`.
         passed: calls computed by the module's own code or by torch's own function.
         reason: why the last `passed` call was passed on.
+        unseen: forwards in which no call was seen.
+        compiled: whether torch.compile traced the last of these.
     """
 
     def __new__(cls) -> "Calls":
         # torch.compile runs marked functions while tracing, without a graph node. Marked here and
         # not at import, as marking imports torch._dynamo.
-        for function in (cls.count_served, cls.count_passed):
+        for function in (
+            cls.count_served,
+            cls.count_passed,
+            cls.begin,
+            cls.end,
+            cls.trace,
+        ):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
         return super().__new__(cls)
 
     def __init__(self) -> None:
-        self.served = 0
-        self.passed = 0
+        self.served = self.passed = self.unseen = 0
         self.reason = ""
+        self.compiled = False
+        self._before = 0
 
     def count_served(self) -> None:
-        if running.traced is not None:
-            running.traced.append((self, None))
-            return
-        self.served += 1
+        if not running.later(self, self.count_served):
+            self.served += 1
 
     def count_passed(self, reason: str) -> None:
-        if running.traced is not None:
-            running.traced.append((self, reason))
-            return
-        self.passed += 1
-        self.reason = reason
+        if not running.later(self, partial(self.count_passed, reason)):
+            self.passed += 1
+            self.reason = reason
+
+    def begin(self) -> None:
+        """Begin a forward of the module."""
+        self._before = self.counted
+
+    def end(self, compiled: bool) -> None:
+        """End a forward of the module, which torch.compile may trace."""
+        if self.counted == self._before and not running.later(None, partial(self.end, compiled)):
+            self.unseen += 1
+            self.compiled = compiled
+
+    def trace(self, kind: type) -> None:
+        """Note that the own forward of the module, which is of this class, is traced."""
+        if (context := TracingContext.try_get()) is not None:
+            _traced.setdefault(context, []).append((self, kind))
 
     @property
     def counted(self) -> int:
-        return self.served + self.passed
+        return self.served + self.passed + running.delayed(self)
 
     def __repr__(self) -> str:
         return f"Calls(served={self.served}, passed={self.passed})"
 
 
+def traced_modules() -> list[tuple[Calls, type]]:
+    """Modules, with their classes, whose own forward is traced for a backend."""
+    context = TracingContext.try_get()
+    return [] if context is None else _traced.pop(context, [])
+
+
 class Running(threading.local):
     """Counts of the swapped modules whose forward runs in this thread, innermost last.
 
-    traced: counts during a capture, added once it succeeds; or None.
     fused: whether a captured graph has computed attention since `begin_capture`.
+    captures: number of captures since.
     """
 
     def __init__(self) -> None:
         self.modules: list[Calls] = []
-        self.traced: list[tuple[Calls, str | None]] | None = None
+        # During a capture: what is to be counted once it succeeds, and whose calls these are.
+        self._later: list[tuple[Calls | None, Callable[[], None]]] | None = None
         self.fused = False
+        self.captures = 0
+
+    def later(self, calls: Calls | None, count: Callable[[], None]) -> bool:
+        """Leave a count to the end of a capture; False where there is none."""
+        if self._later is not None:
+            self._later.append((calls, count))
+        return self._later is not None
+
+    def delayed(self, calls: Calls) -> int:
+        return sum(of is calls for of, _ in self._later or [])
 
     def innermost(self) -> Calls | None:
         return self.modules[-1] if self.modules else None
@@ -67,20 +112,20 @@ class Running(threading.local):
     def begin(self, calls: Calls) -> None:
         self.modules.append(calls)
 
-    def begin_capture(self, calls: Calls) -> None:
-        """Begin a forward that is to be captured."""
+    def begin_capture(self, calls: Calls) -> Any:
+        """Begin a forward that is to be captured; returns what `end_capture` takes."""
+        outer = self._later, self.fused, self.captures
         self.begin(calls)
-        self.traced, self.fused = [], False
+        self._later, self.fused, self.captures = [], False, 0
+        return outer
 
-    def end_capture(self, calls: Calls, *, captured: bool) -> None:
+    def end_capture(self, calls: Calls, outer: Any, *, captured: bool) -> None:
         """End the capture. A failed capture counts nothing."""
-        traced, self.traced = self.traced, None
+        counts = self._later or []
+        self._later, self.fused, self.captures = outer
         self.end(calls)
-        for other, reason in traced or [] if captured else []:
-            if reason is None:
-                other.count_served()
-            else:
-                other.count_passed(reason)
+        for _, count in counts if captured else []:
+            count()
 
     def end(self, calls: Calls) -> None:
         """End a module's forward, and inner ones that an error left open."""

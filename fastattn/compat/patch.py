@@ -78,9 +78,10 @@ def patch_sdpa() -> SdpaPatch:
 
     It applies to all threads, as activation checkpointing recomputes layers in autograd's threads.
     Patches may nest and overlap, also between threads; the last one to end restores torch's
-    function. Code that imported torch's function by name before keeps torch's. torch.jit.script
-    compiles torch's own operator in either case. Compiled code is retraced when the patch starts or
-    ends, which code under torch.compile cannot do.
+    function. Modules that hold torch's function as a global, by whatever name, hold ours meanwhile;
+    attributes, closures and default arguments keep torch's. torch.jit.script compiles torch's own
+    operator in either case. Compiled code is retraced when the patch starts or ends, which code
+    under torch.compile cannot do.
 
     Returns:
         The patch, a context manager with a method `undo`.

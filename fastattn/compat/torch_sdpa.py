@@ -1,4 +1,6 @@
-"""torch's scaled_dot_product_attention, and its replacement in torch's module.
+"""torch's scaled_dot_product_attention, and its replacement in torch's module and in others.
+
+Others hold it by `from torch.nn.functional import scaled_dot_product_attention`, under any name.
 
 Overrides (a TorchFunctionMode, a tensor subclass) compare torch's function by identity, looked up
 at import or at each call. So while an override handles a call, torch's module holds torch's own
@@ -9,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,13 +31,16 @@ _wanted = False
 # Number of overrides that are handling a call, in all threads.
 _overriding = 0
 _before: Any = torch_attention
+# Namespaces of other modules with the names by which they hold torch's function.
+_holders: list[tuple[dict[str, Any], list[str]]] = []
 
 
 def put(function: Callable[..., Tensor]) -> None:
     """Replace torch's function, for all threads; always by the same one."""
-    global _ours, _wanted
+    global _ours, _wanted, _holders
     with _lock:
         _ours, _wanted = function, True
+        _holders = list(_found())
         # torch.jit.script builds its table of builtins from torch's modules on first use; built
         # under a patch, it would permanently lack torch's function.
         for kernel in (torch_attention, function):
@@ -53,13 +59,36 @@ def take_away() -> None:
         _apply()
 
 
+def is_torchs_attention(function: object) -> bool:
+    """Whether it is torch's function, or stands in its place."""
+    return function is torch_attention or (function is not None and function is _ours)
+
+
+def _found() -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Modules that hold torch's function, or ours from before, and its names there."""
+    wanted = {id(torch_attention), id(_ours)}
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] in ("torch", "fastattn") or not isinstance(module, ModuleType):
+            continue
+        space = vars(module)
+        # No loop of Python's, as there are thousands of modules; copied, as others may import.
+        if not wanted.isdisjoint(map(id, [*space.values()])):
+            yield space, [x for x, value in [*space.items()] if id(value) in wanted]
+
+
 def _apply() -> None:
     global _before
+    ours = _wanted and not _overriding
+    before, after = (torch_attention, _ours) if ours else (_ours, torch_attention)
+    for space, names in _holders:
+        for name in names:
+            if space.get(name) is before:
+                space[name] = after
     current = getattr(F, _NAME)
-    if _wanted and not _overriding and current is not _ours:
+    if ours and current is not _ours:
         _before = current
         setattr(F, _NAME, _ours)
-    elif current is _ours and (_overriding or not _wanted):
+    elif current is _ours and not ours:
         setattr(F, _NAME, _before)
         _before = torch_attention
 

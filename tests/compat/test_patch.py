@@ -1,8 +1,10 @@
 """`fastattn.patch_sdpa`: torch's function is replaced while a patch is in force, and back after."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,8 +32,10 @@ def unpatched() -> Iterator[None]:
 def doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for the kernels: what is served by a patch is seen in the result."""
 
+    own = torch_attention  # no global, which a patch would replace
+
     def doubled(*args: Tensor, **kwargs: object) -> Tensor:
-        return 2 * torch_attention(*args, **kwargs)
+        return 2 * own(*args, **kwargs)
 
     monkeypatch.setattr(patch, "scaled_dot_product_attention", doubled)
 
@@ -69,6 +73,18 @@ def test_patches_nest_and_end_once_each(doubling):
         fastattn.unpatch_sdpa()
         assert factor() == 1
     assert factor() == 1
+
+
+def test_modules_that_import_torchs_function_by_name(doubling, monkeypatch):
+    module = ModuleType("imports_by_name")
+    exec("from torch.nn.functional import scaled_dot_product_attention as sdpa", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    x = torch.ones(1, 1, 1, 1)
+    with fastattn.patch_sdpa():
+        assert module.sdpa(x, x, x) == 2
+        with fastattn.patch_sdpa():
+            assert module.sdpa(x, x, x) == 2
+    assert module.sdpa is torch_attention
 
 
 def test_overlapping_threads_hold_one_patch(doubling):

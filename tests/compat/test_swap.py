@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_blocks import BLOCKS, Attend, C, Diffusers, Mixer, Timm
+from attention_blocks import BLOCKS, FORMS, Attend, C, Diffusers, Formed, Mixer, Timm
 from naive_layers import Block
 from nightly import gate_cases
 from oracles import assert_by_oracle, with_gradients
@@ -64,20 +64,23 @@ class SelfMade(nn.Module):
             scores = 2 * torch.tanh(scores / 2)
         if self.kind == "fill":
             scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e4)
-        if self.kind == "keywords":
-            scores = torch.matmul(input=q, other=k.mT)
         if self.kind == "whole":
             scores = (9 * scores).to(torch.int32).to(q.dtype)
         if self.kind == "other-dim":
             scores = scores.softmax(2)
-        if self.kind == "in-place":
+        if self.kind.startswith("in-place"):
             bias = torch.arange(float(x.shape[1]))
             scores = scores + bias[:, None]
+        if self.kind == "in-place":
             bias[1:].add_(1)
         with torch.set_grad_enabled(self.kind != "no-grad"):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
         if self.kind == "gate":
             weights = weights * 0.5
+        if self.kind == "kept":
+            self.weights = weights
+        if self.kind == "in-place-late":
+            bias[1:].add_(1)
         out = (weights @ v).transpose(1, 2).flatten(2)
         return out + weights.sum() if self.kind == "returned" else out
 
@@ -85,15 +88,16 @@ class SelfMade(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "why"),
     {
-        "softcap": "scores are changed by <built-in method tanh",
+        "softcap": "scores are changed by tanh",
         "fill": "scores are filled with -10000.0, and not with -inf",
-        "other-dim": "a softmax is not of the last of 3 or 4 dims",
-        "no-grad": "is between the products",
+        "other-dim": "along another dim than that of the softmax",
+        "no-grad": "gradients or autocast are switched between the products",
         "negative": "scores are multiplied by -0.3",
-        "gate": "attention weights are changed by <built-in function mul>",
+        "gate": "attention weights are changed by multiplication",
         "in-place": "add_ is between the products",
         "whole": "rounded to something else than 16, 32 or 64 bits",
-        "keywords": "scores are changed by <built-in method matmul",
+        "kept": "attention weights are kept or returned by its forward",
+        "in-place-late": "add_ is between the products",
         "returned": "attention weights have other uses than their product with values",
     }.items(),
 )
@@ -105,6 +109,15 @@ def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
     assert done.replaced == {}
     assert why in str(done)
     assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_formula(swap, form):
+    model = Formed(FORMS[form])
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert_equal(model, plain, tokens())
+    assert total(done) == 1, str(done)
 
 
 class Environment(Block):
@@ -284,8 +297,8 @@ def test_report_of_classes_whose_names_say_nothing(swap):
 
     done = swap(Model())
     assert "test_swap" not in str(done.replaced)
-    assert list(done.replaced) == ["b"] and list(done.left) == ["", "a"]
-    assert "replaced b: attention_blocks.Attend: its own forward; calls of torch's" in str(done)
+    assert list(done.unseen) == ["b"] and list(done.left) == ["", "a"]
+    assert "not seen yet b: attention_blocks.Attend: its own forward; calls of torch's" in str(done)
     assert "left a: attention_blocks.Mixer: its code names softmax" in str(done)
     assert "eager=True" in str(done)
     nothing = swap(nn.Linear(2, 2))

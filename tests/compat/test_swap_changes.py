@@ -10,6 +10,9 @@ from nightly import gate_cases
 from swapped_blocks import COPIES, assert_equal, tokens, total
 from torch import Tensor, nn
 
+from fastattn.compat.swap import eager
+
+STATS = torch._dynamo.utils.counters["stats"]
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
     # torch.compile asks whatever a graph takes for its .grad.
@@ -99,3 +102,79 @@ def test_copies_have_their_own_parts(swap, kind, how):
     assert_equal(twin, plain, tokens())
     # Those that share their attributes share the counts.
     assert total(done) == before + (how in ("copy", "replica"))
+
+
+class Cached(Block):
+    """Keeps keys, counts its tokens and reads its own number."""
+
+    def __init__(self, kept: str = "", depth: int = 0) -> None:
+        super().__init__(kept=kept, depth=depth, factor=1 + depth / 3, k=None, rows=[], pos=0)
+
+    def forward(self, x: Tensor, weights: bool = False) -> Tensor:
+        q, k = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)[:2]
+        if self.kept == "tensor":
+            k = self.k = k if self.k is None else torch.cat([self.k, k], 2)
+            self.pos += x.shape[1]
+        if self.kept == "list":
+            self.rows.append(k)
+            k = torch.cat(self.rows, 2)
+        weighed = (q @ k.mT * self.factor / (self.depth + self.pos + 1)).softmax(-1)
+        self.last = weighed if weights else None
+        return (weighed @ k).transpose(1, 2).flatten(2)
+
+
+def test_layers_share_what_was_captured(swap):
+    model = nn.Sequential(*(Cached(depth=i) for i in range(5)))
+    plain, before = copy.deepcopy(model), STATS["unique_graphs"]
+    done = swap(model, eager=True)
+    for T in (7, 5, 6):
+        assert_equal(model, plain, tokens(T=T))
+    assert total(done) == 15 and STATS["unique_graphs"] - before <= 4, str(done)
+
+
+@pytest.mark.parametrize(("kept", "count"), [("tensor", 20), ("list", eager.LIMIT)])
+def test_caches_are_not_captured_at_each_token(swap, kept, count):
+    model = Cached(kept)
+    plain, before = copy.deepcopy(model), STATS["unique_graphs"]
+    done = swap(model, eager=True)
+    with torch.no_grad():
+        for i in range(20):
+            x = tokens(T=1, seed=i)
+            assert torch.allclose(model(x), plain(x), atol=1e-5)
+    assert STATS["unique_graphs"] - before <= min(count, eager.LIMIT) and total(done) == count
+    assert ("were captured, and no capture fits" in str(done)) == (kept == "list")
+
+
+def test_captures_of_a_class_have_a_ceiling(swap, monkeypatch):
+    model = Cached()
+    done = swap(model, eager=True)
+    model(tokens())
+    monkeypatch.setattr(eager, "CEILING", 0.0)
+    for x in (tokens(), tokens(T=1)):
+        model(x)
+    assert total(done) == 2 and "the ceiling is 0" in done.calls[""].reason
+
+
+def test_calls_are_refused_by_their_form(swap):
+    model = nn.Sequential(Cached(), Cached())
+    done = swap(model, eager=True)
+    for weights in (True, False, True, False):
+        model[0](tokens(), weights=weights)
+    with pytest.raises(RuntimeError):
+        model[0](tokens()[..., 1:])
+    model[0](tokens())
+    assert (done.calls["0"].served, done.calls["0"].passed) == (3, 2)
+    assert "weights are kept or returned" in str(done) and list(done.unseen) == ["1"]
+
+
+@pytest.mark.parametrize("inner", ["fastattn", "eager"])
+def test_models_compiled_after_the_swap(swap, served, inner):
+    model = nn.Sequential(Cached(), Timm(), Timm(fused=False))
+    done, left = swap(model[:2], eager=True), swap(model[2])
+    model[2](tokens())
+    assert "its code has a softmax of its own" in left.left[""]
+    options = {"options": {"inner": "eager"}} if inner == "fastattn" else {}
+    torch.compile(model[:2], backend=inner, **options)(tokens())
+    assert list(done.replaced) == (["0", "1"] if inner == "fastattn" else ["1"])
+    assert len(served) == len(done.replaced)
+    assert ("traced its forward as it is for another backend" in str(done)) == (inner == "eager")

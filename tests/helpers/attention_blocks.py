@@ -257,3 +257,58 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 # Where the block takes this number of tokens alone.
 LENGTHS = {"sam": 9}
+
+
+@torch.no_grad()
+def _no_grad_mask(m: Tensor) -> Tensor:
+    return torch.ones_like(m).triu(1)
+
+
+def _sunk(s: Tensor, v: Tensor, first: bool) -> Tensor:
+    z = v.mean((0, 2, 3)).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+    s = torch.cat([z, s] if first else [s, z], -1)
+    weights = (s - s.amax(-1, keepdim=True)).softmax(-1)
+    return (weights[..., 1:] if first else weights[..., :-1]) @ v
+
+
+def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    (B, H, T, _), (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
+    s = q.new_zeros(1, 1, T).repeat(B * H, 1, 1).baddbmm(batch1=q, batch2=k.mT)
+    return (s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T) @ v).unflatten(0, (B, H))
+
+
+LAST = "bijh,bhjd->bhid"
+# Of q, k, v, their scores, and what is hidden, which is a whole row too.
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "zero": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).masked_fill(m, 0) @ v,
+    "times": lambda q, k, v, s, m: (s.masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
+    "nan": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v,
+    "where": lambda q, k, v, s, m: torch.where(~m, s, -1e9).softmax(-1) @ v,
+    "less": lambda q, k, v, s, m: (s - m * 1e9).softmax(-1) @ v,
+    "permuted": lambda q, k, v, s, m: (v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
+    "keys-first": lambda q, k, v, s, m: (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2)).mT,
+    "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
+    "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,
+    "no-grad": lambda q, k, v, s, m: s.masked_fill(_no_grad_mask(m), -1e9).softmax(-1) @ v,
+    "five": lambda q, k, v, s, m: ((q[:, None] @ k[:, None].mT - 1.0 * m).softmax(-1) @ v[:, None])[
+        :, 0
+    ],
+    "two": lambda q, k, v, s, m: ((q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]).expand_as(v),
+    "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
+    "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
+    "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),
+}
+
+
+class Formed(nn.Module):
+    """The formula in one of these forms."""
+
+    def __init__(self, form: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.form = nn.Linear(C, 3 * C), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden[3] = True
+        return self.form(q, k, v, q @ k.mT, hidden).transpose(1, 2).flatten(2)

@@ -16,9 +16,12 @@ from ..calls import Calls
 # adapter(module, *args, **kwargs) returns the output of a call, or NotImplemented.
 Adapter = Callable[..., Any]
 _CALLS = "fastattn_calls"
-# Attributes of a module: why its adapter left its last call, and whether it leaves all; why it
-# returned the own forward's output for its last call.
-REASON, REFUSED, UNSERVED = "fastattn_reason", "fastattn_refused", "fastattn_unserved"
+# Attributes of a module: why its adapter left its last call; why it returned the own forward's
+# output for its last call; a table and the key that this call has put into it, where calls are
+# refused; captures by form of call.
+REASON, UNSERVED, REFUSED = "fastattn_reason", "fastattn_unserved", "fastattn_refused"
+CAPTURES = "fastattn_captures"
+ATTRIBUTES = (_CALLS, REASON, UNSERVED, REFUSED, CAPTURES)
 
 
 @cache
@@ -33,13 +36,15 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
             calls.count_served() if why is None else calls.count_passed(why)
             return output
         if torch.compiler.is_compiling():
+            calls.trace(type(self))
             return kind.forward(self, *args, **kwargs)
         before = calls.counted
+        refused, key = vars(self).pop(REFUSED, ({}, None))
         try:
             output = kind.forward(self, *args, **kwargs)
         except Exception:
             # An invalid call does not disqualify others.
-            vars(self).pop(REFUSED, None)
+            refused.pop(key, None)
             raise
         # Unless its calls of torch's function were counted.
         if calls.counted == before:
@@ -68,7 +73,7 @@ def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> Callable[[], Non
 
     def undo() -> None:
         module.__class__ = kind
-        for name in (_CALLS, REASON, REFUSED, UNSERVED):
+        for name in ATTRIBUTES:
             module.__dict__.pop(name, None)
 
     return undo

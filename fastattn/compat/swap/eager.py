@@ -5,27 +5,38 @@ the modules of `swap(model, eager=True)`.
 """
 
 import inspect
+import threading
+import time
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
-from ..calls import Calls, running
-from ..sdpa import scaled_dot_product_attention, torch_attention
-from .adapted import REASON, REFUSED, UNSERVED
-from .graph import Unmatched, rewrite
+from ..calls import Calls, running, traced_modules
+from ..sdpa import (
+    Arguments,
+    by_torch,
+    scaled_dot_product_attention,
+    served_attention,
+    torch_attention,
+)
+from .adapted import CAPTURES, REASON, REFUSED, UNSERVED
+from .form import form_of
+from .graph import rewrite
+from .nodes import Unmatched
 from .scope import is_of_swap
 
 _OFF = "torch.compile is switched off"
-# One graph per module, where torch.compile supports it.
-_KNOWN = inspect.signature(torch.compile).parameters
-_LIMIT: Any = {"recompile_limit": 64} if "recompile_limit" in _KNOWN else {}
+_NONE = "no softmax is in its graph"
+# Captures by one module for one form of call, and seconds of all captures of a class.
+LIMIT, CEILING = 6, 60.0
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SIGNATURE = inspect.signature(scaled_dot_product_attention)
 
 
 def backend(
@@ -50,33 +61,107 @@ def backend(
     """
     import torch._dynamo
 
-    rewrite(graph)
+    _serve(graph)
+    inner = torch._dynamo.lookup_backend((options or {}).get("inner", "inductor"))
+    return inner(graph, example_inputs, **rest)
+
+
+def _serve(graph: fx.GraphModule) -> tuple[int, str]:
+    """Rewrite attention in a graph; returns how many, and why other softmaxes are left."""
+    count, left = rewrite(graph)
     for part in [x for x in graph.modules() if isinstance(x, fx.GraphModule)]:
         for node in part.graph.nodes:
             if node.op == "call_function" and node.target is torch_attention:
-                node.target = scaled_dot_product_attention
+                node.target = _attention_in_graph
+                count += 1
         part.recompile()
-    inner = torch._dynamo.lookup_backend((options or {}).get("inner", "inductor"))
-    return inner(graph, example_inputs, **rest)
+    _count_traced(count, left)
+    return count, "; ".join(dict.fromkeys(why for _, why in left))
+
+
+def _count_traced(count: int, left: list[tuple[fx.Node, str]]) -> None:
+    """Count the modules that a graph was traced from, by the classes whose softmax is left."""
+    reasons: dict[Any, str] = {}
+    for node, why in left:
+        stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+        reasons[stack[-1][1] if stack else None] = why
+    for calls, kind in traced_modules():
+        why = reasons.get(kind) or reasons.get(None) or ("" if count else _NONE)
+        calls.count_passed(why) if why else calls.count_served()
+
+
+def _attention_in_graph(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's function, where code holds it by a name of its own."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = Arguments(**bound.arguments)
+    served = served_attention(call)
+    if isinstance(served, str):
+        return by_torch(call)
+    running.fused = True
+    return served
 
 
 def _attention_alone(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
     from torch._dynamo.utils import get_traced_code
 
+    running.captures += 1
     if any({"environ", "getenv"} & {*code.co_names} for code in get_traced_code() or ()):
         raise Unmatched("it reads the environment, on which torch.compile does not guard")
-    count, reasons = rewrite(graph)
+    count, reasons = _serve(graph)
     if not count:
-        raise Unmatched("; ".join(reasons) or "no softmax is in its graph")
+        raise Unmatched(reasons or _NONE)
     return graph.forward
 
 
+class _Variables:
+    """While a capture is possible, numbers and growing tensors of modules are variables.
+
+    One setting for all threads, as torch.compile has it; the last to leave restores it.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {
+        "allow_unspec_int_on_nn_module": True,
+        "force_nn_module_property_static_shapes": False,
+        # Captures are counted here.
+        "recompile_limit": 1 << 20,
+        "accumulated_recompile_limit": 1 << 20,
+    }
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, dict[str, Any]()
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        with self.lock:
+            if not self.inside:
+                self.before = {name: getattr(config, name) for name in self.settings}
+                for name, x in self.settings.items():
+                    setattr(config, name, x)
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                for name, x in self.before.items():
+                    setattr(torch._dynamo.config, name, x)
+
+
+_variables = _Variables()
+
+
 class CapturedForward:
-    """Adapter that runs a class's captured forward with its attention served."""
+    """Adapter that runs a class's captured forward with its attention served.
+
+    All modules of a class share captures, as far as torch.compile's guards hold.
+    """
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind = kind
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self.seconds = 0.0
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._refused: dict[Any, str] = {}
         self._captured = Calls()
 
     def __reduce__(self) -> Any:
@@ -87,35 +172,87 @@ class CapturedForward:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         import torch._dynamo.config
-        import torch._dynamo.exc as errors
 
-        if torch.compiler.is_compiling() or REFUSED in vars(module):
-            return NotImplemented
-        if (reason := _why_not(module)) is not None:
-            setattr(module, REASON, reason)
+        if torch.compiler.is_compiling():
             return NotImplemented
         functions = _functions(module)
-        if functions not in self._compiled:
-            # A new backend object, so that torch.compile does not reuse old captures.
-            self._compiled[functions] = torch.compile(
-                self.kind.forward, backend=partial(_attention_alone), fullgraph=True, **_LIMIT
-            )
+        reason = _why_not(module)
+        if reason is None and self._refused:
+            reason = self._refused.get((functions, *form_of(module, args, kwargs)))
+        if reason is not None:
+            setattr(module, REASON, reason)
+            return NotImplemented
+        capture, known = self._compiled.get(functions) or self._compile(functions)
+        over = self._why_no_more(module, args, kwargs)
+        if over is None:
+            with _variables:
+                return self._run(capture, _OFF, functions, module, args, kwargs)
+        return self._run(known, over, functions, module, args, kwargs)
+
+    def _compile(self, functions: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The forward that is captured where no capture fits, and that which then runs as it is."""
+        forward = self.kind.forward
+        if isinstance(forward, FunctionType):
+            # torch.compile keeps captures with the code: not with those that others made.
+            named = (forward.__name__, forward.__defaults__, forward.__closure__)
+            copied = FunctionType(forward.__code__.replace(), forward.__globals__, *named)
+            copied.__kwdefaults__ = forward.__kwdefaults__
+            copied.__dict__.update(vars(forward))
+            forward = copied
+        # A new backend object, so that torch.compile does not reuse old captures.
+        capture = torch.compile(forward, backend=partial(_attention_alone), fullgraph=True)
+        self._compiled[functions] = capture, torch._dynamo.run(forward)
+        return self._compiled[functions]
+
+    def _why_no_more(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
+        """Reason that no further capture is made for a call, or None."""
+        if self.seconds > CEILING:
+            return f"captures of its class took {self.seconds:.0f} s, the ceiling is {CEILING:.0f}"
+        captures = vars(module).get(CAPTURES, {})
+        if max(map(len, captures.values()), default=0) < LIMIT:
+            return None
+        reasons = captures.get(form_of(module, args, kwargs)[0], [])
+        if len(reasons) < LIMIT:
+            return None
+        why = reasons[-1] or "numbers, lists or other things that its forward reads change"
+        return f"of such calls {LIMIT} were captured, and no capture fits; {why}"
+
+    def _run(
+        self, call: Any, why: str, functions: Any, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a captured forward, and count a capture; why: the reason if none has run."""
+        import torch._dynamo.exc as errors
+
         # Count calls of torch's function when the forward runs, not during its capture.
-        running.begin_capture(self._captured)
+        outer, begin = running.begin_capture(self._captured), time.perf_counter()
         captured = False
         try:
-            output = self._compiled[functions](module, *args, **kwargs)
+            output = call(module, *args, **kwargs)
             captured = True
             if not running.fused:
-                setattr(module, UNSERVED, _OFF)
+                setattr(module, UNSERVED, why)
+            if running.captures:
+                self._count(module, args, kwargs, begin, "")
             return output
         except (errors.TorchDynamoException, errors.FailOnRecompileLimitHit) as error:
             # Nothing has run yet, as the whole forward is one graph or none.
-            setattr(module, REASON, _why(error))
-            setattr(module, REFUSED, True)
+            reason = _why(error)
+            key = (functions, *self._count(module, args, kwargs, begin, reason))
+            self._refused[key] = reason
+            setattr(module, REASON, reason)
+            setattr(module, REFUSED, (self._refused, key))
             return NotImplemented
         finally:
-            running.end_capture(self._captured, captured=captured)
+            running.end_capture(self._captured, outer, captured=captured)
+
+    def _count(
+        self, module: nn.Module, args: Any, kwargs: Any, begin: float, reason: str
+    ) -> tuple[Any, Any]:
+        """Count a capture, or why it failed; returns the form of the call."""
+        self.seconds += time.perf_counter() - begin
+        form = form_of(module, args, kwargs)
+        vars(module).setdefault(CAPTURES, {}).setdefault(form[0], []).append(reason)
+        return form
 
 
 def _functions(module: nn.Module) -> tuple[Any, ...]:
@@ -133,8 +270,14 @@ def _functions(module: nn.Module) -> tuple[Any, ...]:
 
 def _why(error: Exception) -> str:
     inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, Unmatched):
+        return str(inner)
     reason = str(inner).strip().partition("\n")[0]
-    return reason if isinstance(inner, Unmatched) else f"{type(inner).__name__}: {reason}"
+    if "data-dependent" in reason.lower():
+        reason = "it branches on values of tensors"
+    stack = getattr(inner, "real_stack", None)
+    line = f" at {stack[-1].line.strip()!r}" if stack and stack[-1].line else ""
+    return f"torch.compile cannot capture its forward{line}: {reason}"
 
 
 def _why_not(module: nn.Module) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 # Operations whose result shares no memory.
@@ -21,17 +22,28 @@ def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
     A node between them may change memory that one of them reads, or global state.
     """
     moved = set(chain)
-    waiting, read = len(moved), set[Any]()
+    waiting, read, at = len(moved), set[Any](), None
+    # Whether gradients are recorded, and what autocast is entered, as each node finds it.
+    state: tuple[Any, ...] = (torch.is_grad_enabled(),)
     for node in graph.nodes:
+        name = name_of(node)
         if node in moved:
+            at = state if at is None else at
+            if state != at:
+                return "gradients or autocast are switched between the products"
             waiting -= 1
             read.update(*(_memory(x) for x in node.all_input_nodes if x not in moved))
+        elif name == "_set_grad_enabled":
+            state = (node.args[0], *state[1:])
+        elif name == "_enter_autocast":
+            state = (*state, node)
+        elif name == "_exit_autocast":
+            state = tuple(x for x in state if x is not node.args[0])
         elif waiting and read and node.op in ("call_function", "call_method"):
-            name = name_of(node)
             if "autocast" in name or name.startswith("_set_") or "out" in node.kwargs:
                 return f"{name} is between the products"
             changed = node.args[0] if node.args else None
-            if _is_in_place(node) and not (
+            if is_in_place(node) and not (
                 isinstance(changed, fx.Node) and _memory(changed).isdisjoint(read)
             ):
                 return f"{name} is between the products"
@@ -43,7 +55,7 @@ def name_of(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _is_in_place(node: fx.Node) -> bool:
+def is_in_place(node: fx.Node) -> bool:
     name, schema = name_of(node), getattr(node.target, "_schema", None)
     if getattr(node.target, "__module__", "") == "_operator":  # or_ is none
         return name in _IN_PLACE

@@ -14,11 +14,13 @@ from ..multihead import MultiheadAttention, stay_on_path
 from .adapted import Adapter, adapt
 from .eager import CapturedForward
 from .scope import watch
-from .source import names_in
+from .source import SDPA, SOFTMAX, names_in
 
-_SDPA = "scaled_dot_product_attention"
-_SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
-_BY_TORCHS_FUNCTION = f"its own forward; calls of torch's {_SDPA} in it are served"
+_BY_TORCHS_FUNCTION = f"its own forward; calls of torch's {SDPA} in it are served"
+_EAGER = "fastattn.swap(model, eager=True) or adapters= may serve it"
+_COMPILED = (
+    'torch.compile traced its forward as it is for another backend; backend="fastattn" serves it'
+)
 _BY_CAPTURE = "torch.compile captures its forward; attention in the graph is served"
 
 
@@ -35,60 +37,77 @@ class Swap:
         # How modules are served: by our changes, and by names in their code.
         self._ways: dict[str, str] = {}
         self._watched: dict[str, type[nn.Module]] = {}
+        self._names: dict[str, frozenset[str]] = {}
         # For models of transformers, `left` lists modules that ignore the registered function.
         self._of_transformers: set[str] = set()
+        self._registered: set[str] = set()
         self._left: dict[str, str] = {}
         self._undo: list[Callable[[], None]] = []
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Names of served modules, and how they are served.
+        """Names of modules of which a call was served, and how they are served.
 
-        Modules that keep their forward are listed from the start if their code names torch's
-        function, else after their first call of it. A module whose calls were all passed on is in
-        `left`.
+        A model of transformers, whose calls are not counted, is listed from the start.
         """
-        return {name: way for name, way in self._served().items() if not self._in_vain(name)}
+        served = self._served()
+        return {
+            x: way for x, way in served.items() if x in self._registered or self.calls[x].served
+        }
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """Names of modules that have not run yet, and how their calls will be served."""
+        return {name: way for name, way in self._served().items() if self._is_unseen(name)}
 
     @property
     def left(self) -> dict[str, str]:
-        """Names of possible attention modules that are not served, and why."""
+        """Names of possible attention modules of which no call was served, and why."""
         served = self._served()
         left = {}
         for name, kind in self._watched.items():
-            softmax = not _SOFTMAX.isdisjoint(names_in(kind))
-            why = f"its code names neither {_SDPA} nor softmax, and no call of either was seen"
-            if softmax:
-                why = "its code names softmax: fastattn.swap(model, eager=True) or adapters= may "
-                why += "serve it"
             called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
+            softmax = not SOFTMAX.isdisjoint(self._names[name])
             if (softmax or called) and name not in served and name not in self._of_transformers:
-                left[name] = f"{_class_name(kind)}: {why}"
-        in_vain = [name for name in served if self._in_vain(name)]
+                left[name] = f"{_class_name(kind)}: {_unserved(softmax)}"
         # A class named as attention may only contain attention.
         listed = served | left | self._left
         left = {
             name: why
             for name, why in left.items()
-            if not _SOFTMAX.isdisjoint(names_in(self._watched[name]))
+            if not SOFTMAX.isdisjoint(self._names[name])
             or not any(x != name and x.startswith(name and f"{name}.") for x in listed)
         }
         left |= {name: why for name, why in self._left.items() if name not in served}
-        return left | {x: f"{served[x]}. None was: {self.calls[x].reason}" for x in in_vain}
+        idle = (x for x in served if x not in self.replaced and not self._is_unseen(x))
+        return left | {name: f"{served[name]}. None was: {self._why(name)}" for name in idle}
 
     def _served(self) -> dict[str, str]:
         watched = {
             name: f"{_class_name(kind)}: {_BY_TORCHS_FUNCTION}"
             for name, kind in self._watched.items()
             if self.calls[name].counted
-            or _SDPA in names_in(kind)
+            or SDPA in self._names[name]
             or issubclass(kind, nn.MultiheadAttention)
         }
         return watched | self._ways
 
-    def _in_vain(self, name: str) -> bool:
+    def _is_unseen(self, name: str) -> bool:
         calls = self.calls.get(name)
-        return calls is not None and calls.passed > 0 and calls.served == 0
+        idle = calls is not None and not calls.counted and not calls.unseen
+        return idle and name not in self._registered
+
+    def _why(self, name: str) -> str:
+        calls, kind = self.calls[name], self._watched.get(name)
+        if calls.passed or kind is None:
+            return calls.reason
+        softmax = not SOFTMAX.isdisjoint(self._names[name])
+        if softmax and calls.compiled:
+            return _COMPILED
+        why = f"its forward ran, and no call of torch's {SDPA} was seen"
+        if softmax and name not in self._ways:
+            return f"{why}, as its code has a softmax of its own: {_EAGER}"
+        return f"{why}: a branch without it was taken, or an attribute or closure holds it"
 
     def undo(self) -> None:
         """Restore every module. The objects, weights and hooks are unchanged."""
@@ -100,6 +119,7 @@ class Swap:
             f"replaced {name or 'the model'}: {what}{self._counted(name)}"
             for name, what in self.replaced.items()
         ]
+        lines += [f"not seen yet {x or 'the model'}: {what}" for x, what in self.unseen.items()]
         lines += [f"left {name or 'the model'}: {why}" for name, why in self.left.items()]
         return "\n".join(lines) or "no attention was found in the code of the model's modules"
 
@@ -108,6 +128,12 @@ class Swap:
             return ""
         why = f"; the last of these: {calls.reason}" if calls.passed else ""
         return f" ({calls.served} calls served, {calls.passed} not{why})"
+
+
+def _unserved(softmax: bool) -> str:
+    if softmax:
+        return f"its code names softmax: {_EAGER}"
+    return f"its code names neither {SDPA} nor softmax, and no call of either was seen"
 
 
 def _class_name(kind: type[nn.Module]) -> str:
@@ -129,8 +155,8 @@ def swap(
       keep their forward.
     - Models of Hugging Face transformers get `set_attn_implementation("fastattn")`.
     - Every other module keeps its forward. While it runs, torch's `scaled_dot_product_attention` is
-      `fastattn.compat.sdpa`'s, which passes on calls that the kernels cannot serve. Code that
-      imported torch's function by name before keeps torch's.
+      `fastattn.compat.sdpa`'s, which passes on calls that the kernels cannot serve; so is what
+      modules imported from torch by name. Attributes and closures that hold it keep torch's.
 
     `Swap.calls` counts calls, and `print(swap(model))` shows how each module is served.
 
@@ -138,8 +164,8 @@ def swap(
         model: any module. Swap before torch.compile, FSDP and other wrappers.
         eager: also serve modules that compute product, softmax and product themselves:
             torch.compile captures their forward, with guards on its inputs, and attention in the
-            graph is replaced. A forward that cannot be captured, has a hook inside or no attention
-            in its graph runs unchanged.
+            graph is replaced. A call that cannot be captured, finds a hook inside or has no
+            attention in its graph runs unchanged; other forms of call are tried.
         adapters: by exact class of module, functions `adapter(module, *args, **kwargs)` that return
             the output of a call, or NotImplemented to use the module's own forward.
 
@@ -154,6 +180,7 @@ def swap(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     adapters = _checked(adapters)
     done = Swap()
+    captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
@@ -165,11 +192,14 @@ def swap(
         }:
             continue
         done.calls[name], done._watched[name] = Calls(), kind
+        done._names[name] = names_in(module)
         done._undo.append(watch(module, done.calls[name]))
         if kind in adapters:
             _adapt(name, module, adapters[kind], "an adapter computes its calls", done)
-        elif eager and not _SOFTMAX.isdisjoint(names_in(kind)):
-            _adapt(name, module, CapturedForward(kind), _BY_CAPTURE, done)
+        elif eager and not SOFTMAX.isdisjoint(done._names[name]):
+            _adapt(
+                name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
+            )
     if done._watched:
         # Not the swap itself, which refers to the model and would keep it alive.
         token = object()
@@ -263,6 +293,7 @@ def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> boo
     served, left = unserved(model, NAME)
     if served:
         done._ways[name] = f'attn_implementation="{NAME}"'
+        done._registered.add(name)
     elif not left:
         left[""] = "no module of it is attention by transformers' AttentionInterface"
     for inner, reason in left.items():

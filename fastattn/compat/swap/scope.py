@@ -7,6 +7,7 @@ refer to the module.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..calls import Calls, running
@@ -30,11 +31,13 @@ class _Hook:
 class _Begin(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         running.begin(self.calls)
+        self.calls.begin()
 
 
 class _End(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         running.end(self.calls)
+        self.calls.end(torch.compiler.is_compiling())
 
 
 def is_of_swap(hook: object) -> bool:

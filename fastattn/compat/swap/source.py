@@ -1,5 +1,6 @@
 """Names in the code of a module class, for reports and to choose candidates of capture."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -7,19 +8,30 @@ from typing import Any
 
 from torch import nn
 
+from ..torch_sdpa import is_torchs_attention
 
-def names_in(kind: type[nn.Module]) -> frozenset[str]:
-    """Names in a class's functions and in functions of its package that they call; not torch's."""
-    of: Any = kind
-    return _names_in(of)
+_PLAIN = {bool, int, float, str, type(None), dict, list, tuple, set, OrderedDict, FunctionType}
+SDPA = "scaled_dot_product_attention"
+SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
+
+
+def names_in(module: nn.Module) -> frozenset[str]:
+    """Names in the functions of a module's class and of what it holds, and in those they call.
+
+    Of the same package each; torch's have none.
+    """
+    held = [x for x in vars(module).values() if not isinstance(x, nn.Module)]
+    kinds = {type(module), *map(type, held)} - _PLAIN
+    functions = [x for x in held if isinstance(x, FunctionType)]
+    return frozenset().union(*map(_names_in, [*kinds, *functions]))
 
 
 @cache
 def _names_in(kind: Any) -> frozenset[str]:
-    package = kind.__module__.partition(".")[0]
-    waiting: list[Any] = [
+    package = str(kind.__module__).partition(".")[0]
+    waiting: list[Any] = [kind] + [
         member
-        for base in kind.__mro__
+        for base in getattr(kind, "__mro__", ())
         if not base.__module__.startswith("torch.") and base is not object
         for member in vars(base).values()
     ]
@@ -32,7 +44,9 @@ def _names_in(kind: Any) -> frozenset[str]:
         for code in _codes(function.__code__):
             seen.add(code)
             names.update(code.co_names)
-            named = (function.__globals__.get(name) for name in code.co_names)
+            named = [function.__globals__.get(name) for name in code.co_names]
+            # Under whatever name.
+            names.update(SDPA for x in named if is_torchs_attention(x))
             waiting += [
                 x for x in named if str(getattr(x, "__module__", "")).partition(".")[0] == package
             ]
