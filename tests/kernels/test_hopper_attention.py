@@ -158,6 +158,7 @@ BAND = {"window": (60, 0), "key_lengths": torch.tensor([100, 70])}
         pytest.param("two", (70, 40), (40, 90), 256, 99, {}, id="d256"),
         pytest.param("two", (130, 20), (140, 100), 64, 1, {**BAND, "softcap": 2.0}, id="band"),
         pytest.param("one", *RAGGED, 64, 4, {}, id="one-pass"),
+        pytest.param("parts", *RAGGED, 64, 4, {}, id="parts"),
         pytest.param("one", (130, 20), (140, 100), 128, 4, BAND, id="d128-one-pass-band"),
         # Each to tiles of its own: what threads add past its end is nobody's.
         pytest.param("threads", *RAGGED, 64, 4, {}, id="threads"),
@@ -168,9 +169,9 @@ def test_packed_sequences(
     way: str, q_lengths: Any, k_lengths: Any, D: int, rounds: int, options: dict[str, Any],
     by: Callable[[str], dict[str, bool]], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """rounds: of tiles, from which on they are put in order."""
+    """The last rows are of none. rounds: of tiles, from which on they are put in order."""
     monkeypatch.setattr(host, "_ROUNDS", rounds)
-    inputs = packed_inputs(sum(q_lengths), sum(k_lengths), D)
+    inputs = packed_inputs(sum(q_lengths) + 3, sum(k_lengths) + 5, D)
     with grid_of(2):
         assert_matches_reference(
             attention, *inputs, starts(*q_lengths), starts(*k_lengths),
