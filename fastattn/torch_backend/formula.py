@@ -177,13 +177,15 @@ def denominator_gradients(
     if "sinks" not in fields:
         return {}
     # A sink is one more key with value 0: its ds is its weight times (0 - delta).
-    return {"sinks": -weighed_by_sinks(fields["sinks"], lse, delta)}
+    return {"sinks": -weighed_by_column(fields["sinks"], lse, delta)}
 
 
-def weighed_by_sinks(sinks: Tensor, lse: Tensor, x: Tensor) -> Tensor:
-    """Sums [H_q] of x [B, H_q, T_q] times the sinks' weights, without rows of no sequence."""
-    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    # Only those rows have no key and no sink. Their x may be undefined.
+def weighed_by_column(column: Tensor, lse: Tensor, x: Tensor) -> Tensor:
+    """Sums [H_q] of x [B, H_q, T_q] times the weights of a column of scores [H_q], without rows of
+    no packed sequence.
+    """
+    weight = torch.exp(column.to(lse.dtype)[:, None] - lse)
+    # Only those rows have no score at all. Their x may be undefined.
     return torch.where(lse == float("-inf"), 0.0, weight * x).sum((0, 2))
 
 

@@ -173,11 +173,12 @@ def _build(
     # Placeholder vocabulary: a wrong option should be reported before a long text is tokenized.
     placed = _model_config(kind, fields, 1)
     check_split(ranks.split, config, placed, kind)
-    length = getattr(placed, "context_length", None) or placed.target_length
-    check_memory(
-        *(lambda of: kind.build(of, {"tags": ("",)}), placed, device),
-        tokens=config.batch_size * length, ranks=ranks.split.size,
-    )  # fmt: skip
+    if checkpoint is None:
+        length = getattr(placed, "context_length", None) or placed.target_length
+        check_memory(
+            *(lambda of: kind.build(of, {"tags": ("",)}), placed, device),
+            tokens=config.batch_size * length, ranks=ranks.split.size,
+        )  # fmt: skip
     # Before slow work, so that the reader of a pipe sees progress.
     prepared = data_config.prepared
     if prepared and "tokenizer" in options.data and checkpoint is None:

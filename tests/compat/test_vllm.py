@@ -143,7 +143,7 @@ def assert_step(vllm: Any, batch: Batch, layout: str, dtype: torch.dtype, **how:
     impl.do_kv_cache_update(layer, step.new_k, step.new_v, step.kv_cache, metadata.slot_mapping)
     output = torch.full_like(step.q, 7)
     assert impl.forward(layer, step.q, None, None, step.kv_cache, metadata, output) is output
-    assert (output[-3:] == 7).all()
+    assert not output[-3:].any()
     total = sum(batch.query_lens)
     held, offsets = step.common.seq_lens, step.common.query_start_loc
 

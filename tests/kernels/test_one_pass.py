@@ -113,7 +113,7 @@ def by_op(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = True) -> None:
 
 
 def by_function(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    torch.func.grad(lambda x: loss(x, k, v, **options))(q)
+    torch.func.grad(lambda *x: loss(*x, **options), argnums=(0, 1, 2))(q, k, v)
 
 
 @interpreted
@@ -133,9 +133,9 @@ def test_atomics_run_where_they_are_permitted_alone(run: Any, atomics: list[str]
     # Asked when the backward runs.
     o = loss(q, k, v, deterministic=False)
     with deterministic_algorithms():
-        torch.autograd.grad(o, q, retain_graph=True)
+        torch.autograd.grad(o, (q, k, v), retain_graph=True)
     assert atomics == []
-    torch.autograd.grad(o, q)
+    torch.autograd.grad(o, (q, k, v))
     assert atomics != []
 
 

@@ -20,7 +20,7 @@ def fused(
     dropout: float,
     factors: list[Tensor],
     terms: list[tuple[Tensor, float, Any]],
-    sinks: tuple[Tensor, float] | None,
+    further: tuple[Tensor, float] | None,
     viewed: bool,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -57,11 +57,11 @@ def fused(
         }
         options |= {"scale": scale, "dropout": dropout}
         q, k, v = _in_four_dims(q, batch).to(common), k.to(common), v.to(common)
-        if sinks is None:
+        if further is None:
             o = attention(q, k, v, **options)
         else:
             o, lse = attention(q, k, v, return_lse=True, **options)
-            z = (sinks[0] * sinks[1]).float().logsumexp(-1)
+            z = (further[0] * further[1]).float().logsumexp(-1)
             o = o * torch.sigmoid(lse - z.reshape(lse.shape)).unsqueeze(-1)
     return o.reshape(*(outer if viewed else batch), *o.shape[-2:]).to(dtype)
 

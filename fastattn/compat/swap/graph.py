@@ -94,7 +94,7 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         if any(not value(x).is_floating_point() for x in (q, k, v)):
             raise Unmatched("queries, keys and values are no floats")
         terms = [term[:3] for term in match.terms]
-        scaled = (match.scale, match.dropout, match.factors, terms, match.sinks)
+        scaled = (match.scale, match.dropout, match.factors, terms, match.further)
         out = graph.call_function(fused, (q, k, v, *scaled, match.viewed, value(product).dtype))
         back = [order.index(i) for i in range(len(order))]
         out.meta["example_value"] = value(product).permute(back)
@@ -111,10 +111,10 @@ def _check(graph: fx.Graph, product: fx.Node, scores: fx.Node, match: Match) -> 
         raise Unmatched(reason)
     if any(value(x).dtype not in _FLOATS for x in match.chain):
         raise Unmatched("scores or weights are rounded to something else than 16, 32 or 64 bits")
-    if (match.dropped is None) != (match.sinks is None):
+    if (match.dropped is None) != (match.further is None):
         raise Unmatched("attention weights are changed by indexing")
     sizes = value(match.chain[-1]).shape[-2:], value(scores).shape[-2:]
-    if match.viewed and (match.sinks is not None or sizes[0] != sizes[1]):
+    if match.viewed and (match.further is not None or sizes[0] != sizes[1]):
         raise Unmatched("scores have another shape in their softmax than in their product")
     if not 0 < match.scale < math.inf:
         raise Unmatched(f"scores are multiplied by {match.scale}")

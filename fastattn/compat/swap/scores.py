@@ -50,7 +50,7 @@ class Match:
     at. viewed: leading dims are grouped in another way in one of the products. scale: of the nodes
     above. factors: tensors that multiply queries. zeroed: masks of weights that become 0, and
     whether they are inverted. extra: other nodes that go. dropped: the slice of the weights that
-    stays. sinks: scores whose weights are dropped, and their scale.
+    stays. further: scores whose weights are dropped, and their scale.
     """
 
     chain: list[fx.Node]
@@ -64,7 +64,7 @@ class Match:
     zeroed: list[tuple[Any, bool]] = field(default_factory=list)
     extra: list[fx.Node] = field(default_factory=list)
     dropped: tuple[Any, Any] | None = None
-    sinks: tuple[fx.Node, float] | None = None
+    further: tuple[fx.Node, float] | None = None
 
     @property
     def keys(self) -> int:
@@ -123,7 +123,7 @@ def _step(node: fx.Node, name: str, match: Match) -> Any:
         match.permute(order)
         return node.args[0]
     if name == "cat":
-        return _with_sinks(node, match)
+        return _with_further(node, match)
     if name in ("mul", "div", "add", "sub"):
         return _arithmetic(node, name, match)
     if name == "masked_fill":
@@ -185,21 +185,21 @@ def _is_maximum(x: Any, scores: Any, match: Match) -> bool:
     return False
 
 
-def _with_sinks(node: fx.Node, match: Match) -> Any:
-    """The scores in a row of scores and sinks, of which the weights are dropped."""
+def _with_further(node: fx.Node, match: Match) -> Any:
+    """The scores in a row of scores and further ones, of which the weights are dropped."""
     parts: Any = node.args[0]
     dim = argument(node, 1, "dim", 0)
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or match.dropped is None:
         raise Unmatched("scores are joined with others, whose weights are not dropped")
     start, stop = match.dropped
-    scores, sinks = parts if start in (0, None) else parts[::-1]
-    number, columns = value(scores).shape[-1], value(sinks).shape[-1]
+    scores, further = parts if start in (0, None) else parts[::-1]
+    number, columns = value(scores).shape[-1], value(further).shape[-1]
     # Either the first columns of the weights stay, or the last.
     first = start in (0, None) and stop in (-columns, number)
     last = stop in (None, number + columns) and start in (columns, -number)
     if match.terms or match.factors or dim not in (-1, match.keys) or not (first or last):
         raise Unmatched("scores are joined with others, and then changed")
-    match.sinks = sinks, match.scale
+    match.further = further, match.scale
     return scores
 
 

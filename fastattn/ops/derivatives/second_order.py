@@ -146,8 +146,8 @@ def gradients_of_pushed(
         # A sink is one more key with value 0.
         moved = moves[-1]
         c = (0 if moved is None else moved.float()[:, None]) - pushes[1]
-        dsinks = -formula.weighed_by_sinks(options.sinks, lse, eta + c * delta)
-        of["sinks"] = dsinks.to(options.sinks.dtype)
+        total = formula.weighed_by_column(options.sinks, lse, eta + c * delta)
+        of["sinks"] = -total.to(options.sinks.dtype)
     return [of[name] if need else None for name, need in zip(NAMES, wanted, strict=True)]
 
 
