@@ -24,6 +24,7 @@ class Calls:
         reason: why the last `passed` call was passed on.
         unseen: forwards in which no call was seen.
         compiled: whether torch.compile traced the last of these.
+        ended: whether the swap is undone.
     """
 
     def __new__(cls) -> "Calls":
@@ -42,7 +43,7 @@ class Calls:
     def __init__(self) -> None:
         self.served = self.passed = self.unseen = 0
         self.reason = ""
-        self.compiled = False
+        self.compiled = self.ended = False
         self._before = 0
 
     def count_served(self) -> None:
@@ -107,6 +108,8 @@ class Running(threading.local):
         return sum(of is calls for of, _ in self._later or [])
 
     def innermost(self) -> Calls | None:
+        while self.modules and self.modules[-1].ended:
+            self.modules.pop()
         return self.modules[-1] if self.modules else None
 
     def begin(self, calls: Calls) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import fastattn
+from fastattn.compat.calls import running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -367,6 +368,7 @@ def test_a_call_survives_the_end_of_its_swap(on_torch, adapters):
     expected, done = layer(*x), fastattn.swap(layer, adapters=adapters)
     layer.register_forward_pre_hook(lambda *_: done.undo())  # behind forward's look-up
     torch.testing.assert_close(layer(*x), expected)
+    assert running.innermost() is None
 
 
 def test_swapped_model_that_is_itself_attention():

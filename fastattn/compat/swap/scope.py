@@ -53,5 +53,6 @@ def watch(module: nn.Module, calls: Calls) -> Callable[[], None]:
     def remove() -> None:
         begin.remove()
         end.remove()
+        calls.ended = True  # a forward that runs has no hook now to end it
 
     return remove
