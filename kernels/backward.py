@@ -155,7 +155,13 @@ def launch_backward(
     second query and of key2 come with q's and k's.
     """
     q, k, v, o, do = aligned(q), aligned(k), aligned(v), aligned(o), aligned(do)
-    dq, dquery, of_keys = None, None, (None, None, None)
+
+    def distinct(x: Tensor | None) -> Tensor:  # as an operator's results have to be
+        return q.new_empty(0) if x is None else x
+
+    dq: Tensor | None = None
+    dquery: Tensor | None = None
+    of_keys: tuple[Tensor | None, ...] = None, None, None
     delta = torch.empty_like(lse)
     if "q" in wanted:
         dq = result_in_layout(options, q, *q.shape[1:])
@@ -167,12 +173,8 @@ def launch_backward(
         launch_delta(do, dlse, o, lse, delta, options)
     if "k" in wanted or "v" in wanted:
         of_keys = launch_dkv(q, k, v, do, lse, delta, wanted, options)
-    dk, dv, dkey2 = of_keys
-    # An operator's results are distinct tensors.
-    dq, dk, dv, dquery, dkey2 = (
-        q.new_empty(0) if x is None else x for x in (dq, dk, dv, dquery, dkey2)
-    )
-    return dq, dk, dv, delta, dquery, dkey2
+    dk, dv, dkey2 = map(distinct, of_keys)
+    return distinct(dq), dk, dv, delta, distinct(dquery), dkey2
 
 
 def launch_backward_one_pass(
