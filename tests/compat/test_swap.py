@@ -1,6 +1,7 @@
 """`fastattn.swap`: attention is served where it stands; other calls run as they are."""
 
 import copy
+import math
 import os
 import pickle
 import sys
@@ -62,8 +63,9 @@ class SelfMade(nn.Module):
         scores = q @ k.mT * (-0.3 if self.kind == "negative" else 0.3)
         if self.kind == "softcap":
             scores = 2 * torch.tanh(scores / 2)
-        if self.kind == "fill":
-            scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e4)
+        ahead = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
+        if self.kind in ("fill", "other-mask"):
+            scores = scores.masked_fill(ahead, -1e4 if self.kind == "fill" else -math.inf)
         if self.kind == "whole":
             scores = (9 * scores).to(torch.int32).to(q.dtype)
         if self.kind == "other-dim":
@@ -77,6 +79,8 @@ class SelfMade(nn.Module):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
         if self.kind == "gate":
             weights = weights * 0.5
+        if self.kind == "other-mask":
+            weights = weights.masked_fill(ahead.roll(1, 0), 0)
         if self.kind == "kept":
             self.weights = weights
         if self.kind == "in-place-late":
@@ -94,6 +98,7 @@ class SelfMade(nn.Module):
         "no-grad": "gradients or autocast are switched between the products",
         "negative": "scores are multiplied by -0.3",
         "gate": "attention weights are changed by multiplication",
+        "other-mask": "weights are set to 0 by another mask than that of the scores",
         "in-place": "add_ is between the products",
         "whole": "rounded to something else than 16, 32 or 64 bits",
         "kept": "attention weights are kept or returned by its forward",

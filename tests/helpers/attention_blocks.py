@@ -266,7 +266,7 @@ def _no_grad_mask(m: Tensor) -> Tensor:
 
 def _sunk(s: Tensor, v: Tensor, first: bool) -> Tensor:
     z = v.mean((0, 2, 3)).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
-    s = torch.cat([z, s] if first else [s, z], -1)
+    s = torch.cat([z, s], -1) * 0.5 if first else torch.cat([s, z], -1)
     weights = (s - s.amax(-1, keepdim=True)).softmax(-1)
     return (weights[..., 1:] if first else weights[..., :-1]) @ v
 
