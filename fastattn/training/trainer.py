@@ -273,7 +273,8 @@ class Trainer:
         moments = [x for state in self.optimizer.state.values() for x in state.values()]
         for name, tensors in (("weight", self.model.state_dict().values()), ("moment", moments)):
             held = [local(x) for x in tensors if x.is_floating_point()]
-            norm = nn.utils.get_total_norm([x for x in held if x.numel()], math.inf)
+            held = [x for x in held if x.numel()] or [torch.zeros((), device=self.device)]
+            norm = nn.utils.get_total_norm(held, math.inf)
             self._check_finite(f"largest {name}", float(self.ranks.total(norm.double())))
 
     def _check_folder(self) -> None:

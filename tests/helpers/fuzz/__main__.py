@@ -30,6 +30,7 @@ def main() -> int:
     from .shrink import smallest
 
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "attention takes .B, H, T, D.")  # said of legal calls too
     torch.set_num_threads(1)
     backends = [given.backend] if given.backend else ["torch", "triton"]
     first = random.SystemRandom().randrange(1 << 40) if given.seed is None else given.seed
