@@ -91,9 +91,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stop_at, tmp_path
     options = {"model": {"dropout": 0.2}, "accumulation": 2, "device": "cpu"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     uninterrupted = make_trainer(whole, **options)
-    stopped = make_trainer(parts, **options)
     with torch.device("meta"):
         uninterrupted.run()
+    stopped = make_trainer(parts, **options)
     result = stopped.run(lambda: stopped.step == stop_at)
     assert (result.step, result.finished, result.validation_loss) == (stop_at, False, None)
     torch.rand(3)
