@@ -414,17 +414,19 @@ def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     """Warn once per reason if torch serves a GPU tensor although it was not requested, and once if
     slower kernels do for want of a verdict.
     """
-    if explanation.forced or explanation.measured or device.type in ("cpu", "meta"):
+    if explanation.forced or explanation.measured:
         return
     if explanation.backend == "torch":
-        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", 5)
+        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", 5, device)
     elif explanation.reasons.get("hopper", "").startswith(choices.NEVER_RAN):
         message = "fastattn takes slower kernels where no GPU has run Hopper's (see explain)"
-        warn_once(f"{message}: {choices.REMEDY}", 5)
+        warn_once(f"{message}: {choices.REMEDY}", 5, device)
 
 
-def warn_once(message: str, stacklevel: int) -> None:
-    """Warn about a call, once; not while tracing."""
-    if message not in _warned and not torch.compiler.is_compiling():
+def warn_once(message: str, stacklevel: int, device: torch.device | None = None) -> None:
+    """Warn about a call, once; not while tracing. device: if given, of calls on a GPU alone."""
+    if torch.compiler.is_compiling() or (device is not None and device.type in ("cpu", "meta")):
+        return
+    if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel)

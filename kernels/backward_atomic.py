@@ -19,11 +19,11 @@ from torch import Tensor
 from .launch.arguments import block_dim, index_type, strides, tiles_of
 from .launch.launches import Launch, cached_plan
 from .launch.tiles import TileConfig
-from .rules.integers import runtime_int, value
+from .rules.integers import runtime_int
 from .rules.mask import Mask
 from .rules.tile import (
     batch_row,
-    clear_unowned,
+    clear_output,
     first_slot,
     head,
     load_tile,
@@ -109,9 +109,7 @@ def finish_dq_kernel(
         dq += load_tile(part_ptr, D, m_first, in_rows, ROWS, BLOCK_D, D)
     if mask.cu_q_ptr is not None:
         ends = (mask.cu_q_ptr, mask.sequences, T_q)
-        cols = tl.arange(0, BLOCK_D)
-        stride_h, stride_t = value(dq_strides[1]), value(dq_strides[2])
-        clear_unowned(dq_ptr, 0.0, cols, D, stride_h, stride_t, H_q, ends)
+        clear_output(dq_ptr, dq_strides, tl.arange(0, BLOCK_D), D, H_q, ends)
     dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
     store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
 
@@ -174,22 +172,15 @@ def launch_start_dq(
     B, H_q, T_q, D = q.shape
     rows = T_q if stats is None else stats.shape[2]
     total = torch.empty(B, H_q, rows, D, dtype=torch.float32, device=q.device)
-    _start(do, dlse, o, lse, delta, total, stats, options)
+    launch_delta(do, dlse, o, lse, delta, options, stats, total)
     return total
 
 
 def launch_delta(
     do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, delta: Tensor | None,
-    options: Options, stats: Tensor | None = None,
+    options: Options, stats: Tensor | None = None, total: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill delta and stats as `launch_start_dq` does, without a sum of dQ."""
-    _start(do, dlse, o, lse, delta, None, stats, options)
-
-
-def _start(
-    do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, delta: Tensor | None,
-    total: Tensor | None, stats: Tensor | None, options: Options,
-) -> None:  # fmt: skip
+    """Fill delta, stats and total, each if given, as `launch_start_dq` does."""
     minus_lse, minus_delta = (None, None) if stats is None else (stats[0], stats[1])
     launch = _plan_start(options, o, do, total, dlse, stats)
     launch(options, o, do, lse, dlse, delta, total, minus_lse, minus_delta)

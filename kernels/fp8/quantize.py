@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ..launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
 from ..rules.codes import key_at, row_scale, to_e4m3
-from ..rules.integers import value
 from ..rules.tile import (
     batch_row,
-    clear_unowned,
+    clear_output,
     head,
     key_program,
     load_at,
@@ -109,9 +108,7 @@ def head_codes_kernel(
     else:
         if mask.cu_k_ptr is not None:
             ends = (mask.cu_k_ptr, mask.sequences, T)
-            cols = tl.arange(0, BLOCK_D)
-            stride_h, stride_t = value(codes_strides[1]), value(codes_strides[2])
-            clear_unowned(codes_ptr, 0, cols, D, stride_h, stride_t, H, ends)
+            clear_output(codes_ptr, codes_strides, tl.arange(0, BLOCK_D), D, H, ends)
         ptr, stride = head(codes_ptr, at.b, at.h, at.first_k, codes_strides, tl.int64)
         exists = first + tl.arange(0, ROWS) < row.T_k
         store_tile(ptr, stride, first, codes, exists, ROWS, BLOCK_D, D)

@@ -104,7 +104,7 @@ def launch_hopper_backward(
 
 
 def _launches(q: Tensor, wanted: str) -> list[str]:
-    """What each launch for dK and dV computes."""
+    """The gradients of each launch for dK and dV, by letters."""
     if tile_columns(q.shape[3]) == APART_HEAD_DIM:
         return [of for of in "vk" if of in wanted]
     return ["kv"] if "k" in wanted or "v" in wanted else []

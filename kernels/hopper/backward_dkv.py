@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..rules.plans import full_block, masked_block
 from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
-from ..rules.tile import at_queries
+from ..rules.tile import at_queries, clear_output
 from .hidden_keys import allocate_landed, load_keys, load_until, some_exist
 from .one_pass import (
     DqSum,
@@ -54,7 +54,7 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
-    clear_output,
+    columns_of_row,
     load,
     over_columns,
     products_of,
@@ -407,11 +407,11 @@ def _clear(
 ):  # fmt: skip
     """`clear_output` of what `_store` writes."""
     if parts is None or parts == 1:
-        clear_output(ptr, strides, H, ends, COLUMNS, BLOCK)
+        clear_output(ptr, strides, columns_of_row(BLOCK), COLUMNS, H, ends)
     else:
         # As `runtime_int`s.
         of_parts = (3, 4 * ends[2] * COLUMNS + 3, 4 * COLUMNS + 3)
-        clear_output(parts_ptr, of_parts, H * parts, ends, COLUMNS, BLOCK)
+        clear_output(parts_ptr, of_parts, columns_of_row(BLOCK), COLUMNS, H * parts, ends)
 
 
 @gluon.jit(do_not_specialize=SIZES)

@@ -14,7 +14,7 @@ from ..rules.integers import value
 from ..rules.plans import full_block, masked_block
 from ..rules.score import dropped, gradient, modified, slope_of
 from ..rules.softmax import weights
-from ..rules.tile import at_keys
+from ..rules.tile import at_keys, clear_output
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .one_pass import held
 from .pairs import (
@@ -34,7 +34,7 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
-    clear_output,
+    columns_of_row,
     load_slot,
     over_columns,
     products_of,
@@ -284,7 +284,7 @@ def hopper_backward_dq_kernel(
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     if mask.cu_q_ptr is not None:
         ends = (mask.cu_q_ptr, mask.sequences, T_q)
-        clear_output(dq_ptr, dq_strides, H, ends, config.columns, config.D)
+        clear_output(dq_ptr, dq_strides, columns_of_row(config.D), config.columns, H, ends)
     landed = allocate_landed(mask)
     k, v = allocate_rings(k_desc, v_desc, config)
     shared = BackwardDq(

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ..fp8.values import first_packed
 from ..rules.score import Score, first_state, modified, slope_of, with_sink
 from ..rules.softmax import LN2, finish, online_step
-from ..rules.tile import at_keys
+from ..rules.tile import at_keys, clear_output
 from .hidden_keys import allocate_landed, load_keys, shown_keys
 from .pairs import allocate_bias, kept_pairs, load_bias, seen_pairs, take_bias, user_scores
 from .partitions import configured, run_partitions
@@ -25,8 +25,8 @@ from .pipeline import (
     allocate_ring,
     allocate_rings,
     as_operand,
-    clear_output,
     clear_statistic,
+    columns_of_row,
     load,
     load_slot,
     over_columns,
@@ -313,7 +313,8 @@ def hopper_forward_kernel(
     work = Work(heads, tiles, group, pairs, T_q, T_k, H, mask, pair_group, G, order_ptr)
     if mask.cu_q_ptr is not None:
         ends = (mask.cu_q_ptr, mask.sequences, T_q)
-        clear_output(o_ptr, o_strides, H, ends, config.value_columns, config.value_tile)
+        cols = columns_of_row(config.value_tile)
+        clear_output(o_ptr, o_strides, cols, config.value_columns, H, ends)
         clear_statistic(lse_ptr, H, ends)
         if max_ptr is not None:
             clear_statistic(max_ptr, H, ends)

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from ..rules.integers import value
 from ..rules.tile import clear_unowned, head
 
 if hasattr(tma, "async_load"):
@@ -368,20 +367,15 @@ def send(out, tile, x, b, h, first, kept, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def clear_output(ptr, strides, heads, ends, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
-    """Write zeros to the rows of an output that no packed sequence owns; COLUMNS of BLOCK exist.
-
-    ends: see `tile.clear_unowned`.
-    """
-    cols = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    clear_unowned(ptr, 0.0, cols, COLUMNS, value(strides[1]), value(strides[2]), heads, ends)
+def columns_of_row(BLOCK: gl.constexpr):
+    """The numbers below BLOCK, for `tile.clear_output`."""
+    return gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
 def clear_statistic(ptr, heads, ends):
-    """Write -inf to [heads, T] where `clear_output` writes zeros."""
-    cols = gl.arange(0, 1, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    clear_unowned(ptr, float("-inf"), cols, 1, ends[2], 1, heads, ends)
+    """Write -inf to [heads, T] where `tile.clear_output` writes zeros."""
+    clear_unowned(ptr, float("-inf"), columns_of_row(1), 1, ends[2], 1, heads, ends)
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .integers import value
 from .mask import padded_keys, padding_words, valid_keys, visible
 from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
@@ -18,6 +17,7 @@ from .tile import (
     at_keys,
     at_queries,
     batch_row,
+    clear_output,
     clear_unowned,
     head_at,
     key_program,
@@ -166,10 +166,7 @@ def store_queries(
     ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
 ):
     """Write x [BLOCK_M, COLS] where `load_queries` reads; 0 in rows of no packed sequence."""
-    if tile.ends is not None:
-        cols = tl.arange(0, COLS)
-        stride_h, stride_t = value(strides[1]), value(strides[2])
-        clear_unowned(ptr, 0.0, cols, WIDTH, stride_h, stride_t, tile.H_q, tile.ends)
+    clear_output(ptr, strides, tl.arange(0, COLS), WIDTH, tile.H_q, tile.ends)
     ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
     store_tile(ptr, stride, tile.first, x, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
 
@@ -203,10 +200,7 @@ def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, c
 
     In full blocks invalid keys were processed without a mask.
     """
-    if tile.ends is not None:
-        cols = tl.arange(0, COLS)
-        stride_h, stride_t = value(strides[1]), value(strides[2])
-        clear_unowned(ptr, 0.0, cols, WIDTH, stride_h, stride_t, tile.H_k, tile.ends)
+    clear_output(ptr, strides, tl.arange(0, COLS), WIDTH, tile.H_k, tile.ends)
     ptr, stride = key_head(ptr, strides, tile, const)
     _store_keys_at(ptr, stride, tile, x, COLS, WIDTH, const)
 

@@ -345,12 +345,20 @@ def clear_unowned(ptr, fill, cols, WIDTH, stride_h, stride_t, heads, ends):
     """
     cu_ptr, sequences, T = ends
     first = int32_within(tl.load(cu_ptr + value(sequences)), 0, T) + tl.program_id(0)
-    values = (cols * 0).to(ptr.dtype.element_ty) + fill
+    values = (cols * 0 + fill).to(ptr.dtype.element_ty)
     for i in range(0, tl.cdiv(tl.maximum(T - first, 0), tl.num_programs(0))):
         row = first + i * tl.num_programs(0)
         row_ptr = ptr + tl.cast(row, tl.int64) * stride_t
         for h in range(0, heads):
             tl.store(row_ptr + tl.cast(h, tl.int64) * stride_h + cols, values, mask=cols < WIDTH)
+
+
+@triton.jit
+def clear_output(ptr, strides, cols, WIDTH, heads, ends):
+    """`clear_unowned` with 0 of a tensor with strides as in `head`; nothing if ends is None."""
+    if ends is not None:
+        stride_h, stride_t = value(strides[1]), value(strides[2])
+        clear_unowned(ptr, 0, cols, WIDTH, stride_h, stride_t, heads, ends)
 
 
 @triton.jit

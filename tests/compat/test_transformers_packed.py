@@ -46,7 +46,7 @@ def packed(device: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize(("name", "way"), gate_cases(CASES, LATER))
 def test_packed_sequences_are_as_if_alone(name, way, device, attention_calls):
-    """By offsets as FlashAttention takes them, or positions; beside masks, padding and caches."""
+    """Offsets as FlashAttention takes them, or positions; beside masks, padding and caches."""
     model = decoder(name, device)
     ids = tokens(1, sum(LENGTHS), device)
     inputs, offsets = packed(device)

@@ -64,7 +64,7 @@ def operation(node: Any, placed: bool = True) -> str:
 
 
 def words(node: fx.Node) -> str:
-    """What a node does, in a user's words."""
+    """Name what a node does, in a user's words."""
     name = operation(node) or str(getattr(node.target, "__name__", node.target))
     return _WORDS.get(name.removesuffix("_"), name)
 

@@ -411,6 +411,5 @@ def _why_slow(q: Tensor) -> str | None:
 
 def _say_once(choice: Explanation, device: torch.device) -> None:
     """Warn once per reason that an unforced GPU call is not computed in 8 bits."""
-    if device.type not in ("cpu", "meta"):
-        message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
-        dispatch.warn_once(message, 4)
+    message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
+    dispatch.warn_once(message, 4, device)
