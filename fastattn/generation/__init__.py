@@ -1,6 +1,9 @@
 """Text generation."""
 
+from typing import NoReturn
+
 from ..models.sampling import Sampling as Sampling
+from ..removed import raise_missing
 from .engine import Engine as Engine
 from .generate import Batch as Batch
 from .generate import generate_batch as generate_batch
@@ -19,3 +22,7 @@ from .text import TextStream as TextStream
 from .translate import beam_translate as beam_translate
 from .translate import greedy_translate as greedy_translate
 from .translate import translate as translate
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise_missing(__name__, name)
