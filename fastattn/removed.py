@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import NoReturn
 
 # By the name after "fastattn.", or the option of the command.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "train --alibi": "--positions alibi",
+    "train --data-parallel": "ranks share out the rows of a batch by themselves",
+    "train --context-parallel": "fastattn.parallel, as in examples/long_context.py",
+    "train --tensor-parallel": "fastattn.models.tensor_parallel.tp_plan with parallelize_module",
+    "train --save-in-background": "torch.distributed.checkpoint.async_save in a loop of your own",
+}
 
 
 def raise_missing(module: str, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""`fastattn import-hf`, `export-hf`, `import-nanogpt`, `gather`: convert checkpoints."""
+"""`fastattn import-hf`, `export-hf`, `import-nanogpt`: convert checkpoints."""
 
 from __future__ import annotations
 
@@ -42,32 +42,6 @@ def add_convert(commands: Any) -> None:
     one.add_argument("--tokenizer", metavar="FILE", help="a tokenizer's JSON, such as GPT-2's")
     text = "text that a character model was trained on"
     one.add_argument("--text", metavar="FILE", help=text)
-
-    parser = commands.add_parser(
-        "gather",
-        help="write a checkpoint of several ranks as one of one file",
-        description="Write a checkpoint that several ranks have written, each its part, as one "
-        "process writes it. A run goes on from either, on any number of ranks.",
-    )
-    parser.set_defaults(command=_gather)
-    text = "folder of a run or of one checkpoint"
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help=text)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
-
-
-def _gather(arguments: argparse.Namespace) -> int:
-    from ..training.checkpoint import (
-        CheckpointError,
-        latest_checkpoint,
-        load_checkpoint,
-        save_checkpoint,
-    )
-
-    if taken := latest_checkpoint(arguments.out):
-        raise CheckpointError(f"{arguments.out} holds a run already ({taken.name})")
-    made = save_checkpoint(arguments.out, load_checkpoint(arguments.checkpoint))
-    sys.stdout.write(f"checkpoint {made}\n")
-    return 0
 
 
 def _import_hf(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..removed import REMOVED
 from .bench import add_bench
 from .convert import add_convert
 from .generate import add_generate
@@ -59,12 +60,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            hints = []
-            for word in (word for word in unknown if word.startswith("--")):
-                closest = difflib.get_close_matches(
-                    word.partition("=")[0], self._option_string_actions, 1
-                )
-                hints += [f"; the closest to {word} is {closest[0]}"] if closest else []
+            hints = [self._hint(word) for word in unknown if word.startswith("--")]
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
         for action in self._actions:
             # An empty path would be the current folder.
@@ -72,6 +68,17 @@ class _Parser(argparse.ArgumentParser):
                 name = "/".join(action.option_strings) or action.dest
                 self.error(f"argument {name}: a path must not be empty (.: the current folder)")
         return parsed, unknown
+
+    def _hint(self, word: str) -> str:
+        """What takes the place of an unknown option, or the closest one."""
+        option = word.partition("=")[0]
+        if instead := REMOVED.get(f"{self.prog.partition(' ')[2]} {option}"):
+            return f"; {option} was removed: {instead}"
+        if closest := difflib.get_close_matches(option, self._option_string_actions, 1, 0.7):
+            return f"; the closest to {option} is {closest[0]}"
+        if "--set" in self._option_string_actions:
+            return f"; a field of the model: --set {option[2:].replace('-', '_')}=VALUE"
+        return ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..cache.dense import KVCache
 from ..checks import check_integers, type_name
@@ -37,6 +38,23 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             module.training = True
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model without memory, whose sizes may be impossibly large."""
+    with torch.device("meta"), _Uninitialised():
+        return build()
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Leaves out random initialisation, whose first use on the meta device costs seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.normal_, Tensor.uniform_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 # GPT-2's initialisation: every weight matrix is normal with this standard deviation.

@@ -1,24 +1,22 @@
-"""Checkpoints: safetensors and JSON files, written atomically, so that a kill leaves a whole one.
+"""Checkpoints of a run: one folder a step, whole or not there.
 
-A run's folder holds its checkpoints as folders `step-NNNNNNNN`:
+    step-00000500/
+        model.safetensors   the weights; its metadata are configuration, tokenizer and step
+        training.pt         optimizer and progress, read by torch.load with weights_only=True
 
-    checkpoint.json        configuration, progress, and size and SHA-256 of the files below
-    model.safetensors      the parameters
-    training.safetensors   optimizer moments and random generator states
-    tokenizer.json         the tokenizer
-
-In a sharded checkpoint (`fastattn.training.sharded`) each rank writes its own two safetensors
-files, such as `shard-RANK-model-00001-of-00002.safetensors`. They are read here as well.
-
-A checkpoint is written and flushed under a temporary name, then renamed; older ones are removed
-last. So every folder `step-*` is complete, and the highest number is the newest.
+Both are written under a hidden name, flushed and renamed; only then is the older one removed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,58 +24,92 @@ import torch
 from torch import Tensor, nn
 
 from ..models.gpt import GPT
-from ..modules.fused_weights import separated
-from . import storage
+from ..models.stack import on_meta
 from .extras import import_extra
-from .storage import MANIFEST, MODEL, TOKENIZER, TRAINING, Manifest, apart, entry_of
-from .storage import CheckpointError as CheckpointError
-from .storage import find_checkpoint as find_checkpoint
-from .storage import latest_checkpoint as latest_checkpoint
 from .tasks.kinds import KINDS, Kind
-from .tokenizers import Tokenizer, TokenizerError, from_json
+from .tokenizers import Tokenizer, from_json
+
+MODEL, TRAINING = "model.safetensors", "training.pt"
+_FORMAT, _DIGEST = "fastattn", "sha256"
+_FOLDER = re.compile(r"step-(\d{8,})")
+_WRITING, _REMOVING = ".writing-", ".removing-"
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written or read, or belongs to another run."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State from which a run can resume.
+    """State from which a model is built and its run goes on.
 
     Args:
         step: optimizer steps done.
         model: parameters by name, as the model's `state_dict` gives them.
-        training: further tensors by name: optimizer moments, generator states.
         tokenizer: of the run's text.
-        config: the run's configuration, JSON values only; "kind" names the kind of the model (see
-            `fastattn.training.tasks.kinds`), "model" holds its config's `to_dict`.
-        state: further progress, JSON values only.
+        config: JSON values: "kind" of the model (see `fastattn.training.tasks.kinds`), "model",
+            "training" and "data", their settings, and "results".
+        training: what only training needs, values of `torch.save`; empty in an imported model.
         source: its name in error messages.
         folder: where it was read.
     """
 
     step: int
     model: Mapping[str, Tensor]
-    training: Mapping[str, Tensor]
     tokenizer: Tokenizer
     config: Mapping[str, Any]
-    state: Mapping[str, Any]
+    training: Mapping[str, Any] = field(default_factory=dict)
     source: str = "the checkpoint"
     folder: Path | None = None
 
-    def require(self, *names: str) -> Any:
-        """Value in "config" or "state" at a path of keys.
+    @property
+    def kind(self) -> Kind:
+        """Kind of the model; CheckpointError if this version has no such kind."""
+        name = self.config.get("kind", "gpt")
+        if name not in KINDS:
+            raise CheckpointError(
+                f"{self.source} is of kind {name!r}, this fastattn has {', '.join(KINDS)}"
+            )
+        return KINDS[name]
+
+    @property
+    def model_config(self) -> Any:
+        """The model's configuration; CheckpointError if it is missing or unusable."""
+        try:
+            return self.kind.config.from_dict(self.config["model"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.source} has no usable model config: {error}") from None
+
+    def build(self) -> nn.Module:
+        """The model with its weights, on the CPU.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: weights, configuration and tokenizer do not belong together.
         """
-        value: Any = {"config": self.config, "state": self.state}
-        for name in names:
-            if name not in value:
-                raise CheckpointError(f"{self.source} has no entry {'.'.join(names)!r}")
-            value = value[name]
-        return value
+        config, data = self.model_config, self.config.get("data", {})
+        check_tokenizer(self.tokenizer, config, self.source)
+        try:
+            self.check_fits(on_meta(lambda: self.kind.build(config, data)))
+        except (MemoryError, OverflowError, RuntimeError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{self.source} has no usable configuration: {error}") from None
+        model = self.kind.build(config, data)
+        model.load_state_dict(self.model)
+        return model
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Raise CheckpointError unless the model has the parameters of this checkpoint."""
+        wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        saved = {name: tuple(x.shape) for name, x in self.model.items()}
+        for name in sorted({*wanted, *saved}):
+            if wanted.get(name) != saved.get(name):
+                raise CheckpointError(
+                    f"{self.source} is of another configuration: {name} has shape "
+                    f"{saved.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
+                )
 
 
 def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint into a run's folder, then removes the older ones.
+    """Write a checkpoint into a run's folder, then remove the older ones.
 
     Returns:
         The checkpoint's folder.
@@ -86,71 +118,50 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
         CheckpointError: the folder holds one of this step or a later one; or it cannot be written
             and flushed, such as on a full disk. Older ones are kept.
     """
-    final = storage.checkpoint_path(Path(run_dir), checkpoint.step)
+    run_dir = Path(run_dir)
+    final = checkpoint_path(run_dir, checkpoint.step)
+    older = _checkpoints(run_dir)
+    if older and _step(older[-1]) >= checkpoint.step:
+        raise CheckpointError(
+            f"{run_dir} holds {older[-1].name} already, so {final.name} is not written there: "
+            "choose another folder"
+        )
+    temporary = run_dir / f"{_WRITING}{final.name}-{secrets.token_hex(4)}"
     try:
-        storage.begin(final)
-        storage.publish(final, _serialise(checkpoint))
-    except OSError as error:
-        storage.discard(final)
-        raise storage.write_error(final, error) from None
+        _write(temporary, checkpoint)
+        temporary.rename(final)
+        _flush(run_dir)
+    except (OSError, RuntimeError) as error:  # torch.save's own is a RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = latest_checkpoint(run_dir)
+        cause = getattr(error, "strerror", None) or error
+        if kept == final:
+            raise CheckpointError(f"{final} may not survive a power cut: {cause}") from None
+        state = f"{kept} is kept" if kept else "there is no earlier one"
+        raise CheckpointError(f"cannot write checkpoint {final}: {cause}; {state}") from None
+    for folder in older:
+        _remove(folder)
     return final
 
 
-def load_checkpoint(
-    path: str | Path, *, device: torch.device | str = "cpu", training: bool = True
-) -> Checkpoint:
-    """Reads a checkpoint and checks the sizes and digests of its files.
+def load_checkpoint(path: str | Path, *, training: bool = True) -> Checkpoint:
+    """Read a checkpoint, all on the CPU; no code in its files runs.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
-        device: of the model's tensors; the others stay on the CPU. "meta" = read only names, dtypes
-            and shapes, and check only file sizes.
-        training: also read the tensors that only training needs.
+        training: also read what only training needs.
 
     Raises:
-        CheckpointError: there is none, or it is truncated, changed, or of another format.
+        CheckpointError: there is none, or a file is missing, truncated or changed.
     """
     folder = find_checkpoint(path)
-    manifest = storage.read_manifest(folder)
-    source = f"checkpoint {folder}"
+    tensors, config = _read_model(folder / MODEL)
     try:
-        tokenizer = from_json(manifest.read(TOKENIZER).decode("utf-8"))
-    except (TokenizerError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{source}: {TOKENIZER}: {error}") from None
-    only_shapes = torch.device(device).type == "meta"
-    model = _tensors(manifest, manifest.model_files, only_shapes)
-    return Checkpoint(
-        step=manifest.step,
-        model={name: tensor.to(device) for name, tensor in model.items()},
-        training=_tensors(manifest, manifest.training_files, only_shapes) if training else {},
-        tokenizer=tokenizer,
-        config=manifest.config,
-        state=manifest.state,
-        source=source,
-        folder=folder,
-    )
-
-
-def _tensors(manifest: Manifest, names: list[str], only_shapes: bool) -> dict[str, Tensor]:
-    """The tensors of some files of a checkpoint."""
-    torch_format = import_extra("safetensors.torch", "a checkpoint")
-    if manifest.sharded or only_shapes:
-        # Slow to import, and most checkpoints are not sharded.
-        from .shards import ShardReader, read_tensors
-
-        tensors = ShardReader(manifest, names).shapes()
-        if not only_shapes:
-            tensors = {name: torch.empty_like(x, device="cpu") for name, x in tensors.items()}
-            read_tensors(manifest, names, tensors)
-        return tensors
-    (name,) = names
-    content = manifest.read(name)
-    try:
-        loaded: dict[str, Tensor] = torch_format.load(content)
-    # The Rust code raises its own exception type, the Python code any.
-    except Exception as error:
-        raise CheckpointError(f"{manifest.folder / name} is corrupt: {error}") from None
-    return loaded
+        tokenizer, step = from_json(config.pop("tokenizer")), config.pop("step")
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{folder / MODEL} has no usable tokenizer: {error}") from None
+    state = _read_training(folder / TRAINING) if training else {}
+    return Checkpoint(step, tensors, tokenizer, config, state, f"checkpoint {folder}", folder)
 
 
 @dataclass(frozen=True)
@@ -172,36 +183,8 @@ class Trained:
     data: Mapping[str, Any]
 
 
-def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
-    """Builds the GPT of a checkpoint, in evaluation mode, and its tokenizer.
-
-    `load_trained` does so for the other kinds of models.
-
-    Raises:
-        CheckpointError: as `load_checkpoint`, the checkpoint holds another kind of model, or its
-            parts do not belong together.
-    """
-    trained = load_trained(path, "gpt", device=device)
-    assert isinstance(trained.model, GPT)
-    return trained.model, trained.tokenizer
-
-
-def kind_of(checkpoint: Checkpoint) -> Kind:
-    """The checkpoint's kind of model; GPT where it names none.
-
-    Raises:
-        CheckpointError: this version has no such kind.
-    """
-    name = checkpoint.config.get("kind", "gpt")
-    if name not in KINDS:
-        raise CheckpointError(
-            f"{checkpoint.source} is of kind {name!r}, this fastattn has {', '.join(KINDS)}"
-        )
-    return KINDS[name]
-
-
 def load_trained(path: str | Path, *kinds: str, device: torch.device | str = "cpu") -> Trained:
-    """Builds the model of a checkpoint, in evaluation mode.
+    """Build the model of a checkpoint, in evaluation mode.
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
@@ -212,52 +195,31 @@ def load_trained(path: str | Path, *kinds: str, device: torch.device | str = "cp
         CheckpointError: as `load_checkpoint`, or the checkpoint is of another kind, or its parts do
             not belong together.
     """
-    checkpoint = load_checkpoint(path, device=device, training=False)
-    kind = kind_of(checkpoint)
+    checkpoint = load_checkpoint(path, training=False)
+    kind = checkpoint.kind
     if kinds and kind.name not in kinds:
         wanted = " or ".join(KINDS[name].title for name in kinds)
         raise CheckpointError(
             f"checkpoint {path} holds {kind.title}, {wanted} is needed: see fastattn {kind.use}"
         )
-    config = config_of(checkpoint)
-    if kind.name == "tagger":
-        for name in ("tags", "python"):
-            checkpoint.require("config", "data", name)
+    model = checkpoint.build().to(device).eval()
     data = checkpoint.config.get("data", {})
-    check_build(lambda: kind.build(config, data), checkpoint)
-    model = kind.build(config, data).to(device)
-    check_tokenizer(checkpoint.tokenizer, config, checkpoint.source)
-    restore_model(model, checkpoint)
-    return Trained(kind, model.eval(), config, checkpoint.tokenizer, data)
+    return Trained(kind, model, checkpoint.model_config, checkpoint.tokenizer, data)
 
 
-def config_of(checkpoint: Checkpoint) -> Any:
-    """The configuration of a checkpoint's model.
+def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
+    """The GPT of a checkpoint, in evaluation mode, and its tokenizer.
 
     Raises:
-        CheckpointError: its kind is unknown, or its configuration is missing or unusable.
+        CheckpointError: as `load_trained`.
     """
-    fields = checkpoint.require("config", "model")
-    try:
-        config = kind_of(checkpoint).config.from_dict(fields)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.source} has no usable model config: {error}") from None
-    for name in ("num_layers", "num_decoder_layers"):
-        layers = getattr(config, name, None) or 0
-        if layers > len(checkpoint.model):
-            raise CheckpointError(
-                f"{checkpoint.source} has no usable model config: {name} is {layers}, "
-                f"and there are {len(checkpoint.model)} parameters"
-            )
-    return config
+    trained = load_trained(path, "gpt", device=device)
+    assert isinstance(trained.model, GPT)
+    return trained.model, trained.tokenizer
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:
-    """Check that the model has an embedding for every id of the tokenizer.
-
-    Raises:
-        CheckpointError: it does not: the tokenizer belongs to another model.
-    """
+    """Raise CheckpointError unless the model has an embedding for every id of the tokenizer."""
     for name in ("vocab_size", "source_vocab_size", "target_vocab_size"):
         size = getattr(config, name, tokenizer.vocab_size)
         if tokenizer.vocab_size > size:
@@ -267,66 +229,134 @@ def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:
             )
 
 
-def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies a checkpoint's parameters into a model.
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Folder of a step's checkpoint."""
+    return run_dir / f"step-{step:08d}"
+
+
+def latest_checkpoint(run_dir: str | Path) -> Path | None:
+    """Folder of a run's newest checkpoint, or None."""
+    return (_checkpoints(Path(run_dir)) or [None])[-1]
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint at a path: the folder itself, or the newest of a run's folder.
 
     Raises:
-        CheckpointError: as `check_fits`.
+        CheckpointError: there is none.
     """
-    check_fits(model, checkpoint)
-    model.load_state_dict(separated(model, checkpoint.model))
+    path = Path(path)
+    own = (path / MODEL).exists() or _FOLDER.fullmatch(path.name)
+    folder = path if own and path.is_dir() else latest_checkpoint(path)
+    if folder is None:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return folder
 
 
-def check_fits(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint has this model's parameters.
-
-    Raises:
-        CheckpointError: names or shapes differ: the checkpoint is of another configuration.
-    """
-    parts = dataclasses.replace(checkpoint, model=separated(model, checkpoint.model))
-    check_shapes(model.state_dict(), parts)
-
-
-def check_shapes(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
-    """`check_fits` for tensors by name."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
-    for name in sorted({*wanted, *saved}):
-        if wanted.get(name) != saved.get(name):
-            raise CheckpointError(
-                f"{checkpoint.source} is of another configuration: {name} has shape "
-                f"{saved.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
-            )
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write and flush the files of a checkpoint, after removing what killed writes have left."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.iterdir():
+        if left.name.startswith((_WRITING, _REMOVING)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir()
+    tokenizer = checkpoint.tokenizer.to_json()
+    text = json.dumps({**checkpoint.config, "step": checkpoint.step, "tokenizer": tokenizer})
+    tensors = _apart(checkpoint.model)
+    metadata = {_FORMAT: text, _DIGEST: _digest(text, tensors)}
+    content = import_extra("safetensors.torch", "a checkpoint").save(tensors, metadata=metadata)
+    (folder / MODEL).write_bytes(content)
+    torch.save(dict(checkpoint.training), folder / TRAINING)
+    for path in (folder / MODEL, folder / TRAINING, folder):
+        _flush(path)
 
 
-def check_build(build: Callable[[], nn.Module], checkpoint: Checkpoint) -> None:
-    """`check_fits` before the model is built, as its sizes may be impossibly large.
-
-    Raises:
-        CheckpointError: as `check_fits`, or no memory could ever hold the model.
-    """
-    try:
-        with torch.device("meta"):
-            model = build()
-    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+def _read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and metadata of a model.safetensors."""
+    safetensors = import_extra("safetensors", "a checkpoint")
+    if not path.exists() and (path.parent / "checkpoint.json").exists():
         raise CheckpointError(
-            f"{checkpoint.source} is of another configuration, of impossible sizes: {error}"
-        ) from None
-    check_fits(model, checkpoint)
+            f"{path.parent} was written by an earlier fastattn: export it there (fastattn "
+            "export-hf), and import it here (fastattn import-hf)"
+        )
+    try:
+        path.open("rb").close()  # an error of the file system names its cause
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    # The Rust code raises its own exception type.
+    except Exception as error:
+        raise CheckpointError(f"{path} is corrupt: {error}") from None
+    if _FORMAT not in metadata:
+        raise CheckpointError(f"{path} is not of fastattn: its metadata have no {_FORMAT!r}")
+    if metadata.get(_DIGEST) != _digest(metadata[_FORMAT], tensors):
+        raise CheckpointError(f"{path} is corrupt: its SHA-256 is another one")
+    return tensors, json.loads(metadata[_FORMAT])
 
 
-def _serialise(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Contents of the files by name, the manifest last."""
-    torch_format = import_extra("safetensors.torch", "a checkpoint")
-    contents = {
-        MODEL: torch_format.save(_on_cpu(checkpoint.model)),
-        TRAINING: torch_format.save(_on_cpu(checkpoint.training)),
-        TOKENIZER: checkpoint.tokenizer.to_json().encode("utf-8"),
-    }
-    files = {name: entry_of(content) for name, content in contents.items()}
-    manifest = storage.write_manifest(checkpoint.step, checkpoint.config, checkpoint.state, files)
-    return {**contents, MANIFEST: manifest}
+def _read_training(path: Path) -> dict[str, Any]:
+    try:
+        path.open("rb").close()
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    # A damaged file makes the reader fail in any way.
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} is corrupt: {why}") from None
+    return state
 
 
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return apart({name: x.cpu().contiguous() for name, x in tensors.items()})
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of metadata and tensors, in hexadecimal."""
+    digest = hashlib.sha256(text.encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        if x.numel():
+            digest.update(x.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, each with its own memory, as safetensors requires."""
+    seen: set[int] = set()
+    copies = {}
+    for name, tensor in tensors.items():
+        x = tensor.detach().cpu().contiguous()
+        shared = x.data_ptr() in seen and x.numel() > 0  # such as a tied embedding
+        copies[name] = x.clone() if shared else x
+        seen.add(x.data_ptr())
+    return copies
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or a folder's names to the disk, for a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    """Folders of a run's checkpoints, the newest last."""
+    if not run_dir.is_dir():
+        return []
+    folders = [x for x in run_dir.iterdir() if _FOLDER.fullmatch(x.name) and x.is_dir()]
+    return sorted(folders, key=_step)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, renamed first, so that half of it never looks complete."""
+    doomed = folder.with_name(f"{_REMOVING}{folder.name}")
+    try:
+        folder.rename(doomed)
+    except OSError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -17,20 +17,16 @@ from torch import Tensor
 
 from ..models import gpt2
 from ..models.fields import check_type
-from ..models.gpt import GPT, GPTConfig
+from ..models.gpt import GPTConfig
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
-    check_build,
-    config_of,
-    kind_of,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from .data.text import read_text_file
 from .extras import import_extra
-from .storage import file_in, read_json
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
 
@@ -56,15 +52,15 @@ def import_hf(
         The checkpoint's folder; `load_model` reads it.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, a field is unusable, a path leaves the
-            folder (or its hub cache), or out_dir already holds a run.
+        CheckpointError: a file is missing or unreadable, a field is unusable, or out_dir already
+            holds a run.
         UnsupportedModelError: the model is of a kind that `GPT` does not compute.
         TokenizerError: the tokenizer is unusable.
     """
     folder = Path(folder)
-    path = _file_in(folder, _CONFIG)
+    path = folder / _CONFIG
     with _naming(path):
-        config = gpt2.config_from_hf(read_json(path))
+        config = gpt2.config_from_hf(_read_json(path))
     vocabulary = _tokenizer_of(folder) if tokenizer is None else load_tokenizer(tokenizer)
     with _naming(folder):
         weights = gpt2.weights_from_hf(_read_weights(folder), config)
@@ -92,10 +88,10 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
     if folder.exists() and (held := sorted(folder.iterdir())):
         raise CheckpointError(f"{folder} holds {held[0].name} already: choose an empty folder")
     checkpoint = load_checkpoint(path, training=False)
-    if (kind := kind_of(checkpoint)).name != "gpt":
-        raise CheckpointError(f"{checkpoint.source} holds {kind.title}, a GPT is needed")
-    config = config_of(checkpoint)
-    check_build(lambda: GPT(config), checkpoint)
+    if checkpoint.kind.name != "gpt":
+        raise CheckpointError(f"{checkpoint.source} holds {checkpoint.kind.title}, a GPT is needed")
+    config = checkpoint.model_config
+    checkpoint.build()
     fields = gpt2.config_to_hf(config)
     weights = gpt2.weights_to_hf(checkpoint.model, config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,20 +170,14 @@ def _save(
 ) -> Path:
     if latest_checkpoint(out_dir) is not None:
         raise CheckpointError(f"{out_dir} holds a run already: choose another folder")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
-        )
     checkpoint = Checkpoint(
         step=0,
         model={name: tensor.float() for name, tensor in weights.items()},
-        training={},
         tokenizer=tokenizer,
-        config={"model": config.to_dict()},
-        state={"imported": f"{kind} {source.name}"},
+        config={"kind": "gpt", "model": config.to_dict(), "imported": f"{kind} {source.name}"},
         source=str(source),
     )
-    check_build(lambda: GPT(config), checkpoint)
+    checkpoint.build()
     return save_checkpoint(out_dir, checkpoint)
 
 
@@ -202,19 +192,25 @@ def _naming(source: str | Path) -> Iterator[None]:
         raise CheckpointError(f"{source} is unusable: {error}") from None
 
 
-def _file_in(folder: Path, name: str) -> Path:
-    """A file of a folder. Snapshots of the hub's cache are links: there, a file of the cache."""
-    snapshots = folder.resolve().parent
-    blobs = [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
-    return file_in(folder, name, *blobs)
+def _read_json(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file that holds an object."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds no fields")
+    return fields
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer:
     for name in (_CHARACTERS, _TOKENIZER):
         if (folder / name).exists():
-            return load_tokenizer(_file_in(folder, name))
+            return load_tokenizer(folder / name)
     if (folder / _VOCABULARY).exists() and (folder / _MERGES).exists():
-        return byte_level_bpe(_file_in(folder, _VOCABULARY), _file_in(folder, _MERGES))
+        return byte_level_bpe(folder / _VOCABULARY, folder / _MERGES)
     raise CheckpointError(
         f"{folder} has no tokenizer: neither {_TOKENIZER} nor {_VOCABULARY} with {_MERGES}"
     )
@@ -225,7 +221,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     weights: dict[str, Tensor] = {}
     for name in _weight_files(folder):
-        path = _file_in(folder, name)
+        path = folder / name
         if not path.exists():
             raise CheckpointError(
                 f"{folder} has no {name}; other formats than safetensors are not read, as they can "
@@ -243,12 +239,14 @@ def _weight_files(folder: Path) -> list[str]:
     """model.safetensors, or the files that its index names."""
     if not (folder / _SHARDS).exists():
         return [_WEIGHTS]
-    path = _file_in(folder, _SHARDS)
-    weight_map: Any = read_json(path).get("weight_map")
+    path = folder / _SHARDS
+    weight_map: Any = _read_json(path).get("weight_map")
     with _naming(path):
         check_type("weight_map", weight_map, Mapping)
         for name, file in weight_map.items():
             check_type(f"weight_map.{name}", file, str)
+            if Path(file).name != file:
+                raise ValueError(f"weight_map.{name} must be a file of the folder, got {file!r}")
     return sorted(set(weight_map.values()))
 
 

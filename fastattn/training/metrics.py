@@ -1,11 +1,11 @@
-"""Reports of a training run: progress on the terminal, metrics.jsonl, and the curve loss.png."""
+"""Reports of a run: progress on the terminal, metrics.jsonl, and the curve loss.png."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,10 +32,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         OSError: another line is damaged; the message names it.
     """
     path = run_dir / METRICS_FILE
-    if not path.exists():
-        return []
-    # After the last line break: nothing, or an incomplete line.
-    lines = path.read_bytes().split(b"\n")[:-1]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
@@ -50,25 +47,19 @@ def _record(line: bytes, source: str) -> dict[str, Any]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:
-    """Drops the records after a step, and starts the file if there is none."""
+    """Drop the records after a step, and start the file if there is none."""
     path = run_dir / METRICS_FILE
-    with _explained(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)  # a first checkpoint may still be written
-        for name in (METRICS_FILE, CURVE_FILE):
-            remove_partial(run_dir / name)
+    for name in (METRICS_FILE, CURVE_FILE):
+        remove_partial(run_dir / name)
     records = [record for record in read_metrics(run_dir) if record["step"] <= step]
-    text = "".join(json.dumps(record) + "\n" for record in records)
     with _explained(path), replacing(path) as file:
-        file.write(text)
+        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Draws training and validation loss of metrics.jsonl over steps into a PNG file.
-
-    It is replaced in one step. The name of its folder, the run's, is in the title.
-    """
+def draw_loss_curve(run_dir: Path) -> None:
+    """Draw the losses of metrics.jsonl over steps into loss.png, which is replaced in one step."""
     figure_module = import_extra("matplotlib.figure", "the loss curve")
-    records = list(records)
+    records, path = read_metrics(run_dir), run_dir / CURVE_FILE
     figure = figure_module.Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for key, label, style in (
@@ -80,11 +71,11 @@ def draw_loss_curve(records: Iterable[Mapping[str, Any]], path: str | Path) -> N
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)")
     # A dollar sign in a name is no formula.
-    axes.set_title(f"Loss of the run {Path(path).resolve().parent.name}", parse_math=False)
+    axes.set_title(f"Loss of the run {run_dir.resolve().name}", parse_math=False)
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    with _explained(Path(path)), replacing(Path(path), "wb") as file:
+    with _explained(path), replacing(path, "wb") as file:
         figure.savefig(file, format="png", dpi=120)
 
 
@@ -98,49 +89,39 @@ class Progress:
         """
 
     def note(self, text: str) -> None:
-        """Shows a line that stays."""
+        """Show a line that stays."""
 
     def close(self) -> None:
-        """Ends the display."""
+        """End the display."""
 
 
 class ProgressBar(Progress):
-    """A tqdm bar with loss, speed, memory and time left; plain lines where stream is no terminal
-    or tqdm is not installed.
+    """A tqdm bar; plain lines with their time where stream is no terminal or tqdm is missing.
 
-    The time left is estimated from the steps after the first `advance`, as the earlier ones include
-    one-time work such as compilation. `first` of the `total` steps were done before.
+    `first` of the `total` steps were done before.
     """
 
     def __init__(self, total: int, first: int = 0, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._total = total
+        self._total, self._bar = total, None
         self._last_line = time.monotonic()
-        self._warm: tuple[int, float] | None = None  # the first `advance`: its step and time
-        self._bar: Any = None
-        if self._stream.isatty() and (tqdm := find_extra("tqdm")) is not None:
+        tqdm = find_extra("tqdm") if self._stream.isatty() else None
+        if tqdm is not None:
             self._bar = tqdm.tqdm(
-                total=total,
-                initial=first,
-                unit="step",
-                file=self._stream,
-                dynamic_ncols=True,
-                bar_format="{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}{postfix}",
+                total=total, initial=first, file=self._stream, unit="step", dynamic_ncols=True
             )
 
     def advance(self, step: int, *, loss: float, **figures: float) -> None:
+        text = f"loss {loss:.4f}, {figures['tokens_per_second']:,.0f} tokens/s"
+        if "peak_mib" in figures:
+            text += f", {figures['peak_mib']:,.0f} MiB"
+        if "mfu" in figures:
+            text += f", MFU {100 * figures['mfu']:.1f} %"
         now = time.monotonic()
-        text = f"loss {loss:.4f}{_told(figures)}"
-        if self._warm is None:
-            self._warm = step, now
-        elif step > self._warm[0]:
-            left = (now - self._warm[1]) / (step - self._warm[0]) * (self._total - step)
-            text += f", {_clock(left)} left"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-            return
-        if now - self._last_line >= _LINE_INTERVAL or step == self._total:
+        elif now - self._last_line >= _LINE_INTERVAL or step == self._total:
             self._last_line = now
             self.note(f"step {step}/{self._total}: {text}")
 
@@ -159,53 +140,33 @@ class Speed:
     """Tokens a second over training steps, without pauses."""
 
     def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
+        self._started = self._lap_started = time.perf_counter()
         self._tokens = self._lap_tokens = 0
-        self._lap_seconds = 0.0
 
     def count(self, tokens: int) -> None:
+        """Add the tokens of a step."""
         self._tokens += tokens
+        self._lap_tokens += tokens
 
     def mean(self) -> float:
         """Over everything since the start."""
-        return self._tokens / max(self._seconds(), 1e-9)
+        return self._tokens / max(time.perf_counter() - self._started, 1e-9)
 
     def lap(self) -> float:
         """Since the last lap."""
-        seconds = self._seconds()
-        tokens, lap_seconds = self._tokens - self._lap_tokens, seconds - self._lap_seconds
-        self._lap_tokens, self._lap_seconds = self._tokens, seconds
-        return tokens / max(lap_seconds, 1e-9)
+        now = time.perf_counter()
+        rate = self._lap_tokens / max(now - self._lap_started, 1e-9)
+        self._lap_started, self._lap_tokens = now, 0
+        return rate
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        stopped = time.perf_counter()
+        """Leave out the time of the block."""
+        begin = time.perf_counter()
         yield
-        self._started += time.perf_counter() - stopped
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._started
-
-
-_FIGURES: Mapping[str, Callable[[float], str]] = {
-    "tokens_per_second": ", {:,.0f} tokens/s".format,
-    "tokens_per_second_per_rank": " ({:,.0f} a rank)".format,
-    "peak_mib": ", {:,.0f} MiB".format,
-    "mfu": lambda share: f", MFU {100 * share:.1f} %",
-}
-
-
-def _told(figures: Mapping[str, float]) -> str:
-    return "".join(show(figures[name]) for name, show in _FIGURES.items() if name in figures)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        pause = time.perf_counter() - begin
+        self._started += pause
+        self._lap_started += pause
 
 
 @contextmanager

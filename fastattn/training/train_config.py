@@ -1,94 +1,131 @@
-"""Training settings, their defaults and checks."""
+"""Settings of a training run: each field carries its help, its check and its option."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..models.fields import from_fields
 
-Recompute = Literal["none", "full", "selective"]
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Without torch at import: the command's --help reads this file.
+if TYPE_CHECKING:
+    import torch
+
+Check = tuple[str, Callable[[Any], bool]]
+_COUNT: Check = ("at least 1", lambda x: x >= 1)
+_AMOUNT: Check = ("at least 0", lambda x: x >= 0)
+_SHARE: Check = ("in [0, 1)", lambda x: 0 <= x < 1)
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    flag: str = "",
+    check: Check | None = None,
+    choices: tuple[str, ...] = (),
+    path: str = "",
+) -> Any:
+    """A field of a configuration that `fastattn train` offers.
+
+    Args:
+        default: its value.
+        help: the text of --help, without the default.
+        flag: the option; "" = the field's name.
+        check: what a value must be, and whether it is; None passes unchecked.
+        choices: the values of a text.
+        path: "FILE" or "DIR", of paths that the command makes absolute.
+    """
+    metadata = {"help": help, "flag": flag, "check": check, "choices": choices, "path": path}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_settings(config: Any) -> None:
+    """Check a configuration's fields.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    for field in dataclasses.fields(config):
+        value, check = getattr(config, field.name), field.metadata["check"]
+        choices = field.metadata["choices"]
+        if choices and value is not None and value not in choices:
+            raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
+        if check and value is not None and not check[1](value):
+            raise ValueError(f"{field.name} must be {check[0]}, got {value}")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a run. The defaults suit a model of about a million parameters.
+    """Settings of the loop; the defaults suit a model of about a million parameters.
 
-    Args:
-        steps: optimizer steps.
-        batch_size: windows, sentences or pairs per forward pass.
-        accumulation: forward passes per step; their gradients are averaged.
-        learning_rate: of AdamW, after warm-up.
-        min_learning_rate: at the last step; None = a tenth of learning_rate.
-        warmup_steps: steps of linear rise before the cosine; None = 5 % of steps.
-        weight_decay: of matrices; vectors (norms, biases) have none.
-        beta1, beta2: AdamW's averaging factors.
-        grad_clip: largest norm of all gradients together; 0 = no clipping.
-        eval_interval: steps between two estimates of the validation loss.
-        eval_batches: batches per estimate; the final loss is over the whole split.
-        log_interval: steps between two lines of metrics.jsonl.
-        checkpoint_interval: steps between two checkpoints.
-        seed: of weights, batches and dropout.
-        device: "auto" (a GPU if there is one) or a torch device.
-        dtype: of activations, "float32", "bfloat16", "float16" or "auto" (bfloat16 on a GPU that
-            supports it, else float32). Weights are float32; sharded weights are gathered in this
-            dtype, and gradients are summed in float32.
-        compile: compile the model with torch.compile; on several ranks each layer.
-        activation_checkpointing: recomputation in backward passes: "none", "full" layers, or
-            "selective", layers without attention.
-        save_in_background: train while a checkpoint is written; on several ranks.
+    `fastattn train --help` shows them all. Weights are float32 in every dtype.
 
     Raises:
         ValueError: a field is out of range, or fields disagree.
     """
 
-    steps: int = 2000
-    batch_size: int = 12
-    accumulation: int = 1
-    learning_rate: float = 3e-3
-    min_learning_rate: float | None = None
-    warmup_steps: int | None = None
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.99
-    grad_clip: float = 1.0
-    eval_interval: int = 250
-    eval_batches: int = 20
-    log_interval: int = 10
-    checkpoint_interval: int = 500
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    compile: bool = False
-    activation_checkpointing: Recompute = "none"
-    save_in_background: bool = False
+    steps: int = setting(2000, "optimizer steps", check=_COUNT)
+    batch_size: int = setting(
+        12, "windows, sentences or pairs of a forward pass of all ranks", flag="--batch",
+        check=_COUNT,
+    )  # fmt: skip
+    accumulation: int = setting(1, "forward passes a step", flag="--accumulate", check=_COUNT)
+    learning_rate: float = setting(
+        3e-3,
+        "AdamW's learning rate after warm-up",
+        flag="--lr",
+        check=("positive", lambda x: x > 0),
+    )
+    min_learning_rate: float | None = setting(
+        None, "learning rate of the last step (a tenth of --lr)", flag="--min-lr", check=_AMOUNT
+    )
+    warmup_steps: int | None = setting(
+        None, "steps of rising learning rate (5 %% of --steps)", flag="--warmup", check=_AMOUNT
+    )
+    weight_decay: float = setting(0.1, "of matrices; vectors have none", check=_AMOUNT)
+    beta1: float = setting(0.9, "AdamW's average of gradients", check=_SHARE)
+    beta2: float = setting(0.99, "AdamW's average of squared gradients", check=_SHARE)
+    grad_clip: float = setting(1.0, "largest norm of all gradients; 0: any", check=_AMOUNT)
+    eval_interval: int = setting(
+        250, "steps between estimates of the validation loss", flag="--eval-every", check=_COUNT
+    )
+    eval_batches: int = setting(20, "batches of an estimate", check=_COUNT)
+    log_interval: int = setting(
+        10, "steps between lines of metrics.jsonl", flag="--log-every", check=_COUNT
+    )
+    checkpoint_interval: int = setting(
+        500, "steps between checkpoints", flag="--save-every", check=_COUNT
+    )
+    seed: int = setting(
+        0, "of weights, batches and dropout",
+        check=("in [0, 2**63)", lambda x: 0 <= x < 2**63),
+    )  # fmt: skip
+    device: str = setting("auto", "auto (a GPU, if there is one), cpu, cuda or cuda:<index>")
+    dtype: str = setting(
+        "auto", "of activations: auto is bfloat16 on a GPU that has it, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    compile: bool = setting(False, "use torch.compile")
+    activation_checkpointing: bool = setting(False, "recompute layers in the backward pass")
+    fsdp: bool = setting(
+        False, "on several ranks: share out weights and moments too (FSDP2), in place of DDP"
+    )
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "accumulation", "eval_interval", "eval_batches")
-        for name in (*counts, "log_interval", "checkpoint_interval"):
-            _check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _check(self.learning_rate > 0, "learning_rate", "positive", self.learning_rate)
-        low = self.min_learning_rate
-        in_range = low is None or 0 <= low <= self.learning_rate
-        _check(in_range, "min_learning_rate", f"in [0, learning_rate={self.learning_rate}]", low)
-        warmup = self.warmup_steps
-        in_range = warmup is None or 0 <= warmup <= self.steps
-        _check(in_range, "warmup_steps", f"in [0, steps={self.steps}]", warmup)
-        for name in ("weight_decay", "grad_clip"):
-            _check(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        for name in ("beta1", "beta2"):
-            _check(0 <= getattr(self, name) < 1, name, "in [0, 1)", getattr(self, name))
-        _check(0 <= self.seed < 2**63, "seed", "in [0, 2**63)", self.seed)
-        kinds, got = get_args(Recompute), self.activation_checkpointing
-        _check(got in kinds, "activation_checkpointing", f"one of {', '.join(kinds)}", repr(got))
-        names = ("auto", *_DTYPES)
-        _check(self.dtype in names, "dtype", f"one of {', '.join(names)}", repr(self.dtype))
+        check_settings(self)
+        if (self.min_learning_rate or 0) > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate must be in [0, learning_rate={self.learning_rate}], got "
+                f"{self.min_learning_rate}"
+            )
+        if (self.warmup_steps or 0) > self.steps:
+            raise ValueError(
+                f"warmup_steps must be in [0, steps={self.steps}], got {self.warmup_steps}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dict of JSON values."""
@@ -112,18 +149,71 @@ class TrainConfig:
         done = (step - warmup) / max(1, self.steps - warmup)
         return low + 0.5 * (1 + math.cos(math.pi * done)) * (self.learning_rate - low)
 
-    def resolve_dtype(self, device: torch.device) -> torch.dtype:
-        """The dtype of activations on a device.
 
-        Raises:
-            ValueError: dtype is float16 on the CPU.
-        """
-        if self.dtype == "auto":
-            has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-            return torch.bfloat16 if has_bf16 else torch.float32
-        if self.dtype == "float16" and device.type == "cpu":
-            raise ValueError("dtype must be 'float32' or 'bfloat16' on the CPU, got 'float16'")
-        return _DTYPES[self.dtype]
+@dataclass(frozen=True)
+class DataConfig:
+    """Training data and tokenizer; each kind of model uses some fields.
+
+    Raises:
+        ValueError: there are no such pairs, or text is combined with pairs or prepared.
+    """
+
+    text: tuple[str, ...] = setting(
+        (), "UTF-8 text; tagging: CoNLL files; translation: lines of source, a tab, and target "
+        "(the standard library's text)", path="FILE",
+    )  # fmt: skip
+    prepared: str | None = setting(
+        None, "gpt: token files of fastattn prepare, in place of --text and --tokenizer",
+        flag="--data", path="DIR",
+    )  # fmt: skip
+    validation: tuple[str, ...] = setting(
+        (), "tagging, translation: files to validate on (the last tenth of --text)", path="FILE"
+    )
+    tokenizer: str | None = setting(
+        None, "char (default of gpt), bpe (byte-level; default of the others), word, word-space "
+        "and word-sign (both keep white space), char-bpe, wordpiece, unigram; or a tokenizer's "
+        "JSON file, a .txt file with one token a line, a folder with GPT-2's vocab.json and "
+        "merges.txt, or the name of a tiktoken encoding",
+    )  # fmt: skip
+    vocab_size: int = setting(1024, "size of the vocabulary to train, except for char")
+    start_from: str | None = setting(
+        None, "tagging: begin with encoder and tokenizer of a masked run's folder", path="DIR"
+    )
+    pairs: str | None = setting(
+        None, "translation without --text: docstrings to function names (names, the default), or "
+        "dates to words", choices=("names", "dates"),
+    )  # fmt: skip
+    truncate: bool = setting(
+        False, "translation: cut texts that are too long, instead of refusing them"
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.prepared is not None and (self.text or self.tokenizer):
+            raise ValueError(
+                "prepared data are in place of a text and a tokenizer: leave out one of the two"
+            )
+        if self.pairs is not None and self.text:
+            raise ValueError("pairs are made where there is no text: leave out one of the two")
+        if self.start_from is not None and self.tokenizer is not None:
+            raise ValueError("start_from brings its own tokenizer: name no other one")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of activations on a device.
+
+    Raises:
+        ValueError: it is float16 on the CPU.
+    """
+    import torch
+
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bf16 else torch.float32
+    if name == "float16" and device.type == "cpu":
+        raise ValueError("dtype must be 'float32' or 'bfloat16' on the CPU, got 'float16'")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def resolve_device(name: str) -> torch.device:
@@ -132,6 +222,8 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         ValueError: the name is unknown, or torch does not see this GPU.
     """
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -145,8 +237,3 @@ def resolve_device(name: str) -> torch.device:
             f"device must be one that torch sees ({torch.cuda.device_count()} GPUs), got {name!r}"
         )
     return device
-
-
-def _check(ok: bool, name: str, expected: str, got: object) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {expected}, got {got}")

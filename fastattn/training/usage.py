@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..models.gpt import GPTConfig
+from ..models.stack import on_meta
 
 # Dense bf16 matrix rate in TFLOP/s by torch's device name. Sources: NVIDIA's data sheets of A100,
 # L40S, H100, H200 and B200, without sparsity; AMD's of MI300X.
@@ -92,8 +93,8 @@ def check_memory(
     depths = {name: n for name in names if (n := getattr(config, name, None))}
 
     def count(**layers: int) -> int:
-        with torch.device("meta"):
-            model = build(dataclasses.replace(config, **{**dict.fromkeys(depths, 1), **layers}))
+        placed = dataclasses.replace(config, **{**dict.fromkeys(depths, 1), **layers})
+        model = on_meta(lambda: build(placed))
         return sum(x.numel() for x in model.parameters())
 
     shown = ", ".join(
@@ -129,29 +130,21 @@ def _memory(device: torch.device) -> int | None:
 
 
 class Usage:
-    """Figures of a run's progress derived from its speed.
-
-    Operations are counted only for a GPT. parameters: trained scalars of the whole model.
-    """
+    """Figures of a run's progress that follow from its speed."""
 
     def __init__(
-        self, config: Any, parameters: int, ranks: int, device: torch.device, dtype: torch.dtype
+        self, model: nn.Module, device: torch.device, dtype: torch.dtype, ranks: int
     ) -> None:
         self._ranks, self._device = ranks, device
-        rate = full_rate(device, dtype)
+        rate, config = full_rate(device, dtype), model.config
         self._share: float | None = None  # MFU per token a second
         if rate is not None and isinstance(config, GPTConfig):
+            parameters = sum(x.numel() for x in model.parameters())
             self._share = flops_per_token(config, parameters) / (ranks * rate)
 
     def figures(self, tokens_per_second: float) -> dict[str, float]:
-        """JSON values by name: speed (on several ranks also per rank), peak_mib and mfu if known.
-
-        Args:
-            tokens_per_second: speed of all ranks together.
-        """
+        """JSON values by name: speed of all ranks, peak_mib of this one, and a GPT's mfu."""
         figures = {"tokens_per_second": round(tokens_per_second, 1)}
-        if self._ranks > 1:
-            figures["tokens_per_second_per_rank"] = round(tokens_per_second / self._ranks, 1)
         if (peak := peak_mib(self._device)) is not None:
             figures["peak_mib"] = round(peak)
         if self._share is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from ...models.fields import from_fields
 from ..data import tagged_text, text_pairs
 from ..data import text as texts
 from ..data.prepared import PreparedText
 from ..tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
 from ..tokenizers.base import Tokenizer
+from ..train_config import DataConfig
 from .masking import MaskedTask
 from .scores import import_sacrebleu
 from .tagging import TaggingTask
@@ -27,54 +27,17 @@ _PAIRS: dict[str, Callable[[], list[text_pairs.Pair]]] = {
 }
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """Training data and tokenizer; each kind of model uses some fields.
+def read_text(config: DataConfig) -> str:
+    """The whole text."""
+    return texts.read_text_files(config.text) if config.text else texts.standard_library_text()
 
-    Args:
-        text: paths of UTF-8 files: text, CoNLL (tagging) or TSV (translation); none = the standard
-            library's source text.
-        tokenizer: one of `TOKENIZER_KINDS`, or a path, as for `load_tokenizer`.
-        vocab_size: target number of ids, except for "char".
-        prepared: (gpt) a folder made by `fastattn prepare`, in place of text and tokenizer.
-        validation: (tagger, seq2seq) files for validation; none = the last 10 % of the text.
-        start_from: (tagger) a masked-token run's folder, for the initial encoder and the tokenizer.
-        pairs: (seq2seq) generated pairs, without text: "names", docstrings of the standard
-            library's functions and their names; "dates", in figures and in words.
-        truncate: (seq2seq) cut texts that are too long for the model, instead of refusing them.
-            Texts of the standard library are always cut.
 
-    Raises:
-        ValueError: there are no such pairs, or text is combined with pairs or prepared.
-    """
-
-    text: tuple[str, ...] = ()
-    tokenizer: str = "char"
-    vocab_size: int = 1024
-    prepared: str | None = None
-    validation: tuple[str, ...] = ()
-    start_from: str | None = None
-    pairs: str | None = None
-    truncate: bool = False
-
-    def __post_init__(self) -> None:
-        if self.prepared is not None and self.text:
-            raise ValueError("prepared data are in place of a text: leave out one of the two")
-        if self.pairs not in (None, *_PAIRS):
-            choices = " or ".join(map(repr, _PAIRS))
-            raise ValueError(f"pairs must be {choices}, got {self.pairs!r}")
-        if self.pairs is not None and self.text:
-            raise ValueError("pairs are made where there is no text: leave out one of the two")
-
-    def read(self) -> str:
-        """The whole text."""
-        return texts.read_text_files(self.text) if self.text else texts.standard_library_text()
-
-    def make_tokenizer(self, text: str, *, special: bool) -> Tokenizer:
-        """The tokenizer, trained on a text unless it is loaded."""
-        if self.tokenizer not in TOKENIZER_KINDS:
-            return load_tokenizer(self.tokenizer)
-        return train_tokenizer(self.tokenizer, text, vocab_size=self.vocab_size, special=special)
+def make_tokenizer(config: DataConfig, text: str, *, special: bool) -> Tokenizer:
+    """The tokenizer, trained on a text unless it is loaded; special: with special tokens."""
+    name = config.tokenizer or ("bpe" if special else "char")
+    if name not in TOKENIZER_KINDS:
+        return load_tokenizer(name)
+    return train_tokenizer(name, text, vocab_size=config.vocab_size, special=special)
 
 
 @dataclass(frozen=True)
@@ -93,12 +56,13 @@ class Source:
 
 def text_source(config: DataConfig, *, masked: bool = False) -> Source:
     """Source of a text for next-token prediction or, masked, masked-token prediction."""
-    text = config.read()
+    text = read_text(config)
 
-    def make_tokenizer() -> Tokenizer:
+    def tokenizer() -> Tokenizer:
         # Characters come from the whole text, merges from its training part alone.
-        whole = config.tokenizer == "char" and not masked
-        return config.make_tokenizer(text if whole else texts.split_text(text)[0], special=masked)
+        whole = config.tokenizer in (None, "char") and not masked
+        part = text if whole else texts.split_text(text)[0]
+        return make_tokenizer(config, part, special=masked)
 
     def make_task(tokenizer: Tokenizer, model: Any) -> Task:
         dataset = texts.TextDataset.from_text(text, tokenizer, model.context_length)
@@ -106,7 +70,7 @@ def text_source(config: DataConfig, *, masked: bool = False) -> Source:
             return MaskedTask(dataset, tokenizer, model.context_length)
         return LanguageTask(dataset, model.context_length)
 
-    return Source(texts.fingerprint(text), make_tokenizer, make_task)
+    return Source(texts.fingerprint(text), tokenizer, make_task)
 
 
 def language_source(config: DataConfig) -> Source:
@@ -137,7 +101,7 @@ def tagged_source(config: DataConfig) -> Source:
         return TaggingTask(train, validation, tags=tags, tokenizer=tokenizer, **options)
 
     facts = {"tags": list(tags), "python": not config.text}
-    return Source(digest, lambda: config.make_tokenizer(words, special=True), make_task, facts)
+    return Source(digest, lambda: make_tokenizer(config, words, special=True), make_task, facts)
 
 
 def pair_source(config: DataConfig) -> Source:
@@ -158,39 +122,15 @@ def pair_source(config: DataConfig) -> Source:
         references = [pair.target for pair in validation]
         return TranslationTask(first, second, references, tokenizer=tokenizer, fingerprint=digest)
 
-    return Source(digest, lambda: config.make_tokenizer(lines, special=True), make_task)
+    return Source(digest, lambda: make_tokenizer(config, lines, special=True), make_task)
 
 
-class Data(NamedTuple):
-    """A kind's data: its reader and its fields of `DataConfig`."""
-
-    read: Callable[[DataConfig], Source]
-    defaults: Mapping[str, Any]
-
-    def config(self, options: Mapping[str, Any]) -> DataConfig:
-        """A configuration with these options.
-
-        Raises:
-            ValueError: an option is of a wrong type or out of range.
-        """
-        return from_fields(DataConfig, {**self.defaults, **options})
-
-    def fields(self, config: DataConfig) -> dict[str, Any]:
-        """The kind's fields of a configuration."""
-        return {name: getattr(config, name) for name in self.defaults}
-
-
-def _data(read: Callable[[DataConfig], Source], tokenizer: str, *names: str) -> Data:
-    default = DataConfig(tokenizer=tokenizer)
-    names = ("text", "tokenizer", "vocab_size", *names)
-    return Data(read, {name: getattr(default, name) for name in names})
-
-
-DATA: Mapping[str, Data] = {
-    "gpt": _data(language_source, "char", "prepared"),
-    "masked": _data(partial(text_source, masked=True), "bpe"),
-    "tagger": _data(tagged_source, "bpe", "validation", "start_from"),
-    "seq2seq": _data(pair_source, "bpe", "validation", "pairs", "truncate"),
+# Of each kind: its reader, and the fields of `DataConfig` that only some kinds have.
+SOURCES: Mapping[str, tuple[Callable[[DataConfig], Source], tuple[str, ...]]] = {
+    "gpt": (language_source, ("prepared",)),
+    "masked": (partial(text_source, masked=True), ()),
+    "tagger": (tagged_source, ("validation", "start_from")),
+    "seq2seq": (pair_source, ("validation", "pairs", "truncate")),
 }
 
 

@@ -30,14 +30,12 @@ class Batch:
         targets: int64 [B, T], -100 at positions without a target.
         lengths: int64 [B] by keyword, for padded inputs.
         documents: int32 or int64 [B, T], of packed texts; None = a row is one text.
-        whole_rows: number of rows of the global batch if these are a part of it; None = all.
     """
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
     lengths: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     documents: Tensor | None = None
-    whole_rows: int | None = None
 
     @property
     def keywords(self) -> dict[str, Tensor]:
@@ -52,11 +50,10 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding, of the global batch."""
+        """Tokens without padding."""
         if self.lengths:
             return sum(int(lengths.sum()) for lengths in self.lengths.values())
-        rows = self.whole_rows or len(self.targets)
-        return sum(rows * tokens[0].numel() for tokens in self.inputs)
+        return sum(tokens.numel() for tokens in self.inputs)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
@@ -69,7 +66,6 @@ class Batch:
             move(self.targets),
             {name: move(lengths) for name, lengths in self.lengths.items()},
             None if self.documents is None else move(self.documents),
-            self.whole_rows,
         )
 
 
@@ -131,16 +127,12 @@ class LanguageTask(Task):
     A batch reads only its own windows of context_length tokens. Their positions depend only on the
     generator's state, and so on a run's seed and step.
 
-    Attributes:
-        by_rows: whether a rank should read only its own rows.
-
     Raises:
         DataError: a part is too short, as `TextDataset.from_text` says.
     """
 
     def __init__(self, text: TextDataset | PreparedText, context_length: int) -> None:
         self._text, self._context_length = text, context_length
-        self.by_rows = isinstance(text, PreparedText)
         self.fingerprint = text.fingerprint
         self._train, self._validation = text.counts
         check_counts(*text.counts, context_length)
@@ -148,24 +140,14 @@ class LanguageTask(Task):
         if isinstance(text, PreparedText):
             self.extent += f" of {text.documents:,} documents"
 
-    def draw(
-        self, split: Split, batch_size: int, generator: torch.Generator, rows: slice | None = None
-    ) -> Batch:
-        """Windows at random positions of the split, shorter ones if the split is shorter.
-
-        Args:
-            split, batch_size, generator: as for `Task.draw`.
-            rows: windows of the batch to read; None = all. The generator advances as for all.
-        """
+    def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        """Windows at random positions of the split, shorter ones if the split is shorter."""
         first, count = (0, self._train) if split == "train" else (self._train, self._validation)
         context = min(self._context_length, count - 1)
         starts = first + torch.randint(
             count - context, (batch_size,), generator=generator, device="cpu"
         )
-        if rows is None:
-            return self._windows(starts, context, generator)
-        own = self._windows(starts[rows], context, generator)
-        return dataclasses.replace(own, whole_rows=batch_size)
+        return self._windows(starts, context, generator)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Consecutive windows of the whole split, the same every time."""
