@@ -35,14 +35,12 @@ if _foreign := list(foreign(_CHECKOUT)):
 # Files that take longest. They start first: else workers would wait for the last of them. Without
 # workers they run last: what fails sooner ends a run with -x sooner.
 _COSTLY = (
-    "training/distributed/test_splits.py",
     "test_rehearsal.py",
     "docs/test_documents.py",
     "parallel/test_context_attention.py",
     "kernels/test_compile.py",
     "kernels/test_new_sizes.py",
     "functional/test_few_queries.py",
-    "training/test_sharded.py",
     "parallel/test_tensor_parallel.py",
     "compat/test_training_libraries.py",
     "ops/test_tracing.py",

@@ -10,6 +10,7 @@ Both are written under a hidden name, flushed and renamed; only then is the olde
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -120,21 +121,22 @@ def save_checkpoint(run_dir: str | Path, checkpoint: Checkpoint) -> Path:
     """
     run_dir = Path(run_dir)
     final = checkpoint_path(run_dir, checkpoint.step)
-    older = _checkpoints(run_dir)
-    if older and _step(older[-1]) >= checkpoint.step:
-        raise CheckpointError(
-            f"{run_dir} holds {older[-1].name} already, so {final.name} is not written there: "
-            "choose another folder"
-        )
     temporary = run_dir / f"{_WRITING}{final.name}-{secrets.token_hex(4)}"
     try:
+        older = _checkpoints(run_dir)
+        if older and _step(older[-1]) >= checkpoint.step:
+            raise CheckpointError(
+                f"{run_dir} holds {older[-1].name} already, so {final.name} is not written there: "
+                "choose another folder"
+            )
         _write(temporary, checkpoint)
         temporary.rename(final)
         _flush(run_dir)
-    except (OSError, RuntimeError) as error:  # torch.save's own is a RuntimeError
+    except CheckpointError:
+        raise
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        kept = latest_checkpoint(run_dir)
-        cause = getattr(error, "strerror", None) or error
+        kept, cause = latest_checkpoint(run_dir), error.strerror or error
         if kept == final:
             raise CheckpointError(f"{final} may not survive a power cut: {cause}") from None
         state = f"{kept} is kept" if kept else "there is no earlier one"
@@ -158,9 +160,10 @@ def load_checkpoint(path: str | Path, *, training: bool = True) -> Checkpoint:
     tensors, config = _read_model(folder / MODEL)
     try:
         tokenizer, step = from_json(config.pop("tokenizer")), config.pop("step")
+        digest = config.pop(TRAINING)
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder / MODEL} has no usable tokenizer: {error}") from None
-    state = _read_training(folder / TRAINING) if training else {}
+        raise CheckpointError(f"{folder / MODEL} has no usable metadata: {error}") from None
+    state = _read_training(folder / TRAINING, digest) if training else {}
     return Checkpoint(step, tensors, tokenizer, config, state, f"checkpoint {folder}", folder)
 
 
@@ -260,15 +263,19 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         if left.name.startswith((_WRITING, _REMOVING)):
             shutil.rmtree(left, ignore_errors=True)
     folder.mkdir()
-    tokenizer = checkpoint.tokenizer.to_json()
-    text = json.dumps({**checkpoint.config, "step": checkpoint.step, "tokenizer": tokenizer})
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint.training), buffer)
+    state = buffer.getvalue()
+    fields = {**checkpoint.config, "step": checkpoint.step}
+    fields |= {"tokenizer": checkpoint.tokenizer.to_json(), TRAINING: _sha256(state)}
     tensors = _apart(checkpoint.model)
-    metadata = {_FORMAT: text, _DIGEST: _digest(text, tensors)}
-    content = import_extra("safetensors.torch", "a checkpoint").save(tensors, metadata=metadata)
-    (folder / MODEL).write_bytes(content)
-    torch.save(dict(checkpoint.training), folder / TRAINING)
-    for path in (folder / MODEL, folder / TRAINING, folder):
-        _flush(path)
+    fields[_DIGEST] = _digest(fields, tensors)
+    metadata = {_FORMAT: json.dumps(fields)}
+    weights = import_extra("safetensors.torch", "a checkpoint").save(tensors, metadata=metadata)
+    for name, content in ((MODEL, weights), (TRAINING, state)):
+        (folder / name).write_bytes(content)
+        _flush(folder / name)
+    _flush(folder)
 
 
 def _read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -291,27 +298,30 @@ def _read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"{path} is corrupt: {error}") from None
     if _FORMAT not in metadata:
         raise CheckpointError(f"{path} is not of fastattn: its metadata have no {_FORMAT!r}")
-    if metadata.get(_DIGEST) != _digest(metadata[_FORMAT], tensors):
+    fields = json.loads(metadata[_FORMAT])
+    if fields.pop(_DIGEST, None) != _digest(fields, tensors):
         raise CheckpointError(f"{path} is corrupt: its SHA-256 is another one")
-    return tensors, json.loads(metadata[_FORMAT])
+    return tensors, fields
 
 
-def _read_training(path: Path) -> dict[str, Any]:
+def _read_training(path: Path, digest: str) -> dict[str, Any]:
     try:
-        path.open("rb").close()
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    # A damaged file makes the reader fail in any way.
-    except Exception as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path} is corrupt: {why}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if _sha256(content) != digest:
+        raise CheckpointError(f"{path} is truncated or corrupt: its SHA-256 is another one")
+    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
 
 
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _digest(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of metadata and tensors, in hexadecimal."""
-    digest = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         if x.numel():

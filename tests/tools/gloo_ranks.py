@@ -27,7 +27,6 @@ _TIMEOUT = timedelta(minutes=3)
 # What a server of processes imports once, and those that it forks need not: it starts no threads.
 _IMPORTED = (
     "fastattn.testing.compare",
-    "fastattn.training.distributed.together",
     "fastattn.training.trainer",
     "torch.distributed.tensor.parallel",
 )
