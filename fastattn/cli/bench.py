@@ -37,7 +37,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     from ..models.gpt import GPTConfig
     from ..training.step_timing import BACKENDS, time_training_steps
-    from ..training.train_config import TrainConfig, resolve_device
+    from ..training.train_config import TrainConfig, resolve_device, resolve_dtype
 
     device = resolve_device(arguments.device)
     small = device.type == "cpu"
@@ -53,7 +53,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         num_kv_heads=arguments.kv_heads,
         embed_dim=default(arguments.embed_dim, 768, 128),
     )
-    dtype = TrainConfig(dtype=arguments.dtype).resolve_dtype(device)
+    dtype = resolve_dtype(TrainConfig(dtype=arguments.dtype).dtype, device)
     batch = default(arguments.batch, 16, 4)
     lines = [f"{'backend':8}{'ms/step':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'MiB':>10}"]
     timed = 0

@@ -112,6 +112,7 @@ class Trainer:
         self.step = 0
         self._own: Path | None = None  # the newest checkpoint, if it is of this run
         self._loss_sum, self._loss_count = torch.zeros((), device=self.device), 0
+        self._speed = metrics.Speed()
         self._usage = Usage(model, self.device, self.dtype, self.ranks.size)
         if isinstance(resume_from, str | Path):
             resume_from = load_checkpoint(resume_from)
@@ -142,20 +143,20 @@ class Trainer:
         if self.ranks.first:
             metrics.truncate_metrics(self.out_dir, first)
         self.model.train()
-        speed = metrics.Speed()
+        self._speed = metrics.Speed()
         while self.step < config.steps and not self.ranks.agree(should_stop()):
-            speed.count(self._train_step())
+            self._train_step()
             last = self.step == config.steps
             if last or self.step % config.log_interval == 0:
-                self._log(speed)
-            with speed.paused():
+                self._log()
+            with self._speed.paused():
                 if not last and self.step % config.eval_interval == 0:
                     self._record_validation(self.estimate_loss(), "estimate")
                 if not last and self.step % config.checkpoint_interval == 0:
                     self._save()
             if not last and self.step == first + 1:
-                speed = metrics.Speed()
-        rate = speed.mean()
+                self._speed = metrics.Speed()
+        rate = self._speed.mean()
         finished = self.step == config.steps
         results = self._results(record=self.step > first) if finished else {}
         path = self._save(results)
@@ -184,16 +185,15 @@ class Trainer:
         with self._evaluating(), self.ranks.evaluating(self.model):
             return self.task.scores(self.model, self.config.batch_size)
 
-    def _train_step(self) -> int:
-        """One optimizer step; the number of its tokens."""
-        config, tokens = self.config, 0
+    def _train_step(self) -> None:
+        config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
         batches = torch.Generator().manual_seed(_seed(config.seed, self.step))
         torch.manual_seed(_seed(config.seed, self.step, self.ranks.rank))  # for dropout
         for i in range(config.accumulation):
             batch = self.task.draw("train", config.batch_size, batches)
-            tokens += batch.num_tokens
+            self._speed.count(batch.num_tokens)
             with self.ranks.accumulating(self._forward, last=i == config.accumulation - 1):
                 with self._autocast():
                     loss = self.ranks.loss(self._forward, batch, self.device)
@@ -209,7 +209,6 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return tokens
 
     def _mean_loss(self, batches: Iterable[Batch]) -> float:
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
@@ -238,10 +237,10 @@ class Trainer:
             self._record_validation(loss, "whole split", scores)
         return {"validation_loss": loss, "scores": scores}
 
-    def _log(self, speed: metrics.Speed) -> None:
+    def _log(self) -> None:
         loss = float(self.ranks.total(self._loss_sum)) / self._loss_count
         self._check_finite("training loss", loss)
-        figures = self._usage.figures(speed.lap())
+        figures = self._usage.figures(self._speed.lap())
         rate = self.config.learning_rate_at(self.step - 1)
         self._append({"loss": loss, "learning_rate": rate, **figures})
         self.progress.advance(self.step, loss=loss, **figures)
@@ -272,8 +271,9 @@ class Trainer:
         for name, tensors in (("weight", self.model.state_dict().values()), ("moment", moments)):
             held = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
             held = [x for x in held if x.is_floating_point() and x.numel()]
-            largest = nn.utils.get_total_norm(held, math.inf) if held else torch.zeros(())
-            total = self.ranks.total(largest.double().to(self.device))
+            zero = torch.zeros((), device=self.device)
+            largest = nn.utils.get_total_norm(held, math.inf) if held else zero
+            total = self.ranks.total(largest.double())
             self._check_finite(f"largest {name}", float(total))
 
     def _check_folder(self) -> None:

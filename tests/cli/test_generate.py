@@ -138,6 +138,6 @@ def test_unusable_prompts_stops_and_drafts_are_named(finished_run, tmp_path, err
     model = GPT(GPTConfig(2, 4, num_layers=1, num_heads=1, embed_dim=4))
     config = {"model": model.config.to_dict()}
     tokenizer = CharacterTokenizer("ab")
-    save_checkpoint(tmp_path, Checkpoint(0, model.state_dict(), {}, tokenizer, config, {}))
+    save_checkpoint(tmp_path, Checkpoint(0, model.state_dict(), tokenizer, config))
     line = error_line(*command, "--draft", tmp_path)
     assert f"--draft {tmp_path} has another tokenizer than" in line

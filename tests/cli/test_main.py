@@ -1,8 +1,6 @@
 """The `fastattn` command end to end: train, generate, info, and one line for what goes wrong."""
 
-import argparse
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -11,16 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattn.cli.main import build_parser, main
+from fastattn.cli.main import main
 from fastattn.files.lock import LOCK
-from fastattn.models.encoder import EncoderConfig
-from fastattn.models.gpt import GPTConfig
-from fastattn.models.seq2seq import Seq2SeqConfig
-from fastattn.training.checkpoint import load_checkpoint
-from fastattn.training.distributed.degrees import Degrees
+from fastattn.training.checkpoint import load_checkpoint, save_checkpoint
 from fastattn.training.metrics import read_metrics
-from fastattn.training.tasks.sources import DataConfig
-from fastattn.training.train_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -41,7 +33,7 @@ def test_train_then_generate(text, tmp_path, capsys, quick):
     arguments = ["train", "--text", text, "--out", str(out), "--tokenizer", "bpe", "--resume"]
     assert main([*arguments, "--vocab-size", "280", *quick]) == 0
     written = capsys.readouterr()
-    loss = load_checkpoint(out).state["validation_loss"]
+    loss = load_checkpoint(out).config["results"]["validation_loss"]
     assert written.out.startswith(f"validation loss {loss:.4f} over the whole split\n")
     assert "tokens/s while training\n" in written.out
     assert f"checkpoint {out / 'step-00000008'}\nloss curve {out / 'loss.png'}\n" in written.out
@@ -61,28 +53,26 @@ def test_train_then_generate(text, tmp_path, capsys, quick):
     assert capsys.readouterr().out == "def \n"
 
 
-def test_every_option_of_train_is_a_field(text, tmp_path, quick):
-    """Its dest names a part of the run's options and a field of it; a run keeps what was given."""
-    parser = build_parser()
-    commands = next(x for x in parser._actions if isinstance(x, argparse._SubParsersAction))
-    kinds = (GPTConfig, EncoderConfig, Seq2SeqConfig)
-    fields = {
-        "model": {"preset"}.union(*(kind.__dataclass_fields__ for kind in kinds)),
-        "training": TrainConfig.__dataclass_fields__,
-        "data": DataConfig.__dataclass_fields__,
-        "parallel": Degrees.__dataclass_fields__,
-    }
-    for action in commands.choices["train"]._actions:
-        part, _, field = action.dest.partition(".")
-        assert not field or field in fields[part], action.dest
+def test_a_run_keeps_what_was_given(text, tmp_path, quick, error_line):
     out = tmp_path / "run"
-    given = ["--alibi", "--untied", "--ffn", "swiglu", "--lr", "0.01", "--dtype", "bfloat16"]
+    given = ["--ffn", "swiglu", "--lr", "0.01", "--dtype", "bfloat16", "--set", "tie_weights=false"]
+    given += ["--set", "softcap=30", "--set", "positions=alibi"]
     assert main(["train", "--text", text, "--out", str(out), *quick, "--steps", "1", *given]) == 0
     config = load_checkpoint(out).config
     model, training = config["model"], config["training"]
-    assert (model["positions"], model["activation"]) == ("alibi", "swiglu")
+    assert (model["positions"], model["activation"], model["softcap"]) == ("alibi", "swiglu", 30)
     assert model["tie_weights"] is False
     assert (training["learning_rate"], training["dtype"]) == (0.01, "bfloat16")
+    line = error_line("train", "--context-parallel", 2, code=2)
+    assert "--context-parallel was removed: fastattn.parallel" in line
+    assert "--set softcap=VALUE" in error_line("train", "--softcap", 2, code=2)
+    for words, message in (
+        ("--set sinks", "--set must be FIELD=VALUE, such as sinks=true, got 'sinks'"),
+        ("--set sinks=yes", "sinks must be true or false, got 'yes'"),
+        ("--set depth=3", "depth is no option of model gpt"),
+        ("--layers three", "num_layers must be an integer of 64 bits, got 'three'"),
+    ):
+        assert message in error_line("train", "--text", text, "--out", tmp_path, *words.split())
 
 
 def test_a_finished_run_is_left_as_it_is(run, capsys):
@@ -154,7 +144,7 @@ def test_two_runs_in_one_folder(text, tmp_path, capsys, monkeypatch, quick):
     ("signals", "when", "last"),
     [
         # Before the first step, and a second time in it.
-        (1, "fastattn.training.tasks.sources.DataConfig.read", "nothing"),
+        (1, "fastattn.training.tasks.sources.read_text", "nothing"),
         (2, "fastattn.training.trainer.Trainer._train_step", "step-00000000"),
     ],
 )
@@ -205,8 +195,8 @@ def test_an_unusable_option_is_named(options, message, text, tmp_path, error_lin
 @pytest.mark.parametrize(
     "arguments",
     [
-        *("", "fly", "train --fast", "train --steps many", "train --positions rotary --alibi"),
-        *("train --out= --steps 1", "prepare --text x --out=", "gather --checkpoint= --out x"),
+        *("", "fly", "train --fast", "train --steps many", "train --alibi --steps 1"),
+        *("train --out= --steps 1", "prepare --text x --out=", "train --set"),
         *("generate", "tag", "translate", "tag --checkpoint x", "inspect --checkpoint x"),
     ],
 )
@@ -255,8 +245,8 @@ def test_resume_with_another_configuration_or_text_is_refused(stopped, text, err
     before = contents(stopped)
     for options, message in (
         ("--layers 2", "another configuration: its num_layers is 1, not 2"),
-        ("--steps 9", "another configuration: its steps is 8, not 9"),
-        ("--tokenizer bpe", "another configuration: its tokenizer is 'char', not 'bpe'"),
+        ("--lr 9", "another configuration: its learning_rate is 0.003, not 9.0"),
+        ("--tokenizer bpe", "another configuration: its tokenizer is None, not 'bpe'"),
         ("--text /etc/passwd", "another configuration: its text is"),
         ("", "step-00000000 is of another text"),
     ):
@@ -269,14 +259,22 @@ def test_resume_with_another_configuration_or_text_is_refused(stopped, text, err
 
 def test_a_run_from_before_some_options_goes_on(stopped, text, quick, error_line):
     """With what it was started with, too."""
-    path = stopped / "step-00000000" / "checkpoint.json"
-    index = json.loads(path.read_text())
+    saved = load_checkpoint(stopped)
     for name in ("keep_first", "softcap", "sinks", "qk_norm", "attention_dropout"):
-        del index["config"]["model"][name]
-    path.write_text(json.dumps(index))
+        del saved.config["model"][name]
+    shutil.rmtree(stopped / "step-00000000")
+    save_checkpoint(stopped, saved)
     resume = ["train", "--out", str(stopped), "--resume", "--text", text, *quick]
-    assert "its softcap is None, not 5.0" in error_line(*resume, "--softcap", "5")
-    assert main([*resume, "--attention-dropout", "0", "--save-every", "1"]) == 0
-    saved = load_checkpoint(stopped).config
-    assert saved["model"]["attention_dropout"] == 0
-    assert saved["training"]["checkpoint_interval"] == 1
+    assert "its softcap is None, not 5" in error_line(*resume, "--set", "softcap=5")
+    assert main([*resume, "--set", "attention_dropout=0", "--save-every", "1"]) == 0
+    config = load_checkpoint(stopped).config
+    assert config["model"]["attention_dropout"] == 0
+    assert config["training"]["checkpoint_interval"] == 1
+
+
+def test_a_finished_run_is_trained_longer(run, error_line):
+    resume = ["train", "--out", str(run), "--resume", "--steps"]
+    assert "is beyond step 7: choose more --steps" in error_line(*resume, 7)
+    assert main([*resume, "12"]) == 0
+    assert [r["step"] for r in read_metrics(run) if "loss" in r] == [2, 4, 6, 8, 10, 12]
+    assert [path.name for path in run.glob("step-*")] == ["step-00000012"]

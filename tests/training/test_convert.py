@@ -75,7 +75,7 @@ def test_hugging_face_and_back(changes, bpe, tmp_path):
     ours, tokenizer = load_model(tmp_path / "run")
     assert_same_logits(theirs, ours)
     assert tokenizer.encode(TEXT) == bpe.encode(TEXT)
-    assert load_checkpoint(made).state == {"imported": "Hugging Face folder hf"}
+    assert load_checkpoint(made, training=False).config["imported"] == "Hugging Face folder hf"
     again = tr.AutoModelForCausalLM.from_pretrained(export_hf(made, tmp_path / "back"))
     assert again.config.attn_pdrop == theirs.config.attn_pdrop
     for name, parameter in theirs.state_dict().items():
@@ -102,8 +102,8 @@ def test_shards_and_older_names(bpe, tmp_path):
 
 
 def run_of(model: GPT, tokenizer, folder):
-    config = {"model": model.config.to_dict()}
-    return save_checkpoint(folder, Checkpoint(7, model.state_dict(), {}, tokenizer, config, {}))
+    config = {"kind": "gpt", "model": model.config.to_dict()}
+    return save_checkpoint(folder, Checkpoint(7, model.state_dict(), tokenizer, config))
 
 
 def test_a_model_of_our_own_is_exported(tmp_path):
@@ -162,7 +162,9 @@ def test_unusable_folders_are_refused(bpe, tmp_path):
     large = tmp_path / "large.json"
     more = BPETokenizer.train(TEXT, 275)
     more.save(large)
-    with pytest.raises(ValueError, match=f"has {more.vocab_size} ids, the model 270"):
+    with pytest.raises(
+        CheckpointError, match=f"of {more.vocab_size} ids, its model's vocab_size is"
+    ):
         import_hf(tmp_path, tmp_path / "other", tokenizer=large)
 
 
@@ -252,7 +254,7 @@ def test_commands(bpe, tmp_path, capsys):
     assert "the cat" in capsys.readouterr().out
     assert main(["export-hf", "--checkpoint", run, str(tmp_path / "back")]) == 0
     assert main(["train", "--out", run, "--resume"]) == 1
-    assert "comes from Hugging Face folder hf: it is no run" in capsys.readouterr().err
+    assert "was imported from Hugging Face folder hf: it has no run" in capsys.readouterr().err
     _, stored = nano_checkpoint(False)
     torch.save(stored, tmp_path / "ckpt.pt")
     (tmp_path / "input.txt").write_text(TEXT)

@@ -179,7 +179,7 @@ def test_the_command_draws_a_picture(tmp_path, capsys):
 
     actual = make_model("seq2seq", num_layers=1)
     config = {"kind": "seq2seq", "model": actual.config.to_dict(), "data": {}}
-    checkpoint = Checkpoint(1, actual.model.state_dict(), {}, TOKENIZER, config, {})
+    checkpoint = Checkpoint(1, actual.model.state_dict(), TOKENIZER, config)
     save_checkpoint(tmp_path / "run", checkpoint)
     out = tmp_path / "maps.png"
     # The font lacks the last sign.

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from refusals import rows_of, served
 
-from fastattn.models import encoder, gpt, gpt2
-from fastattn.training import checkpoint, sharded, tokenizers, train_config
+from fastattn.models import gpt, gpt2
+from fastattn.training import checkpoint, tokenizers, train_config
 from fastattn.training.data import tagged_text, text_pairs
 from fastattn.training.data import text as text_data
-from fastattn.training.distributed import degrees
 from fastattn.training.tasks import kinds, masking, translation
 
 ROWS = rows_of(__file__)
@@ -19,19 +18,7 @@ TEXT = "the cat sat on the mat, the rat ate the cat\n" * 20
 BPE, LETTERS = tokenizers.BPETokenizer.train(TEXT, 280), tokenizers.CharacterTokenizer("abc")
 PIECES = tokenizers.train_tokenizer("wordpiece", TEXT, vocab_size=60, special=True)
 WORDS = tokenizers.PieceTokenizer.train("word", "one two three eins zwei drei", 60)
-VALUES = {"relative_values": True, "positions": "content"}
 GPT2 = gpt2.config_to_hf(gpt.GPTConfig(10, num_heads=2))
-
-
-def divided(split: degrees.Split, kind: str, **change: Any) -> None:
-    """Check what is asked of one process, which serves it, and of a split."""
-    of_training = {name: change.pop(name) for name in ("dtype", "compile") if name in change}
-    of_kind = {"gpt": gpt.GPTConfig, "tagger": encoder.EncoderConfig}[kind]
-    config = of_kind(**{"vocab_size": 9, "context_length": 64, **change})
-    for each in (degrees.Split(), split):
-        degrees.check_split(
-            each, train_config.TrainConfig(**of_training), config, kinds.KINDS[kind]
-        )
 
 
 def exported(**change: Any) -> Any:
@@ -49,8 +36,8 @@ def pairs(*more: text_pairs.Pair, **change: Any) -> Any:
 
 
 MODULES = (
-    gpt, gpt2, checkpoint, sharded, tokenizers, train_config, tagged_text, text_pairs, text_data,
-    degrees, kinds, masking, translation,
+    gpt, gpt2, checkpoint, tokenizers, train_config, tagged_text, text_pairs, text_data,
+    kinds, masking, translation,
 )  # fmt: skip
 NAMES = {name: x for module in MODULES for name, x in vars(module).items()} | globals()
 NAMES |= {"Path": Path, "SimpleNamespace": SimpleNamespace}

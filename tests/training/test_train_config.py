@@ -1,11 +1,8 @@
 """`TrainConfig`: its checks, the learning rate at each step, the device; kinds of runs."""
 
-from typing import get_args
-
 import pytest
 
 from fastattn.cli import train as cli_train
-from fastattn.models import model_config as model_config
 from fastattn.training.tasks.kinds import KINDS
 from fastattn.training.train_config import TrainConfig
 
@@ -25,9 +22,9 @@ def test_learning_rate_rises_and_follows_half_a_cosine():
     assert TrainConfig(steps=1, warmup_steps=1).learning_rate_at(0) > 0
 
 
-def test_choices_are_those_of_the_models():
-    assert set(cli_train.CHOICES) == set(model_config._CHOICES)
-    for name, kind in model_config._CHOICES.items():
-        assert cli_train.CHOICES[name] == get_args(kind), name
-    assert {kind.model for kind in KINDS.values()} == set(cli_train.MODELS)
-    assert {kind.task for kind in KINDS.values()} == set(cli_train.TASKS)
+def test_the_commands_options_are_fields_of_a_model():
+    kinds = KINDS.values()
+    fields = {"preset"}.union(*(kind.config.__dataclass_fields__ for kind in kinds))
+    assert {field for field, _ in cli_train._MODEL.values()} <= fields
+    assert {kind.model for kind in kinds} == set(cli_train.MODELS)
+    assert {kind.task for kind in kinds} == set(cli_train.TASKS)

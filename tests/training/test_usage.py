@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastattn.models.encoder import EncoderConfig
+from fastattn.models.encoder import EncoderConfig, MaskedLM
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training import usage
 from fastattn.training.usage import Usage, flops_per_token, peak_mib
@@ -44,18 +44,18 @@ def on_an_h100(monkeypatch):
 
 @pytest.mark.usefixtures("on_an_h100")
 def test_figures_on_a_gpu():
-    operations = flops_per_token(CONFIG, 5000)
+    model = GPT(CONFIG)
+    operations = flops_per_token(CONFIG, model.num_parameters())
     speed = 4 * 0.25 * 989.4e12 / operations  # of four ranks at a quarter of their rate
-    actual = Usage(CONFIG, 5000, 4, GPU, torch.bfloat16).figures(speed)
+    actual = Usage(model, GPU, torch.bfloat16, 4).figures(speed)
     assert actual == {
         "tokens_per_second": round(speed, 1),
-        "tokens_per_second_per_rank": round(speed / 4, 1),
         "peak_mib": 3072,
         "mfu": 0.25,
     }
-    encoder = EncoderConfig(vocab_size=100, context_length=8)
-    for other, dtype in ((CONFIG, torch.float32), (encoder, torch.bfloat16)):
-        assert "mfu" not in Usage(other, 5000, 4, GPU, dtype).figures(speed)
+    encoder = MaskedLM(EncoderConfig(vocab_size=100, context_length=8))
+    for other, dtype in ((model, torch.float32), (encoder, torch.bfloat16)):
+        assert "mfu" not in Usage(other, GPU, dtype, 4).figures(speed)
 
 
 def test_figures_of_one_process_on_a_cpu(monkeypatch):
@@ -64,5 +64,5 @@ def test_figures_of_one_process_on_a_cpu(monkeypatch):
     for platform, units in (("linux", 3 * 2**20), ("darwin", 3 * 2**30)):
         monkeypatch.setattr(usage.sys, "platform", platform)
         monkeypatch.setattr(resource, "getrusage", lambda _, x=units: SimpleNamespace(ru_maxrss=x))
-        actual = Usage(CONFIG, 5000, 1, CPU, torch.bfloat16).figures(10.04)
+        actual = Usage(GPT(CONFIG), CPU, torch.bfloat16, 1).figures(10.04)
         assert actual == {"tokens_per_second": 10.0, "peak_mib": 3072}
