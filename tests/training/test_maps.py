@@ -197,7 +197,7 @@ def test_the_command_draws_a_picture(tmp_path, capsys):
     assert f"cannot write {absent}: No such file or directory" in capsys.readouterr().err
     link = tmp_path / "link.png"
     link.symlink_to(out)
-    for theirs in (link, tmp_path / "run" / "step-00000001" / "tokenizer.json"):
+    for theirs in (link, tmp_path / "run" / "step-00000001" / "training.pt"):
         before = theirs.read_bytes()
         assert main([*command, "--out", str(theirs), "--device", "cpu"]) == 1
         assert f"{theirs}: it is there and is no PNG file" in capsys.readouterr().err
