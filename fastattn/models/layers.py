@@ -145,6 +145,8 @@ class Block(nn.Module):
         "post"      norm(x + f(x))                                       (Vaswani et al. 2017)
         "parallel"  x + mlp(norm(x)) + attention(norm(x)), one norm      (GPT-J; PaLM)
 
+    With project_residual, self-attention is added to a learned projection of x in place of x.
+
     Args:
         attention: the layer's self-attention. Each part applies its own output dropout.
         mlp: the layer's feed-forward part.
@@ -153,6 +155,7 @@ class Block(nn.Module):
         cross: the layer's cross-attention; None = none.
         order: one of the above.
         norm, norm_eps: as for `make_norm`.
+        project_residual: see above.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class Block(nn.Module):
         order: Order = "pre",
         norm: Norm = "layernorm",
         norm_eps: float = 1e-5,
+        project_residual: bool = False,
     ) -> None:
         super().__init__()
 
@@ -180,6 +184,8 @@ class Block(nn.Module):
         self.cross = cross
         self.mlp_norm = None if parallel else make()
         self.mlp = mlp
+        project = partial(nn.Linear, embed_dim, embed_dim, bias=bias)
+        self.residual = project() if project_residual else nn.Identity()
 
     def forward(
         self,
@@ -210,16 +216,23 @@ class Block(nn.Module):
             look = partial(self.cross, memory=memory)
         if self.order == "parallel":
             h = self.attention_norm(x)
-            y = x + self.mlp(h) + attend(h)
+            y = self.residual(x) + self.mlp(h) + attend(h)
             return y if look is None else y + look(h)
-        x = self._add(x, self.attention_norm, attend)
+        x = self._add(x, self.attention_norm, attend, self.residual)
         if look is not None:
             x = self._add(x, self.cross_norm, look)
         return self._add(x, self.mlp_norm, self.mlp)
 
-    def _add(self, x: Tensor, norm: nn.Module | None, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def _add(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        part: Callable[[Tensor], Tensor],
+        residual: nn.Module | None = None,
+    ) -> Tensor:
         assert norm is not None, "only a parallel block has parts without a norm of their own"
-        return x + part(norm(x)) if self.order == "pre" else norm(x + part(x))
+        kept = x if residual is None else residual(x)
+        return kept + part(norm(x)) if self.order == "pre" else norm(kept + part(x))
 
 
 def make_relative(
@@ -305,4 +318,5 @@ def make_block(
         order=config.block,
         norm=config.norm,
         norm_eps=config.norm_eps,
+        project_residual=config.project_residual,
     )

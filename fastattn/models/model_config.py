@@ -72,6 +72,7 @@ class TransformerConfig:
             "element"; None = none.
         block: order of the parts: "pre", x + f(norm(x)); "post", norm(x + f(x)); "parallel", x +
             mlp(norm(x)) + attention(norm(x)).
+        project_residual: add self-attention to a learned projection of x in place of x.
         norm: "layernorm" or "rmsnorm".
         norm_eps: added to the variance, or to the mean square.
         embedding_norm: normalise the embedding, as BERT does.
@@ -116,6 +117,7 @@ class TransformerConfig:
     qk_norm: bool = False
     output_gate: OutputGate | None = None
     block: Order = "pre"
+    project_residual: bool = False
     norm: Norm = "layernorm"
     norm_eps: float = 1e-5
     embedding_norm: bool = False

@@ -99,7 +99,8 @@ def _style(name: str, part: nn.Module, tagger: bool, sizes: _Sizes) -> ParallelS
     if isinstance(part, nn.Embedding):
         return _TokenEmbedding(sizes)
     if isinstance(part, nn.Linear):
-        return _Whole(sizes) if tagger else _OfVocabulary(sizes)
+        whole = tagger or name.endswith(".residual")
+        return _Whole(sizes) if whole else _OfVocabulary(sizes)
     return _Whole(sizes) if isinstance(part, (nn.LayerNorm, nn.RMSNorm)) else None
 
 

@@ -79,6 +79,24 @@ def test_parallel_parts_share_a_norm(cross):
     assert sum(name.endswith("norm.weight") for name, _ in block.named_parameters()) == 1
 
 
+@pytest.mark.parametrize("order", ["pre", "post", "parallel"])
+def test_a_residual_is_projected(order):
+    fields = {**SIZES, "block": order, "bias": True}
+    block = randomised(make_block(TransformerConfig(**fields, project_residual=True), 0))
+    x, W = torch.randn(2, 5, C), block.residual
+    attend, first, second = block.attention, block.attention_norm, block.mlp_norm
+    kept = x @ W.weight.T + W.bias
+    if order == "pre":
+        y = kept + attend(first(x))
+        y = y + block.mlp(second(y))
+    elif order == "post":
+        y = first(kept + attend(x))
+        y = second(y + block.mlp(y))
+    else:
+        y = kept + block.mlp(first(x)) + attend(first(x))
+    torch.testing.assert_close(block(x), y)
+
+
 def copied(theirs: nn.Transformer, model: Seq2Seq) -> None:
     """Puts the weights of torch's transformer into ours."""
 

@@ -48,7 +48,7 @@ def gpt(**options: Any) -> GPT:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: gpt(bias=True, label_smoothing=0.1),
+    "gpt": lambda: gpt(bias=True, label_smoothing=0.1, project_residual=True),
     "gpt-llama": lambda: gpt(**LLAMA),
     "gpt-alibi-one-key-head": lambda: gpt(positions="alibi", num_kv_heads=1, softcap=2.0),
     "gpt-transformer-xl": lambda: gpt(positions="transformer_xl", relative_distance=3),
