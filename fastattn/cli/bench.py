@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def add_bench(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "bench",

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def add_convert(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the commands to the parser's subcommands."""
     parser = commands.add_parser(
         "import-hf",

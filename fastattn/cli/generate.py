@@ -25,7 +25,7 @@ _DRAWN = (
 )
 
 
-def add_generate(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "generate",

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def add_info(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     text = "show devices, backends and versions"
     description = "Show versions, and for each device which backend serves a causal call and why, "

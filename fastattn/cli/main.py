@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,16 +15,24 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..removed import REMOVED
-from .bench import add_bench
-from .convert import add_convert
-from .generate import add_generate
-from .info import add_info
-from .inspect import add_inspect
-from .prepare import add_prepare
-from .tasks import add_tag, add_translate
-from .train import INTERRUPTED, add_train, say
-from .tune import add_tune
-from .verify import add_verify
+
+INTERRUPTED = 130  # exit status of a command stopped by Ctrl-C
+# The file that adds each command, loaded only for the one that runs.
+_FILES = {
+    "prepare": "prepare",
+    "train": "train",
+    "generate": "generate",
+    "tag": "tasks",
+    "translate": "tasks",
+    "inspect": "inspect",
+    "info": "info",
+    "verify": "verify",
+    "tune": "tune",
+    "bench": "bench",
+    "import-hf": "convert",
+    "export-hf": "convert",
+    "import-nanogpt": "convert",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Ctrl-C.
     """
     try:
-        arguments = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        arguments = build_parser(words[0] if words else None).parse_args(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
@@ -84,21 +94,20 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of one command, or of all where there is no such."""
     parser = _Parser(
         prog="fastattn", description="Fused attention in Triton, with small transformers."
     )
     parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_prepare(commands)
-    add_train(commands)
-    add_generate(commands)
-    add_tag(commands)
-    add_translate(commands)
-    add_inspect(commands)
-    add_info(commands)
-    add_verify(commands)
-    add_tune(commands)
-    add_bench(commands)
-    add_convert(commands)
+    files = [_FILES[command]] if command in _FILES else dict.fromkeys(_FILES.values())
+    for file in files:
+        importlib.import_module(f"..{file}", __name__).add(commands)
     return parser
+
+
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

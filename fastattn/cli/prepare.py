@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from .train import say
+from .main import say
 
 
-def add_prepare(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "prepare",

@@ -11,8 +11,8 @@ from typing import Any
 _SOURCES_AT_ONCE = 32
 
 
-def add_tag(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
+def add(commands: Any) -> None:
+    """Add both commands to the parser's subcommands."""
     parser = commands.add_parser(
         "tag",
         help="tag words with a trained encoder",
@@ -22,10 +22,6 @@ def add_tag(commands: Any) -> None:
     )
     parser.set_defaults(command=_tag)
     _add_input(parser)
-
-
-def add_translate(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "translate",
         help="translate texts with a trained encoder-decoder",
@@ -33,14 +29,15 @@ def add_translate(commands: Any) -> None:
     )
     parser.set_defaults(command=_translate)
     _add_input(parser, repeatable=True)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--beams",
         type=int,
         default=1,
         help="beams of the search for the most likely text (default: 1)",
     )
-    add("--truncate", action="store_true", help="cut texts that are too long for the model")
+    parser.add_argument(
+        "--truncate", action="store_true", help="cut texts that are too long for the model"
+    )
 
 
 def _add_input(parser: argparse.ArgumentParser, *, repeatable: bool = False) -> None:

@@ -13,8 +13,7 @@ from types import FrameType
 from typing import Any, get_type_hints
 
 from ..training.train_config import DataConfig, TrainConfig
-
-INTERRUPTED = 130  # exit status of a command stopped by Ctrl-C
+from .main import INTERRUPTED, say
 
 MODELS = ("gpt", "encoder", "seq2seq")
 TASKS = ("language", "tagging", "masked", "translation")
@@ -42,7 +41,7 @@ _MODEL = {
 }
 
 
-def add_train(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "train",
@@ -222,9 +221,3 @@ class _Stop:
         # On a terminal the cursor is after the progress bar.
         start = "\n" if sys.stderr.isatty() else ""
         say(f"{start}stopping after this step (once more to stop at once)")
-
-
-def say(text: str) -> None:
-    """Print a line on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any
 
-from .train import say
+from .main import say
 
 
-def add_verify(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "verify",
