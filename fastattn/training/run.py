@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..files.lock import locked_folder
-from ..models.encoder import MaskedLM, Tagger
 from ..models.fields import from_fields
 from .checkpoint import (
     Checkpoint,
@@ -139,9 +138,7 @@ def _build(
     torch.manual_seed(config.seed)
     model = kind.build(model_config, source.facts).to(device)
     if pretrained is not None:
-        assert isinstance(model, Tagger)
-        assert isinstance(pretrained.model, MaskedLM)
-        model.encoder.load_state_dict(pretrained.model.encoder.state_dict())
+        model.get_submodule("encoder").load_state_dict(pretrained.model.encoder.state_dict())
     step = 0 if checkpoint is None else checkpoint.step
     say(
         f"{sum(x.numel() for x in model.parameters()):,} parameters, vocabulary of "

@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...models.encoder import EncoderConfig, MaskedLM, Tagger
-from ...models.gpt import GPT, GPTConfig
-from ...models.seq2seq import Seq2Seq, Seq2SeqConfig
+Build = Callable[[Any, Mapping[str, Any]], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -18,8 +16,7 @@ class Kind:
     """A model and its task, by the names that `fastattn train` has for both.
 
     name: in checkpoints. title: for messages, with its article. use: the command for a trained one.
-    config: the class of its configuration. build: makes the model from a configuration and the
-    facts about its data, `Checkpoint.config["data"]`.
+    load: imports the class of its configuration, and the function `build`.
     """
 
     name: str
@@ -27,24 +24,47 @@ class Kind:
     model: str
     task: str
     use: str
-    config: Any
-    build: Callable[[Any, Mapping[str, Any]], nn.Module]
+    load: Callable[[], tuple[Any, Build]]
+
+    @property
+    def config(self) -> Any:
+        """The class of its configuration."""
+        return self.load()[0]
+
+    def build(self, config: Any, data: Mapping[str, Any]) -> nn.Module:
+        """The model of a configuration and facts about its data, a checkpoint's config["data"]."""
+        return self.load()[1](config, data)
+
+
+def _gpt() -> tuple[Any, Build]:
+    from ...models.gpt import GPT, GPTConfig
+
+    return GPTConfig, lambda config, _: GPT(config)
+
+
+def _tagger() -> tuple[Any, Build]:
+    from ...models.encoder import EncoderConfig, Tagger
+
+    return EncoderConfig, lambda config, data: Tagger(config, len(data["tags"]))
+
+
+def _masked() -> tuple[Any, Build]:
+    from ...models.encoder import EncoderConfig, MaskedLM
+
+    return EncoderConfig, lambda config, _: MaskedLM(config)
+
+
+def _seq2seq() -> tuple[Any, Build]:
+    from ...models.seq2seq import Seq2Seq, Seq2SeqConfig
+
+    return Seq2SeqConfig, lambda config, _: Seq2Seq(config)
 
 
 _ALL = (
-    Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, lambda config, _: GPT(config)),
-    Kind(
-        *("tagger", "a tagger", "encoder", "tagging", "tag"),
-        *(EncoderConfig, lambda config, data: Tagger(config, len(data["tags"]))),
-    ),
-    Kind(
-        *("masked", "a masked-token model", "encoder", "masked", "inspect"),
-        *(EncoderConfig, lambda config, _: MaskedLM(config)),
-    ),
-    Kind(
-        *("seq2seq", "an encoder-decoder", "seq2seq", "translation", "translate"),
-        *(Seq2SeqConfig, lambda config, _: Seq2Seq(config)),
-    ),
+    Kind("gpt", "a GPT", "gpt", "language", "generate", _gpt),
+    Kind("tagger", "a tagger", "encoder", "tagging", "tag", _tagger),
+    Kind("masked", "a masked-token model", "encoder", "masked", "inspect", _masked),
+    Kind("seq2seq", "an encoder-decoder", "seq2seq", "translation", "translate", _seq2seq),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 

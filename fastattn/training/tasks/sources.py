@@ -1,4 +1,4 @@
-"""Read, split and tokenise training data, and make its task."""
+"""Read, split and tokenise training data, and make its task, whose files load with it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from ..data import tagged_text, text_pairs
 from ..data import text as texts
-from ..data.prepared import PreparedText
 from ..tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
 from ..tokenizers.base import Tokenizer
 from ..train_config import DataConfig
-from .masking import MaskedTask
-from .scores import import_sacrebleu
-from .tagging import TaggingTask
 from .task import LanguageTask, Task
-from .translation import TranslationTask, encode_pairs
 
 _Item = TypeVar("_Item")
-
-_PAIRS: dict[str, Callable[[], list[text_pairs.Pair]]] = {
-    "names": text_pairs.standard_library_pairs,
-    "dates": text_pairs.date_pairs,
-}
 
 
 def read_text(config: DataConfig) -> str:
@@ -67,6 +56,8 @@ def text_source(config: DataConfig, *, masked: bool = False) -> Source:
     def make_task(tokenizer: Tokenizer, model: Any) -> Task:
         dataset = texts.TextDataset.from_text(text, tokenizer, model.context_length)
         if masked:
+            from .masking import MaskedTask
+
             return MaskedTask(dataset, tokenizer, model.context_length)
         return LanguageTask(dataset, model.context_length)
 
@@ -77,6 +68,8 @@ def language_source(config: DataConfig) -> Source:
     """Source of a text, or token files, for next-token prediction."""
     if config.prepared is None:
         return text_source(config)
+    from ..data.prepared import PreparedText
+
     text = PreparedText.open(config.prepared)
     return Source(
         text.fingerprint,
@@ -87,6 +80,9 @@ def language_source(config: DataConfig) -> Source:
 
 def tagged_source(config: DataConfig) -> Source:
     """Source of tagged words."""
+    from ..data import tagged_text
+    from .tagging import TaggingTask
+
     read = tagged_text.read_conll
     sentences = read(config.text) if config.text else tagged_text.standard_library_sentences()
     train, validation = _split(sentences, read(config.validation), "sentences")
@@ -106,9 +102,14 @@ def tagged_source(config: DataConfig) -> Source:
 
 def pair_source(config: DataConfig) -> Source:
     """Source of pairs of texts, read or generated."""
+    from ..data import text_pairs
+    from .scores import import_sacrebleu
+    from .translation import TranslationTask, encode_pairs
+
     import_sacrebleu()
     read = text_pairs.read_pairs
-    examples = read(config.text) if config.text else _PAIRS[config.pairs or "names"]()
+    made = {"names": text_pairs.standard_library_pairs, "dates": text_pairs.date_pairs}
+    examples = read(config.text) if config.text else made[config.pairs or "names"]()
     train, validation = _split(examples, read(config.validation), "pairs")
     digest = text_pairs.pairs_fingerprint([*train, *validation])
     lines = "\n".join(line for pair in train for line in (pair.source, pair.target))

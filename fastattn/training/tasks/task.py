@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...models.transfer import to_device
-from ..data.prepared import PreparedText
 from ..data.rows import IGNORED
 from ..data.text import TextDataset, check_counts
+
+if TYPE_CHECKING:
+    from ..data.prepared import PreparedText
 
 _VALIDATION_SEED = 0
 
@@ -137,8 +139,8 @@ class LanguageTask(Task):
         self._train, self._validation = text.counts
         check_counts(*text.counts, context_length)
         self.extent = f"{self._train:,} training and {self._validation:,} validation tokens"
-        if isinstance(text, PreparedText):
-            self.extent += f" of {text.documents:,} documents"
+        if documents := getattr(text, "documents", None):
+            self.extent += f" of {documents:,} documents"
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
         """Windows at random positions of the split, shorter ones if the split is shorter."""
