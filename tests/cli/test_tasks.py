@@ -16,9 +16,9 @@ from fastattn.training.checkpoint import (
     load_trained,
     save_checkpoint,
 )
+from fastattn.training.data import tagged_text
 from fastattn.training.data.tagged_text import standard_library_sentences
 from fastattn.training.metrics import read_metrics
-from fastattn.training.tasks import sources
 from fastattn.training.tokenizers import CharacterTokenizer
 from fastattn.training.train_config import DataConfig
 
@@ -59,7 +59,7 @@ def torch_only():
 def python_tagger(tmp_path_factory, one_thread, torch_only) -> Path:
     """Tags of the standard library's own tokens."""
     few = partial(standard_library_sentences, 60_000)
-    torch_only.setattr(sources.tagged_text, "standard_library_sentences", few)
+    torch_only.setattr(tagged_text, "standard_library_sentences", few)
     out = tmp_path_factory.mktemp("tagger") / "run"
     options = ["--tokenizer", "char", "--context", 16, "--steps", 60, *SMALL]
     assert run("train", "--model", "encoder", "--out", out, *options) == 0
