@@ -19,9 +19,9 @@ from fastattn.training.data.text_pairs import (
 from fastattn.training.tasks.scores import confusion, tag_scores, text_scores
 from fastattn.training.tasks.sources import DataConfig, pair_source
 from fastattn.training.tasks.translation import TranslationTask, encode_pairs
-from fastattn.training.tokenizers import PieceTokenizer
+from fastattn.training.tokenizers import train_tokenizer
 
-TOKENIZER = PieceTokenizer.train("word", "one two three eins zwei drei", 60)
+TOKENIZER = train_tokenizer("word", "one two three eins zwei drei")
 PAIRS = [Pair("one two", "eins zwei", "f:1"), Pair("three", "drei", "f:2")]
 
 
