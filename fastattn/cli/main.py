@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..removed import REMOVED
 from .bench import add_bench
 from .convert import add_convert
 from .generate import add_generate
@@ -57,6 +58,10 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong option in one line, with the closest valid one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            command = self.prog.partition(" ")[2]
+            if instead := REMOVED.get(f"{command} {word.partition('=')[0]}"):
+                self.error(f"{word} was removed: {instead}")
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             hints = []

@@ -2,14 +2,11 @@
 
 import codecs
 import json
-import os
 import re
 import resource
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,14 +78,12 @@ def test_an_end_token_follows_each_document(tmp_path):
     assert "some" in actual.tokenizer.decode(ids), "words of two lines are not one"
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(40_000, "uint16"), (70_000, "uint32")])
-def test_ids_have_the_bits_that_they_need(count, dtype, tmp_path):
+def test_ids_have_the_bits_that_they_need(tmp_path):
     characters = "".join(map(chr, [*range(0x4E00, 0x4E00 + 20_000), *range(0x10000, 0x1C350)]))
-    path = write(tmp_path / "a", characters[:count])
-    actual = prepare([path], tmp_path / "out", tokenizer="char")
-    assert actual.dtype == dtype and actual.tokens == count
-    ids, _ = actual.windows(torch.tensor([count - 10]), 10)
-    assert ids[0].tolist() == list(range(count - 10, count))
+    actual = prepare([write(tmp_path / "a", characters)], tmp_path / "out", tokenizer="char")
+    assert actual.dtype == "uint32" and actual.tokens == 70_000
+    ids, _ = actual.windows(torch.tensor([40_000]), 10)
+    assert ids[0].tolist() == list(range(40_000, 40_010))
 
 
 def used(folder: Path, megabytes: int) -> int:
@@ -151,6 +146,9 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    options = ["--documents", "line"]
+    assert main([*command, str(tmp_path / "lines"), *options]) == 0
+    assert capsys.readouterr().out.startswith("30,000 tokens of 5,000 documents in")
     monkeypatch.setattr(preparing.os, "rename", interrupt)
     assert main([*command, str(tmp_path / "next")]) == 130
     error = capsys.readouterr().err
@@ -180,49 +178,26 @@ def test_files_that_are_not_utf8(tmp_path):
     assert texts_of(actual) == [x.decode("utf-8-sig", "replace") for x in BROKEN.values()]
 
 
-def change(**fields: Any) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        path = folder / "prepared.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-    return apply
-
-
-def cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
-
-
-def ends(*places: int) -> Callable[[Path], None]:
-    """Other ends of as many documents, for which no count and no size is wrong."""
-
-    def apply(folder: Path) -> None:
-        (folder / "documents.bin").write_bytes(array("q", places).tobytes())
-        change(documents=len(places))(folder)
-
-    return apply
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("fields", "places", "message"),
     [
-        (cut("tokens.bin"), "tokens.bin is truncated: it has 25 bytes, expected 26"),
-        (cut("tokenizer.json"), "tokenizer.json is not JSON"),
-        (cut("prepared.json"), "Expecting"),
-        (change(tokens=99), "tokens.bin is truncated: it has 26 bytes, expected 198"),
-        (change(dtype="int8"), "it says 13 tokens of 1 documents in int8"),
-        (change(documents=0), "it says 13 tokens of 0 documents"),
-        (ends(2, 1, 13), "documents.bin is corrupt: the ends of documents do not rise"),
-        (ends(0, 2, 13), "documents.bin is corrupt: the ends of documents do not rise"),
-        (ends(2, 4, 14), "documents.bin is corrupt: it ends at 14 of 13"),
-        (change(tokens="many"), "tokens must be an integer"),
-        (change(vocab_size=3), "tokenizer.json has 5 ids, expected 3"),
-        (change(format="other"), "prepared.json is not of format"),
+        ({"tokens": 12}, (13,), "tokens.bin is truncated: it has 26 bytes, expected 24"),
+        ({"dtype": "int8"}, (13,), "it says 13 tokens of 1 documents in int8"),
+        ({"tokens": "many"}, (13,), "tokens must be an integer"),
+        ({"vocab_size": 3}, (13,), "tokenizer.json has 5 ids, expected 3"),
+        ({"format": "other"}, (13,), "prepared.json is not of format"),
+        ({"documents": 3}, (13,), "documents.bin is truncated: it has 8 bytes, expected 24"),
+        ({"documents": 3}, (2, 1, 13), "documents.bin is corrupt: the ends of documents do not"),
+        ({"documents": 3}, (0, 2, 13), "documents.bin is corrupt: the ends of documents do not"),
+        ({"documents": 3}, (2, 4, 14), "documents.bin is corrupt: it ends at 14 of 13"),
     ],
 )
-def test_a_damaged_folder_is_named(damage, message, tmp_path, monkeypatch):
+def test_a_damaged_folder_is_named(fields, places, message, tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "_ENDS_AT_ONCE", 1)
     prepare([write(tmp_path / "a", "abcdeabcdeabc")], tmp_path / "out", tokenizer="char")
-    damage(tmp_path / "out")
+    path = tmp_path / "out" / "prepared.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    (tmp_path / "out" / "documents.bin").write_bytes(array("q", places).tobytes())
     with pytest.raises(DataError, match=f"prepared text .*out: .*{re.escape(message)}"):
         PreparedText.open(tmp_path / "out")
 
@@ -246,22 +221,13 @@ def test_wrong_arguments_are_named(tmp_path):
 
 
 def test_the_fingerprint_is_of_ids_documents_and_tokenizer(tmp_path):
-    made = {
-        prepare(
-            [write(tmp_path / "a", text)], tmp_path / str(i), tokenizer="char", documents=unit
-        ).fingerprint
-        for i, (text, unit) in enumerate(
-            (text, unit) for text in ("ab\ncd\n" * 9, "cd\nab\n" * 9) for unit in UNITS
-        )
-    }
-    assert len(made) == 6
-
-
-def test_the_command_makes_documents_of_lines(tmp_path, capsys):
-    text, out = write(tmp_path / "a", "abcd\n" * 10), ["--out", str(tmp_path / "out")]
-    options = ["--tokenizer", "char", "--documents", "line"]
-    assert main(["prepare", "--text", str(text), *options, *out]) == 0
-    assert capsys.readouterr().out.startswith("40 tokens of 10 documents in")
+    """Texts with the same ids by other tokenizers, and the same text in other documents."""
+    found = set()
+    for text, unit in (("ab\ncd\n", "line"), ("ef\ngh\n", "line"), ("ab\ncd\n", "file")):
+        folder = tmp_path / str(len(found))
+        made = prepare([write(tmp_path / "a", text)], folder, tokenizer="char", documents=unit)
+        found.add(made.fingerprint)
+    assert len(found) == 3
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -99,7 +100,7 @@ def test_a_missing_package_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "fastattn\[gpt\]"'):
         train_tokenizer("bpe", TEXT)
-    with pytest.raises(TokenizerError, match="no file gpt2; .* char, bpe.*: pip install tiktoken"):
+    with pytest.raises(TokenizerError, match=r"no file gpt2; .* char, bpe.*: pip install tiktoken"):
         load_tokenizer("gpt2")
 
 
@@ -108,15 +109,11 @@ def test_special_tokens_come_first_and_text_comes_back(kind, tmp_path):
     tokenizer = make(kind)
     names = ("pad", "unknown", "begin", "end", "mask")
     assert [tokenizer.special_id(name) for name in names] == list(range(5))
-    assert tokenizer.special_ids == set(range(5))
     ids = tokenizer.encode("the rat sat")
-    assert 4 < min(ids) and max(ids) < tokenizer.vocab_size
+    assert min(ids) > 4 and max(ids) < tokenizer.vocab_size
     assert tokenizer.special_id("unknown") in tokenizer.encode("the ß")
     assert tokenizer.decode(ids) == "the rat sat" == streamed(tokenizer, ids)
-    each = [tokenizer.encode("the"), tokenizer.encode("rat sat")]
-    assert tokenizer.encode_batch(["the", "rat sat"]) == each
-    if kind in ("char", "char-bpe", "unigram"):
-        assert tokenizer.decode(tokenizer.encode("the  cat\nsat ")) == "the  cat\nsat "
+    assert tokenizer.encode_batch(["the", "rat sat"])[1] == tokenizer.encode("rat sat")
     tokenizer.save(tmp_path / "tokenizer.json")
     again = load_tokenizer(tmp_path / "tokenizer.json")
     assert again.backend.get_vocab() == tokenizer.backend.get_vocab()
@@ -134,9 +131,6 @@ def test_words_with_white_space_and_punctuation_come_back_exactly():
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == streamed(tokenizer, ids)
     assert tokenizer.find_id("\"don't,") in ids
-    # Other words are unknown, but the space about them is kept.
-    unknown = tokenizer.special_id("unknown")
-    assert [token == unknown for token in tokenizer.encode("He  sang\n")] == [0, 0, 0, 1, 0]
 
 
 def test_a_sentence_by_word_character_and_subword():
@@ -156,21 +150,13 @@ def test_a_sentence_by_word_character_and_subword():
         assert tokenizer.decode(ids).replace(" .", ".") == "I like creamice." and len(ids) > 4
 
 
-def test_each_kind_cuts_as_its_name_says():
-    lengths = {kind: len(make(kind).encode("the cat sat")) for kind in KINDS}
-    assert (lengths["word"], lengths["word-space"], lengths["char"]) == (3, 5, 11)
+def test_vocabularies_have_the_size_and_the_special_tokens_that_are_asked_for():
     assert make("word", 9).vocab_size == 9
-    assert 3 <= lengths["char-bpe"] < 11 and 3 <= lengths["wordpiece"] < 11
+    assert train_tokenizer("bpe", WORDS, vocab_size=280).special_ids == frozenset()
+    assert make("bpe", 280).special_ids == set(range(4)), "no text is unknown"
     continued = make("wordpiece").backend.encode("that", add_special_tokens=False).tokens
     assert continued[0].startswith("t")
     assert all(token.startswith("##") for token in continued[1:])
-
-
-def test_byte_level_bpe_has_special_tokens_on_request():
-    assert train_tokenizer("bpe", WORDS, vocab_size=280).special_ids == frozenset()
-    special = make("bpe", 280)
-    assert special.special_ids == set(range(4))
-    assert special.decode(special.encode("the ß 漢")) == "the ß 漢"
 
 
 @pytest.mark.parametrize("kind", ["word", "wordpiece"])
@@ -203,47 +189,34 @@ def test_gpt2_s_two_files_are_read_from_their_folder(tmp_path):
     assert tokenizer.encode("cat<|endoftext|>")[-1] == 280
 
 
-class Encoding:
-    """What is used of a `tiktoken.Encoding`: all bytes, a gap, and the end of a text."""
-
-    n_vocab = 258
-    _END = "<|endoftext|>"
-
-    def encode_batch(self, texts: list[str], allowed_special: str) -> list[list[int]]:
-        assert allowed_special == "all"
-        parts = [text.split(self._END) for text in texts]
-        return [
-            [x for i, part in enumerate(row) for x in [257] * (i > 0) + [*part.encode()]]
-            for row in parts
-        ]
-
-    def encode_single_token(self, text: str) -> int:
-        return {self._END: 257}[text]
-
-    def decode_single_token_bytes(self, token: int) -> bytes:
-        return {257: self._END.encode(), **{i: bytes([i]) for i in range(256)}}[token]
-
-
 def test_an_encoding_of_tiktoken_is_loaded_by_name(monkeypatch, tmp_path):
-    made = {"gpt2": Encoding()}
-    fake = SimpleNamespace(
-        list_encoding_names=lambda: ["gpt2", "r50k"], get_encoding=made.__getitem__
+    """Here one of bytes, the end of a text, and an id between them that is none."""
+    table = {**{bytes([i]): i for i in range(256)}, b"<|endoftext|>": 257}
+    back = {token: content for content, token in table.items()}
+
+    def encode(texts: list[str], allowed_special: str) -> list[list[int]]:
+        assert allowed_special == "all"
+        parts = (re.findall(rb"<\|endoftext\|>|[\x00-\xff]", text.encode()) for text in texts)
+        return [[table[part] for part in row] for row in parts]
+
+    encoding = SimpleNamespace(
+        n_vocab=258,
+        encode_batch=encode,
+        encode_single_token=lambda text: table[text.encode()],
+        decode_single_token_bytes=back.__getitem__,
     )
+    names = ["gpt2", "r50k"]
+    get = {"gpt2": encoding}.__getitem__
+    fake = SimpleNamespace(list_encoding_names=lambda: names, get_encoding=get)
     monkeypatch.setitem(sys.modules, "tiktoken", fake)
     monkeypatch.chdir(tmp_path)
-    tokenizer = load_tokenizer("gpt2")
+    load_tokenizer("gpt2").save("tokenizer.json")
     text = "a€b<|endoftext|>"
-    assert tokenizer.encode(text) == [*"a€b".encode(), 257]
-    assert tokenizer.special_id("end") == 257 and tokenizer.vocab_size == 258
-    assert (
-        tokenizer.decode(tokenizer.encode(text))
-        == text
-        == streamed(tokenizer, tokenizer.encode(text))
-    )
-    assert tokenizer.decode([256]) == ""
-    tokenizer.save("tokenizer.json")
-    assert load_tokenizer("tokenizer.json").encode(text) == tokenizer.encode(text)
-    with pytest.raises(TokenizerError, match="no file gpt5; .* char, bpe.*are gpt2, r50k, got"):
+    for tokenizer in (load_tokenizer("gpt2"), load_tokenizer("tokenizer.json")):
+        ids = tokenizer.encode(text)
+        assert ids == [*"a€b".encode(), 257] and tokenizer.special_id("end") == 257
+        assert tokenizer.decode([*ids, 256]) == text == streamed(tokenizer, ids)
+    with pytest.raises(TokenizerError, match=r"no file gpt5; .* char, bpe.*are gpt2, r50k, got"):
         load_tokenizer("gpt5")
     with pytest.raises(TokenizerError, match="tiktoken cannot load encoding 'r50k'"):
         from_json('{"format": "fastattn-tiktoken", "name": "r50k"}')
