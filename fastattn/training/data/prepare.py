@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -127,12 +128,13 @@ def _parts(files: Sequence[tuple[Path, int]], documents: str, errors: str) -> It
         try:
             # Verbatim, or each line break as one LF.
             newline = "" if documents == "file" else None
-            with path.open(encoding="utf-8-sig", errors=errors, newline=newline) as file:
+            with path.open("rb") as content:
+                file = io.TextIOWrapper(content, "utf-8-sig", errors, newline)
                 try:
                     for text, last in _split(file, documents):
-                        yield _Part(text, last, before + file.buffer.tell())
+                        yield _Part(text, last, before + content.tell())
                 except UnicodeDecodeError as error:
-                    offset = file.buffer.tell() - len(error.object) + error.start
+                    offset = content.tell() - len(error.object) + error.start
                     raise DataError(
                         f"text file {path} is not UTF-8: byte 0x{error.object[error.start]:02x} at "
                         f"offset {offset}: --errors replace reads it as U+FFFD"

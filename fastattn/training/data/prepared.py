@@ -88,7 +88,8 @@ class PreparedText:
             if (size := (self.folder / name).stat().st_size) != expected:
                 raise ValueError(f"{name} is truncated: it has {size} bytes, expected {expected}")
         before = torch.zeros(1, dtype=torch.int64, device="cpu")
-        for part in self._map(DOCUMENTS, self.documents, torch.int64).split(_ENDS_AT_ONCE):
+        ends = self._map(DOCUMENTS, self.documents, torch.int64)
+        for part in torch.split(ends, _ENDS_AT_ONCE):
             if (part.diff(prepend=before) <= 0).any():
                 raise ValueError(f"{DOCUMENTS} is corrupt: the ends of documents do not rise")
             before = part[-1:]
