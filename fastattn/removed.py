@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import NoReturn
 
 # By the name after "fastattn.", or the option of the command.
+_TRAIN = "train_tokenizer(kind, text, vocab_size=..., special=True) trains one of any kind, and "
+_TRAIN += "BackendTokenizer(tokenizer) wraps one of Hugging Face's"
 REMOVED: dict[str, str] = {
+    "prepare --check": "fastattn train --data checks a folder's sizes and counts as it opens it",
+    "prepare --files-from": "--text takes folders, which are read with all that lies in them",
+    "training.tokenizers.BPETokenizer": _TRAIN,
+    "training.tokenizers.PieceTokenizer": _TRAIN,
     "train --alibi": "--positions alibi",
     "train --data-parallel": "ranks share out the rows of a batch by themselves",
     "train --context-parallel": "fastattn.parallel, as in examples/long_context.py",

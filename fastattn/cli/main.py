@@ -68,6 +68,10 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong option in one line, with the closest valid one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            command = self.prog.partition(" ")[2]
+            if instead := REMOVED.get(f"{command} {word.partition('=')[0]}"):
+                self.error(f"{word} was removed: {instead}")
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             hints = [self._hint(word) for word in unknown if word.startswith("--")]
@@ -80,10 +84,8 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _hint(self, word: str) -> str:
-        """What takes the place of an unknown option, or the closest one."""
+        """What may be meant by an unknown option."""
         option = word.partition("=")[0]
-        if instead := REMOVED.get(f"{self.prog.partition(' ')[2]} {option}"):
-            return f"; {option} was removed: {instead}"
         if closest := difflib.get_close_matches(option, self._option_string_actions, 1, 0.7):
             return f"; the closest to {option} is {closest[0]}"
         if "--set" in self._option_string_actions:

@@ -210,6 +210,11 @@ def test_a_wrong_option_gets_the_closest_one_of_its_command(error_line):
     assert "the closest to --postions is --positions (" in line
 
 
+def test_a_removed_option_says_what_took_its_place(error_line):
+    line = error_line("prepare", "--check", "--out", "prepared", code=2)
+    assert "fastattn prepare: error: --check was removed: fastattn train --data checks" in line
+
+
 def test_a_run_that_ends_in_nan_fails(text, tmp_path, capsys, quick):
     wild = ["--lr", "1e39", "--warmup", "0", "--steps", "1"]
     assert main(["train", "--text", text, "--out", str(tmp_path / "run"), *quick, *wild]) == 1

@@ -18,7 +18,7 @@ COMMANDS = {
     "generate --checkpoint x --draft-tokens 3,x": 2,
     "generate --checkpoint x --beams 2 --top-k 3": 1,
     "generate --checkpoint x --prompts-file nowhere": 1,
-    "prepare --out x": 1,
+    "prepare --out x": 2,
 }
 PROCESS = """
 import json, sys

@@ -18,7 +18,7 @@ from fastattn.generation.speculative import speculative_tokens
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
-from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer, PieceTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer, Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -163,9 +163,10 @@ def test_an_end_token_ends_the_text_and_is_not_part_of_it():
 
 
 @pytest.fixture
-def bpe() -> BPETokenizer:
+def bpe() -> Tokenizer:
     """Tokens of several characters, beside all bytes."""
-    return BPETokenizer.train("the end of the stop, the stopping ENDs. aé漢🎉 " * 5, 300)
+    text = "the end of the stop, the stopping ENDs. aé漢🎉 " * 5
+    return train_tokenizer("bpe", text, vocab_size=300)
 
 
 STOPS = [
@@ -230,7 +231,7 @@ def test_texts_stop_each_for_itself():
 
 
 def test_words_join_those_of_the_prompt():
-    words = PieceTokenizer.train("word", "one two three four five", 60)
+    words = train_tokenizer("word", "one two three four five")
     model, prompt = make_gpt(words.vocab_size), words.encode("one")
     tokens = list(generate_tokens(model, prompt, 5, sampling=GREEDY))
     text = "".join(generate_text(model, words, "one", 5, sampling=GREEDY))

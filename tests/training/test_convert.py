@@ -21,7 +21,7 @@ from fastattn.training.checkpoint import (
     save_checkpoint,
 )
 from fastattn.training.convert import export_hf, import_hf, import_nanogpt
-from fastattn.training.tokenizers import BPETokenizer, CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer, Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
 
@@ -30,8 +30,8 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
 
 
 @pytest.fixture(scope="module")
-def bpe() -> BPETokenizer:
-    return BPETokenizer.train(TEXT, 270)
+def bpe() -> Tokenizer:
+    return train_tokenizer("bpe", TEXT, vocab_size=270)
 
 
 def hf_model(vocab_size: int, **changes) -> tr.GPT2LMHeadModel:
@@ -160,7 +160,7 @@ def test_unusable_folders_are_refused(bpe, tmp_path):
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         import_hf(tmp_path, tmp_path / "other")
     large = tmp_path / "large.json"
-    more = BPETokenizer.train(TEXT, 275)
+    more = train_tokenizer("bpe", TEXT, vocab_size=275)
     more.save(large)
     with pytest.raises(
         CheckpointError, match=f"of {more.vocab_size} ids, its model's vocab_size is"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastattn.training.data import text as text_data
+from fastattn.training.data.rows import pad, pad_id
 from fastattn.training.data.text import (
     DataError,
     TextDataset,
@@ -11,7 +12,7 @@ from fastattn.training.data.text import (
     standard_library_text,
 )
 from fastattn.training.tasks.task import LanguageTask
-from fastattn.training.tokenizers import CharacterTokenizer
+from fastattn.training.tokenizers import CharacterTokenizer, train_tokenizer
 
 
 def test_files_are_joined_in_order(tmp_path):
@@ -27,13 +28,16 @@ def test_dataset_holds_the_text_s_tokens():
     assert dataset.train.tolist() == [i % 10 for i in range(45)]
     assert dataset.validation.tolist() == [i % 10 for i in range(45, 50)]
     other = TextDataset.from_text(text + "a", CharacterTokenizer(text), context_length=8)
-    assert len(dataset.fingerprint) == 64
     assert dataset.fingerprint != other.fingerprint
+    assert TextDataset.from_text("a" * 20, CharacterTokenizer("a"), 17).counts == (18, 2)
 
 
-def test_the_shortest_sufficient_text_is_accepted():
-    dataset = TextDataset.from_text("a" * 20, CharacterTokenizer("a"), 17)
-    assert (len(dataset.train), len(dataset.validation)) == (18, 2)
+def test_rows_of_several_lengths_are_padded_on_the_right():
+    tokenizer = train_tokenizer("word-sign", "I like ice cream.", special=True)
+    rows = tokenizer.encode_batch(["I like ice cream.", "ice"])
+    padded = pad(rows, pad_id(tokenizer))
+    assert padded.tokens.tolist() == [rows[0], rows[1] + [tokenizer.special_id("pad")] * 7]
+    assert padded.lengths.tolist() == [8, 1]
 
 
 def test_random_batches_are_windows_and_their_continuations():

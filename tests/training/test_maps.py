@@ -18,11 +18,11 @@ from fastattn.training.checkpoint import Checkpoint, Trained, save_checkpoint
 from fastattn.training.data.text import DataError
 from fastattn.training.maps import attention_maps
 from fastattn.training.tasks.kinds import KINDS
-from fastattn.training.tokenizers import PieceTokenizer
+from fastattn.training.tokenizers import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
-TOKENIZER = PieceTokenizer.train("word", "the fox jumps over a lazy dog $ { x", 60)
+TOKENIZER = train_tokenizer("word", "the fox jumps over a lazy dog $ { x")
 V = TOKENIZER.vocab_size
 SHAPE = {"num_layers": 2, "num_heads": 2, "embed_dim": 16}
 

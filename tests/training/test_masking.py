@@ -5,10 +5,10 @@ import torch
 
 from fastattn.training.data.text import TextDataset
 from fastattn.training.tasks.masking import MaskedTask, mask_tokens
-from fastattn.training.tokenizers import PieceTokenizer
+from fastattn.training.tokenizers import train_tokenizer
 
 TEXT = "abcdefghij" * 60
-TOKENIZER = PieceTokenizer.train("char", TEXT, 60)
+TOKENIZER = train_tokenizer("char", TEXT, special=True)
 
 
 def make_task(context_length=16) -> MaskedTask:

@@ -15,9 +15,10 @@ from fastattn.training.tasks import kinds, masking, translation
 
 ROWS = rows_of(__file__)
 TEXT = "the cat sat on the mat, the rat ate the cat\n" * 20
-BPE, LETTERS = tokenizers.BPETokenizer.train(TEXT, 280), tokenizers.CharacterTokenizer("abc")
+BPE = tokenizers.train_tokenizer("bpe", TEXT, vocab_size=280)
+LETTERS = tokenizers.CharacterTokenizer("abc")
 PIECES = tokenizers.train_tokenizer("wordpiece", TEXT, vocab_size=60, special=True)
-WORDS = tokenizers.PieceTokenizer.train("word", "one two three eins zwei drei", 60)
+WORDS = tokenizers.train_tokenizer("word", "one two three eins zwei drei")
 GPT2 = gpt2.config_to_hf(gpt.GPTConfig(10, num_heads=2))
 
 

@@ -15,10 +15,10 @@ from fastattn.training.data.tagged_text import (
 )
 from fastattn.training.data.text import DataError
 from fastattn.training.tasks.tagging import TaggingTask, cut_rows
-from fastattn.training.tokenizers import BPETokenizer, PieceTokenizer, TokenizerError
+from fastattn.training.tokenizers import TokenizerError, train_tokenizer
 
 CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"
-TOKENIZER = PieceTokenizer.train("char", "EU rejects Peter Blackburn", 60)
+TOKENIZER = train_tokenizer("char", "EU rejects Peter Blackburn", special=True)
 
 
 def sentence(words: str, tags: str) -> Sentence:
@@ -93,10 +93,10 @@ def test_rows_are_cut_between_words():
 
 
 def test_a_word_without_tokens_is_the_unknown_one():
-    words = PieceTokenizer.train("wordpiece", "a b", 20)
+    words = train_tokenizer("wordpiece", "a b", vocab_size=20)
     assert words.encode(" ") == []
     assert cut_rows([" "], words, 4)[0].tokens == (words.special_id("unknown"),)
-    plain = BPETokenizer.train("a b", 300)
+    plain = train_tokenizer("bpe", "a b")
     with pytest.raises(TokenizerError, match="no unknown token"):
         cut_rows([""], plain, 4)
     with pytest.raises(DataError, match="f:1: the tokenizer has no unknown token"):

@@ -2,15 +2,15 @@
 
 A folder that `fastattn prepare` has made holds
 
-    prepared.json     counts, and size and SHA-256 of the files below
-    tokens.bin        the ids, little-endian uint16, or uint32 for more than 65536 ids
-    documents.bin     little-endian int64: for each document how many ids end with it
+    prepared.json     counts and fingerprint
+    tokens.bin        the ids, uint16, or uint32 for more than 65536 ids
+    documents.bin     int64: for each document how many ids end with it
     tokenizer.json    the tokenizer
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +19,15 @@ import torch
 from torch import Tensor
 
 from ...models.fields import check_type
-from ..storage import CheckpointError, entry_of_file, file_in, read_json
-from ..tokenizers import Tokenizer, from_json
+from ..tokenizers import Tokenizer, load_tokenizer
 from .text import DataError
 
-TOKENS, DOCUMENTS, TOKENIZER, MANIFEST = (
-    *("tokens.bin", "documents.bin", "tokenizer.json"),
-    "prepared.json",
-)
-FORMAT, VERSION = "fastattn-prepared", 1
+TOKENS, DOCUMENTS, TOKENIZER = "tokens.bin", "documents.bin", "tokenizer.json"
+MANIFEST, FORMAT = "prepared.json", {"format": "fastattn-prepared", "version": 1}
 # Bytes an id by dtype, and the signed dtype that torch computes with.
-DTYPES: Mapping[str, tuple[int, torch.dtype]] = {
-    "uint16": (2, torch.int16),
-    "uint32": (4, torch.int32),
-}
-DOCUMENT_BYTES = 8
+_DTYPES = {"uint16": (2, torch.int16), "uint32": (4, torch.int32)}
+_FIELDS = {"dtype": str, "tokens": int, "documents": int, "fingerprint": str}
 _ENDS_AT_ONCE = 1 << 20
-
-_FIELDS: Mapping[str, Any] = {
-    "dtype": str,
-    "tokens": int,
-    "documents": int,
-    "vocab_size": int,
-    "fingerprint": str,
-    "files": Mapping,
-}
 
 
 @dataclass(frozen=True)
@@ -56,10 +40,7 @@ class PreparedText:
         dtype: "uint16" or "uint32".
         tokens: number of ids, N.
         documents: number of documents.
-        fingerprint: of text, tokenizer and documents.
-        files: size in bytes and SHA-256 of each file.
-        skipped: number of text files left out because they are not UTF-8.
-        replaced: number of characters that replace bytes that are not UTF-8.
+        fingerprint: of ids, tokenizer and documents.
     """
 
     folder: Path
@@ -68,66 +49,52 @@ class PreparedText:
     tokens: int
     documents: int
     fingerprint: str
-    files: Mapping[str, Mapping[str, Any]]
-    skipped: int = 0
-    replaced: int = 0
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedText:
         """Opens a folder made by `fastattn prepare`, and checks sizes, counts and document ends.
 
         Raises:
-            DataError: it is missing, unfinished or of another format, a file is truncated, or
-                document ends do not rise.
+            DataError: it is missing or of another format, a file is truncated, or document ends do
+                not rise.
         """
         folder = Path(folder)
         if not (folder / MANIFEST).exists():
-            raise DataError(
-                f"there is no prepared text in {folder}: it has no {MANIFEST}, which fastattn "
-                "prepare writes last"
-            )
+            raise DataError(f"there is no prepared text in {folder}: it has no {MANIFEST}")
         try:
-            fields = _read_manifest(folder)
-            text = file_in(folder, TOKENIZER).read_text(encoding="utf-8")
-            tokenizer = from_json(text, source=str(folder / TOKENIZER))
-        except (CheckpointError, OSError, UnicodeDecodeError) as error:
+            fields: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if not isinstance(fields, dict) or not FORMAT.items() <= fields.items():
+                raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
+            for name, kind in {**_FIELDS, "vocab_size": int}.items():
+                check_type(name, fields.get(name), kind)
+            tokenizer = load_tokenizer(folder / TOKENIZER)
+            made = cls(folder, tokenizer, **{name: fields[name] for name in _FIELDS})
+            made._check(fields["vocab_size"])
+        except (OSError, ValueError) as error:
             raise DataError(f"prepared text {folder}: {error}") from None
-        if tokenizer.vocab_size != fields["vocab_size"]:
-            raise DataError(
-                f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, the text was prepared with "
-                f"{fields['vocab_size']}"
+        return made
+
+    def _check(self, vocab_size: int) -> None:
+        """Raise ValueError unless the files fit the counts, and document ends rise to N."""
+        if self.tokenizer.vocab_size != vocab_size:
+            raise ValueError(
+                f"{TOKENIZER} has {self.tokenizer.vocab_size} ids, expected {vocab_size}"
             )
-        names = ("dtype", "tokens", "documents", "fingerprint", "files")
-        counts = (fields.get(name, 0) for name in ("skipped", "replaced"))
-        prepared = cls(folder, tokenizer, *(fields[name] for name in names), *counts)
-        prepared._check_documents()
-        return prepared
-
-    def check(self) -> None:
-        """Reads every file; raises DataError if its digest has changed since it was prepared."""
-        for name, entry in self.files.items():
-            if entry_of_file(self.folder / name)["sha256"] != entry["sha256"]:
-                raise DataError(f"{self.folder / name} has changed: its SHA-256 is another one")
-
-    def _check_documents(self) -> None:
-        """Raises DataError unless every document ends behind the one before it, the last at N."""
-        ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
-        done = before = 0
+        if self.dtype not in _DTYPES or min(self.tokens, self.documents) < 1:
+            counts = f"{self.tokens} tokens of {self.documents} documents in {self.dtype}"
+            raise ValueError(f"{MANIFEST} is corrupt: it says {counts}")
+        sizes = {TOKENS: self.tokens * _DTYPES[self.dtype][0], DOCUMENTS: self.documents * 8}
+        for name, expected in sizes.items():
+            if (size := (self.folder / name).stat().st_size) != expected:
+                raise ValueError(f"{name} is truncated: it has {size} bytes, expected {expected}")
+        before = torch.zeros(1, dtype=torch.int64, device="cpu")
+        ends = self._map(DOCUMENTS, self.documents, torch.int64)
         for part in torch.split(ends, _ENDS_AT_ONCE):
-            wrong = part.diff(prepend=torch.tensor([before], device="cpu")) <= 0
-            if wrong.any():
-                at = int(wrong.nonzero()[0])
-                last = int(part[at - 1]) if at else before
-                raise DataError(
-                    f"{self.folder / DOCUMENTS} is corrupt: document {done + at} ends at "
-                    f"{int(part[at])}, and the one before it at {last}"
-                )
-            done, before = done + len(part), int(part[-1])
-        if before != self.tokens:
-            raise DataError(
-                f"{self.folder / DOCUMENTS} is corrupt: its last document ends at {before}, "
-                f"and there are {self.tokens} ids"
-            )
+            if (part.diff(prepend=before) <= 0).any():
+                raise ValueError(f"{DOCUMENTS} is corrupt: the ends of documents do not rise")
+            before = part[-1:]
+        if int(before) != self.tokens:
+            raise ValueError(f"{DOCUMENTS} is corrupt: it ends at {int(before)} of {self.tokens}")
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -146,54 +113,15 @@ class PreparedText:
         Returns:
             ids int64 [B, T], and their document numbers int32 [B, T], from 0 in each row.
         """
-        size, signed = DTYPES[self.dtype]
+        size, signed = _DTYPES[self.dtype]
         # One memory map a call: pages of a lasting map would count as this process's memory.
-        ids = _map(self.folder / TOKENS, self.tokens, signed)
-        ends = _map(self.folder / DOCUMENTS, self.documents, torch.int64)
+        ids = self._map(TOKENS, self.tokens, signed)
+        ends = self._map(DOCUMENTS, self.documents, torch.int64)
         rows = [ids[start : start + length].long() for start in starts.tolist()]
         tokens = torch.stack(rows) & (256**size - 1)
         places = starts[:, None] + torch.arange(length, device="cpu")
         documents = torch.searchsorted(ends, places, right=True)
         return tokens, (documents - documents[:, :1]).int()
 
-
-def _map(path: Path, count: int, dtype: torch.dtype) -> Tensor:
-    return torch.from_file(str(path), shared=False, size=count, dtype=dtype)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises DataError or CheckpointError on an unusable manifest or file."""
-    path = file_in(folder, MANIFEST)
-    fields = read_json(path)
-    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
-        raise DataError(
-            f"{path} is not of format {FORMAT} {VERSION}: it says {fields.get('format')!r} "
-            f"{fields.get('version')!r}"
-        )
-    try:
-        for name, kind in _FIELDS.items():
-            check_type(name, fields.get(name), kind)
-        for name in ("tokens", "documents"):
-            if fields[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {fields[name]}")
-        for name in (TOKENS, DOCUMENTS, TOKENIZER):
-            check_type(f"files.{name}", fields["files"].get(name), Mapping)
-            for key, kind in (("bytes", int), ("sha256", str)):
-                check_type(f"files.{name}.{key}", fields["files"][name].get(key), kind)
-    except ValueError as error:
-        raise DataError(f"{path} is corrupt: {error}") from None
-    if fields["dtype"] not in DTYPES:
-        choices = " or ".join(DTYPES)
-        raise DataError(f"{path} is corrupt: dtype must be {choices}, got {fields['dtype']!r}")
-    sizes = {
-        TOKENS: fields["tokens"] * DTYPES[fields["dtype"]][0],
-        DOCUMENTS: fields["documents"] * DOCUMENT_BYTES,
-        TOKENIZER: fields["files"][TOKENIZER]["bytes"],
-    }
-    for name, expected in sizes.items():
-        size = file_in(folder, name).stat().st_size
-        if size != expected:
-            raise DataError(
-                f"{folder / name} is truncated or changed: it has {size} bytes, expected {expected}"
-            )
-    return fields
+    def _map(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.from_file(str(self.folder / name), shared=False, size=count, dtype=dtype)

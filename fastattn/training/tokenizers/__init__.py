@@ -1,16 +1,19 @@
 """Tokenizers: text to ids and back."""
 
+from typing import NoReturn
+
+from ...removed import raise_missing
+from .backend import BackendTokenizer, byte_level_bpe
 from .base import Tokenizer, TokenizerError
-from .bytes import BPETokenizer, byte_level_bpe
 from .characters import CharacterTokenizer
 from .loading import TOKENIZER_KINDS, from_json, load_tokenizer, train_tokenizer
-from .pieces import PieceTokenizer
+from .named import NamedTokenizer
 
 __all__ = [
     "TOKENIZER_KINDS",
-    "BPETokenizer",
+    "BackendTokenizer",
     "CharacterTokenizer",
-    "PieceTokenizer",
+    "NamedTokenizer",
     "Tokenizer",
     "TokenizerError",
     "byte_level_bpe",
@@ -18,3 +21,7 @@ __all__ = [
     "load_tokenizer",
     "train_tokenizer",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise_missing(__name__, name)

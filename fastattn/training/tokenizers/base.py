@@ -1,9 +1,9 @@
-"""The interface of tokenizers, and the names of special tokens."""
+"""The interface of tokenizers, the names of special tokens, and decoding as ids come."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,18 +24,6 @@ class TokenizerError(ValueError):
     """A tokenizer cannot be trained, read, or applied to a text."""
 
 
-class TokenDecoder(ABC):
-    """Turns ids into text one at a time, each character as soon as it is complete."""
-
-    @abstractmethod
-    def feed(self, token: int) -> str:
-        """Return the characters that this id completes, possibly none."""
-
-    @abstractmethod
-    def finish(self) -> str:
-        """Return U+FFFD for an incomplete character, else ''."""
-
-
 class Tokenizer(ABC):
     """Base of tokenizers for training and generation; ids are 0 .. vocab_size - 1."""
 
@@ -45,24 +33,24 @@ class Tokenizer(ABC):
         """Number of distinct ids."""
 
     @abstractmethod
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+        """`encode` several texts."""
+
+    @abstractmethod
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """`decode` ids that are in range."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The tokenizer as JSON, for `from_json`."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, special tokens not added.
 
         Raises:
             TokenizerError: the text holds an unknown character.
         """
-
-    @abstractmethod
-    def decoder(self) -> TokenDecoder:
-        """A new decoder."""
-
-    @abstractmethod
-    def to_json(self) -> str:
-        """The tokenizer as JSON, for `from_json`."""
-
-    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """`encode` several texts."""
-        return [self.encode(text) for text in texts]
+        return self.encode_batch([text])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of ids; bytes that are not UTF-8 become U+FFFD.
@@ -70,8 +58,14 @@ class Tokenizer(ABC):
         Raises:
             TokenizerError: an id is not in 0 .. vocab_size - 1.
         """
-        decoder = self.decoder()
-        return "".join([decoder.feed(token) for token in tokens]) + decoder.finish()
+        tokens = list(tokens)
+        for token in tokens:
+            self.check_id(token)
+        return self.text_of(tokens)
+
+    def decoder(self) -> TokenDecoder:
+        """A new decoder, for ids that come one at a time."""
+        return TokenDecoder(self)
 
     def find_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, or None."""
@@ -83,25 +77,21 @@ class Tokenizer(ABC):
         Raises:
             TokenizerError: the tokenizer has no such token.
         """
-        token = self._find_special(special)
-        if token is None:
-            names = " or ".join(SPECIAL_NAMES[special])
-            raise TokenizerError(f"the tokenizer has no {special} token, such as {names}")
-        return token
+        for name in SPECIAL_NAMES[special]:
+            if (token := self.find_id(name)) is not None:
+                return token
+        names = " or ".join(SPECIAL_NAMES[special])
+        raise TokenizerError(f"the tokenizer has no {special} token, such as {names}")
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of all special tokens of the vocabulary."""
-        tokens = (self._find_special(special) for special in SPECIAL_NAMES)
-        return frozenset(token for token in tokens if token is not None)
+        found = (self.find_id(name) for names in SPECIAL_NAMES.values() for name in names)
+        return frozenset(token for token in found if token is not None)
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    def _find_special(self, special: Special) -> int | None:
-        tokens = (self.find_id(name) for name in SPECIAL_NAMES[special])
-        return next((token for token in tokens if token is not None), None)
 
     def check_id(self, token: int) -> None:
         """Raise TokenizerError unless 0 <= token < vocab_size."""
@@ -109,3 +99,43 @@ class Tokenizer(ABC):
             raise TokenizerError(
                 f"token ids must be in 0..{self.vocab_size - 1} for this tokenizer, got {token}"
             )
+
+
+class TokenDecoder:
+    """Turns ids into text one at a time, each character as soon as it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # The ids that gave text last, which say how the next word is joined; ids since then.
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """Return the characters that this id completes, possibly none."""
+        self._tokenizer.check_id(token)
+        self._held.append(token)
+        text = self.finish()
+        # U+FFFD may be the half of a character: more bytes will tell.
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._before, self._held = self._held, []
+        return text
+
+    def finish(self) -> str:
+        """Return what is held, U+FFFD for an incomplete character, else ''."""
+        shown = len(self._tokenizer.text_of(self._before))
+        return self._tokenizer.text_of(self._before + self._held)[shown:]
+
+
+def encodable(texts: Iterable[str]) -> list[str]:
+    """The texts; TokenizerError if one has half of a character, which UTF-8 cannot encode."""
+    texts = list(texts)
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text holds {text[error.start]!r} at position {error.start}, which is half "
+                "of a character and has no UTF-8 encoding"
+            ) from None
+    return texts

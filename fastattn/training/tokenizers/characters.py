@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from .base import TokenDecoder, Tokenizer, TokenizerError
+from .base import Tokenizer, TokenizerError
 
 CHARACTER_FORMAT = "fastattn-characters"
 
@@ -30,9 +30,9 @@ class CharacterTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         return len(self.characters)
 
-    def encode(self, text: str) -> list[int]:
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         try:
-            return [self._ids[character] for character in text]
+            return [[self._ids[character] for character in text] for text in texts]
         except KeyError as error:
             character = error.args[0]
             raise TokenizerError(
@@ -40,20 +40,8 @@ class CharacterTokenizer(Tokenizer):
                 f"the tokenizer was made from ({self.vocab_size} characters)"
             ) from None
 
-    def decoder(self) -> TokenDecoder:
-        return _CharacterDecoder(self)
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return "".join([self.characters[token] for token in tokens])
 
     def to_json(self) -> str:
         return json.dumps({"format": CHARACTER_FORMAT, "characters": "".join(self.characters)})
-
-
-class _CharacterDecoder(TokenDecoder):
-    def __init__(self, tokenizer: CharacterTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def feed(self, token: int) -> str:
-        self._tokenizer.check_id(token)
-        return self._tokenizer.characters[token]
-
-    def finish(self) -> str:
-        return ""
