@@ -160,7 +160,7 @@ class Engine:
         # Nobody reads the last token.
         most = min(config.context_length, self.cache.k.shape[1] * self.cache.page_size) + 1
         if (total := len(prompt) + count) > most:
-            raise ValueError(f"prompt and count must be {most} tokens together, got {total}")
+            raise ValueError(f"prompt and count must be {most} tokens at most, got {total}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         rank = self.steps - HEAD_START * priority, self.arrivals
         request = Request(prompt, count, sampling or Sampling(), generator, end_tokens, rank)

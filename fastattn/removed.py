@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+_ENGINE = (
+    "serve requests by examples/engine.py, over PagedKVCache, append_paged and attention_paged, or "
+    "by vLLM or SGLang (docs/doors)"
+)
+_SPECULATIVE = "see examples/speculative.py, over attention_paged(tree_mask=)"
+
 # By the name after "fastattn.", or the option of the command.
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "generate --draft": _SPECULATIVE,
+    "generate --draft-tokens": _SPECULATIVE,
+    "generation.Engine": _ENGINE,
+    "generation.speculative_text": _SPECULATIVE,
+    "generation.speculative_tokens": _SPECULATIVE,
+}
 
 
 def raise_missing(module: str, name: str) -> NoReturn:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..removed import REMOVED
 from .bench import add_bench
 from .convert import add_convert
 from .generate import add_generate
@@ -61,9 +62,11 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             hints = []
             for word in (word for word in unknown if word.startswith("--")):
-                closest = difflib.get_close_matches(
-                    word.partition("=")[0], self._option_string_actions, 1
-                )
+                option = word.partition("=")[0]
+                if instead := REMOVED.get(f"{self.prog.removeprefix('fastattn ')} {option}"):
+                    hints += [f"; {option} was removed: {instead}"]
+                    continue
+                closest = difflib.get_close_matches(option, self._option_string_actions, 1)
                 hints += [f"; the closest to {word} is {closest[0]}"] if closest else []
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
         for action in self._actions:
