@@ -1,6 +1,7 @@
 """`fastattn generate`: prompts, stop strings, beams, and what it refuses."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,14 @@ def test_a_removed_option_says_what_takes_its_place(capsys):
         assert main(["generate", "--checkpoint", "x", word]) == 2
         told = f"{word.partition('=')[0]} was removed: see examples/speculative.py"
         assert told in capsys.readouterr().err
+
+
+def test_examples_serve_a_run(finished_run, monkeypatch, capsys):
+    run = str(finished_run)
+    for name, words in (
+        ("engine.py", ["--checkpoint", run, "--count", "5"]),
+        ("speculative.py", [run, run]),
+    ):
+        monkeypatch.setattr("sys.argv", [name, *words, "def ", "class "])
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / name), run_name="__main__")
+        assert "def " in capsys.readouterr().out
