@@ -22,12 +22,12 @@ KINDS = [
 ]
 LATENT = {"positions": "rotary", "kv_latent_dim": 6, "window": 7, "sinks": True}
 # Models, and the seeds of the schedules that each of them serves.
-SCHEDULES = [
-    ({"num_kv_heads": 1}, range(20)),
-    ({"num_kv_heads": 1, "positions": "rotary"}, range(20, 32)),
-    (LATENT, range(32, 42)),
-    ({"positions": "content", "relative_distance": 3}, range(42, 50)),
-]
+SCHEDULES = {
+    "learned": ({"num_kv_heads": 1}, range(20)),
+    "rotary": ({"num_kv_heads": 1, "positions": "rotary"}, range(20, 32)),
+    "latent": (LATENT, range(32, 42)),
+    "in order": ({"positions": "content", "relative_distance": 3}, range(42, 50)),
+}
 
 
 def engine_of(model: GPT, pages: int = 20, size: int = 4, rows: int = 12, **how: Any) -> Engine:
@@ -63,10 +63,9 @@ def poison(engine: Engine) -> None:
     engine.cache.k[:, free] = engine.cache.v[:, free] = torch.nan
 
 
-@pytest.mark.parametrize(
-    ("options", "seeds"), SCHEDULES, ids=["learned", "rotary", "latent", "in order"]
-)
-def test_random_schedules_give_what_each_request_gets_alone(options, seeds):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_random_schedules_give_what_each_request_gets_alone(name):
+    options, seeds = SCHEDULES[name]
     model = make_gpt(context=24, **options)
     wishes, expected = make_wishes(model)
     preempted = shared = cancelled = 0
@@ -114,8 +113,7 @@ def test_no_step_reads_more_than_its_budget_and_who_writes_is_not_held_up():
     assert [writer.tokens, reader.tokens] == [alone(x, engine) for x in (writer, reader)]
 
 
-def test_a_beginning_is_read_once():
-    """Of a text that is about to be read, and of finished ones, of which the oldest goes first."""
+def test_a_beginning_is_read_once_also_if_another_is_about_to_read_it():
     model, read, text = make_gpt(context=64), [], [i % 20 for i in range(25)]
     model.register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
     engine = engine_of(model, max_step_tokens=10)
@@ -123,10 +121,14 @@ def test_a_beginning_is_read_once():
         submit(engine, [*text, i], 1)
     list(engine.run())
     assert read == [10, 10, 6, 3 * 2] and engine.shared_tokens == 3 * 24
-    submit(engine, [7] * 60, 2)  # 16 of 20 pages, and there is no room for all that is kept
-    list(engine.run())
-    assert engine.cache.free_pages == 20 - 15
-    list(engine.run())
+
+
+def test_texts_not_used_for_longest_make_way():
+    engine = engine_of(make_gpt(context=32), pages=8, max_batch=1)
+    for token, n, shared in ((0, 13, 0), (1, 13, 0), (0, 13, 12), (5, 16, 12), (0, 13, 24)):
+        submit(engine, [token] * n, 1)
+        list(engine.run())
+        assert engine.shared_tokens == shared
 
 
 def test_a_higher_priority_has_a_head_start_and_starves_none():
