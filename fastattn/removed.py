@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+_ENGINE = (
+    "serve requests by examples/engine.py, over PagedKVCache, append_paged and attention_paged, or "
+    "by vLLM or SGLang (docs/doors)"
+)
+_SPECULATIVE = "see examples/speculative.py, over attention_paged(tree_mask=)"
+
 # By the name after "fastattn.", or the option of the command.
 _TRAIN = "train_tokenizer(kind, text, vocab_size=..., special=True) trains one of any kind, and "
 _TRAIN += "BackendTokenizer(tokenizer) wraps one of Hugging Face's"
 REMOVED: dict[str, str] = {
+    "generate --draft": _SPECULATIVE,
+    "generate --draft-tokens": _SPECULATIVE,
+    "generation.Engine": _ENGINE,
+    "generation.speculative_text": _SPECULATIVE,
+    "generation.speculative_tokens": _SPECULATIVE,
     "prepare --check": "fastattn train --data checks a folder's sizes and counts as it opens it",
     "prepare --files-from": "--text takes folders, which are read with all that lies in them",
     "training.tokenizers.BPETokenizer": _TRAIN,

@@ -1,18 +1,14 @@
-"""Pictures of caches, which slot holds which token, and of the `Engine`'s steps.
+"""Pictures of caches: which slot holds which token.
 
 Keys are their positions, so the cache's memory shows the contents of slots.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import KVCache, PagedKVCache
-from fastattn.generation import Engine, Request, Sampling
-from fastattn.generation.schedule import Entry
-from fastattn.models.gpt import GPT, GPTConfig
 
 SIZE, LEFT, TOP = 30, 92, 26
 SHARED, EMPTY = "#5c6bc0", "none"
@@ -107,43 +103,8 @@ def add(pool: PagedKVCache, rows: list[int], count: int) -> None:
     pool.append(rows, x, x)
 
 
-class Recorded(Engine):
-    """An engine that records how many tokens of each request a step computes."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.plans: list[dict[Request, int]] = []
-
-    def _read(self, plan: dict[Entry, int]) -> list[tuple[Request, int]]:
-        self.plans.append({entry.request: count for entry, count in plan.items()})
-        return super()._read(plan)
-
-
-def steps() -> str:
-    """Tokens of three requests in each step, at most 8 together."""
-    torch.manual_seed(0)
-    config = GPTConfig(50, 64, num_layers=1, num_heads=1, embed_dim=8, positions="rotary")
-    engine = Recorded(GPT(config).eval(), num_pages=24, page_size=8, max_step_tokens=8)
-    greedy = Sampling(greedy=True)
-    requests = [engine.submit([1, 2], count=12, sampling=greedy)]
-    engine.step()
-    requests.append(engine.submit(list(range(30)), count=4, sampling=greedy))
-    engine.step()
-    requests.append(engine.submit([3, 1, 4], count=4, sampling=greedy))
-    list(engine.run())
-    lines = []
-    for n, (request, colour) in enumerate(zip(requests, OWN, strict=True)):
-        counts = [plan.get(request, 0) for plan in engine.plans]
-        cells = [(str(count or ""), colour if count else EMPTY) for count in counts]
-        lines.append((f"request {n}", [cells]))
-    return draw(
-        lines,
-        "Tokens computed in each step: max_step_tokens=8, prompts of 2, 30 and 3 tokens",
-    )
-
-
 def caches() -> dict[str, str]:
-    """Pictures of docs/decoding.md and docs/tutorials/engine.md by their names."""
+    """Pictures of docs/decoding.md by their names."""
     apart = pool_of(6)
     rows = [apart.allocate(), apart.allocate()]
     add(apart, rows[:1], 6)
@@ -162,7 +123,6 @@ def caches() -> dict[str, str]:
         add(prefix, [row], n + 1)
     names = {row: f"table {n}" for n, row in enumerate(answers)}
     return {
-        "engine-steps.svg": steps(),
         "cache-ring.svg": ring(),
         "cache-pages.svg": pages(
             apart, {0: "table 0", 1: "table 1"}, "Two rows take pages of 4 slots as they grow"

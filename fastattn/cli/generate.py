@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from ..generation.request import Tally
     from ..models.gpt import GPT
     from ..models.sampling import Sampling
     from ..training.tokenizers import Tokenizer
 
-_TEMPERATURE, _LENGTH_PENALTY, _DRAFT_TOKENS = 0.8, 0.0, 4
+_TEMPERATURE, _LENGTH_PENALTY = 0.8, 0.0
 # Options that are fields of `Sampling`.
 _DRAWN = (
     *("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"),
@@ -62,14 +60,6 @@ def add(commands: Any) -> None:
         help="take the most likely token in each step",
     )
     add("--seed", type=int, help="seed of the choice (default: a new one each time)")
-    draft = parser.add_argument_group("speculative decoding")
-    add = draft.add_argument
-    add("--draft", metavar="DIR", help="checkpoint of a faster model with the same tokenizer")
-    text = (
-        f"tokens to propose at a time (default: {_DRAFT_TOKENS}); 3,2: a tree of 3 tokens, and 2 "
-    )
-    text += "after each of them"
-    add("--draft-tokens", type=_numbers, metavar="N[,N...]", help=text)
     search = parser.add_argument_group("beam search")
     add = search.add_argument
     add("--beams", type=int, help="number of beams in a search for the most likely text")
@@ -78,11 +68,6 @@ def add(commands: Any) -> None:
         type=float,
         help=f"above 0: favour long texts (default: {_LENGTH_PENALTY})",
     )
-
-
-def _numbers(text: str) -> int | list[int]:
-    numbers = [int(number) for number in text.split(",")]
-    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -95,13 +80,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     sampling = _sampling(arguments)
     device = resolve_device(arguments.device)
     model, tokenizer = load_model(arguments.checkpoint, device=device)
-    draft = _draft(arguments, tokenizer, device)
     # A character that the terminal cannot show must not end the text.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     tally = Tally()
     begin = time.perf_counter()
-    pieces = _pieces(arguments, model, draft, tokenizer, prompts, sampling, tally)
+    pieces = _pieces(arguments, model, tokenizer, prompts, sampling, tally)
     if len(prompts) == 1:
         _write_stream(prompts[0], pieces)
     else:
@@ -119,18 +103,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
         ]
 
     if arguments.beams is not None:
-        excluded = passed(*_DRAWN, "seed", "draft", "past_context")
+        excluded = passed(*_DRAWN, "seed", "past_context")
         excluded += ["--cuda-graph"] * arguments.cuda_graph
         if excluded:
             raise ValueError(f"--beams searches for the most likely text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
         raise ValueError("--length-penalty needs --beams")
-    if arguments.draft is None and arguments.draft_tokens is not None:
-        raise ValueError("--draft-tokens needs --draft")
-    if arguments.draft is not None and arguments.cuda_graph:
-        raise ValueError("--draft takes no --cuda-graph: its steps differ in length")
-    if arguments.draft is not None and arguments.past_context is not None:
-        raise ValueError("--draft takes no --past-context: it restarts from half a context")
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -156,29 +134,10 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
     return Sampling(**{"temperature": _TEMPERATURE, **chosen})
 
 
-def _draft(arguments: argparse.Namespace, tokenizer: Tokenizer, device: torch.device) -> GPT | None:
-    from ..training.checkpoint import load_model
-
-    if arguments.draft is None:
-        return None
-    draft, other = load_model(arguments.draft, device=device)
-    if other.to_json() != tokenizer.to_json():
-        raise ValueError(
-            f"--draft {arguments.draft} has another tokenizer than {arguments.checkpoint}: "
-            "train both on one tokenizer file (train --tokenizer FILE)"
-        )
-    return draft
-
-
 def _pieces(
-    arguments: argparse.Namespace,
-    model: GPT,
-    draft: GPT | None,
-    tokenizer: Tokenizer,
-    prompts: list[str],
-    sampling: Sampling,
-    tally: Tally,
-) -> Iterator[tuple[int, str]]:
+    arguments: argparse.Namespace, model: GPT, tokenizer: Tokenizer, prompts: list[str],
+    sampling: Sampling, tally: Tally,
+) -> Iterator[tuple[int, str]]:  # fmt: skip
     """Yield (prompt number, text) as generated, without the prompts."""
     stop, count = arguments.stop or [], arguments.tokens
     if arguments.beams is not None:
@@ -187,51 +146,20 @@ def _pieces(
         penalty = arguments.length_penalty
         for row, prompt in enumerate(prompts):
             beams = beam_texts(
-                model,
-                tokenizer,
-                prompt,
-                count,
-                beams=arguments.beams,
-                stop=stop,
+                model, tokenizer, prompt, count, beams=arguments.beams, stop=stop,
                 length_penalty=_LENGTH_PENALTY if penalty is None else penalty,
-            )
+            )  # fmt: skip
             text, beam = beams[0]
             tally.tokens += len(beam.tokens)
             yield row, text
-    elif draft is not None:
-        from ..generation.speculative import speculative_text
-
-        drafts = arguments.draft_tokens
-        for row, prompt in enumerate(prompts):
-            pieces = speculative_text(
-                model,
-                draft,
-                tokenizer,
-                prompt,
-                count,
-                sampling=sampling,
-                stop=stop,
-                tally=tally,
-                drafts=_DRAFT_TOKENS if drafts is None else drafts,
-                seed=None if arguments.seed is None else arguments.seed + row,
-            )
-            for piece in pieces:
-                yield row, piece
     else:
         from ..generation.generate import generate_texts
 
         yield from generate_texts(
-            model,
-            tokenizer,
-            prompts,
-            count,
-            sampling=sampling,
-            seed=arguments.seed,
-            stop=stop,
-            cuda_graph=arguments.cuda_graph,
-            tally=tally,
+            model, tokenizer, prompts, count, sampling=sampling, seed=arguments.seed, stop=stop,
+            cuda_graph=arguments.cuda_graph, tally=tally,
             past_context=arguments.past_context or "restart",
-        )
+        )  # fmt: skip
 
 
 def _write_stream(prompt: str, pieces: Iterator[tuple[int, str]]) -> None:
@@ -255,7 +183,5 @@ def _write_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
 
 def _report(tally: Tally, seconds: float) -> None:
     """Report the speed on stderr, so that stdout holds the text alone."""
-    line = f"{tally.tokens} tokens in {seconds:.2f} s: {tally.tokens / seconds:,.0f} tokens/s"
-    if tally.drafted:
-        line += f"; {tally.acceptance_rate:.0%} of {tally.drafted} drafted tokens accepted"
-    sys.stderr.write(line + "\n")
+    speed = f"{tally.tokens / seconds:,.0f} tokens/s"
+    sys.stderr.write(f"{tally.tokens} tokens in {seconds:.2f} s: {speed}\n")

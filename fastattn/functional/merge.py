@@ -251,7 +251,7 @@ def _check_groups(view: CacheView, cu_seqlens: Tensor, rows: list[int], lengths:
 _ANYWHERE = ("causal", "scale", "softcap", "sinks")
 
 
-def by_position(options: dict[str, Any]) -> list[str]:
+def _by_position(options: dict[str, Any]) -> list[str]:
     """Names of options that depend on positions."""
     values = ((x, options[x]) for x in options if x not in _ANYWHERE)
     return [name for name, x in values if isinstance(x, Tensor) or x not in (None, 0, ())]
@@ -268,7 +268,7 @@ def check_shared(shared: SharedPages, view: CacheView, options: dict[str, Any]) 
             f"{shared.starts.shape[0]}"
         )
     checks.check_device("shared", shared.starts, view.k)
-    if wrong := by_position(options):
+    if wrong := _by_position(options):
         raise ValueError(
             f"shared goes without {', '.join(wrong)}: a tile over shared pages has queries of many "
             "positions"

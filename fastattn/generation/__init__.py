@@ -4,7 +4,6 @@ from typing import NoReturn
 
 from ..models.sampling import Sampling as Sampling
 from ..removed import raise_missing
-from .engine import Engine as Engine
 from .generate import Batch as Batch
 from .generate import generate_batch as generate_batch
 from .generate import generate_text as generate_text
@@ -16,8 +15,6 @@ from .request import Tally as Tally
 from .search import Beam as Beam
 from .search import beam_search as beam_search
 from .search import beam_texts as beam_texts
-from .speculative import speculative_text as speculative_text
-from .speculative import speculative_tokens as speculative_tokens
 from .text import TextStream as TextStream
 from .translate import beam_translate as beam_translate
 from .translate import greedy_translate as greedy_translate

@@ -24,27 +24,22 @@ class Batch:
     """Generation for prompts of any lengths together, one new token per row and step.
 
     The prompts are read once, right-padded, then one token per step. Rows do not depend on each
-    other. Finished rows stay idle until all are done; `Engine` replaces them instead. At the end of
-    the model's context it behaves as `Reading`.
+    other. Finished rows stay idle until all are done.
 
     Args:
         model: run in evaluation mode.
         requests: one per row, from `make_request`.
         cuda_graph: replay the steps of one token a row as a CUDA graph; see `GraphWindow`.
-        past_context: behaviour at a full context, "restart" or "crop"; see `Reading`.
+        past_context: behaviour at a full context, "restart" or "crop"; see `Window`.
 
     Raises:
         ValueError: cuda_graph is True without a CUDA device; or past_context is unknown.
     """
 
     def __init__(
-        self,
-        model: GPT,
-        requests: Sequence[Request],
-        *,
-        cuda_graph: bool = False,
+        self, model: GPT, requests: Sequence[Request], *, cuda_graph: bool = False,
         past_context: PastContext = "restart",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.requests = list(requests)
         self._fresh = [request.prompt for request in requests]
         longest = max(len(request.prompt) + request.count for request in requests)
@@ -83,16 +78,10 @@ class Batch:
 
 
 def generate_tokens(
-    model: GPT,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    sampling: Sampling | None = None,
-    seed: int | None = None,
-    end_token: int | Collection[int] | None = None,
-    cuda_graph: bool = False,
-    past_context: PastContext = "restart",
-) -> Iterator[int]:
+    model: GPT, prompt: Sequence[int], count: int, *, sampling: Sampling | None = None,
+    seed: int | None = None, end_token: int | Collection[int] | None = None,
+    cuda_graph: bool = False, past_context: PastContext = "restart",
+) -> Iterator[int]:  # fmt: skip
     """Continue a prompt, yielding each new token as soon as it is chosen.
 
     Args:
@@ -121,16 +110,11 @@ def generate_tokens(
 
 
 def generate_batch(
-    model: GPT,
-    prompts: Sequence[Sequence[int]],
-    counts: int | Sequence[int],
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    seed: int | None = None,
-    end_token: int | Collection[int] | None = None,
-    cuda_graph: bool = False,
+    model: GPT, prompts: Sequence[Sequence[int]], counts: int | Sequence[int], *,
+    sampling: Sampling | Sequence[Sampling] | None = None, seed: int | None = None,
+    end_token: int | Collection[int] | None = None, cuda_graph: bool = False,
     past_context: PastContext = "restart",
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Continue prompts of any lengths together.
 
     Row b equals `generate_tokens` with seed + b. A tensor [B, T] is B prompts without padding; for
@@ -157,19 +141,11 @@ def generate_batch(
 
 
 def generate_text(
-    model: GPT,
-    tokenizer: TextCodec,
-    prompt: str,
-    count: int,
-    *,
-    sampling: Sampling | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    end_token: int | Collection[int] | None = None,
-    cuda_graph: bool = False,
-    past_context: PastContext = "restart",
-    tally: Tally | None = None,
-) -> Iterator[str]:
+    model: GPT, tokenizer: TextCodec, prompt: str, count: int, *,
+    sampling: Sampling | None = None, seed: int | None = None, stop: Sequence[str] = (),
+    end_token: int | Collection[int] | None = None, cuda_graph: bool = False,
+    past_context: PastContext = "restart", tally: Tally | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Continue a text, yielding pieces of complete characters.
 
     Args:
@@ -190,36 +166,19 @@ def generate_text(
         FloatingPointError: the model's scores are not finite.
     """
     pieces = generate_texts(
-        model,
-        tokenizer,
-        [prompt],
-        count,
-        sampling=sampling,
-        seed=seed,
-        stop=stop,
-        end_token=end_token,
-        cuda_graph=cuda_graph,
-        past_context=past_context,
-        tally=tally,
-    )
+        model, tokenizer, [prompt], count, sampling=sampling, seed=seed, stop=stop, tally=tally,
+        end_token=end_token, cuda_graph=cuda_graph, past_context=past_context,
+    )  # fmt: skip
     for _, piece in pieces:
         yield piece
 
 
 def generate_texts(
-    model: GPT,
-    tokenizer: TextCodec,
-    prompts: Sequence[str],
-    counts: int | Sequence[int],
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    end_token: int | Collection[int] | None = None,
-    cuda_graph: bool = False,
-    past_context: PastContext = "restart",
-    tally: Tally | None = None,
-) -> Iterator[tuple[int, str]]:
+    model: GPT, tokenizer: TextCodec, prompts: Sequence[str], counts: int | Sequence[int], *,
+    sampling: Sampling | Sequence[Sampling] | None = None, seed: int | None = None,
+    stop: Sequence[str] = (), end_token: int | Collection[int] | None = None,
+    cuda_graph: bool = False, past_context: PastContext = "restart", tally: Tally | None = None,
+) -> Iterator[tuple[int, str]]:  # fmt: skip
     """Continue texts together, yielding (row, piece) with pieces of complete characters.
 
     Args and errors: as `generate_text`, and `counts` and `sampling` as for `generate_batch`.
@@ -268,36 +227,24 @@ def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def _make_requests(
-    model: GPT,
-    prompts: Sequence[Sequence[int]],
-    counts: int | Sequence[int],
-    sampling: Sampling | Sequence[Sampling] | None,
-    seed: int | None,
+    model: GPT, prompts: Sequence[Sequence[int]], counts: int | Sequence[int],
+    sampling: Sampling | Sequence[Sampling] | None, seed: int | None,
     end_token: int | Collection[int] | None,
-) -> list[Request]:
+) -> list[Request]:  # fmt: skip
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
         prompts = prompts.tolist()
     prompts = items("prompts", "prompts", prompts)
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    if sampling is None:
-        sampling = Sampling()
-    if seed is not None:
-        seed = check_int("seed", seed)
-    each_count = _for_each("counts", as_python(counts), int, len(prompts))
-    each_sampling = _for_each("sampling", sampling, Sampling, len(prompts))
+    n = len(prompts)
+    first = None if seed is None else check_int("seed", seed)
+    seeds = [None] * n if first is None else range(first, first + n)
+    each_count = _for_each("counts", as_python(counts), int, n)
+    sampling = Sampling() if sampling is None else sampling
+    settings = _for_each("sampling", sampling, Sampling, n)
     return [
-        make_request(
-            model,
-            prompt,
-            count,
-            sampling=setting,
-            seed=None if seed is None else seed + row,
-            end_token=end_token,
-        )
-        for row, (prompt, count, setting) in enumerate(
-            zip(prompts, each_count, each_sampling, strict=True)
-        )
+        make_request(model, prompt, count, sampling=setting, seed=own, end_token=end_token)
+        for prompt, count, setting, own in zip(prompts, each_count, settings, seeds, strict=True)
     ]
 
 

@@ -27,8 +27,6 @@ class Request:
         tokens: the generated tokens.
         done: whether generation has ended.
         seen: bool [V], tokens in the text, if the sampling depends on it.
-        priority: in an `Engine`; higher first, by a head start of 16 steps a unit.
-        submitted: time by `time.perf_counter`; 0 outside an engine.
     """
 
     prompt: list[int]
@@ -39,8 +37,6 @@ class Request:
     seen: Tensor | None
     tokens: list[int] = field(default_factory=list)
     done: bool = False
-    priority: int = 0
-    submitted: float = 0.0
 
     def add(self, token: int) -> bool:
         """Add a token, unless it is an end token; return whether it was added."""
@@ -54,71 +50,20 @@ class Request:
         return True
 
 
-@dataclass(frozen=True)
-class EngineMetrics:
-    """An engine's counts and times so far.
-
-    Attributes:
-        steps: passes of the model.
-        read_tokens: tokens read by the model, including repeats.
-        new_tokens: generated tokens.
-        shared_tokens: tokens not read, because the cache already held them.
-        preemptions: number of preemptions.
-        running, waiting: requests.
-        pages_in_use: pages of running requests.
-        pages_kept: pages kept for future prompts.
-        seconds: spent in steps.
-        first_token_seconds: from `submit` to a request's first token, mean of the last 1000
-            requests, or None.
-    """
-
-    steps: int
-    read_tokens: int
-    new_tokens: int
-    shared_tokens: int
-    preemptions: int
-    running: int
-    waiting: int
-    pages_in_use: int
-    pages_kept: int
-    seconds: float
-    first_token_seconds: float | None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens a second of steps; nan before the first step."""
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
-
-
 @dataclass(eq=False)
 class Tally:
     """Progress of a generation.
 
-    Attributes:
-        tokens: number of tokens chosen so far, in all rows together.
-        drafted: number of tokens that a draft model proposed.
-        accepted: number of proposed tokens that the model accepted.
+    tokens: number of tokens chosen so far, in all rows together.
     """
 
     tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Share of the drafted tokens that were accepted; nan without any."""
-        return self.accepted / self.drafted if self.drafted else float("nan")
 
 
 def make_request(
-    model: GPT,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    sampling: Sampling | None = None,
-    seed: int | None = None,
-    end_token: int | Collection[int] | None = None,
-) -> Request:
+    model: GPT, prompt: Sequence[int], count: int, *, sampling: Sampling | None = None,
+    seed: int | None = None, end_token: int | Collection[int] | None = None,
+) -> Request:  # fmt: skip
     """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:

@@ -19,16 +19,9 @@ from .search import Beam, Search, check_beams
 
 
 def translate(
-    model: Seq2Seq,
-    source: Tensor,
-    *,
-    begin: int,
-    end: int,
-    source_lengths: Tensor | None = None,
-    max_length: int | None = None,
-    beams: int = 1,
-    length_penalty: float = 0.0,
-) -> list[list[int]]:
+    model: Seq2Seq, source: Tensor, *, begin: int, end: int, source_lengths: Tensor | None = None,
+    max_length: int | None = None, beams: int = 1, length_penalty: float = 0.0,
+) -> list[list[int]]:  # fmt: skip
     """Translate each source: `greedy_translate` with one beam, else `beam_translate`.
 
     Args:
@@ -41,12 +34,8 @@ def translate(
     Raises:
         ValueError, FloatingPointError: as those two.
     """
-    texts: dict[str, Any] = {
-        "begin": begin,
-        "end": end,
-        "source_lengths": source_lengths,
-        "max_length": max_length,
-    }
+    lengths: dict[str, Any] = {"source_lengths": source_lengths, "max_length": max_length}
+    texts = {"begin": begin, "end": end, **lengths}
     if beams == 1:
         return greedy_translate(model, source, **texts)
     beams_of = beam_translate(model, source, beams=beams, length_penalty=length_penalty, **texts)
@@ -55,14 +44,9 @@ def translate(
 
 @torch.inference_mode()
 def greedy_translate(
-    model: Seq2Seq,
-    source: Tensor,
-    *,
-    begin: int,
-    end: int,
-    source_lengths: Tensor | None = None,
+    model: Seq2Seq, source: Tensor, *, begin: int, end: int, source_lengths: Tensor | None = None,
     max_length: int | None = None,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Greedy translations.
 
     Args:
@@ -99,16 +83,9 @@ def greedy_translate(
 
 @torch.inference_mode()
 def beam_translate(
-    model: Seq2Seq,
-    source: Tensor,
-    *,
-    begin: int,
-    end: int,
-    source_lengths: Tensor | None = None,
-    max_length: int | None = None,
-    beams: int = 4,
-    length_penalty: float = 0.0,
-) -> list[list[Beam]]:
+    model: Seq2Seq, source: Tensor, *, begin: int, end: int, source_lengths: Tensor | None = None,
+    max_length: int | None = None, beams: int = 4, length_penalty: float = 0.0,
+) -> list[list[Beam]]:  # fmt: skip
     """Beam search for the targets with the highest scores, for all sources together.
 
     Searches as `beam_search`.
@@ -154,16 +131,9 @@ class _Steps:
     """
 
     def __init__(
-        self,
-        model: Seq2Seq,
-        source: Tensor,
-        source_lengths: Tensor | None,
-        begin: int,
-        end: int,
-        max_length: int | None,
-        *,
-        rows: int,
-    ) -> None:
+        self, model: Seq2Seq, source: Tensor, source_lengths: Tensor | None, begin: int, end: int,
+        max_length: int | None, *, rows: int,
+    ) -> None:  # fmt: skip
         limit = model.config.target_length
         self.count = limit if max_length is None else check_count("max_length", max_length, 1)
         V = model.config.target_vocab_size

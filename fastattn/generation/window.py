@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -14,148 +12,97 @@ from ..models.sampling import check_finite
 from ..models.stack import evaluating
 from ..models.transfer import to_device
 
-# Behaviour at a full context; see `Reading`.
+# Behaviour at a full context; see `Window`.
 PastContext = Literal["restart", "crop"]
 
 
-class Reading:
-    """The tokens of a growing text that a model holds.
+class Window:
+    """A batch of growing texts in a model's key/value caches.
 
-    At a full context, the next token starts a new window: the end of the text, that token included,
-    is read again. "restart": the last half of a context, so that the cache serves later steps, and
-    the model sees between half and all of its context. "crop": the last context_length tokens, as
-    nanoGPT's `idx[:, -block_size:]`, which are recomputed in every later step. Of a first piece
-    longer than the context the last context_length tokens are read. With a context of six, a prompt
-    of four and then token after token, the model holds
+    At a full context, a row's next token starts a new window: the end of the text, that token
+    included, is read again. "restart": the last half of a context, so that the cache serves later
+    steps, and the model sees between half and all of its context. "crop": the last context_length
+    tokens, as nanoGPT's `idx[:, -block_size:]`, which are recomputed in every later step. Of a
+    first piece longer than the context the last context_length tokens are read. With a context of
+    six, a prompt of four and then token after token, a row holds
 
         restart:  abcd  abcde  abcdef  efg     efgh    efghi   efghij  ijk  ...
         crop:     abcd  abcde  abcdef  bcdefg  cdefgh  defghi  ...
 
     Args:
-        context: the model's context_length.
+        model: run in evaluation mode.
+        batch_size: rows.
+        max_tokens: the most tokens of any row's text, if known, which bounds the caches.
         past_context: "restart" or "crop".
 
     Raises:
         ValueError: past_context is neither.
 
     Attributes:
-        held: number of held tokens, the last of the text.
-    """
-
-    def __init__(self, context: int, past_context: PastContext = "restart") -> None:
-        check_past_context(past_context)
-        self.held = 0
-        self._context, self._past_context = context, past_context
-        self._recent = deque[int](maxlen=context)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The held tokens."""
-        return list(self._recent)[len(self._recent) - self.held :]
-
-    def enter(self, piece: Iterable[int]) -> tuple[list[int], bool]:
-        """Add the text's next tokens: return the tokens to read, and whether the cache is reset."""
-        piece = list(piece)
-        self._recent.extend(piece)
-        if self.held + len(piece) <= self._context:
-            self.held += len(piece)
-            return piece, False
-        restarts = self.held > 0 and self._past_context == "restart"
-        kept = max(1, self._context // 2) if restarts else self._context
-        forgotten, piece = self.held > 0, list(self._recent)[-kept:]
-        self.held = len(piece)
-        return piece, forgotten
-
-    def take_back(self, count: int) -> None:
-        """Drop the text's last tokens, at most all."""
-        self.held -= min(count, self.held)
-        for _ in range(min(count, len(self._recent))):
-            self._recent.pop()
-
-
-def check_past_context(past_context: str) -> None:
-    """Raise ValueError unless past_context is valid."""
-    if past_context not in get_args(PastContext):
-        choices = " or ".join(map(repr, get_args(PastContext)))
-        raise ValueError(f"past_context must be {choices}, got {past_context!r}")
-
-
-class Window:
-    """A batch of texts in a model's key/value caches, each with a `Reading`.
-
-    max_tokens: the most tokens of any row's text, if known, which bounds the caches.
+        held: number of tokens in each row's window, the last of its text.
     """
 
     def __init__(
-        self,
-        model: GPT,
-        batch_size: int,
-        max_tokens: int | None = None,
+        self, model: GPT, batch_size: int, max_tokens: int | None = None,
         past_context: PastContext = "restart",
-    ) -> None:
-        self.model = model
-        self.context = model.config.context_length
+    ) -> None:  # fmt: skip
+        if past_context not in get_args(PastContext):
+            choices = " or ".join(map(repr, get_args(PastContext)))
+            raise ValueError(f"past_context must be {choices}, got {past_context!r}")
+        self.model, self.context = model, model.config.context_length
         slots = self.context if max_tokens is None else max(1, min(max_tokens, self.context))
         self.caches = model.new_cache(batch_size, slots)
-        self._readings = [Reading(self.context, past_context) for _ in range(batch_size)]
         self.device = next(model.parameters()).device
+        self.held = [0] * batch_size
+        self._texts: list[list[int]] = [[] for _ in self.held]  # the last context_length tokens
+        self._restarts = past_context == "restart"
 
-    @property
-    def held(self) -> list[int]:
-        """Number of tokens of each row."""
-        return [reading.held for reading in self._readings]
-
-    def room(self, row: int) -> int:
-        """Number of tokens that a row can read before it starts a new window."""
-        return self.context - self._readings[row].held
-
-    def read(
-        self, tokens: Sequence[Sequence[int]], *, last_only: bool = True, check: bool = True
-    ) -> Tensor:
-        """Read each row's next tokens, and score the following ones.
+    def read(self, tokens: Sequence[Sequence[int]], *, check: bool = True) -> Tensor:
+        """Read each row's next tokens, and score the following one.
 
         Args:
             tokens: B pieces; a row with an empty one is unchanged.
-            last_only: return scores only after each piece, not after each token.
             check: check that the scores are finite, which waits for the device; False:
                 `choose_rows` checks.
 
         Returns:
-            logits [B, V], or [B, T, V] with T the longest piece read; unspecified for empty pieces
-            and past the end of shorter ones.
+            logits [B, V]; unspecified for empty pieces.
 
         Raises:
             FloatingPointError: the scores are not finite.
         """
-        entered = [r.enter(piece) for r, piece in zip(self._readings, tokens, strict=True)]
-        pieces = [piece for piece, _ in entered]
-        if any(forgotten for _, forgotten in entered):
-            both = zip(self.held, entered, strict=True)
-            self._truncate([0 if forgotten else held for held, (_, forgotten) in both])
+        before = list(self.held)
+        pieces = [self._enter(row, list(piece)) for row, piece in enumerate(tokens)]
+        kept = [held - len(piece) for held, piece in zip(self.held, pieces, strict=True)]
+        if kept != before:
+            self._truncate(kept)
         lengths = [len(piece) for piece in pieces]
         padded = [piece + [0] * (max(lengths) - len(piece)) for piece in pieces]
         with evaluating(self.model):
-            logits = self.forward(to_device(padded, self.device), lengths, last_only)
+            logits = self.forward(to_device(padded, self.device), lengths)
         if check:
             check_finite(logits[[row for row, length in enumerate(lengths) if length]])
-        return logits[:, -1] if last_only else logits
+        return logits[:, -1]
 
-    def forward(self, tokens: Tensor, lengths: Sequence[int], last_only: bool) -> Tensor:
-        """Run the model on tokens [B, T]; row b has lengths[b] tokens."""
+    def _enter(self, row: int, piece: list[int]) -> list[int]:
+        """Add a row's next tokens; return those to read, all of its window if that is a new one."""
+        held, context = self.held[row], self.context
+        self._texts[row] = (self._texts[row] + piece)[-context:]
+        self.held[row] = held + len(piece)
+        if self.held[row] <= context:
+            return piece
+        self.held[row] = max(1, context // 2) if held and self._restarts else context
+        return self._texts[row][-self.held[row] :]
+
+    def forward(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Run the model on tokens [B, T], of which row b has lengths[b]; logits [B, 1, V]."""
         held = max(held - length for held, length in zip(self.held, lengths, strict=True))
         for cache in self.caches:
             # A cache's own bound includes padding, until it reads the device.
             cache.length_bound = held
         ragged = min(lengths) < tokens.shape[1]
         key_lengths = to_device(lengths, self.device) if ragged else None
-        how = {"cache": self.caches, "key_lengths": key_lengths, "last_only": last_only}
-        return self.model(tokens, **how)[0]
-
-    def take_back(self, counts: Sequence[int]) -> None:
-        """Drop the last counts[b] tokens of row b, at most all."""
-        for reading, count in zip(self._readings, counts, strict=True):
-            reading.take_back(count)
-        self._truncate(self.held)
+        return self.model(tokens, cache=self.caches, key_lengths=key_lengths, last_only=True)[0]
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Make row b the former row rows[b]."""
@@ -164,10 +111,11 @@ class Window:
         index = to_device(list(rows), self.device)
         for cache in self.caches:
             cache.reorder(index)
-        self._readings = [deepcopy(self._readings[row]) for row in rows]
+        self._texts = [self._texts[row] for row in rows]
+        self.held = [self.held[row] for row in rows]
 
     def _truncate(self, lengths: list[int]) -> None:
-        """Cuts each row of the caches down to a length."""
+        """Cut each row of the caches down to a length."""
         alike = len(set(lengths)) == 1
         length = lengths[0] if alike else to_device(lengths, self.device)
         for cache in self.caches:

@@ -1,6 +1,7 @@
-"""`fastattn generate`: prompts, stop strings, beams, drafts, and what it refuses."""
+"""`fastattn generate`: prompts, stop strings, beams, and what it refuses."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,8 @@ import pytest
 
 from fastattn.cli.main import main
 from fastattn.generation.generate import generate_texts
-from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.sampling import Sampling
-from fastattn.training.checkpoint import Checkpoint, load_model, save_checkpoint
-from fastattn.training.tokenizers import CharacterTokenizer
+from fastattn.training.checkpoint import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -65,20 +64,6 @@ def test_what_goes_on_past_the_context_is_the_library_s(way, finished_run, capsy
     assert generated(capsys, finished_run, *given)[0] == text + "\n"
 
 
-def test_a_draft_model_changes_the_speed_alone(finished_run, capsys):
-    options = ["--prompt", "def ", "--greedy"]
-    text, _ = generated(capsys, finished_run, *options)
-    draft = ["--draft", finished_run, "--draft-tokens", 3]
-    drafted, told = generated(capsys, finished_run, *options, *draft)
-    assert drafted == text
-    assert re.search(r"; 100% of \d+ drafted tokens accepted\n$", told)
-    drafted, told = generated(capsys, finished_run, *options, *draft[:3], "3,2")
-    assert drafted == text
-    # A step accepts two of nine; fewer are drafted at the end of a text and of a context.
-    match = re.search(r"; (\d+)% of \d+ drafted tokens accepted\n$", told)
-    assert match and 22 <= int(match[1]) < 50
-
-
 def test_the_command_streams_and_bears_a_closed_pipe(finished_run):
     command = Path(sys.executable).with_name("fastattn")
     generate = f"'{command}' generate --checkpoint '{finished_run}' --device cpu --tokens"
@@ -110,10 +95,7 @@ def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
         ("--beams 2 --top-k 3", "--beams searches for the most likely text: leave out --top-k"),
         ("--beams 2 --cuda-graph", "searches for the most likely text: leave out --cuda-graph"),
         ("--beams 2 --past-context crop", "for the most likely text: leave out --past-context"),
-        ("--draft x --past-context crop", "--draft takes no --past-context"),
         ("--length-penalty 1", "--length-penalty needs --beams"),
-        ("--draft-tokens 2", "--draft-tokens needs --draft"),
-        ("--draft x --cuda-graph", "--draft takes no --cuda-graph"),
         ("--cuda-graph", "cuda_graph needs a model on a CUDA device, got one on cpu"),
         ("--prompts-file absent", "cannot read prompts file absent: No such file or directory"),
         ("--prompts-file /dev/null", "prompts file /dev/null is empty"),
@@ -124,7 +106,7 @@ def test_an_unusable_request_for_text_is_named(options, message, finished_run, e
     assert message in error_line(*command)
 
 
-def test_unusable_prompts_stops_and_drafts_are_named(finished_run, tmp_path, error_line):
+def test_unusable_prompts_and_stops_are_named(finished_run, tmp_path, error_line):
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"abc\xff")
     command = ["generate", "--checkpoint", finished_run, "--device", "cpu"]
@@ -132,12 +114,24 @@ def test_unusable_prompts_stops_and_drafts_are_named(finished_run, tmp_path, err
     assert f"prompts file {path} is not UTF-8 text" in line
     path.write_text("a\fa\n")
     assert "'\\x0c'" in error_line(*command, "--prompts-file", path), "one line, one prompt"
-    for more in ([], ["--beams", "2"], ["--draft", finished_run]):
+    for more in ([], ["--beams", "2"]):
         line = error_line(*command, "--stop", "", *more)
         assert "stop must hold strings of at least one character, got ''" in line
-    model = GPT(GPTConfig(2, 4, num_layers=1, num_heads=1, embed_dim=4))
-    config = {"model": model.config.to_dict()}
-    tokenizer = CharacterTokenizer("ab")
-    save_checkpoint(tmp_path, Checkpoint(0, model.state_dict(), tokenizer, config))
-    line = error_line(*command, "--draft", tmp_path)
-    assert f"--draft {tmp_path} has another tokenizer than" in line
+
+
+def test_a_removed_option_says_what_takes_its_place(capsys):
+    for word in ("--draft", "--draft-tokens=3"):
+        assert main(["generate", "--checkpoint", "x", word]) == 2
+        told = f"{word.partition('=')[0]} was removed: see examples/speculative.py"
+        assert told in capsys.readouterr().err
+
+
+def test_examples_serve_a_run(finished_run, monkeypatch, capsys):
+    run = str(finished_run)
+    for name, words in (
+        ("engine.py", ["--checkpoint", run, "--count", "5"]),
+        ("speculative.py", [run, run]),
+    ):
+        monkeypatch.setattr("sys.argv", [name, *words, "def ", "class "])
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / name), run_name="__main__")
+        assert "def " in capsys.readouterr().out

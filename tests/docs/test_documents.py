@@ -163,7 +163,7 @@ def test_python_example_runs(run_as_a_program, tmp_path, document, code):
 
 # On sizes that take no time. Those that are not here need a package or ranks, see below.
 PROGRAMS = {
-    "continuous_batching.py": ["--count", "8"],
+    "engine.py": ["--count", "8"],
     "finetune_hugging_face.py": ["--steps", "2", "--length", "32"],
     "one_step.py": ["--steps", "10"],
     "own_score.py": ["--steps", "2"],
@@ -192,9 +192,10 @@ def test_long_context_on_two_ranks() -> None:
 
 
 def test_documents_and_examples_are_short() -> None:
-    tested = {*PROGRAMS, "long_context.py", "vision_transformer.py"}
+    tested = {*PROGRAMS, "long_context.py", "speculative.py", "vision_transformer.py"}
     assert {path.name for path in (CHECKOUT / "examples").glob("*.py")} == tested
     most = {"README.md": 220, "CONTRIBUTING.md": 120, **{f"examples/{x}": 80 for x in tested}}
+    most |= {"examples/engine.py": 350, "examples/speculative.py": 120}
     for document, lines in most.items():
         assert len(read(document).splitlines()) <= lines, document
 

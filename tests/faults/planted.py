@@ -43,6 +43,7 @@ _AREAS: dict[str, tuple[str, str]] = {
     "fastattn/compat/": ("", "compat"),
     "fastattn/cli/": ("", "cli"),
     "fastattn/": ("torch or triton", "test_*.py functional"),
+    "examples/": ("", "generation"),
 }
 
 

@@ -101,3 +101,16 @@ def test_a_prefix_is_merged_into_the_tokens_of_its_groups_alone(backend: str, de
     torch.testing.assert_close(found_lse[:, :3], merged_lse.T[:, :3])
     assert torch.equal(actual[3:], o[3:]) and torch.equal(found_lse[:, 3:], lse[:, 3:])
     assert torch.equal(actual[1, 0], o[1, 0])
+
+
+def test_a_padded_row_of_a_graph_takes_no_share_away(device: str) -> None:
+    """It names a row in use, has no tokens, and is of no group."""
+    pool = PagedKVCache(4, 4, 1, 8, max_rows=2, device=device)
+    row = pool.allocate()
+    pool.extend([row], 4)
+    twin = pool.fork(row)
+    pool.extend([row, twin], 1)
+    numbers = ([row, twin, row], [0, 1, 2, 2], [0, 2], [4])
+    index, offsets, rows, lengths = (torch.tensor(x, device=device) for x in numbers)
+    view = pool.view([row])._replace(batch_index=index, length_bound=5)
+    assert shared_pages(view, offsets, rows, lengths).starts.tolist() == [4, 4]

@@ -4,7 +4,6 @@ import pytest
 import torch
 from small_gpt import make_gpt
 
-from fastattn.generation.engine import Engine
 from fastattn.generation.generate import (
     generate_batch,
     generate_text,
@@ -14,7 +13,6 @@ from fastattn.generation.generate import (
 )
 from fastattn.generation.request import Tally
 from fastattn.generation.search import beam_search, beam_texts
-from fastattn.generation.speculative import speculative_tokens
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
@@ -55,10 +53,6 @@ def test_cached_generation_equals_full_forwards_past_the_context(positions, past
     options = {"sampling": GREEDY, "past_context": past_context}
     assert [list(generate_tokens(model, x, 40, **options)) for x in prompts] == expected
     assert generate_batch(model, prompts, 40, **options) == expected
-    engine = Engine(model, num_pages=12, page_size=4, max_batch=3, past_context=past_context)
-    requests = [engine.submit(x, 40, sampling=GREEDY) for x in prompts]
-    list(engine.run())
-    assert [request.tokens for request in requests] == expected
     assert all(len(set(tokens)) > 1 for tokens in expected)
 
 
@@ -78,9 +72,7 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_follows():
 WAYS = {
     "tokens": lambda model, x: list(generate_tokens(model, x, 20, seed=0)),
     "batch": lambda model, x: generate_batch(model, [x, x], 20, seed=0),
-    "tree": lambda model, x: list(speculative_tokens(model, model, x, 9, seed=0, drafts=(2, 2))),
     "beams": lambda model, x: beam_search(model, x, 20, beams=2),
-    "engine": lambda m, x: list((e := Engine(m, num_pages=8)).stream(e.submit(x, 20, seed=0))),
     "idx": lambda model, x: model.generate(torch.as_tensor(x, device="cpu")[None], 20, top_k=1),
 }
 

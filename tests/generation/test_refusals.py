@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine import Engine
 from refusals import rows_of, served
 from small_gpt import make_gpt, randomised
+from speculative import speculative_tokens
 
-from fastattn.generation import Engine, generate, search, speculative, translate
+from fastattn.generation import generate, search, translate
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.training.tokenizers import CharacterTokenizer
 
@@ -20,6 +22,8 @@ PAIR, LOST = (
     randomised(Seq2Seq(Seq2SeqConfig(10, 5, 6, 8, num_layers=1, num_heads=2, embed_dim=16)))
     for _ in range(2)
 )
+NAN = make_gpt()
+NAN.norm.weight.data.fill_(math.nan)
 LOST.decoder.norm.weight.data.fill_(math.nan)
 
 
@@ -37,11 +41,12 @@ def text(*given: Any, **change: Any) -> list[str]:
 
 
 def engine(**change: Any) -> Engine:
-    return Engine(MODEL, num_pages=4, **change)
+    cache = MODEL.new_paged_cache(4, 2, max_rows=8)
+    return Engine(MODEL, cache, **{"max_batch": 8, **change})
 
 
-def drafted(draft: Any = MODEL, model: Any = MODEL, **change: Any) -> list[int]:
-    return list(speculative.speculative_tokens(model, draft, [1], 1, **change))
+def drafted(draft: Any = MODEL, model: Any = MODEL, prompt: Any = (1,), **change: Any) -> list[int]:
+    return list(speculative_tokens(model, draft, prompt, 1, **{"widths": (2, 1), **change}))
 
 
 def translated(source: Any = PADDED[:, :2], model: Any = PAIR, **change: Any) -> Any:

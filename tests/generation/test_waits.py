@@ -4,14 +4,12 @@ Where a row starts a new window beside fuller ones, the caches ask for their len
 """
 
 import pytest
-import torch
 from small_gpt import make_gpt
 from torch.overrides import TorchFunctionMode
 
-from fastattn.generation import Engine, Sampling
+from fastattn.generation import Sampling
 from fastattn.generation.generate import Batch
 from fastattn.generation.request import make_request
-from fastattn.torch_backend import paged
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -52,29 +50,3 @@ def test_a_batch_reads_from_the_device_once_a_step():
             steps += 1
             assert reads.names == ["tolist"] * steps
     assert steps == 10
-
-
-def test_an_engine_reads_from_the_device_once_a_pass(monkeypatch):
-    model, passes = make_gpt(), []
-    forward = model.forward
-
-    def counted(*arguments, **options):
-        passes.append(1)
-        return forward(*arguments, **options)
-
-    attend = paged.attend
-
-    def unseen(*arguments, **options):
-        """Torch reads offsets where a kernel leaves them to the device."""
-        with torch._C.DisableTorchFunction():
-            return attend(*arguments, **options)
-
-    monkeypatch.setattr(model, "forward", counted)
-    monkeypatch.setattr(paged, "attend", unseen)
-    engine = Engine(model, num_pages=16, page_size=4)
-    for prompt, setting in zip(([1, 2, 3], [4], [5, 6]), SETTINGS, strict=True):
-        engine.submit(prompt, 8, sampling=setting, seed=1)
-    with Reads() as reads:
-        for _ in engine.run():
-            pass
-    assert reads.names == ["tolist"] * len(passes)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from engine import packed_layers
 from naive_layers import WIDTH, exact_and_naive, make_layer
 
 from fastattn import KVCache, PagedKVCache
-from fastattn.generation.paged import layers_of
 from fastattn.modules import layer_cache, projection, self_attention
 from fastattn.testing import assert_within_budget
 
@@ -60,7 +60,7 @@ def test_steps_equal_the_layer_without_a_cache(
         for part in x.split([3, 1, 2, 1], dim=1):
             if kind == "paged":
                 T = part.shape[1]
-                (cache,) = layers_of(pages, rows, [T, T])
+                (cache,) = packed_layers(pages, rows, [T, T])
                 part = part.reshape(2 * T, 1, WIDTH)
             steps.append(layer(part, cache=cache).view(2, -1, WIDTH))
     assert_within_budget("steps", torch.cat(steps, 1), exact, naive)

@@ -3,11 +3,11 @@
 import naive_layers
 import pytest
 import torch
+from engine import packed_layers
 from naive_layers import assert_layer_equals_naive, exact_and_naive
 from nightly import gate_cases
 
 from fastattn import GQAttention, KVCache, PagedKVCache
-from fastattn.generation.paged import layers_of
 from fastattn.models.positions import (
     DistanceVectors,
     LearnedPositions,
@@ -86,7 +86,7 @@ def test_pages_serve_relative_keys():
     steps = []
     for part in x.split([3, 1, 2, 1], dim=1):
         T = part.shape[1]
-        (cache,) = layers_of(pages, rows, [T, T])
+        (cache,) = packed_layers(pages, rows, [T, T])
         packed = layer(part.reshape(2 * T, 1, C), cache=cache)
         steps.append(packed.view(2, T, -1))
     assert_within_budget("steps", torch.cat(steps, dim=1), *exact_and_naive(layer, x))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention
-from fastattn.generation import Engine, Sampling, generate_batch
+from fastattn.generation import Sampling, generate_batch
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.models.layers import MLP
@@ -153,15 +153,7 @@ def tokens_of(model: GPT) -> dict[str, Any]:
         "sampled": generate_batch(model, prompts, counts, sampling=sampling, seed=5),
         "drawn": generate_batch(model, prompts, counts, sampling=sampling),
     }
-    for quantize in (None, "int8"):
-        engine = Engine(model, num_pages=12, page_size=4, max_batch=2, quantize=quantize)
-        requested = [
-            engine.submit(prompt, count, sampling=Sampling(top_k=1))
-            for prompt, count in zip(prompts, counts, strict=True)
-        ]
-        list(engine.run())
-        results[f"engine-{quantize}"] = [request.tokens for request in requested]
-        assert engine.cache.k.shape[2] == model.blocks[0].attention.num_kv_heads
+    assert model.new_paged_cache(1).k.shape[2] == model.blocks[0].attention.num_kv_heads
     return results
 
 

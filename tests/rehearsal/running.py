@@ -17,7 +17,6 @@ from fastattn.bench.cases import sets
 from fastattn.bench.time import attention as attention_jobs
 from fastattn.bench.time import environment, jobs
 from fastattn.bench.time.samples import Bench, Effort, device_timer
-from fastattn.generation.engine import Engine
 from fastattn.generation.generate import generate_batch, generate_tokens
 from fastattn.kernels.launch import tiles
 from fastattn.models.gpt import GPT, GPTConfig
@@ -42,7 +41,6 @@ def calls() -> None:
         of_model: dict[str, Callable[..., object]] = {
             "generate": lambda **how: list(generate_tokens(model, [1, 2, 3], 4, **how)),
             "generate a batch": lambda **how: generate_batch(model, [[1, 2, 3], [4]], 4, **how),
-            "Engine": lambda **how: serve(model, **how),
         }
         for name, call in of_model.items():
             stage.play(name, call)
@@ -90,13 +88,6 @@ def with_graph(call: Any) -> None:
     before = Graph.replays
     call()
     assert Graph.replays > before, "no graph was replayed"
-
-
-def serve(model: GPT, **options: Any) -> None:
-    engine = Engine(model, num_pages=16, **options)
-    for prompt in ([1, 2, 3], *[[1, 2, 3, 4] * 5] * 2):  # two share a page
-        engine.submit(prompt, count=3)
-    list(engine.run())
 
 
 def time_attention() -> None:

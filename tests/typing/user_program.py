@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import CausalGQAttention, KVCache, attention, attention_varlen, decode_attention
-from fastattn.generation import Engine, Sampling, generate_tokens
+from fastattn.generation import Sampling, generate_tokens
 from fastattn.models.gpt import GPT, GPTConfig
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def train(model: GPT, tokens: Tensor, given: Tensor | None) -> None:
 
 def generate(prompt: list[int]) -> list[int]:
     model = GPT(GPTConfig(vocab_size=50, num_layers=2)).eval()
-    engine = Engine(model, num_pages=8)
-    request = engine.submit(prompt, count=4, sampling=Sampling(top_p=0.9))
-    for _, token in engine.run():
+    for token in generate_tokens(model, prompt, 4, sampling=Sampling(top_p=0.9)):
         assert_type(token, int)
     with fastattn.patch_sdpa():
-        return [*request.tokens, *generate_tokens(model, prompt, 3)]
+        return list(generate_tokens(model, prompt, 3))
