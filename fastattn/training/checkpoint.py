@@ -239,7 +239,8 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
     """Folder of a run's newest checkpoint, or None."""
-    return (_checkpoints(Path(run_dir)) or [None])[-1]
+    folders = _checkpoints(Path(run_dir))
+    return folders[-1] if folders else None
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -325,7 +326,7 @@ def _digest(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         if x.numel():
-            digest.update(x.contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(x.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -66,7 +66,7 @@ class Ranks:
                 apply_activation_checkpointing,
             )
 
-            apply_activation_checkpointing(model, check_fn=lambda x: isinstance(x, Block))  # type: ignore[no-untyped-call]
+            apply_activation_checkpointing(model, check_fn=lambda x: isinstance(x, Block))
         forward: nn.Module = model
         if config.fsdp and self.size > 1:
             self._shard(model, dtype)
@@ -113,7 +113,7 @@ class Ranks:
         self, forward: Callable[..., Any], *, last: bool
     ) -> AbstractContextManager[None]:
         """Context of a forward and a backward; the last one of a step reduces the gradients."""
-        inner = getattr(forward, "_orig_mod", forward)
+        inner: Any = getattr(forward, "_orig_mod", forward)
         if hasattr(inner, "set_requires_gradient_sync"):
             inner.set_requires_gradient_sync(last)
         elif self.size > 1 and not last:
