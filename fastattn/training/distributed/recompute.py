@@ -21,7 +21,7 @@ from ..train_config import Recompute
 # between releases.
 _KEPT = {
     "fastattn": (
-        *("attention_forward", "hopper_forward", "additive_forward", "merge_forward"),
+        *("attention_forward", "hopper_forward", "merge_forward"),
         *("torch_varlen_forward", "torch_varlen_forward_lse"),
     ),
     "aten": (
