@@ -70,13 +70,10 @@ def batch_slice(
 
 
 def plan_rows(
-    T: int, ranks: int, *, window: int | None = None, documents: Tensor | None = None,
-    heads: tuple[int, int] = (32, 8), head_dim: int = 128,
-) -> ContextPlan:  # fmt: skip
+    T: int, ranks: int, *, window: int | None = None, documents: Tensor | None = None
+) -> ContextPlan:
     """`ContextPlan.make` for causal rows."""
-    return ContextPlan.make(
-        T, ranks, causal=True, window=window, documents=documents, heads=heads, head_dim=head_dim
-    )
+    return ContextPlan.make(T, ranks, causal=True, window=window, documents=documents)
 
 
 class SplitDropout(TorchFunctionMode):

@@ -65,12 +65,6 @@ class Together(Ranks):
 
     def prepare(self, model: nn.Module, config: TrainConfig) -> Callable[..., Any]:
         fields: Any = model.config
-        heads = fields.num_heads
-        own = heads, getattr(fields, "num_kv_heads", None) or heads
-        self._attention = {
-            "heads": tuple(max(1, n // self.split.tp) for n in own),
-            "head_dim": fields.embed_dim // heads,
-        }
         if getattr(fields, "sparse", None) is None and getattr(fields, "stride", None) is None:
             self._attention["window"] = fields.window
         device = next(model.parameters()).device
