@@ -26,7 +26,6 @@ _NOT_HOPPER = "its kernels are written for GPUs of compute capability 9.0"
 ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
 # Functions by the family of their kernels, other than `attention` and `attention_varlen`.
 _FUNCTIONS: dict[str | None, str] = {
-    "additive": "additive_attention",
     "decode": "decode_attention",
     "selected": "selected_attention",
     "statistics": "attention_statistics",

@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "generation.Engine": _ENGINE,
     "generation.speculative_text": _SPECULATIVE,
     "generation.speculative_tokens": _SPECULATIVE,
+    "parallel.cost": "context_attention chooses by a rule; explain_context gives its reason",
     "prepare --check": "fastattn train --data checks a folder's sizes and counts as it opens it",
     "prepare --files-from": "--text takes folders, which are read with all that lies in them",
     "training.tokenizers.BPETokenizer": _TRAIN,

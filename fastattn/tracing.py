@@ -1,11 +1,12 @@
 """State of torch around a call: traces, symbolic sizes, transforms, autocast, CUDA graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -24,6 +25,15 @@ def may_be_traced(x: Tensor) -> bool:
 def transforming() -> bool:
     """Whether a transform of torch.func is active, outside torch.compile."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+
+
+def untransformed(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing traces, maps or transforms a backward of these, as its kernels need."""
+    if torch.compiler.is_compiling() or transforming():
+        return False
+    present = [x for x in tensors if x is not None]
+    dual = in_forward_mode() and any(map(has_tangent, present))
+    return not dual and not any(map(is_legacy_batchedtensor, present))
 
 
 def host_knows(x: Tensor) -> bool:

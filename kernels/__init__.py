@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "additive", "append", "arguments", "backward", "backward_bias", "backward_mods",
+    "append", "arguments", "backward", "backward_bias", "backward_mods",
     "backward_relative", "combine", "decode", "decode_splits", "forward", "fp8_quantize",
     "fp8_values", "hopper_backward", "hopper_forward", "hopper_host", "pages",
     "selected_backward", "selected_choose", "selected_forward", "statistics", "tangent",
@@ -17,7 +17,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import (
-        additive,
         append,
         backward,
         backward_bias,

@@ -16,8 +16,7 @@ def add(commands: Any) -> None:
     info.add_argument(
         "--distributed",
         action="store_true",
-        help="under torchrun: the backends of torch.distributed, and how attention to a long "
-        "sequence would be shared out, by assumed rates of the links",
+        help="under torchrun: the backends of torch.distributed, and the ranks",
     )
     text = "show problems of the GPU, C compiler, caches and packages, with remedies"
     info.add_argument("--doctor", action="store_true", help=text)
@@ -62,12 +61,10 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _distributed() -> int:
-    """Report what the ranks that torchrun started would do, by assumed rates; one prints."""
+    """Report the backends of torch.distributed and the ranks that torchrun started; one prints."""
     import os
 
     import torch.distributed as dist
-
-    from ..parallel.cost import MODELS, Rates, Shape, choice
 
     if not dist.is_torchelastic_launched():
         raise ValueError("there are no ranks: torchrun --nproc-per-node 4 -m ... starts some")
@@ -75,16 +72,7 @@ def _distributed() -> int:
     if int(os.environ["RANK"]):
         return 0
     able = [name for name in ("nccl", "gloo", "mpi", "ucc") if dist.is_backend_available(name)]
-    rates = Rates(node=node)
-    lines = [f"torch.distributed: {', '.join(able)}; {world} ranks, {node} on a node"]
-    lines.append(f"assumed: {', '.join(f'{name} {x:.3g}' for name, x in rates._asdict().items())}")
-    for name, (H_q, H_k, D) in MODELS.items():
-        chosen = [
-            f"{choice(Shape(T, H_q, H_k, D), world, rates)} for {T} tokens"
-            for T in (1 << 13, 1 << 17, 1 << 20)
-        ]
-        lines.append(f"{name} on {world} ranks, modelled: {', '.join(chosen)}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(f"torch.distributed: {', '.join(able)}; {world} ranks, {node} on a node\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..functional import attention
 from ..functional.block import attention_block_backward, attention_block_forward
-from .sdpa import bounded_bias
+from .sdpa import Arguments, bounded_bias
 
 __all__ = ["register"]
 
@@ -36,18 +36,12 @@ def register() -> None:
     registry.register(member, constraints=constraints, supports_context_parallel=True)(attend)
 
 
+# The dispatcher passes what this signature names.
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Backend function of diffusers' dispatcher.
 
     Args:
@@ -64,8 +58,9 @@ def attend(
     Raises:
         ValueError: a mask of another shape, or a combination that is not served.
     """
+    call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _parallel_config is None:
-        options = _options(query, key, attn_mask, is_causal, scale, enable_gqa)
+        options = _options(call)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         o, lse = attention(q, k, v, dropout=dropout_p, return_lse=True, **options)
         o, lse = o.transpose(1, 2), lse.transpose(1, 2)
@@ -79,33 +74,26 @@ def attend(
         raise ValueError("attn_mask must not require grad in diffusers' context parallelism")
     module = importlib.import_module("diffusers.models.attention_dispatch")
     result: Tensor | tuple[Tensor, Tensor] = module._templated_context_parallel_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
+        *call, return_lse,
         forward_op=forward_op, backward_op=backward_op, _parallel_config=_parallel_config,
     )  # fmt: skip
     return result
 
 
 def forward_op(
-    ctx: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _save_ctx: bool = True,
+    ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False, _save_ctx: bool = True,
     _parallel_config: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Forward over one rank's keys in context parallelism; shapes as in `attend`."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0 in diffusers' context parallelism, got {dropout_p}: its ranks "
             "share no seed"
         )
-    options = _options(query, key, attn_mask, is_causal, scale, enable_gqa)
+    call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    options = _options(call)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o, lse = attention_block_forward(q, k, v, **options)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)
@@ -136,15 +124,9 @@ def backward_op(
     return dq, dk, dv
 
 
-def _options(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> dict[str, Any]:
+def _options(call: Arguments) -> dict[str, Any]:
     """Options of `fastattn.attention` for the call."""
+    query, key, _, mask, _, is_causal, scale, enable_gqa = call
     if not enable_gqa and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"key must have query's {query.shape[2]} heads without enable_gqa, got {key.shape[2]}"

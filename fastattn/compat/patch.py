@@ -1,6 +1,7 @@
 """`patch_sdpa`: replace torch.nn.functional.scaled_dot_product_attention, and undo it."""
 
 import threading
+from typing import Any
 
 from torch import Tensor
 
@@ -17,22 +18,11 @@ _swaps: set[object] = set()
 _active = _swapped = False
 
 
-def _patched_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _patched_attention(*arguments: Any, **options: Any) -> Tensor:
     calls = running.innermost() if _swapped else None
     if calls is None and _active:
-        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
-    call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return scaled_dot_product_attention(*arguments, **options)
+    call = Arguments.of_call(*arguments, **options)
     if calls is not None:
         served = served_attention(call)
         if not isinstance(served, str):

@@ -32,11 +32,21 @@ class Arguments(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Any
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
+    attn_mask: Any = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @classmethod
+    def of_call(cls, *arguments: Any, **options: Any) -> "Arguments":
+        """Those of a call, whose errors are those of a function with torch's signature."""
+        if len(arguments) > 6:
+            raise TypeError(
+                "scaled_dot_product_attention takes 6 positional arguments at most: scale and "
+                f"enable_gqa go by name, got {len(arguments)}"
+            )
+        return cls(*arguments, **options)
 
 
 class _Call(NamedTuple):
@@ -119,24 +129,12 @@ def by_torch(arguments: Arguments) -> Tensor:
     return torch_attention(*call, **options)
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Explanation:
+def explain(*arguments: Any, **options: Any) -> Explanation:
     """Backend of this call of `scaled_dot_product_attention`, and why faster ones are passed over.
 
     "torch" means torch's own function. Computes nothing.
     """
-    call = _translated(
-        Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    )
+    call = _translated(Arguments.of_call(*arguments, **options))
     if isinstance(call, str):
         return Explanation("torch", {"triton": call})
     return attend.explain(call.q, call.k, call.v, **call.options)

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch
-from ..ops import additive as additive_ops
-from ..options import Options
-from ..torch_backend import additive as additive_formula
-from ..torch_backend import formula
+from ..ops import spread
+from ..torch_backend import additive, formula
 from . import call_options, inputs
 
 if TYPE_CHECKING:
@@ -53,11 +51,11 @@ def additive_attention(
     backend: str | None = None,
     **masks: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(u^T tanh(W_q q + W_k k)) v, fused (Bahdanau et al. 2015).
+    """softmax(u^T tanh(W_q q + W_k k)) v (Bahdanau et al. 2015).
 
-    The kernels sum scores one hidden column at a time, forward and backward, so memory is linear in
-    T, without a [T_q, T_k, hidden] tensor. They compute B * H_q * T_q * T_k * hidden tanh, without
-    matrix units.
+    Computed by torch in chunks of queries, which the backward computes again: memory is linear in
+    T, without a [T_q, T_k, hidden] tensor. Under torch.compile there is one chunk, whose backward
+    may hold that tensor. Most of the time goes to B * H_q * T_q * T_k * hidden tanh.
 
     Args:
         q: [B, H_q, T_q, D_q], fp16, bf16, fp32 or fp64.
@@ -68,21 +66,22 @@ def additive_attention(
             D_q]. None: q is already projected, D_q = hidden (and may include a bias).
         w_key: W_k, [hidden, D_k] or [H_k, hidden, D_k]. None: k is already projected.
         return_lse: also return the log of the softmax denominators.
-        backend: "triton", "torch" or "auto", as for `attention`.
+        backend: "torch" or "auto", which are the same, as it has no kernel.
         masks: causal, window, prefix_lengths, keep_first, stride, key_padding_mask, key_lengths,
             documents, attn_mask (bool), mask_mod, mod_tensors and query_offset, as for `attention`.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q]. Both are
-        differentiable in q, k, v, u, w_query and w_key, deterministically; double backward uses
-        torch. A query that sees no key has o = 0, lse = -inf and gradients of 0. NaN in padded-out
-        keys or values does not propagate.
+        differentiable in q, k, v, u, w_query and w_key, any number of times. A query that sees no
+        key has o = 0, lse = -inf and gradients of 0. NaN in padded-out keys or values does not
+        propagate.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or a forced
-            backend that cannot serve the call; the message names it.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device, or another
+            backend; the message names it.
     """
     return_lse = checks.check_flag("return_lse", return_lse)
+    _check_backend(backend)
     checks.check_tensors(q, k, v)
     _refuse_others(masks)
     hidden = _check_u(u, q)
@@ -96,26 +95,17 @@ def additive_attention(
     k = inputs.projected("w_key", w_key, "k", k, hidden)
     q, k, v, _ = inputs.autocast(q, k, v, {})
     checks.check_qkv(q, k, v)
-    return _compute(q, k, v, u.expand(q.shape[1], hidden), options, return_lse, backend)
+    o, lse = additive.attention(q, k, v, u.expand(q.shape[1], hidden), options)
+    return (o, lse.float()) if return_lse else o
 
 
-def _compute(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options, return_lse: bool,
-    backend: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """o, or (o, lse), for a checked call."""
-    choice = dispatch.choose(q, k, v, options, backend, family="additive")
-    if choice.backend == "torch":
-        dispatch.warn_if_slow(choice, q.device)
-        o, lse = additive_formula.attention(q, k, v, u, options)
-        return (o, lse.float()) if return_lse else o
-    # Zero columns add u_d tanh(0) = 0 to every score.
-    width = v.shape[-1]
-    q, k, v = (inputs.kernel_rows(x) for x in (q, k, v))
-    u = torch.nn.functional.pad(u, (0, q.shape[-1] - u.shape[-1]))
-    o, lse = additive_ops.attend(q, k, v, u, options)
-    o = o if o.shape[-1] == width else o[..., :width]
-    return (o, lse) if return_lse else o
+def _check_backend(backend: str | None) -> None:
+    spread.refuse("additive_attention")
+    asked = dispatch.asked_for(backend)
+    if asked not in ("auto", "torch"):
+        raise ValueError(
+            f'backend "{asked}" cannot serve additive_attention, which has no kernel: pass "torch"'
+        )
 
 
 def _refuse_others(masks: dict[str, Any]) -> None:

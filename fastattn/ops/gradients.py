@@ -12,8 +12,7 @@ from torch import Tensor
 from ..options import LAID_AS, LEARNED, TENSORS, Options
 from ..torch_backend import block, formula
 from ..torch_backend.attend import one_product
-from ..torch_backend.double_backward import gradients_in_parts
-from ..torch_backend.query_chunks import Part
+from ..torch_backend.double_backward import gradients_by_formula
 from .schema import PLACES
 
 NAMES = ("q", "k", "v", *LEARNED)
@@ -211,20 +210,18 @@ def differentiable_gradients(
     do: Tensor | None,
     dlse: Tensor | None,
 ) -> list[Tensor | None]:
-    """`kernel_gradients` by torch in chunks of queries, for create_graph=True."""
+    """`kernel_gradients` by torch's formula, for create_graph=True."""
     inputs = (q, k, v, *options.differentiable)
-    return gradients_in_parts(formula_of, options, NAMES, inputs, needed, (do, dlse))
+    return gradients_by_formula(formula_of(options), inputs, needed, (do, dlse))
 
 
-def formula_of(part: Part) -> Callable[..., tuple[Tensor, Tensor]]:
+def formula_of(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:
     """o and lse as a function of q, k, v and LEARNED; packed sequences have a batch dim."""
-    options = part.options
 
     def function(q: Tensor, k: Tensor, v: Tensor, *fields: Tensor | None) -> tuple[Tensor, Tensor]:
         call_options = replaced(options, fields)
         if options.cu_seqlens_q is None:
-            first = {"first_row": part.first_row, "first_query": part.first_query}
-            o, lse = formula.attention(q, k, v, call_options, return_lse=True, **first)
+            o, lse = formula.attention(q, k, v, call_options, return_lse=True)
             return o, lse
         rows = (as_packed(q), as_packed(k), as_packed(v))
         o, lse = formula.attention(*rows, laid(call_options, as_packed), return_lse=True)

@@ -1,5 +1,8 @@
 """Context parallelism: exact attention over torch.distributed, for every mask."""
 
+from typing import NoReturn
+
+from ..removed import raise_missing
 from .attend import context_attention as context_attention
 from .attend import explain_context as explain_context
 from .choose import MethodExplanation as MethodExplanation
@@ -8,3 +11,7 @@ from .plan import ContextPlan as ContextPlan
 from .shard import roll as roll
 from .shard import shard as shard
 from .shard import unshard as unshard
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise_missing(__name__, name)

@@ -1,17 +1,15 @@
 """Choose the method of `context_attention`."""
 
-import os
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..score_checks import COUNTING
-from .cost import METHODS, Shape, cost
 from .pieces import Options
-from .plan import ContextPlan, visible_keys
+from .plan import ContextPlan
 from .ranks import Ranks
+
+METHODS = ("gather", "ring", "ulysses", "usp")
 
 
 class MethodExplanation(NamedTuple):
@@ -20,18 +18,16 @@ class MethodExplanation(NamedTuple):
     Attributes:
         method: None if none does.
         reasons: by name, why a method cannot serve the call.
-        seconds: modelled (not measured) seconds of forward and backward by name of the methods that
-            serve, from `cost`.
+        because: why this method of those that can.
     """
 
     method: str | None
     reasons: dict[str, str]
-    seconds: dict[str, float]
+    because: str = ""
 
     def __str__(self) -> str:
-        able = [f"  {name}: {x * 1e3:.3g} ms, modelled" for name, x in self.seconds.items()]
-        unable = [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join([f"method: {self.method}", *able, *unable])
+        chosen = f"method: {self.method}" + (f", {self.because}" if self.because else "")
+        return "\n".join([chosen, *(f"  not {x}: {reason}" for x, reason in self.reasons.items())])
 
 
 def explanation(
@@ -42,23 +38,32 @@ def explanation(
         raise ValueError(f"method must be one of auto, {', '.join(METHODS)}, got {method!r}")
     verdicts = {name: why_not(name, q, ranks, plan, options) for name in METHODS}
     reasons = {name: reason for name, reason in verdicts.items() if reason is not None}
-    B, H_q, _, D = q.shape
-    share = _share(plan.T, options)
-    if "documents" in options and plan.documents is not None:
-        share = min(share, plan.share)
-    shape = Shape(plan.T, H_q, k.shape[1], D, B, share)
-    rates = plan.rates._replace(node=_gpus_of_a_node(ranks.size))
-    seconds = {}
-    for name in METHODS:
-        if name not in reasons:
-            imbalance, around = plan.around(_degree(name, ranks), options)
-            of_method = shape._replace(imbalance=imbalance, around=around)
-            seconds[name] = cost(name, of_method, ranks.size, rates, ranks.degree).seconds
     if method == "auto":
-        return MethodExplanation(
-            min(seconds, key=seconds.__getitem__, default=None), reasons, seconds
-        )
-    return MethodExplanation(None if method in reasons else method, reasons, seconds)
+        return MethodExplanation(*_by_rule(reasons, k, ranks, plan, options))
+    if method in reasons:
+        return MethodExplanation(None, reasons)
+    return MethodExplanation(method, reasons, "which was asked for")
+
+
+def _by_rule(
+    reasons: dict[str, str], k: Tensor, ranks: Ranks, plan: ContextPlan, options: Options
+) -> tuple[str | None, dict[str, str], str]:
+    """The method of "auto", the reasons against others, and its own.
+
+    A ring that goes a part of the way sends the fewest keys. Else exchanged heads: a rank sends its
+    tokens once, less the more ranks there are, and all ranks have equally much to do, under every
+    mask; but K/V heads would be repeated for more ranks. Else gathered keys: few messages, that
+    overlap with the computation, for any heads. Two mesh dims have one method.
+    """
+    able = [name for name in METHODS if name not in reasons]
+    hops = plan.hops(options) if "ring" in able else ranks.size
+    H_k = k.shape[1]
+    if 2 * hops < ranks.size:
+        return "ring", reasons, f"whose keys go {hops} of {ranks.size - 1} hops"
+    if "ulysses" in able and H_k % ranks.size == 0:
+        return "ulysses", reasons, f"as {ranks.size} ranks divide {H_k} K/V heads"
+    name = able[0] if able else None
+    return name, reasons, "which takes any heads" if name == "gather" else ""
 
 
 def choose(explained: MethodExplanation, method: str) -> str:
@@ -71,7 +76,8 @@ def choose(explained: MethodExplanation, method: str) -> str:
         return explained.method
     if method == "auto":
         raise ValueError(f"no method can serve this call: {explained.reasons}")
-    instead = f"; {' and '.join(explained.seconds)} can" if explained.seconds else ""
+    able = [name for name in METHODS if name not in explained.reasons]
+    instead = f"; {' and '.join(able)} can" if able else ""
     reason = explained.reasons[method]
     raise ValueError(f"method {method!r} cannot serve this call: {reason}{instead}")
 
@@ -98,21 +104,3 @@ def why_not(
 def _degree(method: str, ranks: Ranks) -> int:
     """Number of ranks that share the heads."""
     return {"ulysses": ranks.size, "usp": ranks.degree}.get(method, 1)
-
-
-def _share(T: int, options: Options) -> float:
-    """Share of (query, key) pairs that causal and window leave visible."""
-    if options.get("stride") is not None:
-        return 0.5 if options.get("causal") else 1.0
-    return _share_of_window(T, options.get("causal", False), options.get("window"))
-
-
-@lru_cache(maxsize=64)
-def _share_of_window(T: int, causal: bool, window: Any) -> float:
-    return int(visible_keys(T, causal=causal, window=window).sum()) / T**2
-
-
-def _gpus_of_a_node(ranks: int) -> int:
-    """GPUs per node: torchrun's number, or those visible to this process; equal on all nodes."""
-    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.cuda.device_count()
-    return min(gpus, ranks) or ranks

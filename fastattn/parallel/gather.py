@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .cost import heads_at_once
 from .parts import Gradients, Whole, part_backward, whole_forward, zeros_for
 from .pieces import Options, of_heads
 from .plan import ContextPlan
@@ -58,6 +57,15 @@ def gather_backward(
     dqs, dks, dvs, shares = zip(*results, strict=True)
     sums = [ordered_sum(grads) for grads in zip(*shares, strict=True)]
     return Gradients(torch.cat(dqs, 1), torch.cat(dks, 1), torch.cat(dvs, 1), sums)
+
+
+def heads_at_once(H_k: int, ranks: int) -> int:
+    """K/V heads that are gathered together: a divisor of H_k, about 4 H_k / ranks.
+
+    This bounds gathered memory to a few times a rank's own.
+    """
+    most = max(1, 4 * H_k // ranks)
+    return max(n for n in range(1, H_k + 1) if H_k % n == 0 and n <= most)
 
 
 def _by_heads(

@@ -226,33 +226,6 @@ class Needs:
                 sent[step] = torch.minimum(first, stop), stop
         return sent
 
-    @cached_property
-    def traffic(self) -> "RingTraffic":
-        """Traffic around the ring: for each hop, the most that any rank sends."""
-        most = max(map(total, self.dealt.runs))
-        owner = torch.tensor(
-            [rank for rank, runs in enumerate(self.dealt.runs) for _ in runs], device="cpu"
-        )
-        share = {}
-        for step, (first, stop) in self._sent.items():
-            of_rank = torch.zeros(len(self.dealt.runs), dtype=torch.int64, device="cpu")
-            share[step] = int(of_rank.index_add_(0, owner, stop - first).max()) / most
-        after, before = self.hops
-        # Gradients travel as far as keys, always for all keys that their rank had sent.
-        behind = after * share.get(1, 0.0) + before * share.get(-1, 0.0)
-        return RingTraffic(after + before, sum(share.values()), behind)
-
-
-class RingTraffic(NamedTuple):
-    """Traffic around a ring: hops, and sums over hops of the shares of a rank's keys that are sent.
-
-    keys: for keys. gradients: for gradients of keys, which follow and return.
-    """
-
-    hops: int
-    keys: float
-    gradients: float
-
 
 def total(runs: Sequence[Run]) -> int:
     """Tokens of runs."""

@@ -1,4 +1,4 @@
-"""`ContextPlan`: assignment of tokens to ranks, with the least modelled time."""
+"""`ContextPlan`: assignment of tokens to ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from .. import checks
 from ..score_checks import POSITIONS_BLOCK
-from .cost import Rates, Shape, cost
-from .hops import Dealt, Documents, RingTraffic, mark, mask_of, needs
+from .hops import Dealt, Documents, mark, mask_of, needs
 from .pieces import Options, Run, Runs, aligned
 
 BALANCES = ("contiguous", "zigzag", "longest_first")
-# Modelled gain below which "auto" prefers fewer, longer runs of tokens.
-_TOLERATED = 0.05
+# Of "auto": work of the busiest rank, over that of the evenest balance, for which longer runs are
+# kept; and where hardly any keys would travel.
+_TOLERATED, _TOLERATED_NEAR = 1.05, 1.25
 # Alignment of a run's positions for kernels.
 _ALIGNED = 4
 
@@ -40,11 +40,7 @@ class ContextPlan:
         balance: how they were.
         imbalance: visible pairs of query and key of the busiest rank, over the mean.
         pairs: visible pairs of each rank's queries.
-        share: visible pairs of all pairs in all rows.
         documents: extents of the plan's documents, if any.
-        rates: for modelled times, here and in the choice of a method.
-        modelled: (balance, seconds) of each considered balance: modelled, not measured, forward and
-            backward of one layer.
     """
 
     T: int
@@ -53,10 +49,7 @@ class ContextPlan:
     balance: str
     imbalance: float
     pairs: tuple[int, ...] = ()
-    share: float = 1.0
     documents: Documents | None = field(default=None, compare=False, repr=False)
-    rates: Rates = field(default_factory=Rates)
-    modelled: tuple[tuple[str, float], ...] = ()
 
     @staticmethod
     def make(
@@ -68,9 +61,6 @@ class ContextPlan:
         documents: Tensor | None = None,
         block: int = 128,
         balance: str = "auto",
-        heads: tuple[int, int] = (32, 8),
-        head_dim: int = 128,
-        rates: Rates | None = None,
     ) -> ContextPlan:
         """Make a plan for `ranks` ranks, from the visible pairs of query and key.
 
@@ -83,11 +73,10 @@ class ContextPlan:
             balance: "contiguous" keeps a rank's tokens together. "zigzag" gives rank r the r-th
                 stretch from the start and the r-th from the end. "longest_first" repeatedly gives
                 the block with the most work to the rank with the least. "auto" takes the first of
-                these whose modelled time is within 5 % of the least: compute of the busiest rank
-                and its communication, by a ring or a gather.
-            heads, head_dim: for the model.
-            rates: for the model, and for the choice of a method; default `cost.Rates()`, a DGX
-                H100. They must be equal on every rank.
+                these whose busiest rank has at most 5 % more to do than that of the evenest, as
+                longer runs send fewer keys; and "contiguous" up to 25 % more where a ring then
+                takes a quarter of its hops at most, as even shares of near keys send all keys to
+                all ranks.
 
         Raises:
             TypeError, ValueError: an invalid argument.
@@ -95,43 +84,22 @@ class ContextPlan:
         T = checks.check_count("T", T, 1)
         ranks = checks.check_count("ranks", ranks, 1)
         block = checks.check_count("block", block, 1)
-        head_dim = checks.check_count("head_dim", head_dim, 1)
-        H_q, H_k = (checks.check_count("heads", n, 1) for n in heads)
         if balance != "auto" and balance not in BALANCES:
             raise ValueError(f"balance must be one of auto, {', '.join(BALANCES)}, got {balance!r}")
         seen = visible_keys(T, causal=causal, window=window, documents=documents)
         before = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), seen.cumsum(0)))
         spans = None if documents is None else Documents(documents)
-        B = 1 if documents is None else len(documents)
-        shape = Shape(T, H_q, H_k, head_dim, B, int(before[-1]) / (B * T * T))
-        rates = Rates() if rates is None else rates
         plans = []
         for name in BALANCES if balance == "auto" else (balance,):
             stretches = _DEAL[name](T, ranks, block, before)
-            plan = ContextPlan(
-                T,
-                stretches,
-                block,
-                name,
-                1.0,
-                _pairs(stretches, before),
-                shape.share,
-                spans,
-                rates,
-            )
-            plans.append(replace(plan, imbalance=_imbalance(plan.pairs)))
+            pairs = _pairs(stretches, before)
+            plans.append(ContextPlan(T, stretches, block, name, _imbalance(pairs), pairs, spans))
+        first, least = plans[0], min(plan.imbalance for plan in plans)
         options = {"causal": causal, "window": window, "documents": documents}
-
-        def seconds_of(plan: ContextPlan) -> float:
-            """Modelled seconds of the fastest method of a mesh of one dim."""
-            imbalance, around = plan.around(1, options)
-            case = shape._replace(imbalance=imbalance, around=around)
-            return min(cost(name, case, ranks, rates).seconds for name in ("gather", "ring"))
-
-        seconds = [seconds_of(plan) for plan in plans] if len(plans) > 1 else [0.0]
-        best = next(n for n, x in enumerate(seconds) if x <= min(seconds) * (1 + _TOLERATED))
-        modelled = tuple((x.balance, y) for x, y in zip(plans, seconds, strict=True))
-        return replace(plans[best], modelled=modelled if len(plans) > 1 else ())
+        near = len(plans) > 1 and 4 * first.hops(options) < ranks
+        if near and first.imbalance <= _TOLERATED_NEAR * least:
+            return first
+        return next(plan for plan in plans if plan.imbalance <= _TOLERATED * least)
 
     def mark(self, documents: Tensor) -> None:
         """Record that these ids of a rank's tokens are the plan's documents.
@@ -192,23 +160,21 @@ class ContextPlan:
         pairs = tuple(sum(self.pairs[r : r + degree]) for r in starts) if self.pairs else ()
         return replace(self, stretches=stretches, pairs=pairs, imbalance=_imbalance(pairs))
 
-    def around(self, degree: int, options: Options) -> tuple[float, RingTraffic]:
-        """Imbalance and traffic of a ring of groups of `degree` ranks.
+    def hops(self, options: Options) -> int:
+        """How often a ring of the ranks passes keys on.
 
         Documents count only if the plan has them.
         """
         runs = self.documents if options.get("documents") is not None else None
         masks = {name: x for name, x in options.items() if name != "documents"}
-        key = degree, runs is not None, *mask_of(masks)
-        if key not in self._arounds:
-            groups = self.merged(degree)
-            dealt = groups.dealt
-            around = needs(dealt, masks) if runs is None else runs.needs(dealt, masks)
-            self._arounds[key] = groups.imbalance, around.traffic
-        return self._arounds[key]
+        key = runs is not None, *mask_of(masks)
+        if key not in self._hops:
+            needed = needs(self.dealt, masks) if runs is None else runs.needs(self.dealt, masks)
+            self._hops[key] = sum(needed.hops)
+        return self._hops[key]
 
     @cached_property
-    def _arounds(self) -> dict[Any, tuple[float, RingTraffic]]:
+    def _hops(self) -> dict[Any, int]:
         return {}
 
     @cached_property

@@ -1,5 +1,6 @@
 """Additive attention as a torch formula, differentiable any number of times."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """o in q's dtype and lse, computed in fp32 or wider.
 
-    In chunks of queries, recomputed for gradients, without a [T_q, T_k, D] tensor.
+    In chunks of queries, recomputed for gradients, without a [T_q, T_k, D] tensor; under
+    torch.compile in one, whose gradients may hold it.
 
     Args:
         q, k: [B, H_q, T_q, D] and [B, H_k, T_k, D], projected.
@@ -40,7 +42,11 @@ def attention(
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
     outputs, lses = [], []
-    for rows, own in chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN):
+    slices: Iterable[tuple[slice, Options]] = [(slice(None), options)]
+    # A compiler would unroll the loop, for each length; of one chunk it fuses tanh and sums.
+    if not torch.compiler.is_compiling():
+        slices = chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN)
+    for rows, own in slices:
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, u, own)
         # torch.func does not support saved-tensor hooks, which checkpointing uses.
         if torch.is_grad_enabled() and not tracing.transforming():
@@ -57,8 +63,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tup
     _, H_k, T_k, D_v = v.shape
     G = H_q // H_k
     hidden = q.reshape(B, H_k, G, T_q, 1, D) + k[:, :, None, None]
-    x = torch.einsum("bhgqkd,hgd->bhgqk", hidden.tanh(), u.reshape(H_k, G, D))
-    x = x.reshape(B, H_q, T_q, T_k)
+    # Not by einsum: a compiler fuses this sum and its gradients with tanh.
+    x = (hidden.tanh() * u.reshape(H_k, G, 1, 1, D)).sum(-1).reshape(B, H_q, T_q, T_k)
     keep = formula.visible(options, B, H_q, T_q, T_k, q.device)
     if keep is not None:
         x = torch.where(keep, x, float("-inf"))

@@ -6,7 +6,6 @@ propagate their NaN; rows without keys give 0, and rows with visible NaN give Na
 only if torch has no flag for them.
 """
 
-from collections.abc import Callable
 from itertools import zip_longest
 
 import torch
@@ -18,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import tracing
 from ..options import Options
 from . import formula, tangents
-from .double_backward import gradients_in_parts
-from .query_chunks import Part, attention_in_tiles
+from .double_backward import gradients_by_formula
+from .query_chunks import attention_in_tiles
 
 
 def attention(
@@ -142,20 +141,15 @@ def _allow_second_derivatives(
         q, k, v, shown = inputs
         is_mask = shown is not None and shown.dtype == torch.bool
         options = Options(causal=is_causal, scale=scale, attn_mask=shown if is_mask else None)
-        names, tensors = ("q", "k", "v", "attn_bias"), (q, k, v, None if is_mask else shown)
-        grads = gradients_in_parts(_plain, options, names, tensors, needed, grad_outputs[:1])
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            return (formula.attention(q, k, v, options._replace(attn_bias=bias)),)  # type: ignore[return-value]
+
+        tensors = q, k, v, None if is_mask else shown
+        grads = gradients_by_formula(plain, tensors, needed, grad_outputs[:1])
         return (*grads[: len(grad_inputs)], *grad_inputs[len(inputs) :])
 
     node.register_hook(replaced)
-
-
-def _plain(part: Part) -> Callable[..., tuple[Tensor, ...]]:
-    """Plain formula of torch's fused kernel."""
-
-    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return (formula.attention(q, k, v, part.options._replace(attn_bias=bias)),)  # type: ignore[return-value]
-
-    return function
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:

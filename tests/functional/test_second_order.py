@@ -114,7 +114,7 @@ def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch's formula, which would be right too."""
     monkeypatch.setattr(second_order, "_by_formula", None)
     monkeypatch.setattr(second_order, "differentiable_gradients", None)
-    monkeypatch.setattr(transforms, "gradients_in_parts", None)
+    monkeypatch.setattr(transforms, "gradients_by_formula", None)
 
 
 of_tangents = partial(backward, by_levels), partial(backward, pushed)

@@ -235,15 +235,6 @@ def beside(D: int) -> None:
     mask_for_keys(documents, q, k, kernels.arguments.tile_for("backward_dkv", documents, q, D))
 
 
-def additive(D: int, dtype: str, options: str = "masks", **sizes: int) -> None:
-    """Launch forward and backward, hidden and value widths D."""
-    s = sized(sizes, T=1000, B=2, H_k=2, H_q=4)
-    (q, k, lse), u = rows(D, dtype, **vars(s)), floats(s.H_q, D)
-    given = options_of(options, s.B, s.T)
-    kernels.additive.launch_additive_forward(q, k, k, u, given)
-    kernels.additive.launch_additive_backward(q, lse, q, k, k, u, q, lse, given)
-
-
 def selected(D: int, dtype: str, block_q: int = 1, block_k: int = 64, options: str = "causal",
              T: int = 1000, B: int = 2, H_k: int = 2, H_q: int = 32,
              n: int = 16) -> None:  # fmt: skip
@@ -441,7 +432,7 @@ def fp8_codes(D: int, T: int = 1000, B: int = 3, H: int = 2) -> None:
 
 LAUNCHES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (attention, tangent, tangent_backward, biases, heads, beside, additive, selected,
+    for f in (attention, tangent, tangent_backward, biases, heads, beside, selected,
               block_scores, statistics, decode, decode_once, packed,
               few_queries, merge, append, hopper, hopper_fp8, fp8_codes)
 }  # fmt: skip

@@ -77,10 +77,11 @@ def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
     def named(function: Function) -> Function:
         return lambda backend, **given: function(backend=backend, **given)
 
-    # Its kernels take one hidden column after another.
+    def additive(backend: str, **given: Any) -> Any:
+        return fastattn.additive_attention(backend="torch", **given)  # it has no kernel
+
     small = {name: draw(1, 2, 4, 4) for name in ("q", "k", "v")} | {"u": draw(4)}
     weights = {"w_query": draw(4, 4), "w_key": draw(4, 4)}
-    small_grads = {"do": draw(1, 2, 4, 4), "dlse": draw(1, 2, 4)}
     lists = torch.zeros(B, 1, T, 1, dtype=torch.int32, device=device)
     selected = partial(fastattn.selected_attention, indices=lists, block=(1, T // 2))
     of_rows = {name: rows[name] for name in ("q", "k")}
@@ -91,10 +92,7 @@ def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
         "decode_attention": (
             decode, rows | {"q": draw(B, H_Q, 1, D), "sinks": scores["sinks"]},
         ),
-        "additive_attention": (named(fastattn.additive_attention), small | weights),
-        "gradients of additive_attention": (
-            partial(with_gradients, fastattn.additive_attention), small | small_grads,
-        ),
+        "additive_attention": (additive, small | weights),
         "selected_attention": (named(selected), rows | {"sinks": scores["sinks"]}),
         "gradients of selected_attention": (partial(with_gradients, selected), rows | grads),
         "multiplicative_attention": (

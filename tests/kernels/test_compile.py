@@ -51,8 +51,6 @@ KERNELS = {
     "block_scores": ["block_scores_kernel"] * 2,
     "selected": ["selected_forward_kernel", "selected_backward_dq_kernel",
                  "selected_backward_dkv_kernel"],
-    "additive": ["additive_forward_kernel", "additive_backward_da_kernel",
-                 "additive_backward_dbv_kernel"],
     "statistics": ["attention_row_statistics_kernel", "attention_received_kernel",
                    "attention_weights_kernel"],
     "decode": ["decode_kernel", "combine_kernel"], "decode_once": ["decode_kernel"],

@@ -24,7 +24,7 @@ NEW_SIZES: list[tuple[list[str], str, int, dict[int, int]]] = [
     ),
     # Beside a table of blocks, where the whole's number of heads is the same or another.
     (["heads 64"], "first=0 first=16 first=7", 2, {}),
-    (["additive 64 bf16", "statistics 64 bf16"], "T=1 T=4096 B=1 B=16 H_k=1 H_q=16", 7, {}),
+    (["statistics 64 bf16"], "T=1 T=4096 B=1 B=16 H_k=1 H_q=16", 4, {}),
     (["selected 64 bf16"], "T=1 T=4096 B=1 B=16 n=1 n=5 H_q=2,T=1 H_q=2 H_q=2,n=5", 3, {7: 3}),
     (["block_scores 64 bf16"], "T=1 T=4096 B=1 first=5", 2, {}),
     # Of tops, only the power of two above compiles.

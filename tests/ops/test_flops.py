@@ -25,7 +25,6 @@ SHAPES = (B, H_Q, T_Q, D), (B, H_K, T_K, D), (B, H_K, T_K, D_V)
 FORWARD = sdpa_flop_count(*SHAPES)
 BACKWARD = sdpa_backward_flop_count((B, H_Q, T_Q, D_V), *SHAPES)
 SCORES = 2 * B * H_Q * T_Q * T_K * D
-U = 2 * B * H_Q * T_Q * T_K * D
 
 
 def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,13 +183,6 @@ def test_decoding_counts_what_rows_hold(device: str) -> None:
 
 def test_other_operators(device: str) -> None:
     q, k, v = inputs(device)
-    u = torch.randn(D, device=device, requires_grad=True)
-
-    def additive() -> None:
-        o = fastattn.additive_attention(q, k, v, u, backend="triton")
-        torch.autograd.grad(o.sum(), (q, k, v, u))
-
-    assert counted(additive) == FORWARD + BACKWARD + U
     with torch.no_grad():
         weights = fastattn.attention_weights
         assert counted(weights, q, k, backend="triton") == 2 * SCORES

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import CountMessages, run_ranks
+from gloo_ranks import run_ranks
 from nightly import gate_cases
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastattn import alibi_slopes, reference
 from fastattn.options import LEARNED
-from fastattn.parallel import ContextPlan, attend, context_attention, shard, unshard
-from fastattn.parallel.cost import Shape, messages
+from fastattn.parallel import ContextPlan, context_attention, shard, unshard
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.compare import DIFFERENTIABLE, NAMES, results
 from fastattn.testing.inputs import draw
@@ -173,29 +172,7 @@ def all_results() -> dict[tuple[str, str, str], list[Any]] | None:
         collected[name, method, dtype] = [
             (x if x.dtype == torch.float64 else x.float()).numpy() for x in call
         ]
-    for method in METHODS:
-        collected["sent", method, ""] = sent(method, square if method == "usp" else flat)
     return collected if dist.get_rank() == 0 else None
-
-
-# Of calls whose messages are counted.
-COUNTED = Shape(T=256, H_q=8, H_k=2, D=16, B=3)
-
-
-def sent(method: str, mesh: Any) -> list[tuple[int, int]]:
-    """Messages and bytes of forward and backward of a call, by dim of the mesh."""
-    plan = ContextPlan.make(COUNTED.T, mesh.size(), block=8)
-    sizes = {"B": COUNTED.B, "H_q": COUNTED.H_q, "H_k": COUNTED.H_k, "D": COUNTED.D}
-    own = make_qkv(T_q=plan.length, **sizes, dtype=torch.bfloat16)
-    counted = CountMessages()
-    # What hosts compare is no message of the method.
-    with pytest.MonkeyPatch.context() as patch, counted:
-        patch.setattr(attend, "agree", lambda *_: 0)
-        o = context_attention(*own, mesh=mesh, plan=plan, method=method)
-        o.sum().backward()
-    groups = [tuple(dist.get_process_group_ranks(mesh.get_group(n))) for n in range(mesh.ndim)]
-    assert set(counted.calls) == set(groups)
-    return [(counted.calls[ranks], counted.sent[ranks]) for ranks in groups]
 
 
 @cache
@@ -249,9 +226,3 @@ def test_every_option_that_is_learned_is_among_the_calls(method):
     calls = [inputs_of(name, torch.float32)[1] for name, by, _ in named_calls(2) if by == method]
     refused = {"query2", "key2"}
     assert {key for options in calls for key in learned(options)} >= {*LEARNED} - refused
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_is_sent_is_what_the_model_of_the_cost_says(method, four):
-    modelled = messages(method, COUNTED, 4, inner=2).values()
-    assert four["sent", method, ""] == [tuple(x) for x in modelled if x.calls]

@@ -105,7 +105,7 @@ def test_a_window_sends_what_it_spans_of_long_stretches() -> None:
     plan = ContextPlan.make(4 * 16384, 4, causal=True, window=4096, balance="contiguous")
     actual = needs(plan.dealt, {"causal": True, "window": 4096})
     assert actual.runs(1, 1) == ((2 * 16384 - 4096, 2 * 16384),)
-    assert actual.traffic == (1, 0.25, 0.25)
+    assert actual.hops == (1, 0)
 
 
 def test_a_document_is_found_wherever_it_goes_on() -> None:
@@ -212,6 +212,22 @@ def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
     assert served or actual.reasons["usp"].startswith("dropout goes by positions")
 
 
+@pytest.mark.parametrize(
+    ("heads", "options", "method", "because"),
+    [
+        (4, {"causal": True, "window": 8}, "ring", "whose keys go 1 of 3 hops"),
+        (4, {"causal": True}, "ulysses", "as 4 ranks divide 4 K/V heads"),
+        (2, {"causal": True}, "gather", "which takes any heads"),
+    ],
+)
+def test_auto_says_its_reason(heads: int, options: Any, method: str, because: str) -> None:
+    plan = ContextPlan.make(64, 4, block=8, balance="contiguous")
+    own = make_qkv(1, 4, heads, plan.length, D=8, requires_grad=False)
+    with group_without_messages(0, 4):
+        actual = explain_context(*own, mesh=dist.group.WORLD, plan=plan, **options)
+    assert (actual.method, actual.because) == (method, because)
+
+
 def test_gathered_heads_have_their_own_options() -> None:
     """Four of 8 K/V heads are gathered at a time on 8 ranks."""
     plan, _, _ = case("all")
@@ -263,7 +279,7 @@ class Live(TorchDispatchMode):
 def peak_of_a_ring(T: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that a rank of a group without messages holds at most, beside its own q, k and v."""
     plan = ContextPlan.make(T, ranks, block=16)
-    plan.around(1, {})  # which keys go where is worked out once
+    needs(plan.dealt, {}).runs(0, 1)  # which keys go where is worked out once
     sizes = {"B": 1, "H_q": 2, "H_k": 2, "T_q": plan.length, "D": 16, "requires_grad": False}
     q, k, v = make_qkv(**sizes)
     # What a kernel holds is its own affair: here parts are computed by nobody.

@@ -26,10 +26,7 @@ def test_the_program_of_the_page_runs(printed):
     assert re.fullmatch(r"\w+ imbalance 1\.\d\d", printed[0])
 
 
-def test_info_says_what_ranks_there_are_and_what_the_model_would_choose(printed):
+def test_info_says_what_ranks_there_are(printed):
     assert re.fullmatch(
         r"torch\.distributed: (\w+, )*gloo(, \w+)*; 2 ranks, 2 on a node", printed[1]
     )
-    assert re.fullmatch(r"assumed: flops 5e\+14, intra 4\.5e\+11, .*, node 2", printed[2])
-    (chosen,) = (line for line in printed if line.startswith("llama-8b on 2 ranks, modelled: "))
-    assert re.search(r": (\w+) for 8192 tokens, (\w+) for 131072 tokens, (\w+) for", chosen)

@@ -35,7 +35,6 @@ def attention_calls() -> None:
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
-        shapes("additive", calls.additive)
         shapes("selected", calls.selected)
         stage.play(
             "chosen",

@@ -37,11 +37,10 @@ NO_CALLS = {
     "PackedValues", "tune", "verify",
 }  # fmt: skip
 # Called by custom operators whether or not something traces, so here their fakes answer.
-BY_OPERATOR = {"additive_attention", "selected_attention", "moba_attention"}
+BY_OPERATOR = {"selected_attention", "moba_attention"}
 # Refused where something traces.
 UNTRACED = {"attention mod_tensors"}
 KERNELS_BY_OPERATOR = {
-    "additive_forward_kernel", "additive_backward_da_kernel", "additive_backward_dbv_kernel",
     "attention_tangent_kernel", "block_scores_kernel", "selected_forward_kernel",
     "selected_backward_dq_kernel", "selected_backward_dkv_kernel", "tangent_backward_dkv_kernel",
     "tangent_backward_dq_kernel",
@@ -106,7 +105,6 @@ def attention_calls() -> Calls:
         "attention_varlen dropout": lambda: packed(10, 54, dropout=0.1),
         "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
         "attention_varlen hopper, tiles in order": lambda: packed(50000, 54, backend="hopper"),
-        "additive_attention": lambda: calls.additive(B, T),
         "selected_attention": lambda: calls.selected(B, T),
         "native_sparse_attention": lambda: chosen(B, T),
         "moba_attention": lambda: chosen(B, T),
@@ -329,6 +327,7 @@ def without_launches() -> Calls:
     q, k = random(B, H, T, D), random(B, 2, T, D)
     codes = q.to(torch.float8_e4m3fn)
     return {
+        "additive_attention": lambda: calls.additive(B, T),
         "attention torch": lambda: train(B, T, causal=True, window=8, backend="torch"),
         "explain": lambda: str(fastattn.explain(q, k, k, causal=True)),
         "explain_decode": lambda: str(fastattn.explain_decode(random(B, 8, 1, D), filled())),

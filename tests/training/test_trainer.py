@@ -107,6 +107,26 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(stop_at, tmp_path
     assert_same_end(whole, parts)
 
 
+def test_every_step_and_rank_draws_for_itself(tmp_path, monkeypatch):
+    """Batches by the step, dropout by step and rank; all ranks draw the same batches."""
+    seen = []
+    for rank in range(2):
+        trainer = make_trainer(tmp_path)
+        trainer.ranks.rank, draw = rank, trainer.task.draw
+
+        def spy(*args, draw=draw):
+            batch = draw(*args)
+            seen.append((tuple(batch.inputs[0].flatten().tolist()), torch.initial_seed()))
+            return batch
+
+        monkeypatch.setattr(trainer.task, "draw", spy)
+        for _ in range(6):
+            trainer._train_step()
+    batches, seeds = zip(*seen, strict=True)
+    assert batches[:6] == batches[6:] and len(set(batches)) == 6
+    assert len(set(seeds)) == 12
+
+
 def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     class Killed(Progress):
         def advance(self, step, *, loss, **figures):

@@ -4,7 +4,6 @@
 the modules of `swap(model, eager=True)`.
 """
 
-import inspect
 import threading
 import time
 from functools import partial
@@ -17,13 +16,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
 from ..calls import Calls, running, traced_modules
-from ..sdpa import (
-    Arguments,
-    by_torch,
-    scaled_dot_product_attention,
-    served_attention,
-    torch_attention,
-)
+from ..sdpa import Arguments, by_torch, served_attention, torch_attention
 from .adapted import CAPTURES, REASON, REFUSED, UNSERVED
 from .form import form_of
 from .graph import rewrite
@@ -36,7 +29,6 @@ _NONE = "no softmax is in its graph"
 LIMIT, CEILING = 6, 60.0
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SIGNATURE = inspect.signature(scaled_dot_product_attention)
 
 
 def backend(
@@ -92,9 +84,7 @@ def _count_traced(count: int, left: list[tuple[fx.Node, str]]) -> None:
 
 def _attention_in_graph(*args: Any, **kwargs: Any) -> Tensor:
     """torch's function, where code holds it by a name of its own."""
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    call = Arguments(**bound.arguments)
+    call = Arguments.of_call(*args, **kwargs)
     served = served_attention(call)
     if isinstance(served, str):
         return by_torch(call)

@@ -18,7 +18,7 @@ import fastattn.kernels as launchers
 from ... import tracing
 from ...options import FUNCTIONS, LEARNED, Options
 from ...torch_backend import formula
-from ...torch_backend.double_backward import gradients_with_graph, in_parts
+from ...torch_backend.double_backward import gradients_by_formula
 from ..call import fake_in_layout, operator
 from ..flops import attended
 from ..gradients import (
@@ -92,7 +92,9 @@ def why_no_second(options: Options, wanted: Sequence[bool], *tensors: Tensor | N
         return "third derivatives have no kernel"
     if (reason := _why_no_kernel(options, wanted)) is not None:
         return reason
-    return None if in_parts(tensors) else "torch traces, maps or transforms the backward"
+    if not tracing.untransformed(tensors):
+        return "torch traces, maps or transforms the backward"
+    return None
 
 
 def _why_no_kernel(options: Options, wanted: Sequence[bool]) -> str | None:
@@ -167,7 +169,7 @@ def gradients(
     inputs = (q, k, v, o, lse, options)
     if not torch.is_grad_enabled():
         grads = kernel_gradients(kernels, inputs, needed, do, dlse)
-    elif tracing.may_be_traced(q) or not in_parts((*inputs[:5], do, dlse)):
+    elif tracing.may_be_traced(q) or not tracing.untransformed((*inputs[:5], do, dlse)):
         grads = differentiable_gradients(q, k, v, options, needed, do, dlse)
     else:
         grads = gradients_by_kernels(kernels, inputs, needed, do, dlse)
@@ -294,7 +296,7 @@ class _TangentOfGradients(torch.autograd.Function):
         learned_needs = needed_of((*of_qkv[:3], *of_fields))
         wanted = [*of_o[2:], *learned_needs, *of_o[:2], *of_moves]
         tensors = (*primals, tdo, tdlse, *moves)
-        of = _of_formula(function, tensors, wanted, tuple(map(unless_zero, dgrads)))
+        of = gradients_by_formula(function, tensors, wanted, tuple(map(unless_zero, dgrads)))
         rest = placed(of[2:count], 3 + len(of_fields))
         of_tangents = of[count:]
         of_call = (*of_tangents[:2], *of[:2], *rest[:3], None, None, *of_tangents[2:])
@@ -355,19 +357,7 @@ def _by_formula(
     q, k, v, _, _, options = inputs
     tensors = [*grads, q, k, v, *options.differentiable]
     wanted = [x is not None and x.requires_grad for x in tensors]
-    return _of_formula(_gradients_of(options, needed), tensors, wanted, dgrads)
-
-
-def _of_formula(
-    function: Callable[..., tuple[Tensor, ...]],
-    tensors: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    dgrads: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    recorded = torch.is_grad_enabled()
-    # Views made without grad have no graph.
-    with torch.set_grad_enabled(recorded or in_parts((*tensors, *dgrads))):
-        return gradients_with_graph(function, tensors, wanted, dgrads, create_graph=recorded)
+    return gradients_by_formula(_gradients_of(options, needed), tensors, wanted, dgrads)
 
 
 def primal_of(x: Any) -> Any:

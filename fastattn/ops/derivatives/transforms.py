@@ -17,8 +17,7 @@ from torch.autograd import forward_ad
 from ... import tracing
 from ...options import Options
 from ...torch_backend import tangents
-from ...torch_backend.double_backward import gradients_in_parts
-from ...torch_backend.query_chunks import Part
+from ...torch_backend.double_backward import gradients_by_formula
 from ...tracing import transforming as transforming
 from ..gradients import (
     NAMES,
@@ -229,17 +228,16 @@ def _dual_gradients(
             of_moves = [of[name] if need else None for name, need in wanted.items()]
     else:
         all_tensors = [*tensors[:3], *options.differentiable, *moves]
-        names = (*NAMES, "q", "k", "v", *MOVED)
         needed += needs[3 : 3 + count]
-        of_all = gradients_in_parts(_pushed, options, names, all_tensors, needed, grads)
+        of_all = gradients_by_formula(_pushed(options), all_tensors, needed, grads)
         of_inputs, of_moves = of_all[:-count], of_all[-count:]
     of_call = placed(of_inputs, len(needs) - count)
     return (*of_call[:3], *of_moves, *of_call[3:])
 
 
-def _pushed(part: Part) -> Callable[..., tuple[Tensor, ...]]:
+def _pushed(options: Options) -> Callable[..., tuple[Tensor, ...]]:
     """`_Dual` as a torch formula of q, k, v, the fields in LEARNED, and tangents."""
-    function = formula_of(part)
+    function = formula_of(options)
 
     def pushed(*inputs: Tensor | None) -> tuple[Tensor, ...]:
         by_name = dict(zip(NAMES, inputs, strict=False))

@@ -27,7 +27,6 @@ FAMILIES: dict[str, dict[str, Callable[[], Iterator[Case]]]] = {
         "append": caches.append,
         "merge": caches.merge,
         "statistics": others.statistics,
-        "additive": others.additive,
         "selected": others.selected,
         "fp8": others.fp8,
     },

@@ -1,4 +1,4 @@
-"""Cases of statistics, additive attention, selected blocks and FP8."""
+"""Cases of statistics, selected blocks and FP8."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...ops.gradients import as_packed
 from ..budget import assert_all_within_budget
 from ..compare import assert_matches_reference
 from ..fp8 import assert_packed_within_fp8_bounds, assert_within_fp8_bounds, dequantized
-from ..inputs import draw, draws, to_device
+from ..inputs import draw, to_device
 from ..option_examples import option_examples
 from ..orders import worst_naive
 from .case import Case, Setting, same_bits
-from .scoring import assert_additive, assert_statistics
+from .scoring import assert_statistics
 
 _B, _H_Q, _H_K = 2, 2, 1
 _MASKS: dict[str, dict[str, Any]] = {
@@ -42,13 +42,6 @@ def statistics() -> Iterator[Case]:
         quick = name in ("causal", "softcap, sinks")
         case = partial(_statistics, options=options)
         yield Case(name, case, quick=quick, interpreted=name == "softcap, sinks")
-
-
-def additive() -> Iterator[Case]:
-    """o, lse and gradients of additive attention."""
-    for name, masks in _MASKS.items():
-        case = partial(_additive, masks=masks)
-        yield Case(name, case, quick=name != "full", interpreted=name == "causal")
 
 
 def selected() -> Iterator[Case]:
@@ -96,14 +89,6 @@ def _numbers(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
     T_q, T_k = (18, 21) if setting.small else (70, 90)
     sizes = {"B": _B, "H_q": _H_Q, "H_k": _H_K, "T_q": T_q, "T_k": T_k}
     return setting.qkv(**sizes, requires_grad=False)
-
-
-def _additive(setting: Setting, *, masks: dict[str, Any]) -> float:
-    D, hidden = setting.subject.head_dim, 3 if setting.small else 24
-    q, k, v = _numbers(setting)
-    number = draws(1, setting.device, setting.dtype)
-    weights = [number(hidden), *(number(hidden, D) / D**0.5 for _ in range(2))]
-    return assert_additive([q, k, v, *weights], setting.subject.backend, masks)
 
 
 def _selected(setting: Setting, *, H_s: int, block: tuple[int, int]) -> float:

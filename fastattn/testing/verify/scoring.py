@@ -1,7 +1,5 @@
-"""Check statistics and additive attention against explicit formulas."""
+"""Check statistics against explicit formulas."""
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +8,9 @@ from torch.nn.functional import pad
 
 from ... import reference
 from ...checks import FARTHEST
-from ...functional.additive import additive_attention
 from ...functional.statistics import attention_statistics, attention_weights
 from ..budget import assert_all_within_budget, assert_within_budget
-from ..compare import assert_all_near
-from ..inputs import to_device
-from ..orders import RUNS, worst_naive
-
-ADDITIVE_RESULTS = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
+from ..orders import worst_naive
 
 
 def _in_dtype(options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -87,56 +80,3 @@ def assert_statistics(q: Tensor, k: Tensor, backend: str | None, options: dict[s
     ordered = positions.where(seen, -1 - torch.arange(top, device=q.device)).sort(-1).values
     assert torch.all(ordered.diff() > 0), "a key is listed twice"
     return max(share, of_top)
-
-
-def additive_formula(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor, **masks: Any
-) -> tuple[Tensor, Tensor]:
-    """The explicit formula, with a [B, H_q, T_q, T_k, hidden] tensor."""
-    a = torch.einsum("bhtd,...hcd->bhtc" if w_query.dim() == 3 else "bhtd,cd->bhtc", q, w_query)
-    b = torch.einsum("bhtd,...hcd->bhtc" if w_key.dim() == 3 else "bhtd,cd->bhtc", k, w_key)
-    b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))
-    u = u.expand(q.shape[1], u.shape[-1])
-    x = ((a[:, :, :, None] + b[:, :, None]).tanh() * u[:, None, None]).sum(-1)
-    masks = dict(masks)
-    attn_mask = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
-    keep = reference.visible_mask(q.shape[2], k.shape[2], device=q.device, **masks) & attn_mask
-    x = x.masked_fill(~keep, -math.inf)
-    blind = ~keep.expand(x.shape).any(-1)
-    x = x.masked_fill(blind[..., None], 0.0)
-    weights = x.softmax(-1).masked_fill(blind[..., None], 0.0)
-    return weights @ v, x.logsumexp(-1).masked_fill(blind, -math.inf)
-
-
-def additive_results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
-    """o, lse and all gradients; do and dlse are equal in every dtype."""
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    o, lse = function(*tensors, **arguments)
-    generator = torch.Generator().manual_seed(1)
-    do, dlse = (
-        torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
-    )
-    grads = torch.autograd.grad((o, lse), tensors, (do, dlse))
-    return [o.detach(), lse.detach(), *grads]
-
-
-def assert_additive(
-    tensors: list[Tensor],
-    backend: str | None,
-    masks: dict[str, Any],
-    formula: Callable[..., tuple[Tensor, Tensor]] = additive_formula,
-    orders: int = RUNS,
-) -> float:
-    """Check o, lse and gradients of `additive_attention` by its formula.
-
-    formula: another one, that knows more masks. Returns the worst error as a share of its budget,
-    of so many `orders`, see `worst_naive`.
-    """
-    masks = to_device(masks, tensors[0].device)
-    ours = additive_results(additive_attention, tensors, return_lse=True, backend=backend, **masks)
-    ref = additive_results(formula, [x.double() for x in tensors], **masks)
-
-    def plain() -> list[Tensor]:
-        return additive_results(formula, tensors, **masks)
-
-    return assert_all_near(ADDITIVE_RESULTS, ours, ref, plain, orders)

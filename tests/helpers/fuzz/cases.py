@@ -221,6 +221,8 @@ def legal(case: Case) -> Case:
         case = replace(case, dtype=torch.float32)
     if case.backend == "hopper":
         case = _for_hopper(case)
+    if case.call == "additive_attention":
+        case = replace(case, backend="torch")  # it has no kernel
     if case.backend == "triton":
         # The interpreter takes its time for every head.
         H_k = min(case.H_k, max(1, _HEADS // case.G))

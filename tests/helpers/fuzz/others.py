@@ -9,12 +9,15 @@ import fastattn
 from fastattn import reference
 from fastattn.testing.compare import assert_all_near
 from fastattn.testing.fp8 import dequantized
-from fastattn.testing.verify.scoring import additive_formula, assert_additive, assert_statistics
+from fastattn.testing.inputs import to_device
+from fastattn.testing.verify.scoring import assert_statistics
 from fastattn.torch_backend import triton_language
 
 from .cases import ORDERS, Case
 from .tensors import inputs, offsets
 from .values import drawn_options
+
+ADDITIVE_RESULTS = ("o", "lse", "dq", "dk", "dv", "du", "dw_query", "dw_key")
 
 
 def statistics(case: Case, how: dict[str, Any]) -> None:
@@ -34,16 +37,39 @@ def additive(case: Case, how: dict[str, Any]) -> None:
 
     u = draw.normal(*draw.choice((hidden,), (case.H_q, hidden))).to(case.dtype)
     tensors = [q, k, v, u, weight(case.H_q), weight(case.H_k)]
-    options = drawn_options(case, case.B)
-    assert_additive(tensors, how.get("backend"), options, _additive_formula, ORDERS)
+    masks = to_device(drawn_options(case, case.B), case.device)
+    how |= {"return_lse": True, **masks}
+    ours = additive_results(fastattn.additive_attention, tensors, **how)
+    exact = additive_results(additive_formula, [x.double() for x in tensors], **masks)
+
+    def plain() -> list[Tensor]:
+        return additive_results(additive_formula, tensors, **masks)
+
+    assert_all_near(ADDITIVE_RESULTS, ours, exact, plain, ORDERS)
 
 
-def _additive_formula(*tensors: Tensor, **masks: Any) -> tuple[Tensor, Tensor]:
-    """`additive_formula`, which takes no documents and no functions, with these as a mask."""
-    q, k = tensors[:2]
+def additive_formula(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor, **masks: Any
+) -> tuple[Tensor, Tensor]:
+    """The explicit formula, with a [B, H_q, T_q, T_k, hidden] tensor."""
+    a = torch.einsum("bhtd,...hcd->bhtc" if w_query.dim() == 3 else "bhtd,cd->bhtc", q, w_query)
+    b = torch.einsum("bhtd,...hcd->bhtc" if w_key.dim() == 3 else "bhtd,cd->bhtc", k, w_key)
+    b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))
+    u = u.expand(q.shape[1], u.shape[-1])
+    x = ((a[:, :, :, None] + b[:, :, None]).tanh() * u[:, None, None]).sum(-1)
+    keep = _visible(q, k, **masks)
+    x = x.masked_fill(~keep, -torch.inf)
+    blind = ~keep.expand(x.shape).any(-1)
+    x = x.masked_fill(blind[..., None], 0.0)
+    weights = x.softmax(-1).masked_fill(blind[..., None], 0.0)
+    return weights @ v, x.logsumexp(-1).masked_fill(blind, -torch.inf)
+
+
+def _visible(q: Tensor, k: Tensor, **masks: Any) -> Tensor:
+    """`reference.visible_mask`, which takes no functions and no ids of tokens, with these."""
     offset, heads = masks.get("query_offset"), masks.pop("heads", None)
     places = reference.torch_places(*q.shape[:3], k.shape[2], offset, q.device, heads=heads)
-    keep = masks.pop("attn_mask", torch.ones((), dtype=torch.bool))
+    keep = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
     mod, read = masks.pop("mask_mod", None), masks.pop("mod_tensors", ())
     if mod is not None:
         keep = keep & triton_language.mask_mod(mod, places, read)
@@ -51,7 +77,19 @@ def _additive_formula(*tensors: Tensor, **masks: Any) -> tuple[Tensor, Tensor]:
     if ids is not None:
         q_ids, k_ids = ids if isinstance(ids, tuple) else (ids, ids)
         keep = keep & ((q_ids[:, :, None] == k_ids[:, None]) & (k_ids >= 0)[:, None])[:, None]
-    return additive_formula(*tensors, attn_mask=keep, **masks)
+    return keep & reference.visible_mask(q.shape[2], k.shape[2], device=q.device, **masks)
+
+
+def additive_results(function: Any, tensors: list[Tensor], **arguments: Any) -> list[Tensor]:
+    """o, lse and all gradients; do and dlse are equal in every dtype."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    o, lse = function(*tensors, **arguments)
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (
+        torch.randn(x.shape, generator=generator).bfloat16().to(x.device, x.dtype) for x in (o, lse)
+    )
+    grads = torch.autograd.grad((o, lse), tensors, (do, dlse))
+    return [o.detach(), lse.detach(), *grads]
 
 
 def fp8(case: Case, how: dict[str, Any]) -> None:
