@@ -191,8 +191,17 @@ def test_long_context_on_two_ranks() -> None:
     assert len(losses) == 2 and losses[1] < losses[0]
 
 
+def test_a_sharded_gpt_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    program = [str(CHECKOUT / "examples" / "tensor_parallel.py"), "--steps", "2"]
+    program += ["--folder", str(tmp_path / "saved"), "--tensor"]
+    printed = run_on_ranks(*program, "2") + run_on_ranks(*program, "1", "--resume")
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+
+
 def test_documents_and_examples_are_short() -> None:
-    tested = {*PROGRAMS, "long_context.py", "speculative.py", "vision_transformer.py"}
+    on_ranks = ("long_context.py", "tensor_parallel.py")
+    tested = {*PROGRAMS, *on_ranks, "speculative.py", "vision_transformer.py"}
     assert {path.name for path in (CHECKOUT / "examples").glob("*.py")} == tested
     most = {"README.md": 220, "CONTRIBUTING.md": 120, **{f"examples/{x}": 80 for x in tested}}
     most |= {"examples/engine.py": 350, "examples/speculative.py": 120}
