@@ -27,7 +27,7 @@ REMOVED: dict[str, str] = {
     "train --alibi": "--positions alibi",
     "train --data-parallel": "ranks share out the rows of a batch by themselves",
     "train --context-parallel": "fastattn.parallel, as in examples/long_context.py",
-    "train --tensor-parallel": "fastattn.models.tensor_parallel.tp_plan, as in examples/tensor_parallel.py",
+    "train --tensor-parallel": "tp_plan of fastattn.models, as in examples/tensor_parallel.py",
     "train --save-in-background": "torch.distributed.checkpoint.async_save in a loop of your own",
 }
 
