@@ -95,10 +95,11 @@ def train(
         checkpoint = None if latest is None else load_checkpoint(latest)
         if checkpoint is not None:
             options = _continued(options, checkpoint)
-            if checkpoint.step == TrainConfig.from_dict(options.training).steps:
-                say(f"the run in {folder} is finished: {checkpoint.step} steps")
+            steps, results = options.training["steps"], checkpoint.config.get("results")
+            if checkpoint.step == steps and results:
+                say(f"the run in {folder} is finished: {steps} steps")
                 assert latest is not None
-                return TrainResult(checkpoint.step, True, latest, **checkpoint.config["results"])
+                return TrainResult(steps, True, latest, **results)
         trainer = _build(options, folder, checkpoint, ranks, say)
         try:
             return trainer.run(should_stop)

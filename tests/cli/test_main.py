@@ -283,3 +283,13 @@ def test_a_finished_run_is_trained_longer(run, error_line):
     assert main([*resume, "12"]) == 0
     assert [r["step"] for r in read_metrics(run) if "loss" in r] == [2, 4, 6, 8, 10, 12]
     assert [path.name for path in run.glob("step-*")] == ["step-00000012"]
+
+
+def test_a_run_may_end_where_it_was_stopped(run, capsys):
+    from fastattn.training.run import Options, train
+
+    stop = iter((False, False, True))
+    longer = Options(training={"steps": 12})
+    assert train(longer, run, resume=True, should_stop=lambda: next(stop)).step == 10
+    assert main(["train", "--out", str(run), "--resume", "--steps", "10"]) == 0
+    assert capsys.readouterr().out.startswith("validation loss ")
