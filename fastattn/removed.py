@@ -10,9 +10,9 @@ _ENGINE = (
 )
 _SPECULATIVE = "see examples/speculative.py, over attention_paged(tree_mask=)"
 
-# By the name after "fastattn.", or the option of the command.
 _TRAIN = "train_tokenizer(kind, text, vocab_size=..., special=True) trains one of any kind, and "
 _TRAIN += "BackendTokenizer(tokenizer) wraps one of Hugging Face's"
+# By the name after "fastattn.", or the option of the command.
 REMOVED: dict[str, str] = {
     "generate --draft": _SPECULATIVE,
     "generate --draft-tokens": _SPECULATIVE,
