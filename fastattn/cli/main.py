@@ -70,8 +70,9 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in args or ():
             command = self.prog.partition(" ")[2]
-            if instead := REMOVED.get(f"{command} {word.partition('=')[0]}"):
-                self.error(f"{word} was removed: {instead}")
+            option = word.partition("=")[0]
+            if instead := REMOVED.get(f"{command} {option}"):
+                self.error(f"{option} was removed: {instead}")
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             hints = [self._hint(word) for word in unknown if word.startswith("--")]

@@ -127,7 +127,7 @@ def _options(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for text in chosen["set"]:
         field, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--set must be FIELD=VALUE, such as sinks=true, got {text!r}")
+            raise ValueError(f"--set must be FIELD=VALUE, such as tie_weights=false, got {text!r}")
         parts["model"][field] = _value(value)
     return parts
 

@@ -67,7 +67,7 @@ def test_a_run_keeps_what_was_given(text, tmp_path, quick, error_line):
     assert "--context-parallel was removed: fastattn.parallel" in line
     assert "--set softcap=VALUE" in error_line("train", "--softcap", 2, code=2)
     for words, message in (
-        ("--set sinks", "--set must be FIELD=VALUE, such as sinks=true, got 'sinks'"),
+        ("--set sinks", "--set must be FIELD=VALUE, such as tie_weights=false, got 'sinks'"),
         ("--set sinks=yes", "sinks must be true or false, got 'yes'"),
         ("--set depth=3", "depth is no option of model gpt"),
         ("--layers three", "num_layers must be an integer of 64 bits, got 'three'"),

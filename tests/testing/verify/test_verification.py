@@ -181,7 +181,7 @@ def test_the_scopes() -> None:
     """A full verification has every kind, a quick one part of it; names of cases are unique."""
     whole, quick = Scope(), Scope(quick=True)
     portable, hopper = FAMILIES["triton"], FAMILIES["hopper"]
-    count = 16 * 9 + 3 * 2 + len(hopper) * 6
+    count = 15 * 9 + 3 * 2 + len(hopper) * 6
     assert len(whole.subjects()) == len(set(whole.subjects())) == count
     assert set(quick.subjects()) < set(whole.subjects())
     seldom = {x for x in hopper if x.startswith("one-pass+")}
