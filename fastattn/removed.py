@@ -9,7 +9,7 @@ _ENGINE = (
     "by vLLM or SGLang (docs/doors)"
 )
 _SPECULATIVE = "see examples/speculative.py, over attention_paged(tree_mask=)"
-
+_RANKS = "torchrun's ranks train by DDP or FSDP2, and torch.distributed.checkpoint saves shards"
 _TRAIN = "train_tokenizer(kind, text, vocab_size=..., special=True) trains one of any kind, and "
 _TRAIN += "BackendTokenizer(tokenizer) wraps one of Hugging Face's"
 # By the name after "fastattn.", or the option of the command.
@@ -22,6 +22,9 @@ REMOVED: dict[str, str] = {
     "parallel.cost": "context_attention chooses by a rule; explain_context gives its reason",
     "prepare --check": "fastattn train --data checks a folder's sizes and counts as it opens it",
     "prepare --files-from": "--text takes folders, which are read with all that lies in them",
+    "training.distributed": _RANKS,
+    "training.sharded": _RANKS,
+    "training.storage": "fastattn.training.checkpoint reads and writes",
     "training.tokenizers.BPETokenizer": _TRAIN,
     "training.tokenizers.PieceTokenizer": _TRAIN,
     "train --alibi": "--positions alibi",

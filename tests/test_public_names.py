@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fastattn.cli.main import build_parser
+from fastattn.removed import REMOVED
 
 LISTED = Path(__file__).with_name("public_names.txt")
 MODULES = (
@@ -39,6 +42,15 @@ def test_public_names_and_parameters_are_those_listed():
     actual = promised()
     assert sorted(set(listed) - set(actual)) == [], "lost"
     assert sorted(set(actual) - set(listed)) == [], "not listed"
+
+
+def test_a_removed_name_says_what_took_its_place():
+    names = [name for name in REMOVED if " " not in name]
+    assert "generation.Engine" in names
+    for name in names:
+        module, _, attribute = f"fastattn.{name}".rpartition(".")
+        with pytest.raises(ImportError, match=f"was removed: {re.escape(REMOVED[name])}"):
+            getattr(importlib.import_module(module), attribute)
 
 
 def promised() -> list[str]:

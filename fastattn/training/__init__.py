@@ -1,1 +1,9 @@
 """Training: tokenizers, data, tasks, the training loop, checkpoints and attention maps."""
+
+from typing import NoReturn
+
+from ..removed import raise_missing
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise_missing(__name__, name)

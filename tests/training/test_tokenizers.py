@@ -1,6 +1,5 @@
 """Tokenizers: text to ids and back, special tokens, files, names, and decoding as ids come."""
 
-import importlib
 import json
 import re
 import sys
@@ -220,9 +219,3 @@ def test_an_encoding_of_tiktoken_is_loaded_by_name(monkeypatch, tmp_path):
         load_tokenizer("gpt5")
     with pytest.raises(TokenizerError, match="tiktoken cannot load encoding 'r50k'"):
         from_json('{"format": "fastattn-tiktoken", "name": "r50k"}')
-
-
-@pytest.mark.parametrize("name", ["BPETokenizer", "PieceTokenizer"])
-def test_a_name_that_was_removed_says_what_took_its_place(name):
-    with pytest.raises(ImportError, match=rf"{name} was removed: train_tokenizer\(kind, text"):
-        getattr(importlib.import_module("fastattn.training.tokenizers"), name)
