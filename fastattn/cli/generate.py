@@ -135,9 +135,13 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def _pieces(
-    arguments: argparse.Namespace, model: GPT, tokenizer: Tokenizer, prompts: list[str],
-    sampling: Sampling, tally: Tally,
-) -> Iterator[tuple[int, str]]:  # fmt: skip
+    arguments: argparse.Namespace,
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    sampling: Sampling,
+    tally: Tally,
+) -> Iterator[tuple[int, str]]:
     """Yield (prompt number, text) as generated, without the prompts."""
     stop, count = arguments.stop or [], arguments.tokens
     if arguments.beams is not None:
@@ -146,9 +150,14 @@ def _pieces(
         penalty = arguments.length_penalty
         for row, prompt in enumerate(prompts):
             beams = beam_texts(
-                model, tokenizer, prompt, count, beams=arguments.beams, stop=stop,
+                model,
+                tokenizer,
+                prompt,
+                count,
+                beams=arguments.beams,
+                stop=stop,
                 length_penalty=_LENGTH_PENALTY if penalty is None else penalty,
-            )  # fmt: skip
+            )
             text, beam = beams[0]
             tally.tokens += len(beam.tokens)
             yield row, text
@@ -156,10 +165,17 @@ def _pieces(
         from ..generation.generate import generate_texts
 
         yield from generate_texts(
-            model, tokenizer, prompts, count, sampling=sampling, seed=arguments.seed, stop=stop,
-            cuda_graph=arguments.cuda_graph, tally=tally,
+            model,
+            tokenizer,
+            prompts,
+            count,
+            sampling=sampling,
+            seed=arguments.seed,
+            stop=stop,
+            cuda_graph=arguments.cuda_graph,
+            tally=tally,
             past_context=arguments.past_context or "restart",
-        )  # fmt: skip
+        )
 
 
 def _write_stream(prompt: str, pieces: Iterator[tuple[int, str]]) -> None:

@@ -37,9 +37,13 @@ class Batch:
     """
 
     def __init__(
-        self, model: GPT, requests: Sequence[Request], *, cuda_graph: bool = False,
+        self,
+        model: GPT,
+        requests: Sequence[Request],
+        *,
+        cuda_graph: bool = False,
         past_context: PastContext = "restart",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.requests = list(requests)
         self._fresh = [request.prompt for request in requests]
         longest = max(len(request.prompt) + request.count for request in requests)
@@ -78,10 +82,16 @@ class Batch:
 
 
 def generate_tokens(
-    model: GPT, prompt: Sequence[int], count: int, *, sampling: Sampling | None = None,
-    seed: int | None = None, end_token: int | Collection[int] | None = None,
-    cuda_graph: bool = False, past_context: PastContext = "restart",
-) -> Iterator[int]:  # fmt: skip
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    end_token: int | Collection[int] | None = None,
+    cuda_graph: bool = False,
+    past_context: PastContext = "restart",
+) -> Iterator[int]:
     """Continue a prompt, yielding each new token as soon as it is chosen.
 
     Args:
@@ -110,11 +120,16 @@ def generate_tokens(
 
 
 def generate_batch(
-    model: GPT, prompts: Sequence[Sequence[int]], counts: int | Sequence[int], *,
-    sampling: Sampling | Sequence[Sampling] | None = None, seed: int | None = None,
-    end_token: int | Collection[int] | None = None, cuda_graph: bool = False,
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    counts: int | Sequence[int],
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    seed: int | None = None,
+    end_token: int | Collection[int] | None = None,
+    cuda_graph: bool = False,
     past_context: PastContext = "restart",
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Continue prompts of any lengths together.
 
     Row b equals `generate_tokens` with seed + b. A tensor [B, T] is B prompts without padding; for
@@ -141,11 +156,19 @@ def generate_batch(
 
 
 def generate_text(
-    model: GPT, tokenizer: TextCodec, prompt: str, count: int, *,
-    sampling: Sampling | None = None, seed: int | None = None, stop: Sequence[str] = (),
-    end_token: int | Collection[int] | None = None, cuda_graph: bool = False,
-    past_context: PastContext = "restart", tally: Tally | None = None,
-) -> Iterator[str]:  # fmt: skip
+    model: GPT,
+    tokenizer: TextCodec,
+    prompt: str,
+    count: int,
+    *,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    end_token: int | Collection[int] | None = None,
+    cuda_graph: bool = False,
+    past_context: PastContext = "restart",
+    tally: Tally | None = None,
+) -> Iterator[str]:
     """Continue a text, yielding pieces of complete characters.
 
     Args:
@@ -166,19 +189,36 @@ def generate_text(
         FloatingPointError: the model's scores are not finite.
     """
     pieces = generate_texts(
-        model, tokenizer, [prompt], count, sampling=sampling, seed=seed, stop=stop, tally=tally,
-        end_token=end_token, cuda_graph=cuda_graph, past_context=past_context,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        [prompt],
+        count,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        tally=tally,
+        end_token=end_token,
+        cuda_graph=cuda_graph,
+        past_context=past_context,
+    )
     for _, piece in pieces:
         yield piece
 
 
 def generate_texts(
-    model: GPT, tokenizer: TextCodec, prompts: Sequence[str], counts: int | Sequence[int], *,
-    sampling: Sampling | Sequence[Sampling] | None = None, seed: int | None = None,
-    stop: Sequence[str] = (), end_token: int | Collection[int] | None = None,
-    cuda_graph: bool = False, past_context: PastContext = "restart", tally: Tally | None = None,
-) -> Iterator[tuple[int, str]]:  # fmt: skip
+    model: GPT,
+    tokenizer: TextCodec,
+    prompts: Sequence[str],
+    counts: int | Sequence[int],
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    end_token: int | Collection[int] | None = None,
+    cuda_graph: bool = False,
+    past_context: PastContext = "restart",
+    tally: Tally | None = None,
+) -> Iterator[tuple[int, str]]:
     """Continue texts together, yielding (row, piece) with pieces of complete characters.
 
     Args and errors: as `generate_text`, and `counts` and `sampling` as for `generate_batch`.
@@ -227,10 +267,13 @@ def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def _make_requests(
-    model: GPT, prompts: Sequence[Sequence[int]], counts: int | Sequence[int],
-    sampling: Sampling | Sequence[Sampling] | None, seed: int | None,
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    counts: int | Sequence[int],
+    sampling: Sampling | Sequence[Sampling] | None,
+    seed: int | None,
     end_token: int | Collection[int] | None,
-) -> list[Request]:  # fmt: skip
+) -> list[Request]:
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
         prompts = prompts.tolist()
     prompts = items("prompts", "prompts", prompts)

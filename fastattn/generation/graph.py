@@ -32,9 +32,12 @@ class GraphWindow(Window):
     """
 
     def __init__(
-        self, model: GPT, batch_size: int, *window: Any,
+        self,
+        model: GPT,
+        batch_size: int,
+        *window: Any,
         record: Callable[[Replay], Replay] = record_cuda_graph,
-    ) -> None:  # fmt: skip
+    ) -> None:
         device = next(model.parameters()).device
         if record is record_cuda_graph and device.type != "cuda":
             raise ValueError(f"cuda_graph needs a model on a CUDA device, got one on {device}")

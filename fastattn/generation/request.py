@@ -61,9 +61,14 @@ class Tally:
 
 
 def make_request(
-    model: GPT, prompt: Sequence[int], count: int, *, sampling: Sampling | None = None,
-    seed: int | None = None, end_token: int | Collection[int] | None = None,
-) -> Request:  # fmt: skip
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    end_token: int | Collection[int] | None = None,
+) -> Request:
     """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:

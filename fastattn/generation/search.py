@@ -43,9 +43,15 @@ def length_divisor(length: int, length_penalty: float) -> float:
 
 @torch.inference_mode()
 def beam_search(
-    model: GPT, prompt: Sequence[int], count: int, *, beams: int = 4, length_penalty: float = 0.0,
-    end_token: int | None = None, is_end: Callable[[list[int]], bool] | None = None,
-) -> list[Beam]:  # fmt: skip
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+    end_token: int | None = None,
+    is_end: Callable[[list[int]], bool] | None = None,
+) -> list[Beam]:
     """Search for the continuations with the highest scores.
 
     At each step every beam is continued by each token, and the `beams` best by log-probability that
@@ -97,9 +103,16 @@ def check_beams(beams: int, length_penalty: float) -> None:
 
 
 def beam_texts(
-    model: GPT, tokenizer: TextCodec, prompt: str, count: int, *, beams: int = 4,
-    length_penalty: float = 0.0, stop: Sequence[str] = (), end_token: int | None = None,
-) -> list[tuple[str, Beam]]:  # fmt: skip
+    model: GPT,
+    tokenizer: TextCodec,
+    prompt: str,
+    count: int,
+    *,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+    stop: Sequence[str] = (),
+    end_token: int | None = None,
+) -> list[tuple[str, Beam]]:
     """Searches for the best continuations of a text, the best first, each with its text.
 
     Args:
@@ -122,9 +135,14 @@ def beam_texts(
         return stream.stopped
 
     searched = beam_search(
-        model, encode_prompt(tokenizer, prompt), count, beams=beams, length_penalty=length_penalty,
-        end_token=end_token, is_end=is_end if stop else None,
-    )  # fmt: skip
+        model,
+        encode_prompt(tokenizer, prompt),
+        count,
+        beams=beams,
+        length_penalty=length_penalty,
+        end_token=end_token,
+        is_end=is_end if stop else None,
+    )
     return [(text_until_stop(tokenizer, beam.tokens, stop, prompt), beam) for beam in searched]
 
 
@@ -136,9 +154,13 @@ class Search:
     """
 
     def __init__(
-        self, beams: int, count: int, length_penalty: float, end_token: int | None,
+        self,
+        beams: int,
+        count: int,
+        length_penalty: float,
+        end_token: int | None,
         is_end: Callable[[list[int]], bool] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tokens: list[list[int]] = [[]] * beams
         self.ended: list[Beam] = []
         self._totals = [0.0] + [-math.inf] * (beams - 1)

@@ -19,9 +19,16 @@ from .search import Beam, Search, check_beams
 
 
 def translate(
-    model: Seq2Seq, source: Tensor, *, begin: int, end: int, source_lengths: Tensor | None = None,
-    max_length: int | None = None, beams: int = 1, length_penalty: float = 0.0,
-) -> list[list[int]]:  # fmt: skip
+    model: Seq2Seq,
+    source: Tensor,
+    *,
+    begin: int,
+    end: int,
+    source_lengths: Tensor | None = None,
+    max_length: int | None = None,
+    beams: int = 1,
+    length_penalty: float = 0.0,
+) -> list[list[int]]:
     """Translate each source: `greedy_translate` with one beam, else `beam_translate`.
 
     Args:
@@ -44,9 +51,14 @@ def translate(
 
 @torch.inference_mode()
 def greedy_translate(
-    model: Seq2Seq, source: Tensor, *, begin: int, end: int, source_lengths: Tensor | None = None,
+    model: Seq2Seq,
+    source: Tensor,
+    *,
+    begin: int,
+    end: int,
+    source_lengths: Tensor | None = None,
     max_length: int | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Greedy translations.
 
     Args:
@@ -83,9 +95,16 @@ def greedy_translate(
 
 @torch.inference_mode()
 def beam_translate(
-    model: Seq2Seq, source: Tensor, *, begin: int, end: int, source_lengths: Tensor | None = None,
-    max_length: int | None = None, beams: int = 4, length_penalty: float = 0.0,
-) -> list[list[Beam]]:  # fmt: skip
+    model: Seq2Seq,
+    source: Tensor,
+    *,
+    begin: int,
+    end: int,
+    source_lengths: Tensor | None = None,
+    max_length: int | None = None,
+    beams: int = 4,
+    length_penalty: float = 0.0,
+) -> list[list[Beam]]:
     """Beam search for the targets with the highest scores, for all sources together.
 
     Searches as `beam_search`.
@@ -131,9 +150,16 @@ class _Steps:
     """
 
     def __init__(
-        self, model: Seq2Seq, source: Tensor, source_lengths: Tensor | None, begin: int, end: int,
-        max_length: int | None, *, rows: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: Seq2Seq,
+        source: Tensor,
+        source_lengths: Tensor | None,
+        begin: int,
+        end: int,
+        max_length: int | None,
+        *,
+        rows: int,
+    ) -> None:
         limit = model.config.target_length
         self.count = limit if max_length is None else check_count("max_length", max_length, 1)
         V = model.config.target_vocab_size

@@ -43,9 +43,12 @@ class Window:
     """
 
     def __init__(
-        self, model: GPT, batch_size: int, max_tokens: int | None = None,
+        self,
+        model: GPT,
+        batch_size: int,
+        max_tokens: int | None = None,
         past_context: PastContext = "restart",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if past_context not in get_args(PastContext):
             choices = " or ".join(map(repr, get_args(PastContext)))
             raise ValueError(f"past_context must be {choices}, got {past_context!r}")

@@ -70,9 +70,11 @@ class TrainConfig:
 
     steps: int = setting(2000, "optimizer steps", check=_COUNT)
     batch_size: int = setting(
-        12, "windows, sentences or pairs of a forward pass of all ranks", flag="--batch",
+        12,
+        "windows, sentences or pairs of a forward pass of all ranks",
+        flag="--batch",
         check=_COUNT,
-    )  # fmt: skip
+    )
     accumulation: int = setting(1, "forward passes a step", flag="--accumulate", check=_COUNT)
     learning_rate: float = setting(
         3e-3,
@@ -101,14 +103,16 @@ class TrainConfig:
         500, "steps between checkpoints", flag="--save-every", check=_COUNT
     )
     seed: int = setting(
-        0, "of weights, batches and dropout",
+        0,
+        "of weights, batches and dropout",
         check=("in [0, 2**63)", lambda x: 0 <= x < 2**63),
-    )  # fmt: skip
+    )
     device: str = setting("auto", "auto (a GPU, if there is one), cpu, cuda or cuda:<index>")
     dtype: str = setting(
-        "auto", "of activations: auto is bfloat16 on a GPU that has it, else float32",
+        "auto",
+        "of activations: auto is bfloat16 on a GPU that has it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
-    )  # fmt: skip
+    )
     compile: bool = setting(False, "use torch.compile")
     activation_checkpointing: bool = setting(False, "recompute layers in the backward pass")
     fsdp: bool = setting(
@@ -159,30 +163,37 @@ class DataConfig:
     """
 
     text: tuple[str, ...] = setting(
-        (), "UTF-8 text; tagging: CoNLL files; translation: lines of source, a tab, and target "
-        "(the standard library's text)", path="FILE",
-    )  # fmt: skip
+        (),
+        "UTF-8 text; tagging: CoNLL files; translation: lines of source, a tab, and target "
+        "(the standard library's text)",
+        path="FILE",
+    )
     prepared: str | None = setting(
-        None, "gpt: token files of fastattn prepare, in place of --text and --tokenizer",
-        flag="--data", path="DIR",
-    )  # fmt: skip
+        None,
+        "gpt: token files of fastattn prepare, in place of --text and --tokenizer",
+        flag="--data",
+        path="DIR",
+    )
     validation: tuple[str, ...] = setting(
         (), "tagging, translation: files to validate on (the last tenth of --text)", path="FILE"
     )
     tokenizer: str | None = setting(
-        None, "char (default of gpt), bpe (byte-level; default of the others), word, word-space "
+        None,
+        "char (default of gpt), bpe (byte-level; default of the others), word, word-space "
         "and word-sign (both keep white space), char-bpe, wordpiece, unigram; or a tokenizer's "
         "JSON file, a .txt file with one token a line, a folder with GPT-2's vocab.json and "
         "merges.txt, or the name of a tiktoken encoding",
-    )  # fmt: skip
+    )
     vocab_size: int = setting(1024, "size of the vocabulary to train, except for char")
     start_from: str | None = setting(
         None, "tagging: begin with encoder and tokenizer of a masked run's folder", path="DIR"
     )
     pairs: str | None = setting(
-        None, "translation without --text: docstrings to function names (names, the default), or "
-        "dates to words", choices=("names", "dates"),
-    )  # fmt: skip
+        None,
+        "translation without --text: docstrings to function names (names, the default), or "
+        "dates to words",
+        choices=("names", "dates"),
+    )
     truncate: bool = setting(
         False, "translation: cut texts that are too long, instead of refusing them"
     )

@@ -17,17 +17,28 @@ from ... import rotary
 from ...position_tables import document_ids
 
 __all__ = [
-    "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_", "apply_rotary_emb_torch",
-]  # fmt: skip
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
 
 
 @torch.no_grad()
 def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, interleaved: bool = False,
-    inplace: bool = False, conjugate: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
     """Rotate x [B, T, H, D], or packed [total, H, D] with cu_seqlens, to its positions.
 
     Args:
@@ -101,10 +112,15 @@ _turned: Any = _Turned.apply
 
 
 def apply_rotary_emb(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`apply_rotary`, differentiable in x."""
     how: dict[str, Any] = {"interleaved": interleaved, "inplace": inplace}
     how |= {"seqlen_offsets": seqlen_offsets, "cu_seqlens": cu_seqlens}
@@ -116,9 +132,12 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def _turned_in_place(
-    x: Tensor, sizes: tuple[int, ...], tables: tuple[Tensor, ...], first: int | Tensor,
+    x: Tensor,
+    sizes: tuple[int, ...],
+    tables: tuple[Tensor, ...],
+    first: int | Tensor,
     interleaved: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rotate parts of dim 2 in place, one for each pair of tables; further parts are v."""
 
     def turn(x: Tensor, *, conjugate: bool = False) -> Tensor:
@@ -132,10 +151,15 @@ def _turned_in_place(
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None, interleaved: bool = False, seqlen_offsets: int | Tensor = 0,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rotate q and k of qkv in place, k by cos_k and sin_k, default cos and sin.
 
     Args:
@@ -157,9 +181,12 @@ def apply_rotary_emb_qkv_(
 
 
 def apply_rotary_emb_kv_(
-    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rotate k of kv [B, T, 2, H, D] in place; returns kv, differentiable."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape [B, T, 2, H, D], got {list(kv.shape)}")
@@ -184,9 +211,13 @@ class RotaryEmbedding(nn.Module):
     scale: Tensor | None
 
     def __init__(
-        self, dim: int, base: float = 10000.0, interleaved: bool = False,
-        scale_base: float | None = None, device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.dim, self.base = dim, float(base)
         self.interleaved, self.scale_base = interleaved, scale_base
@@ -229,9 +260,13 @@ class RotaryEmbedding(nn.Module):
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(
-        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0,
-        max_seqlen: int | None = None, num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate q and k in place.
 
         Args:
