@@ -85,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _hint(self, word: str) -> str:
-        """What may be meant by an unknown option."""
+        """Suggest an option for an unknown one."""
         option = word.partition("=")[0]
         if closest := difflib.get_close_matches(option, self._option_string_actions, 1, 0.7):
             return f"; the closest to {option} is {closest[0]}"

@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of_call(cls, *arguments: Any, **options: Any) -> "Arguments":
-        """Those of a call, whose errors are those of a function with torch's signature."""
+        """Bind a call; its errors are those of a function with torch's signature."""
         if len(arguments) > 6:
             raise TypeError(
                 "scaled_dot_product_attention takes 6 positional arguments at most: scale and "

@@ -82,20 +82,20 @@ class Checkpoint:
             raise CheckpointError(f"{self.source} has no usable model config: {error}") from None
 
     def build(self) -> nn.Module:
-        """The model with its weights, on the CPU.
+        """The model with its weights, on the CPU; raises as `check` does."""
+        self.check()
+        model = self.kind.build(self.model_config, self.config.get("data", {}))
+        model.load_state_dict(self.model)
+        return model
 
-        Raises:
-            CheckpointError: weights, configuration and tokenizer do not belong together.
-        """
+    def check(self) -> None:
+        """Raise CheckpointError unless weights, configuration and tokenizer belong together."""
         config, data = self.model_config, self.config.get("data", {})
         check_tokenizer(self.tokenizer, config, self.source)
         try:
             self.check_fits(on_meta(lambda: self.kind.build(config, data)))
         except (MemoryError, OverflowError, RuntimeError, TypeError, KeyError) as error:
             raise CheckpointError(f"{self.source} has no usable configuration: {error}") from None
-        model = self.kind.build(config, data)
-        model.load_state_dict(self.model)
-        return model
 
     def check_fits(self, model: nn.Module) -> None:
         """Raise CheckpointError unless the model has the parameters of this checkpoint."""

@@ -91,7 +91,7 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
     if checkpoint.kind.name != "gpt":
         raise CheckpointError(f"{checkpoint.source} holds {checkpoint.kind.title}, a GPT is needed")
     config = checkpoint.model_config
-    checkpoint.build()
+    checkpoint.check()
     fields = gpt2.config_to_hf(config)
     weights = gpt2.weights_to_hf(checkpoint.model, config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def _save(
         config={"kind": "gpt", "model": config.to_dict(), "imported": f"{kind} {source.name}"},
         source=str(source),
     )
-    checkpoint.build()
+    checkpoint.check()
     return save_checkpoint(out_dir, checkpoint)
 
 

@@ -56,7 +56,7 @@ def test_second_derivatives_are_those_of_differences(case: str) -> None:
 # vmap calls torch's kernel for each entry, and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_many_second_gradients_at_once() -> None:
-    """By both of torch's maps over calls."""
+    """Maps over calls, by torch's old function and its new one."""
     q = draw(1, 1, T_q, D).requires_grad_()
     o = fastattn.attention(q, q, q, causal=True, backend="torch")
     (first,) = torch.autograd.grad(o.sin().sum(), q, create_graph=True)
