@@ -189,13 +189,12 @@ def attention(
         return spread.attend(q, k, v, **how, **options)
     arguments: dict[str, Any] = options
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
-    key = None if largest else call_memo.key_of((q, k, v), arguments, backend)
-    memoised = call_memo.find(key)
-    if memoised is not None:
-        if memoised.cast:
+    key = None if largest else call_memo.key_of((q, k, v), arguments, backend, return_lse)
+    known = call_memo.find(key)
+    if known is not None:
+        if known.cast:
             q, k, v, arguments = inputs.autocast(q, k, v, arguments)
-        o, lse = ops.launch(memoised.run, q, k, v, memoised.options_of(arguments))
-        return (o, lse) if return_lse else o
+        return known.run(q, k, v, known.options_of(arguments))
     if key is None and any(map(sharded.is_dtensor, (q, k, v))):
         call = partial(attention, return_lse=return_lse, return_max=return_max, backend=backend)
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
@@ -271,17 +270,16 @@ def attention_varlen(
         return_lse = checks.check_flag("return_lse", return_lse)
     arguments = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
-    key = None if largest else call_memo.key_of((q, k, v), arguments, backend)
-    memoised = call_memo.find(key)
-    if memoised is not None:
+    key = None if largest else call_memo.key_of((q, k, v), arguments, backend, return_lse)
+    known = call_memo.find(key)
+    if known is not None:
         if tracing.host_knows(q):  # their values are not part of the key
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        if memoised.cast:
+        if known.cast:
             q, k, v, arguments = inputs.autocast(q, k, v, arguments)
-        o, lse = ops.launch(memoised.run, q, k, v, memoised.options_of(arguments))
-        return (o, lse) if return_lse else o
+        return known.run(q, k, v, known.options_of(arguments))
     q, k, v, checked, changed = _checked(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
@@ -380,15 +378,18 @@ def compute(
     if choice.reasons and not q.is_cpu:
         dispatch.warn_if_slow(choice, q.device)
     if choice.backend == "torch":
-        attend = torch_varlen.attend if torch_varlen.serves(options) else torch_backend.attention
-        return attend(q, k, v, options, return_lse)
+        if torch_varlen.serves(options):
+            return torch_varlen.attend(q, k, v, options, return_lse)
+        run = torch_backend.bind(q, k, v, options, return_lse)
+        call_memo.keep(key, q, arguments, options, lambda: run, cast=cast, by_torch=True)
+        return run(q, k, v, options)
     kernels, options = dispatch.launched(choice, q, k, v, options)
     options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     o, lse = ops.attend(*rows, options, kernels)
     if rows[0] is q and rows[1] is k and rows[2] is v:
-        prepare = partial(ops.prepare, q, k, v, options, kernels)
-        call_memo.keep(key, q, arguments, options, prepare, cast)
+        prepare = partial(ops.prepare, q, k, v, options, kernels, return_lse)
+        call_memo.keep(key, q, arguments, options, prepare, cast=cast)
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

@@ -1,4 +1,4 @@
-"""Memo of eager calls: checked options and prepared launches, keyed by layouts and options.
+"""Memo of eager calls: checked options and what computes them, keyed by layouts and options.
 
 Most calls differ from an earlier one only in tensor contents. The host's work before the launch
 depends only on the key: shapes, strides, dtypes, devices and alignment of tensors, values and types
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import dispatch, tracing
 from ..ops import attend, spread
+from ..ops.call import TRITON_INSTALLED
 from ..options import Options
 from ..torch_backend import dropout
 from ..tuned import choices
@@ -36,10 +37,11 @@ class _Source(NamedTuple):
 
 
 class KnownCall(NamedTuple):
-    """Checked options without tensors, the tensors' sources, and the prepared launch.
+    """Checked options without tensors, the tensors' sources, and what computes the result.
 
-    dtype: of q in the kernels. cast: autocast changes a tensor's dtype. device_key:
-    `ops.attend.device_key` at preparation.
+    run: a prepared launch, or torch's function with its flags; takes the call's tensors and
+    options. dtype: of q in the kernels. cast: autocast changes a tensor's dtype. device_key:
+    `ops.attend.device_key` at preparation; None: no device's kernels or findings were asked.
     """
 
     options: Options
@@ -72,7 +74,7 @@ def _slot(key: Hashable) -> list[KnownCall]:
 
 
 def key_of(
-    inputs: tuple[Any, ...], arguments: Mapping[str, Any], backend: str | None
+    inputs: tuple[Any, ...], arguments: Mapping[str, Any], backend: str | None, return_lse: bool
 ) -> list[Any] | None:
     """Memo key of a call; None for traced and other unsuitable calls.
 
@@ -81,7 +83,7 @@ def key_of(
     Args:
         inputs: tensors of every such call, q first. The launch depends on their alignment.
         arguments: other arguments, named as for `keep`.
-        backend: the caller's argument.
+        backend, return_lse: the caller's arguments.
     """
     for x in inputs:
         if type(x) not in _TYPES:
@@ -89,7 +91,7 @@ def key_of(
     if tracing.may_be_traced(inputs[0]) or tracing.in_forward_mode():
         return None
     cast = tracing.autocast_dtype(inputs[0].device)
-    key: list[Any] = [backend, os.environ.get(dispatch.ENVIRONMENT), cast]
+    key: list[Any] = [backend, return_lse, os.environ.get(dispatch.ENVIRONMENT), cast]
     try:
         for x in inputs:
             if x.is_neg():
@@ -137,24 +139,28 @@ def find(key: list[Any] | None) -> KnownCall | None:
         slot = _slot(tuple(key))
     except TypeError:  # an unhashable argument, to be refused later
         return None
-    if not slot or slot[0].device_key != attend.device_key(slot[0].dtype):
+    if not slot:
         return None
-    return slot[0]
+    known = slot[0]
+    if known.device_key is None or known.device_key == attend.device_key(known.dtype):
+        return known
+    return None
 
 
 def keep(
     key: list[Any] | None, q: Tensor, arguments: Mapping[str, Any], options: Options,
-    prepare: Callable[[], Any], cast: bool = False,
+    prepare: Callable[[], Any], *, cast: bool = False, by_torch: bool = False,
 ) -> None:  # fmt: skip
-    """Store a call that kernels served with the caller's own tensors, or their casts.
+    """Store a call that was served with the caller's own tensors, or their casts.
 
     Args:
         arguments: as in `key_of`, after autocast.
         options: the checked options.
-        prepare: returns a launcher for such calls, or None if they cannot be cached.
+        prepare: returns what computes such calls, or None if they cannot be cached.
         cast: as in `KnownCall`.
+        by_torch: no kernel serves the call.
     """
-    if key is None:
+    if key is None or (by_torch and not q.is_cpu and not TRITON_INSTALLED):
         return
     sources = _sources(arguments, options)
     run = None if sources is None else prepare()
@@ -163,10 +169,9 @@ def keep(
     fields = list(options)
     for source in sources:
         fields[source.field] = None
+    device_key = None if by_torch and q.is_cpu else attend.device_key(q.dtype)
     _slot(tuple(key))[:] = [
-        KnownCall(
-            Options(*fields), sources, run, q.device, q.dtype, cast, attend.device_key(q.dtype)
-        )
+        KnownCall(Options(*fields), sources, run, q.device, q.dtype, cast, device_key)
     ]
 
 

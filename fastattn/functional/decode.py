@@ -111,11 +111,10 @@ def decode_attention(
         "num_splits": num_splits,
         **options,
     }
-    key = with_cache(call_memo.key_of((q,), arguments, backend), q, view, arguments)
-    memoised = call_memo.find(key)
-    if memoised is not None:
-        o, lse = memoised.run(q, view, new_lengths, memoised.options_of(arguments))
-        return (o, lse) if return_lse else o
+    key = with_cache(call_memo.key_of((q,), arguments, backend, return_lse), q, view, arguments)
+    known = call_memo.find(key)
+    if known is not None:
+        return known.run(q, view, new_lengths, known.options_of(arguments), uniform)
     if key is None and sharded.is_dtensor(q):
         part = partial(
             decode_attention,
@@ -130,14 +129,16 @@ def decode_attention(
     num_splits = _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
+    given = {name: x for name, x in arguments.items() if name != "new_lengths"}
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
-            return decode_torch.attend(q, view, new_lengths, checked, return_lse, uniform)
+            run = torch.no_grad()(partial(decode_torch.attend, return_lse=return_lse))
+            call_memo.keep(key, q, given, checked, lambda: run, by_torch=True)
+            return run(q, view, new_lengths, checked, uniform)
         call = (q, view, new_lengths, checked, num_splits)
-        arguments = {name: x for name, x in arguments.items() if name != "new_lengths"}
-        call_memo.keep(key, q, arguments, checked, partial(decode_ops.prepare, *call))
+        call_memo.keep(key, q, given, checked, partial(decode_ops.prepare, *call, return_lse))
         o, lse = decode_ops.attend(*call)
     return (o, lse) if return_lse else o
 
@@ -162,7 +163,7 @@ def attend_to_part(
     choose(q, view, checked, backend)
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
-        o, lse = decode_torch.attend(q, view, None, wide, True, uniform)
+        o, lse = decode_torch.attend(q, view, None, wide, uniform, return_lse=True)
     return o, lse
 
 

@@ -138,26 +138,27 @@ def attention_paged(
         "out": out,
         **options,
     }
-    key = with_cache(call_memo.key_of((q,), arguments, backend), q, view, arguments)
-    memoised = call_memo.find(key)
-    if memoised is not None:
+    key = with_cache(call_memo.key_of((q,), arguments, backend, return_lse), q, view, arguments)
+    known = call_memo.find(key)
+    if known is not None:
         _check_values(q, view, cu_seqlens_q, max_seqlen_q, tree_mask)
-        o, lse = memoised.run(q, view, cu_seqlens_q, out, memoised.options_of(arguments))
-        return (o, lse) if return_lse else o
+        return known.run(q, view, cu_seqlens_q, out, known.options_of(arguments))
     checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
+    given = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
-            o, lse = paged_torch.attend(q, view, cu_seqlens_q, out, checked, return_lse)
-        else:
-            longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-            call = (q, view, cu_seqlens_q, out, checked, longest)
-            others = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
-            call_memo.keep(key, q, others, checked, partial(decode_ops.prepare_packed, *call))
-            o, lse = decode_ops.attend_packed(*call)
+            run = torch.no_grad()(partial(paged_torch.attend, return_lse=return_lse))
+            call_memo.keep(key, q, given, checked, lambda: run, by_torch=True)
+            return run(q, view, cu_seqlens_q, out, checked)
+        longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+        call = (q, view, cu_seqlens_q, out, checked, longest)
+        prepare = partial(decode_ops.prepare_packed, *call, return_lse)
+        call_memo.keep(key, q, given, checked, prepare)
+        o, lse = decode_ops.attend_packed(*call)
     return (o, lse) if return_lse else o
 
 
@@ -219,7 +220,8 @@ def _part(
         dispatch.warn_if_slow(choice, q.device)
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
-        return paged_torch.attend(q, view, cu_seqlens, out, wide, True)
+        results: Any = paged_torch.attend(q, view, cu_seqlens, out, wide, return_lse=True)
+    return results
 
 
 def _checked(

@@ -327,16 +327,21 @@ def attend(
     return (as_packed(o), lse[0]) if packed else (o, lse)
 
 
-def launch(by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """o and lse by these kernels, recorded by autograd if needed, for untraced calls."""
+def launch(
+    by: Kernels, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True
+) -> Any:
+    """o and lse, or o, by these kernels, recorded by autograd if needed, for untraced calls."""
+    results = None
     if torch.is_grad_enabled():
         learned = options.differentiable
         tensors = [x for x in (*learned, *options.mod_tensors) if x is not None]
         wanted = q.requires_grad or k.requires_grad or v.requires_grad
         if wanted or any(x.requires_grad for x in tensors):
             mods = options.mod_tensors if any(x.requires_grad for x in options.mod_tensors) else ()
-            return _apply(by, options, q, k, v, *(learned if tensors else ()), *mods)
-    return by.forward(q, k, v, options)
+            results = _apply(by, options, q, k, v, *(learned if tensors else ()), *mods)
+    if results is None:
+        results = by.forward(q, k, v, options)
+    return results if return_lse else results[0]
 
 
 def device_key(dtype: torch.dtype) -> Hashable:
@@ -346,12 +351,12 @@ def device_key(dtype: torch.dtype) -> Hashable:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, by: Kernels = PORTABLE
-) -> Kernels | None:
-    """Kernels for calls with this signature, with a cached forward launch.
+    q: Tensor, k: Tensor, v: Tensor, options: Options, by: Kernels, return_lse: bool
+) -> Callable[..., Any] | None:
+    """`launch` for calls with this signature, with a cached forward launch.
 
     Valid while `device_key` is unchanged. None if launches cannot be cached: not on the current
-    device, with users' functions, or if tensors must be copied. by: as in `attend`.
+    device, with users' functions, or if tensors must be copied.
     """
     packed = options.cu_seqlens_q is not None
     if not may_be_kept(q, options):
@@ -360,7 +365,9 @@ def prepare(
         return None
     assert by.prepare is not None
     forward = by.prepare(q, k, v, options, partial(_packed_forward, by) if packed else by.forward)
-    return None if forward is None else by._replace(forward=forward)
+    if forward is None:
+        return None
+    return partial(launch, by._replace(forward=forward), return_lse=return_lse)
 
 
 def _packed_forward(

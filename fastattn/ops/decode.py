@@ -45,11 +45,15 @@ def attend(
     return o[..., : view.v.shape[3]] if o.shape[3] != view.v.shape[3] else o, lse
 
 
-Decode: TypeAlias = Callable[[Tensor, CacheView, Tensor | None, Options], tuple[Tensor, Tensor]]
+# uniform: as for `torch_backend.decode.attend`; kernels read lengths on the device.
+Decode: TypeAlias = Callable[
+    [Tensor, CacheView, Tensor | None, Options, int | None], Tensor | tuple[Tensor, Tensor]
+]
 
 
 def prepare(
-    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, splits: int | None,
+    return_lse: bool,
 ) -> Decode | None:  # fmt: skip
     """Cached `attend` for calls with this signature.
 
@@ -64,10 +68,12 @@ def prepare(
     width = view.v.shape[3]
 
     def decode(
-        q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options,
+        uniform: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         o, lse = launch(q, _of_view(view), view.starts, new_lengths, options)
-        return o if o.shape[3] == width else o[..., :width], lse
+        o = o if o.shape[3] == width else o[..., :width]
+        return (o, lse) if return_lse else o
 
     return decode
 
@@ -113,13 +119,13 @@ def attend_packed(
 
 
 Packed: TypeAlias = Callable[
-    [Tensor, CacheView, Tensor, Tensor | None, Options], tuple[Tensor, Tensor]
+    [Tensor, CacheView, Tensor, Tensor | None, Options], Tensor | tuple[Tensor, Tensor]
 ]
 
 
 def prepare_packed(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options,
-    longest: int,
+    longest: int, return_lse: bool,
 ) -> Packed | None:  # fmt: skip
     """Cached `attend_packed` for calls with this signature; None as in `prepare`."""
     if q.stride(-1) != 1 or not may_be_kept(q, options):
@@ -132,10 +138,10 @@ def prepare_packed(
 
     def paged(
         q: Tensor, view: CacheView, cu_seqlens: Tensor, out: Tensor | None, options: Options
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         o, lse = results(q, width, out)
         launch(q, cu_seqlens, _of_view(view), view.starts, o, lse, options)
-        return o, lse
+        return (o, lse) if return_lse else o
 
     return paged
 

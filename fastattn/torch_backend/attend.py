@@ -6,7 +6,10 @@ propagate their NaN; rows without keys give 0, and rows with visible NaN give Na
 only if torch has no flag for them.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,42 +23,103 @@ from . import formula, tangents
 from .double_backward import gradients_by_formula
 from .query_chunks import attention_in_tiles
 
+Results: TypeAlias = Tensor | tuple[Tensor, Tensor]
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options], Results]
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Results:
     """`fastattn.attention` or, packed, `attention_varlen`, for checked arguments.
+
+    first_row: b of the first batch row; not 0 for a part of a batch.
+    """
+    return bind(q, k, v, options, return_lse, first_row)(q, k, v, options)
+
+
+def bind(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0
+) -> Attend:
+    """The function that computes calls with these layouts and options, whatever tensors hold.
 
     torch's function returns no lse, supports only a bias on scores, and no tangents. Other calls
     run the formula, in fp32 or wider, with all scores in memory.
-    first_row: b of the first batch row; not 0 for a part of a batch.
     """
+    how: dict[str, Any] = {"return_lse": return_lse, "first_row": first_row}
     ordered = options.batch_invariant and q.numel() and k.numel()
     if not ordered and tangents.carried(q, k, v, options) is not None:
-        return tangents.attention(q, k, v, options, return_lse, first_row)
+        return partial(tangents.attention, **how)
     if options.key2 is not None and options.relative_keys is None:
-        q, k, options = one_product(q, k, options)
+        return partial(_with_one_product, **how)
     if options.cu_seqlens_q is not None:
-        return formula.each_sequence(attention, q, k, v, options, return_lse)
+        return partial(formula.each_sequence, attention, return_lse=return_lse)
     if ordered:
-        o, lse = attention_in_tiles(q, k, v, options, first_row)
-        o, lse = (o, lse) if options.fp32_results else (o.to(q.dtype), lse.float())
-        return (o, lse) if return_lse else o
+        return partial(_in_tiles, **how)
     if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
-        results = formula.attention(q, k, v, options, return_lse=return_lse, first_row=first_row)
-        if not isinstance(results, tuple) or options.fp32_results:
-            return results
-        return results[0], results[1].float()
+        return partial(_by_formula, **how)
+    known = tracing.host_knows(q)
+    is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
+    if not (is_causal or (options.plain and formula.sees_all(options, q.shape[2], k.shape[2]))):
+        return partial(_masked, gqa=gqa, first_row=first_row, known=known)
+    short = q.device.type == "cpu" and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
+    return partial(_unmasked, is_causal=is_causal, gqa=gqa, short=short, known=known)
 
+
+def _with_one_product(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
+    q, k, options = one_product(q, k, options)
+    return attention(q, k, v, options, **how)
+
+
+def _in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, first_row: int
+) -> Results:
+    o, lse = attention_in_tiles(q, k, v, options, first_row)
+    o, lse = (o, lse) if options.fp32_results else (o.to(q.dtype), lse.float())
+    return (o, lse) if return_lse else o
+
+
+def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
+    results = formula.attention(q, k, v, options, **how)
+    if not isinstance(results, tuple) or options.fp32_results:
+        return results
+    return results[0], results[1].float()
+
+
+def _unmasked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    is_causal: bool,
+    gqa: bool,
+    short: bool,
+    known: bool,
+) -> Tensor:
+    """o of a call with torch's own causal mask or none.
+
+    short: there are few keys, on a CPU. known: whether the host knows what tensors hold.
+    """
+    o = scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
+    )
+    if o.requires_grad:
+        _allow_second_derivatives(o, (q, k, v, None), is_causal, options.scale)
+    if not short or (known and torch.count_nonzero(o).item() == o.numel()):
+        return o
+    return _with_nan(o, q, k, is_causal)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, gqa: bool, first_row: int, known: bool
+) -> Tensor:
+    """o of a call with a mask or bias. known: as for `_unmasked`."""
     B, H_q, T_q, _ = q.shape
     T_k = k.shape[2]
-    is_causal = _is_causal(options)
-    mask = None
-    if not is_causal:
-        mask = formula.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
+    mask = formula.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
     exists = formula.existing_keys(options, T_k, q.device)
     if exists is not None:
-        k, v = _harmless(k, exists), _harmless(v, exists)
+        k, v = _harmless(k, exists, known), _harmless(v, exists, known)
     if mask is not None:
         mask = mask.expand(*mask.shape[:2], T_q, T_k)
     bias = options.attn_bias
@@ -63,15 +127,13 @@ def attention(
         bias = bias.expand(*bias.shape[:2], T_q, T_k)
         bias = bias if mask is None else torch.where(mask, bias, float("-inf"))
     shown = mask if bias is None else bias
-    o = _fused(q, k, v, shown, is_causal, options.scale)
-    if not torch.compiler.is_compiling() and o.grad_fn is not None:
-        _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
-    if mask is not None and not (tracing.host_knows(o) and _is_tame(o)):
+    o = scaled_dot_product_attention(q, k, v, attn_mask=shown, scale=options.scale, enable_gqa=gqa)
+    if o.requires_grad:
+        _allow_second_derivatives(o, (q, k, v, shown), False, options.scale)
+    if mask is not None and not (known and _is_tame(o)):
         # On a CPU torch gives 0 for rows without keys, unless there is NaN elsewhere; its CUDA
         # kernels differ.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    if shown is None and q.device.type == "cpu" and not tracing.always(T_k >= _WIDEST_VECTOR):
-        o = _with_nan(o, q, k, is_causal)
     return o
 
 
@@ -92,8 +154,6 @@ _WIDEST_VECTOR = 64
 
 def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     """o with NaN in rows with NaN in the query or a visible key, where torch gives 0."""
-    if tracing.host_knows(o) and torch.count_nonzero(o.detach()) == o.numel():
-        return o
     in_keys = k.isnan().any(-1)
     if is_causal:
         # Query i sees keys 0..i.
@@ -108,15 +168,6 @@ def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     return o + torch.where(hit, torch.nan, 0.0).to(o.dtype).unsqueeze(-1)
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, is_causal: bool, scale: float
-) -> Tensor:
-    gqa = not tracing.always(q.shape[1] == k.shape[1])
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=shown, is_causal=is_causal, scale=scale, enable_gqa=gqa
-    )
-
-
 def _allow_second_derivatives(
     o: Tensor, inputs: tuple[Tensor | None, ...], is_causal: bool, scale: float
 ) -> None:
@@ -125,7 +176,7 @@ def _allow_second_derivatives(
     torch has no derivative of that kernel's backward. Under create_graph=True its gradients are
     replaced by those of the plain formula.
     """
-    node = o.grad_fn
+    node = None if torch.compiler.is_compiling() else o.grad_fn
     if node is None or not node.name().startswith("ScaledDotProduct"):
         return
 
@@ -172,12 +223,12 @@ def _is_causal(options: Options) -> bool:
 _LARGE = 1e9
 
 
-def _harmless(x: Tensor, exists: Tensor) -> Tensor:
+def _harmless(x: Tensor, exists: Tensor, known: bool) -> Tensor:
     """x [B, H, T_k, D] with hidden rows zeroed, as their weight of 0 does not remove NaN.
 
     Zeroing costs a copy. Eagerly on a CPU it is cheaper to check first.
     """
-    if tracing.host_knows(x) and _is_tame(x):
+    if known and _is_tame(x):
         return x
     return torch.where(exists[:, None, :, None], x, 0.0)
 

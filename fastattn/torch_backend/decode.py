@@ -14,8 +14,9 @@ def attend(
     view: CacheView,
     new_lengths: Tensor | None,
     options: Options,
-    return_lse: bool,
     uniform: int | None,
+    *,
+    return_lse: bool,
     first_row: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse); uniform: length of all rows, if known to the host and without padding.

@@ -225,14 +225,21 @@ def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor 
         return None
     if options.query_offsets is not None or options.q_positions is not None or offset is None:
         return _window(distances(options, T_q, T_k, device), left, right)
-    # The query of a decoding step sees all keys, so no mask is needed.
-    reaches_last = right is None or offset + right >= T_k - 1
-    if reaches_last and (left is None or T_q - 1 + offset - left <= 0):
+    if sees_all(options, T_q, T_k):
         return None
     near = torch.ones(1, 1, T_q, T_k, dtype=torch.bool, device=device)
     if right is not None:
         near = near.tril(offset + right)
     return near if left is None else near.triu(offset - left)
+
+
+def sees_all(options: Options, T_q: int, T_k: int) -> bool:
+    """Whether the band alone hides no key, as from the query of a decoding step."""
+    if options.band is None or options.query_offset is None:
+        return False
+    (left, right), offset = options.band, options.query_offset
+    reaches_last = right is None or offset + right >= T_k - 1
+    return reaches_last and (left is None or T_q - 1 + offset - left <= 0)
 
 
 def _window(distance: Tensor, left: int | None, right: int | None) -> Tensor:

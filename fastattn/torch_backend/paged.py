@@ -21,9 +21,10 @@ def attend(
     cu_seqlens: Tensor,
     out: Tensor | None,
     options: Options,
+    *,
     return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """o [total, H_q, D_v] (in out, if given), and lse, empty unless requested.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o [total, H_q, D_v] (in out, if given), or o and lse.
 
     Waits for the device.
     """
@@ -51,12 +52,13 @@ def attend(
         uniform = own.length_bound if len(of_batch) == 1 else None
         results = decode.attend(
             q[tokens].view(R, n, H_q, D).transpose(1, 2), own, None,
-            _of_rows(options, index, tokens, n, own), return_lse, uniform, first_row=batch[0],
+            _of_rows(options, index, tokens, n, own), uniform,
+            return_lse=return_lse, first_row=batch[0],
         )  # fmt: skip
         if isinstance(results, tuple):
             results, lse[:, tokens] = results[0], results[1].transpose(0, 1).reshape(H_q, R * n)
         o[tokens] = results.transpose(1, 2).reshape(R * n, H_q, D_v)
-    return o, lse
+    return (o, lse) if return_lse else o
 
 
 def _together(

@@ -271,6 +271,14 @@ def test_the_host_does_little_for_a_known_call(compile_pool: CompilePool) -> Non
         assert len(actual[row][0][1]) <= 9, actual[row][0][1]  # the first is without gradients
 
 
+def test_torch_does_little_for_a_known_call(device: str) -> None:
+    """A call that is checked enters sixty functions."""
+    q, k, v = inputs(device, H_k=2, requires_grad=False)
+    call = partial(attention, q, k, v, causal=True, backend="torch")
+    call()
+    assert entered(call)[0] <= 15
+
+
 def test_the_environment_is_asked_at_each_call(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

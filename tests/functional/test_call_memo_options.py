@@ -16,7 +16,7 @@ from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches
 from fastattn.options import LEARNED, OPTIONS
 
-pytestmark = pytest.mark.usefixtures("nothing_known")
+pytestmark = pytest.mark.usefixtures("nothing_known", "backend")
 
 B, H_Q, H_K, T, D = 2, 2, 1, 8, 16
 CALLS = ("attention", "attention_varlen", "decode_attention")
@@ -24,11 +24,25 @@ CALLS = ("attention", "attention_varlen", "decode_attention")
 FUNCTIONS = {"mask_mod", "mod_tensors", "score_mod", "score_mod_grad"}
 NOT_KNOWN = {
     "attention": FUNCTIONS | {"positions"},  # a pair of tensors
-    # They get their batch dim at each call.
-    "attention_varlen": FUNCTIONS | {"relative_query", "query2", "key2"},
+    "attention_varlen": FUNCTIONS,
     "decode_attention": FUNCTIONS | {"heads"},  # which counts in functions alone
 }
+# For kernels they get their batch dim at each call.
+LAID_ANEW = {"relative_query", "query2", "key2"}
 EACH = [(call, name) for call in CALLS for name, row in OPTIONS.items() if call in row.calls]
+
+
+@pytest.fixture(params=["triton", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend of all calls."""
+    monkeypatch.setenv("FASTATTN_BACKEND", request.param)
+    return request.param
+
+
+def is_known(call: str, name: str, backend: str) -> bool:
+    """Whether a second call with this option is found in the memo."""
+    laid = call == "attention_varlen" and backend == "triton" and name in LAID_ANEW
+    return name not in NOT_KNOWN[call] and not laid
 
 
 @triton.jit
@@ -147,7 +161,6 @@ def inputs(call: str, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 def run(call: str, tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
-    options["backend"] = "triton"
     if call == "attention":
         return attention(*tensors, **options)
     if call == "attention_varlen":
@@ -161,7 +174,9 @@ def test_every_option_is_tried(device: str) -> None:
 
 
 @pytest.mark.parametrize(("call", "name"), EACH)
-def test_no_option_is_forgotten(call: str, name: str, device: str, checked: list[str]) -> None:
+def test_no_option_is_forgotten(
+    call: str, name: str, device: str, checked: list[str], backend: str
+) -> None:
     """Repeat calls with and without an option."""
     tensors, options = inputs(call, device), base(name, call, device)
     one, other = (values(call, device, seed)[name] for seed in (0, 1))
@@ -177,7 +192,8 @@ def test_no_option_is_forgotten(call: str, name: str, device: str, checked: list
     run(call, tensors, **{**options, name: one})
     assert len(checked) == 1, "the option is no part of the key"
     actual = run(call, tensors, **{**options, name: other})
-    known = name not in NOT_KNOWN[call] and (isinstance(other, torch.Tensor) or other == one)
+    known = is_known(call, name, backend)
+    known = known and (isinstance(other, torch.Tensor) or other == one)
     assert len(checked) == (1 if known else 2)
     call_memo.forget()
     launches.forget()
@@ -211,14 +227,14 @@ def with_gradients(call: str, tensors: tuple[torch.Tensor, ...], **options: Any)
     ],
 )
 def test_known_calls_and_launches_take_the_tensors_of_the_call(
-    call: str, name: str, device: str, checked: list[str]
+    call: str, name: str, device: str, checked: list[str], backend: str
 ) -> None:
     """Forward and backward: of a known call, and of one that is checked anew."""
     tensors, options = inputs(call, device), base(name, call, device)
     one, other = ({**options, name: values(call, device, seed)[name]} for seed in (0, 1))
     before = with_gradients(call, tensors, **one)
     actual = with_gradients(call, tensors, **other)
-    assert len(checked) == (2 if name in NOT_KNOWN[call] else 1)
+    assert len(checked) == (1 if is_known(call, name, backend) else 2)
     call_memo.forget()
     with mock.patch.object(launches.Launch, "bind") as bind:
         launched = with_gradients(call, tensors, **other)
@@ -252,15 +268,17 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_layout_is_another_call(change: str, device: str, checked: list[str]) -> None:
+def test_another_layout_is_another_call(
+    change: str, device: str, checked: list[str], backend: str
+) -> None:
     tensors = inputs("attention", device)
     lengths = torch.tensor([3, 6], device=device)
     expected = run("attention", tensors, key_lengths=lengths)
     for _ in range(2):
         changed = CHANGES[change](lengths)
         assert torch.equal(run("attention", tensors, key_lengths=changed), expected)
-    # A copy in order is made at each call.
-    assert len(checked) == (3 if change == "strides" else 2)
+    # For kernels a copy in order is made at each call.
+    assert len(checked) == (3 if change == "strides" and backend == "triton" else 2)
 
 
 @pytest.mark.parametrize("call", ["attention", "attention_varlen"])
@@ -310,9 +328,9 @@ def test_offsets_are_read_at_each_call(name: str) -> None:
     q, k, v, offsets = inputs("attention_varlen", "cpu")
     given = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets.clone()}
     for _ in range(2):
-        attention_varlen(q, k, v, **given, backend="triton")
+        attention_varlen(q, k, v, **given)
     with pytest.raises(ValueError, match=f"{name} must not fall, got 99 then 16"):
-        attention_varlen(q, k, v, **{**given, name: torch.tensor([0, 99, 16])}, backend="triton")
+        attention_varlen(q, k, v, **{**given, name: torch.tensor([0, 99, 16])})
 
 
 @pytest.mark.parametrize("learned", ["q", "sinks"])
@@ -328,11 +346,12 @@ def test_grad_mode_is_seen_by_decode(learned: str, device: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_that_a_call_brought_is_kept(call: str, device: str) -> None:
-    names = {name for name, row in OPTIONS.items() if call in row.calls} - NOT_KNOWN[call]
+    names = (
+        {name for name, row in OPTIONS.items() if call in row.calls} - NOT_KNOWN[call] - LAID_ANEW
+    )
     given = {name: x for name, x in values(call, device, 0).items() if name in names}
     given = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
-    for name in ("dropout_seed", "query2", "key2"):  # of which relative_keys go without
-        given.pop(name, None)
+    given.pop("dropout_seed", None)
     given["causal"] = True
     tensors = inputs(call, device)
     for _ in range(2):
@@ -351,9 +370,9 @@ def test_decoding_as_rows_grow_is_one_call(device: str, checked: list[str]) -> N
     bias = torch.zeros(1, T, device=device)
     for bound in (5, 6):
         view = view_of_tensors(k, v, lengths, length_bound=bound)
-        decode_attention(q, view, backend="triton")
+        decode_attention(q, view)
     assert len(checked) == 1
     for bound in (5, 6):
         view = view_of_tensors(k, v, lengths, length_bound=bound)
-        decode_attention(q, view, attn_bias=bias, backend="triton")
+        decode_attention(q, view, attn_bias=bias)
     assert len(checked) == 3

@@ -276,7 +276,7 @@ def test_what_is_found_later_holds_for_known_calls_too(
     qkv = inputs(device, requires_grad=False)
     served = []
     launch = attend.launch
-    monkeypatch.setattr(attend, "launch", lambda *x: served.append(1) or launch(*x))
+    monkeypatch.setattr(attend, "launch", lambda *x, **_: served.append(1) or launch(*x, **_))
     for _ in range(2):
         attention(*qkv)
     row = {"backend": "triton", "dtype": "bfloat16", "head_dim": 64}
