@@ -1,13 +1,15 @@
 """The table of options: what follows from it, and in how few places an option stands.
 
-`python tests/test_options.py` writes the typed signatures of `fastattn/arguments.py` from it.
+`python tests/test_options.py` writes what type checkers read from it: `fastattn/arguments.py` and
+the package's stub, `fastattn/__init__.pyi`.
 """
 
 import ast
 import functools
 import inspect
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,6 +27,7 @@ from fastattn.testing.verify import caches
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 ARGUMENTS = CHECKOUT / "fastattn" / "arguments.py"
+STUB = CHECKOUT / "fastattn" / "__init__.pyi"
 TAKEN_BY = {call: {x: row for x, row in OPTIONS.items() if call in row.calls} for call in CALLS}
 q, k, v = make_qkv(B=1, H_q=2, H_k=1, T_q=4, T_k=4, D=16, requires_grad=False)
 NONE = torch.full((1, 1, 4, 1), -1)
@@ -86,6 +89,11 @@ def spelled(hint: Any) -> str:
     return text.replace("torch.", "").replace("typing.", "")
 
 
+def type_of(call: str) -> str:
+    """Name of the type of a call's options in `fastattn/arguments.py`."""
+    return call.title().replace("_", "") + "Arguments"
+
+
 def typed_signatures() -> str:
     """The text of `fastattn/arguments.py`: the options of each call, for type checkers."""
     lines = [
@@ -96,15 +104,93 @@ def typed_signatures() -> str:
         "from torch import Tensor",
     ]
     for call, rows in TAKEN_BY.items():
-        name = call.title().replace("_", "") + "Arguments"
-        lines += ["", "", f"class {name}(TypedDict, total=False):"]
+        lines += ["", "", f"class {type_of(call)}(TypedDict, total=False):"]
         lines += [f'    """Options of `{call}`; see there."""', ""]
         lines += [f"    {option}: {spelled(row.type)}" for option, row in rows.items()]
     return "\n".join(lines) + "\n"
 
 
+# What a call returns by its flags: with a literal, and with a bool that is known at run time.
+RESULTS = {
+    "return_lse: Literal[False] = ...": "Tensor",
+    "return_lse: Literal[True]": "tuple[Tensor, Tensor]",
+    "return_lse: bool": "Tensor | tuple[Tensor, Tensor]",
+}
+WITH_MAX = {
+    **{f"{flag}, return_max: Literal[False] = ...": x for flag, x in RESULTS.items()},
+    "return_lse: bool = ..., return_max: Literal[True]": "tuple[Tensor, ...]",
+    "return_lse: bool = ..., return_max: bool": "Tensor | tuple[Tensor, ...]",
+}
+
+
+HEADER = '''"""Public names for type checkers: written by tests/test_options.py."""
+
+# ruff: noqa: I001
+# fmt: off
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from .functional.merge import SharedPages
+from .functional.paged import TreeMask'''
+EXPLAINED = {
+    "explain": "attention",
+    "explain_decode": "decode_attention",
+    "explain_paged": "attention_paged",
+    "explain_fp8": "attention_fp8",
+    "explain_selected": "selected_attention",
+}
+
+
+def stub() -> str:
+    """The text of `fastattn/__init__.pyi`: public names, and a call's results by its flags."""
+    tree = ast.parse(STUB.with_suffix(".py").read_text(encoding="utf-8"))
+    imports = [x for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and x.level]
+    names = [x for x in fastattn.__all__ if EXPLAINED.get(x, x) in TAKEN_BY]
+    lines = [HEADER, f"from .arguments import {', '.join(map(type_of, TAKEN_BY))}  # noqa: E501"]
+    lines += [*(ast.unparse(x) for x in imports if x.names[0].name not in names)]
+    lines += ["", "__version__: str", "tune: Callable[..., Any]", "verify: Callable[..., Any]"]
+    lines += textwrap.wrap(f"__all__ = {fastattn.__all__}", 99, subsequent_indent="    ")
+    for name in names:
+        lines += ["", *declarations(name, getattr(fastattn, name))]
+    return "\n".join(lines) + "\n"
+
+
+def declarations(name: str, function: Any) -> Iterator[str]:
+    """Lines of a function's declaration, or of its overloads if it returns an lse on request."""
+    (source,) = ast.parse(inspect.getsource(function)).body
+    assert isinstance(source, ast.FunctionDef) and source.returns is not None
+    options = f"**options: Unpack[{type_of(EXPLAINED.get(name, name))}]"
+    own = source.args
+    assert own.kwarg is not None
+    defaults = [None] * (len(own.args) - len(own.defaults)) + [*own.defaults]
+    given = [_declared(x, y) for x, y in zip(own.args, defaults, strict=True)] + ["*"]
+    flags = ("return_lse", "return_max")
+    explains = ast.unparse(source.returns) == "Explanation"
+    for x, y in zip(own.kwonlyargs, own.kw_defaults, strict=True):
+        if explains or x.arg not in flags:
+            given.append(_declared(x, y))
+    results = WITH_MAX if any(x.arg == "return_max" for x in own.kwonlyargs) else RESULTS
+    for flag, result in {"": "Explanation"}.items() if explains else results.items():
+        text = ", ".join([*given, flag, options] if flag else [*given, options])
+        yield from [] if explains else ["@overload"]
+        yield f"def {name}("
+        yield from textwrap.wrap(text, 94, initial_indent="    ", subsequent_indent="    ")
+        yield f") -> {result}: ..."
+
+
+def _declared(parameter: ast.arg, default: ast.expr | None) -> str:
+    assert parameter.annotation is not None
+    text = f"{parameter.arg}: {ast.unparse(parameter.annotation)}"
+    return text if default is None else f"{text} = ..."
+
+
 def test_type_checkers_know_every_option_of_every_call() -> None:
     assert ARGUMENTS.read_text(encoding="utf-8") == typed_signatures()
+    assert STUB.read_text(encoding="utf-8") == stub()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -258,3 +344,4 @@ def test_a_list_beside_the_table_has_every_option_that_it_does_not_leave_out(nam
 
 if __name__ == "__main__":
     ARGUMENTS.write_text(typed_signatures(), encoding="utf-8")
+    STUB.write_text(stub(), encoding="utf-8")

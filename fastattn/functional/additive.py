@@ -4,7 +4,7 @@ arXiv 1409.0473. "concat" of Luong et al. 2015 (arXiv 1508.04025), u^T tanh(W [q
 with W_q and W_k the halves of W.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,30 +14,7 @@ from ..ops import spread
 from ..torch_backend import additive, formula
 from . import call_options, inputs
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-    from ..arguments import AdditiveAttentionArguments
-
-
-@overload
-def additive_attention(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = ...,
-    w_key: Tensor | None = ..., *, return_lse: Literal[False] = ..., backend: str | None = ...,
-    **masks: "Unpack[AdditiveAttentionArguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def additive_attention(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = ...,
-    w_key: Tensor | None = ..., *, return_lse: Literal[True], backend: str | None = ...,
-    **masks: "Unpack[AdditiveAttentionArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def additive_attention(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = ...,
-    w_key: Tensor | None = ..., *, return_lse: bool, backend: str | None = ...,
-    **masks: "Unpack[AdditiveAttentionArguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.ADDITIVE.sign
 def additive_attention(
     q: Tensor,
@@ -50,7 +27,7 @@ def additive_attention(
     return_lse: bool = False,
     backend: str | None = None,
     **masks: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> call_options.Results:
     """softmax(u^T tanh(W_q q + W_k k)) v (Bahdanau et al. 2015).
 
     Computed by torch in chunks of queries, which the backward computes again: memory is linear in

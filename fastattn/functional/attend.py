@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,32 +17,7 @@ from ..torch_backend import dropout
 from ..tuned import choices
 from . import call_memo, call_options, inputs, sharded, statistics
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-    from ..arguments import AttentionArguments, AttentionVarlenArguments
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ...,
-    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True],
-    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool,
-    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max: Literal[True],
-    backend: str | None = ..., **options: "Unpack[AttentionArguments]",
-) -> tuple[Tensor, ...]: ...  # fmt: skip
 @call_options.DENSE.sign
 def attention(
     q: Tensor,
@@ -53,7 +28,7 @@ def attention(
     return_max: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
+) -> call_options.Results:
     """Exact attention softmax(q k^T * scale + mask) v with grouped-query heads; differentiable.
 
     Query i of batch row b has position p = i + query_offset among the keys. It sees key j if all
@@ -207,24 +182,6 @@ def attention(
     return compute(q, k, v, checked, return_lse, backend, key, options, cast=cast)
 
 
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[AttentionVarlenArguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
-    return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[AttentionVarlenArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = ..., *,
-    return_lse: bool, backend: str | None = ...,
-    **options: "Unpack[AttentionVarlenArguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PACKED.sign
 def attention_varlen(
     q: Tensor,
@@ -237,7 +194,7 @@ def attention_varlen(
     return_max: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, ...]:
+) -> call_options.Results:
     """`attention` within each of N packed sequences, without padding.
 
     Sequence n has the queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] - 1, and keys likewise; both
@@ -296,7 +253,7 @@ def explain(
     return_lse: bool = False,
     return_max: bool = False,
     backend: str | None = None,
-    **options: "Unpack[AttentionArguments]",
+    **options: Any,
 ) -> Explanation:
     """Backend of `attention` for these arguments, and why faster ones are passed over.
 

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from ..options import OPTIONS, Options, OptionSpec
 from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# o, or o and what flags ask for; the package's stub, `__init__.pyi`, has which.
+Results: TypeAlias = Any
 # Other libraries' names of arguments.
 FOREIGN = {
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "scale"),

@@ -1,7 +1,7 @@
 """`decode_attention`: attention of a few new tokens to a cache."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,7 @@ from ..torch_backend import decode as decode_torch
 from ..tuned import choices
 from . import call_memo, call_options, sharded
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-    from ..arguments import DecodeAttentionArguments
-
-
-@overload
-def decode_attention(
-    q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[DecodeAttentionArguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def decode_attention(
-    q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
-    return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[DecodeAttentionArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def decode_attention(
-    q: Tensor, cache: Any, *, new_lengths: Tensor | None = ..., num_splits: int | None = ...,
-    return_lse: bool, backend: str | None = ...,
-    **options: "Unpack[DecodeAttentionArguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.CACHE.sign
 def decode_attention(
     q: Tensor,
@@ -51,7 +28,7 @@ def decode_attention(
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> call_options.Results:
     """Attention of the newest T_q tokens of every row of a cache to the row's tokens.
 
     The cache already includes their keys and values: token i of row b has position lengths[b] - T_q
@@ -176,7 +153,7 @@ def explain_decode(
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    **options: "Unpack[DecodeAttentionArguments]",
+    **options: Any,
 ) -> Explanation:
     """Backend of `decode_attention` for these arguments, and why faster ones are passed over.
 

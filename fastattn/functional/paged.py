@@ -1,7 +1,7 @@
 """`attention_paged`: attention of packed new tokens to a paged cache."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,36 +25,10 @@ from .decode import (
 )
 from .merge import SharedPages, check_shared, merge_into
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..arguments import AttentionPagedArguments
-
 # Tree mask: one tensor for all rows, or matrices and their starts.
 TreeMask = Tensor | tuple[Tensor, Tensor] | None
 
 
-@overload
-def attention_paged(
-    q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
-    tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[AttentionPagedArguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def attention_paged(
-    q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
-    tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
-    return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[AttentionPagedArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention_paged(
-    q: Tensor, cache: Any, cu_seqlens_q: Tensor, *, max_seqlen_q: int | None = ...,
-    tree_mask: TreeMask = ..., shared: SharedPages | None = ..., out: Tensor | None = ...,
-    return_lse: bool, backend: str | None = ...,
-    **options: "Unpack[AttentionPagedArguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PAGED.sign
 def attention_paged(
     q: Tensor,
@@ -68,7 +42,7 @@ def attention_paged(
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> call_options.Results:
     """Attention of any number of newest tokens of every row of a cache to the row's tokens.
 
     One step of a server: prompt chunks, decoding rows and rows without new tokens, packed without
@@ -174,7 +148,7 @@ def explain_paged(
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    **options: "Unpack[AttentionPagedArguments]",
+    **options: Any,
 ) -> Explanation:
     """Backend of `attention_paged` for these arguments, and why faster ones are passed over.
 

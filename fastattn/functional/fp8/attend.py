@@ -17,7 +17,7 @@ remedy, periodic promotion of partial sums.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,6 @@ from ...tuned import choices
 from ...tuned.families import of_call
 from .. import attend, call_options
 from .codes import PackedValues, check_codes, dequantized, unpacked, viewed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ...arguments import AttentionFp8Arguments, AttentionVarlenFp8Arguments
 
 # Head dims at which 8 bits take less time than 16, the packing of values included: bench/results.
 _FASTER = (64, 128)
@@ -88,27 +83,6 @@ class _Call(NamedTuple):
         )
 
 
-@overload
-def attention_fp8(
-    q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[AttentionFp8Arguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def attention_fp8(
-    q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[AttentionFp8Arguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention_fp8(
-    q: Tensor, k: Tensor, v: Tensor | PackedValues, *, q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: bool, backend: str | None = ...,
-    **options: "Unpack[AttentionFp8Arguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.FP8.sign
 def attention_fp8(
     q: Tensor,
@@ -122,7 +96,7 @@ def attention_fp8(
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> call_options.Results:
     """Attention of e4m3 queries, keys and values with a scale per head, without gradients.
 
     The Hopper kernel multiplies in 8 bits and so rounds the weights to e4m3 (this module's
@@ -160,30 +134,6 @@ def attention_fp8(
     return _compute(call, out_dtype, return_lse, backend, options)
 
 
-@overload
-def attention_varlen_fp8(
-    q: Tensor, k: Tensor, v: Tensor | PackedValues, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[AttentionVarlenFp8Arguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def attention_varlen_fp8(
-    q: Tensor, k: Tensor, v: Tensor | PackedValues, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[AttentionVarlenFp8Arguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def attention_varlen_fp8(
-    q: Tensor, k: Tensor, v: Tensor | PackedValues, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = ..., *, q_scale: Tensor | None = ...,
-    k_scale: Tensor | None = ..., v_scale: Tensor | None = ..., out_dtype: torch.dtype = ...,
-    return_lse: bool, backend: str | None = ...,
-    **options: "Unpack[AttentionVarlenFp8Arguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.PACKED_FP8.sign
 def attention_varlen_fp8(
     q: Tensor,
@@ -199,7 +149,7 @@ def attention_varlen_fp8(
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> call_options.Results:
     """`attention_fp8` within each of N packed sequences, without padding.
 
     The FP8 counterpart of `attention_varlen`.
@@ -242,7 +192,7 @@ def explain_fp8(
     out_dtype: torch.dtype = torch.bfloat16,
     return_lse: bool = False,
     backend: str | None = None,
-    **options: "Unpack[AttentionFp8Arguments]",
+    **options: Any,
 ) -> Explanation:
     """Backend of `attention_fp8` for these arguments, and why faster ones are passed over.
 

@@ -4,7 +4,7 @@ For NSA (Yuan et al. 2025, arXiv 2502.11089), MoBA (Lu et al. 2025, arXiv 2502.1
 sparse attention (block_k = 1) and static block patterns.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,30 +15,7 @@ from ...options import Options
 from ...torch_backend.selected import attend as formula
 from .. import call_options, inputs
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-    from ...arguments import SelectedAttentionArguments
-
-
-@overload
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, block: tuple[int, int] = ...,
-    counts: Tensor | None = ..., return_lse: Literal[False] = ..., backend: str | None = ...,
-    **options: "Unpack[SelectedAttentionArguments]",
-) -> Tensor: ...  # fmt: skip
-@overload
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, block: tuple[int, int] = ...,
-    counts: Tensor | None = ..., return_lse: Literal[True], backend: str | None = ...,
-    **options: "Unpack[SelectedAttentionArguments]",
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@overload
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, block: tuple[int, int] = ...,
-    counts: Tensor | None = ..., return_lse: bool, backend: str | None = ...,
-    **options: "Unpack[SelectedAttentionArguments]",
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @call_options.SELECTED.sign
 def selected_attention(
     q: Tensor,
@@ -51,7 +28,7 @@ def selected_attention(
     return_lse: bool = False,
     backend: str | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> call_options.Results:
     """softmax(q k^T) v over the key blocks in `indices` for each block of queries.
 
     Time and memory are proportional to the listed blocks, forward and backward. Masks apply within
