@@ -60,9 +60,12 @@ def bind(
     known = tracing.host_knows(q)
     is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     if not (is_causal or (options.plain and formula.sees_all(options, q.shape[2], k.shape[2]))):
+        shown = _lasting_mask(q, k, options) if known and options.plain else None
+        if shown is not None:
+            return partial(_fused, shown=shown, gqa=gqa)
         return partial(_masked, gqa=gqa, first_row=first_row, known=known)
     short = q.device.type == "cpu" and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
-    return partial(_unmasked, is_causal=is_causal, gqa=gqa, short=short, known=known)
+    return partial(_fused, is_causal=is_causal, gqa=gqa, short=short, known=known)
 
 
 def _with_one_product(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
@@ -85,26 +88,28 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -
     return results[0], results[1].float()
 
 
-def _unmasked(
+def _fused(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     options: Options,
     *,
-    is_causal: bool,
     gqa: bool,
-    short: bool,
-    known: bool,
+    shown: Tensor | None = None,
+    is_causal: bool = False,
+    short: bool = False,
+    known: bool = False,
 ) -> Tensor:
-    """o of a call with torch's own causal mask or none.
+    """o of torch's function.
 
-    short: there are few keys, on a CPU. known: whether the host knows what tensors hold.
+    shown: a mask or bias. short: without, there are few keys, on a CPU. known: whether the host
+    knows what tensors hold.
     """
     o = scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
+        q, k, v, attn_mask=shown, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
     )
     if o.requires_grad:
-        _allow_second_derivatives(o, (q, k, v, None), is_causal, options.scale)
+        _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if not short or (known and torch.count_nonzero(o).item() == o.numel()):
         return o
     return _with_nan(o, q, k, is_causal)
@@ -113,7 +118,7 @@ def _unmasked(
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, gqa: bool, first_row: int, known: bool
 ) -> Tensor:
-    """o of a call with a mask or bias. known: as for `_unmasked`."""
+    """o of a call with a mask or bias. known: as for `_fused`."""
     B, H_q, T_q, _ = q.shape
     T_k = k.shape[2]
     mask = formula.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
@@ -127,14 +132,32 @@ def _masked(
         bias = bias.expand(*bias.shape[:2], T_q, T_k)
         bias = bias if mask is None else torch.where(mask, bias, float("-inf"))
     shown = mask if bias is None else bias
-    o = scaled_dot_product_attention(q, k, v, attn_mask=shown, scale=options.scale, enable_gqa=gqa)
-    if o.requires_grad:
-        _allow_second_derivatives(o, (q, k, v, shown), False, options.scale)
+    o = _fused(q, k, v, options, gqa=gqa, shown=shown)
     if mask is not None and not (known and _is_tame(o)):
         # On a CPU torch gives 0 for rows without keys, unless there is NaN elsewhere; its CUDA
         # kernels differ.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
+
+
+# Most scores of a mask that is kept with a call, for each head: 256 KiB in fp32.
+_LASTING = 2**16
+
+
+def _lasting_mask(q: Tensor, k: Tensor, options: Options) -> Tensor | None:
+    """The mask of all calls with these sizes and plain options, to be added to scores.
+
+    None if it is large, or if a row sees no key.
+    """
+    B, H_q, T_q, _ = q.shape
+    T_k = k.shape[2]
+    if T_q * T_k > _LASTING:
+        return None
+    with torch.inference_mode(False):  # no graph could save what inference mode makes
+        mask = formula.visible(options, B, H_q, T_q, T_k, q.device)
+        if mask is None or not mask.any(-1).all():
+            return None
+        return torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
 
 
 def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
@@ -236,4 +259,4 @@ def _harmless(x: Tensor, exists: Tensor, known: bool) -> Tensor:
 def _is_tame(x: Tensor) -> bool:
     """Whether x has no NaN, infinity or number that could overflow in a product."""
     norm = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float))
-    return bool(norm < _LARGE)
+    return norm.item() < _LARGE

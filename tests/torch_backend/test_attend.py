@@ -18,13 +18,7 @@ def test_no_mask_is_built_where_torch_has_a_flag(monkeypatch: pytest.MonkeyPatch
     original = torch_backend.scaled_dot_product_attention
 
     def recorded(*inputs, **options):
-        seen.append(
-            (
-                options.get("attn_mask") is None,
-                options.get("is_causal", False),
-                options["enable_gqa"],
-            )
-        )
+        seen.append((options["attn_mask"] is None, options["is_causal"], options["enable_gqa"]))
         return original(*inputs, **options)
 
     monkeypatch.setattr(torch_backend, "scaled_dot_product_attention", recorded)
