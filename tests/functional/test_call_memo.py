@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from stays import way
 
 from fastattn import attention, attention_varlen, decode_attention, view_of_tensors
 from fastattn.bench.time import overhead
@@ -277,6 +278,13 @@ def test_torch_does_little_for_a_known_call(device: str) -> None:
     call = partial(attention, q, k, v, causal=True, backend="torch")
     call()
     assert entered(call)[0] <= 15
+
+
+def test_four_frames_lead_to_the_launch_of_a_known_call(device: str) -> None:
+    q, k, v = inputs(device, requires_grad=False)
+    call = partial(by_triton, q, k, v, causal=True)
+    assert way(call).frames > 4
+    assert way(call).frames == 4
 
 
 def test_the_environment_is_asked_at_each_call(

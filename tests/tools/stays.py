@@ -1,7 +1,7 @@
-"""The way of a call: functions, files and layers that it passes from the public name to the launch.
+"""The way of a call: functions, files and layers from the public name to the launch.
 
-A stay is a run of calls inside one file; a climb, a stay in a layer above the one before. Frames are
-those between the caller and the launch of a kernel, or torch's own function.
+A stay is a run of calls inside one file; a climb, a stay in a layer above the one before. Frames
+are those from the public name to the launch of a kernel.
 
     TRITON_INTERPRET=1 python tests/tools/stays.py
 """
@@ -18,7 +18,7 @@ import torch
 import fastattn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-from layout_rules import find_modules, floor_of
+from layout_rules import find_modules, floor_of  # type: ignore[import-not-found]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULES = find_modules(_ROOT)
@@ -76,7 +76,7 @@ def way(call: Callable[[], object]) -> Way:
 def calls(backend: str) -> dict[str, Callable[[], object]]:
     """A call of each kind by this backend."""
     q, k, v = torch.randn(1, 2, 16, 16), torch.randn(1, 1, 16, 16), torch.randn(1, 1, 16, 16)
-    packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    q_rows, k_rows, v_rows = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
     offsets = torch.tensor([0, 16], dtype=torch.int32)
     cache = fastattn.PagedKVCache(num_pages=8, page_size=4, num_kv_heads=1, head_dim=16)
     row = cache.allocate()
@@ -88,24 +88,30 @@ def calls(backend: str) -> dict[str, Callable[[], object]]:
     def forward() -> None:
         graphs.append(fastattn.attention(leaf, k, v, causal=True, softcap=9.0, backend=backend))
 
+    def backward() -> None:
+        torch.autograd.backward(graphs.pop().sum())
+
     def unrecorded(call: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(call)
 
     how: dict[str, Any] = {"causal": True, "backend": backend}
     return {
         "attention": unrecorded(lambda: fastattn.attention(q, k, v, **how)),
-        "attention_varlen": unrecorded(lambda: fastattn.attention_varlen(*packed, offsets, **how)),
+        "attention_varlen": unrecorded(
+            lambda: fastattn.attention_varlen(q_rows, k_rows, v_rows, offsets, **how)
+        ),
         "attention_paged": unrecorded(
-            lambda: fastattn.attention_paged(packed[0][:1], cache, offsets[:2].clamp(max=1), **how)
+            lambda: fastattn.attention_paged(q_rows[:1], cache, offsets.clamp(max=1), **how)
         ),
         "CausalGQAttention": unrecorded(lambda: layer(x)),
         "attention, recorded": forward,
-        "its backward": lambda: graphs.pop().sum().backward(),
+        "its backward": backward,
     }
 
 
 def main() -> None:
-    print(f"{'call':22}{'backend':9}{'':6}" + "".join(f"{x:>8}" for x in Way._fields))
+    write = sys.stdout.write
+    write(f"{'call':22}{'backend':9}{'':6}" + "".join(f"{x:>8}" for x in Way._fields) + "\n")
     for backend in ("triton", "torch"):
         fastattn.attention(*(torch.ones(1, 1, 2, 16) for _ in range(3)), backend=backend)
         every = calls(backend)
@@ -113,7 +119,7 @@ def main() -> None:
         again = {name: way(call) for name, call in every.items()}
         for name in every:
             for kind, counts in (("cold", first[name]), ("warm", again[name])):
-                print(f"{name:22}{backend:9}{kind:6}" + "".join(f"{x:8}" for x in counts))
+                write(f"{name:22}{backend:9}{kind:6}" + "".join(f"{x:8}" for x in counts) + "\n")
 
 
 if __name__ == "__main__":
