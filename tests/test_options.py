@@ -280,8 +280,8 @@ def places(source: str, option: str) -> list[str]:
     return [x for x in statements(source) if word.search(x)]
 
 
-# In how many places of how many files an option may be named, over all that is installed but the
-# file that is written from the table.
+# In how many places of how many files an option may be named at most, over all that is installed
+# but the file that is written from the table. The numbers may only fall.
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (65, 29),
     "prefix_lengths": (24, 14),
@@ -297,7 +297,8 @@ def test_an_option_stands_in_few_places(option: str) -> None:
     sources = (x for folder in folders for x in folder.rglob("*.py") if x != ARGUMENTS)
     counts = {str(x): len(places(x.read_text(encoding="utf-8"), option)) for x in sources}
     counts = {name: count for name, count in counts.items() if count}
-    assert (sum(counts.values()), len(counts)) == MOST[option], counts
+    most, files = MOST[option]
+    assert sum(counts.values()) <= most and len(counts) <= files, counts
 
 
 def test_contributors_are_told_in_how_many() -> None:
