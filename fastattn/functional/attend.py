@@ -338,15 +338,18 @@ def compute(
         if torch_varlen.serves(options):
             return torch_varlen.attend(q, k, v, options, return_lse)
         run = torch_backend.bind(q, k, v, options, return_lse)
-        call_memo.keep(key, q, arguments, options, lambda: run, cast=cast, by_torch=True)
-        return run(q, k, v, options)
+        call = (q, k, v, options)
+        return call_memo.first(run, call, key, arguments, options, cast=cast, by_torch=True)
     kernels, options = dispatch.launched(choice, q, k, v, options)
     options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
+    if key is not None and rows[0] is q and rows[1] is k and rows[2] is v:
+        run = ops.prepare(q, k, v, options, kernels, return_lse)
+        call = (q, k, v, options)
+        results = call_memo.first(run, call, key, arguments, options, cast=cast)
+        if results is not None:
+            return results
     o, lse = ops.attend(*rows, options, kernels)
-    if rows[0] is q and rows[1] is k and rows[2] is v:
-        prepare = partial(ops.prepare, q, k, v, options, kernels, return_lse)
-        call_memo.keep(key, q, arguments, options, prepare, cast=cast)
     if o.shape[-1] != v.shape[-1]:
         o = o[..., : v.shape[-1]]
     return (o, lse) if return_lse else o

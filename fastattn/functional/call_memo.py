@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import dispatch, tracing
 from ..ops import attend, spread
-from ..ops.call import TRITON_INSTALLED
+from ..ops.call import TRITON_INSTALLED, from_compiler
 from ..options import Options
 from ..torch_backend import dropout
 from ..tuned import choices
@@ -147,24 +147,41 @@ def find(key: list[Any] | None) -> KnownCall | None:
     return None
 
 
-def keep(
-    key: list[Any] | None, q: Tensor, arguments: Mapping[str, Any], options: Options,
-    prepare: Callable[[], Any], *, cast: bool = False, by_torch: bool = False,
-) -> None:  # fmt: skip
-    """Store a call that was served with the caller's own tensors, or their casts.
+def first(
+    run: Callable[..., Any] | None, call: tuple[Any, ...], key: list[Any] | None,
+    arguments: Mapping[str, Any], options: Options, *, cast: bool = False, by_torch: bool = False,
+) -> Any:  # fmt: skip
+    """Results of run(*call), which serves later calls of this key too.
+
+    None: there is no such function, or a kernel does not compile.
 
     Args:
+        run: of the caller's own tensors, or their casts; None: each call is worked out anew.
+        call: q first.
         arguments: as in `key_of`, after autocast.
         options: the checked options.
-        prepare: returns what computes such calls, or None if they cannot be cached.
         cast: as in `KnownCall`.
         by_torch: no kernel serves the call.
     """
-    if key is None or (by_torch and not q.is_cpu and not TRITON_INSTALLED):
-        return
+    if run is None:
+        return None
+    try:
+        results = run(*call)
+    except Exception as error:
+        if by_torch or not from_compiler(error):
+            raise
+        return None
+    if key is not None and (not by_torch or call[0].is_cpu or TRITON_INSTALLED):
+        _keep(run, call[0], key, arguments, options, cast, by_torch)
+    return results
+
+
+def _keep(
+    run: Callable[..., Any], q: Tensor, key: list[Any], arguments: Mapping[str, Any],
+    options: Options, cast: bool, by_torch: bool,
+) -> None:  # fmt: skip
     sources = _sources(arguments, options)
-    run = None if sources is None else prepare()
-    if sources is None or run is None:
+    if sources is None:
         return
     fields = list(options)
     for source in sources:

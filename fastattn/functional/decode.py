@@ -112,11 +112,15 @@ def decode_attention(
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
             run = torch.no_grad()(partial(decode_torch.attend, return_lse=return_lse))
-            call_memo.keep(key, q, given, checked, lambda: run, by_torch=True)
-            return run(q, view, new_lengths, checked, uniform)
-        call = (q, view, new_lengths, checked, num_splits)
-        call_memo.keep(key, q, given, checked, partial(decode_ops.prepare, *call, return_lse))
-        o, lse = decode_ops.attend(*call)
+            call = (q, view, new_lengths, checked, uniform)
+            return call_memo.first(run, call, key, given, checked, by_torch=True)
+        if key is not None:
+            prepared = decode_ops.prepare(q, view, new_lengths, checked, num_splits, return_lse)
+            call = (q, view, new_lengths, checked, uniform)
+            results = call_memo.first(prepared, call, key, given, checked)
+            if results is not None:
+                return results
+        o, lse = decode_ops.attend(q, view, new_lengths, checked, num_splits)
     return (o, lse) if return_lse else o
 
 

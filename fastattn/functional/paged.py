@@ -121,18 +121,20 @@ def attention_paged(
     choice = choose(q, view, checked, backend)
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     given = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
+    call = (q, view, cu_seqlens_q, out, checked)
     with torch.no_grad():
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
             run = torch.no_grad()(partial(paged_torch.attend, return_lse=return_lse))
-            call_memo.keep(key, q, given, checked, lambda: run, by_torch=True)
-            return run(q, view, cu_seqlens_q, out, checked)
+            return call_memo.first(run, call, key, given, checked, by_torch=True)
         longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-        call = (q, view, cu_seqlens_q, out, checked, longest)
-        prepare = partial(decode_ops.prepare_packed, *call, return_lse)
-        call_memo.keep(key, q, given, checked, prepare)
-        o, lse = decode_ops.attend_packed(*call)
+        if key is not None:
+            prepared = decode_ops.prepare_packed(*call, longest, return_lse)
+            results = call_memo.first(prepared, call, key, given, checked)
+            if results is not None:
+                return results
+        o, lse = decode_ops.attend_packed(*call, longest)
     return (o, lse) if return_lse else o
 
 
