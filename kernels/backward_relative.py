@@ -24,7 +24,7 @@ from .launch.arguments import (
     kernel_mask,
     kernel_score,
     sizes,
-    strides,
+    strided,
 )
 from .launch.tiles import lookup
 from .rules.integers import value
@@ -41,7 +41,7 @@ from .rules.tile import (
     at_keys,
     at_queries,
     batch_row,
-    head,
+    head_at,
     load_block,
     load_vector,
     memory_rows,
@@ -52,18 +52,14 @@ if TYPE_CHECKING:
 
 
 class _Head(NamedTuple):
-    """Pointers and strides to read the queries and keys of one head of a batch row."""
+    """Queries and keys of one head of a batch row, each a `tile.Head`, and where it begins."""
 
     h: Any
     H_q: Any
-    q_ptr: Any
-    q_stride: Any
-    do_ptr: Any
-    do_stride: Any
-    k_ptr: Any
-    k_stride: Any
-    v_ptr: Any
-    v_stride: Any
+    q: Any
+    do: Any
+    k: Any
+    v: Any
     batch: Any
     first_q: Any
     statistics: Any
@@ -161,16 +157,16 @@ def _grow(
     n_first = m_first + row.offset - row.shift - d_first - (BLOCK - 1)
     valid = valid_keys(n_first + tl.arange(0, W), row, mask)
     stats = o.statistics + rows
-    q = load_block(o.q_ptr, o.q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+    q = load_block(o.q, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     query = relative_query(q, o.batch, o.h, o.first_q, m_first, in_rows, score, const)
     d_bias, ds = _gradient_by_distance(
         q,
         query,
-        load_block(o.do_ptr, o.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
+        load_block(o.do, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
         load_lse(o.lse_ptr + stats, in_rows, score),
         load_vector(o.delta_ptr + stats, in_rows, 0.0),
-        load_block(o.k_ptr, o.k_stride, n_first, valid, W, const.BLOCK_D, const.D),
-        load_block(o.v_ptr, o.v_stride, n_first, valid, W, const.BLOCK_DV, const.D_V),
+        load_block(o.k, n_first, valid, W, const.BLOCK_D, const.D),
+        load_block(o.v, n_first, valid, W, const.BLOCK_DV, const.D_V),
         vectors,
         rows,
         d_first,
@@ -222,16 +218,14 @@ def _store_keys(
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "rows_of_batch", "d_start"])
 def attention_backward_relative_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr,
-    dkeys_ends_ptr, starts_ptr, q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G,
-    T_q, T_k, rows_of_batch, d_start, const: tl.constexpr,
+    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr, dkeys_ends_ptr,
+    starts_ptr, mask, score, H_q, G, T_q, T_k, rows_of_batch, d_start, const: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N distances from d_start, or from where starts says, H_q)."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     D: tl.constexpr = const.D
     BLOCK_D: tl.constexpr = const.BLOCK_D
-    INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
     if starts_ptr is None:
         d_first = d_start + tl.program_id(0) * BLOCK
     else:
@@ -246,28 +240,13 @@ def attention_backward_relative_kernel(
     for b in range(0, rows_of_batch):
         row = batch_row(b, T_q, T_k, mask)
         batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
-        q_head, q_stride = head(q_ptr, batch, h, first_q, q_strides, INDEX)
-        k_head, k_stride = head(k_ptr, batch, h // G, first_k, k_strides, INDEX)
-        v_head, v_stride = head(v_ptr, batch, h // G, first_k, v_strides, INDEX)
-        do_head, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
+        q_head = head_at(q.ptr, batch, h, first_q, q.strides, const)
+        k_head = head_at(k.ptr, batch, h // G, first_k, k.strides, const)
+        v_head = head_at(v.ptr, batch, h // G, first_k, v.strides, const)
+        do_head = head_at(do.ptr, batch, h, first_q, do.strides, const)
         stats = (batch * H_q + h).to(tl.int64) * T_q + first_q
-        operands = _Head(
-            h,
-            H_q,
-            q_head,
-            q_stride,
-            do_head,
-            do_stride,
-            k_head,
-            k_stride,
-            v_head,
-            v_stride,
-            batch,
-            first_q,
-            stats,
-            lse_ptr,
-            delta_ptr,
-        )
+        heads = (q_head, do_head, k_head, v_head)
+        operands = _Head(h, H_q, *heads, batch, first_q, stats, lse_ptr, delta_ptr)
         first, last = _queries_of(d_first, row, mask, BLOCK)
         for m_first in range(first, last, BLOCK_M):
             row_m = at_queries(row, m_first, mask)
@@ -322,16 +301,12 @@ def launch_backward_relative(
     if tiles and H_q:
         cu_seqlens = options.cu_seqlens_q
         attention_backward_relative_kernel[(tiles, H_q)](
-            q,
-            k,
-            v,
-            do,
+            *map(strided, (q, k, v, do)),
             lse,
             delta,
             *bias,
             *keys,
             starts,
-            *map(strides, (q, k, v, do)),
             kernel_mask(options),
             kernel_score(options, q.dtype),
             *sizes(q, k),

@@ -28,7 +28,6 @@ from ..combine import (
     merged_row,
     part_facts,
     place_packed,
-    row_pointers,
 )
 from ..rules.codes import (
     add_weighted_groups,
@@ -47,7 +46,7 @@ from ..rules.product import add_weighted_rows, interleave, rows_by_rows
 from ..rules.score import first_state, modified
 from ..rules.softmax import finish, in_parts, online_step
 from ..rules.splits import packed_part, part_of, share, tile_rows
-from ..rules.tile import clear_unowned, load_at
+from ..rules.tile import clear_unowned, load_at, row_pointers
 
 
 @triton.jit
@@ -226,7 +225,7 @@ def decode_kernel(
         one = packed_part(part, count, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N)
         ends = (lengths.cu_ptr, 4 * B + 3, T_q)
         cols = tl.arange(0, BLOCK_DV * GROUPS)
-        clear_unowned(o.ptr, 0.0, cols, D_V, o.stride_h >> 2, o.stride_t >> 2, H_q, ends)
+        clear_unowned(o.ptr, 0.0, cols, D_V, o.strides[1] >> 2, o.strides[2] >> 2, H_q, ends)
         clear_unowned(lse_ptr, float("-inf"), tl.arange(0, 1), 1, T_q, 1, H_q, ends)
         if IN_PARTS and MERGED == 0:
             clear_places(parts, part, count, one.free, h_k, value(plan.places), BLOCK_M)

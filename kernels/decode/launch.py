@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..combine import PART_FACTS, combine_launch, strided
+from ..combine import PART_FACTS, combine_launch
 from ..launch.arguments import (
     block_dim,
     blocks,
@@ -17,6 +17,7 @@ from ..launch.arguments import (
     kernel_score,
     mask_by_blocks,
     shown_by_ranges,
+    strided,
 )
 from ..launch.arrivals import arrival_counters
 from ..launch.decode_splits import (
@@ -190,7 +191,7 @@ def _plan(
     columns = [max(16 if scale is None else 32, block_dim(width)) for width, scale in of_tiles]
     return Launch(
         decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        strided(q), o if o is None else strided(o), lse, parts if parts is None else strided(parts),
+        strided(q), strided(o), lse, strided(parts),
         counters,
         *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
         pages_of(cache), lengths, mask, kernel_score(options), plan,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask
 from ..rules.score import Score
-from ..rules.tile import ORDERED, Constants
+from ..rules.tile import ORDERED, Constants, Strided
 from . import tiles
 from .descriptors import tma_strides
 from .key_extents import launch_padding_extents
@@ -29,10 +29,14 @@ UNBOUNDED = (1 << 29) - 1
 _MAX_ROWS = 256
 
 
-def strides(x: Tensor) -> tuple[int | None, ...]:
-    """Batch, head and row stride of [B, H, T, D], in the form of `runtime_int`."""
-    stride_b, stride_h, stride_t, _ = x.stride()
-    return 4 * stride_b + 3, 4 * stride_h + 3, 4 * stride_t + 3
+def strides(x: Tensor | None) -> tuple[int | None, ...] | None:
+    """Batch, head and row stride of [B, H, T, D], in the form of `runtime_int`; None without x."""
+    return None if x is None else tuple(map(runtime_int, x.stride()[:3]))
+
+
+def strided(x: Tensor | None) -> Strided | None:
+    """A tensor [B, H, T, D] with its strides, for kernels."""
+    return None if x is None else Strided(x, strides(x))
 
 
 def broadcast_strides(x: Tensor) -> tuple[int | None, ...]:
@@ -320,9 +324,9 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         keys_heads=None if keys is None else runtime_int(keys.shape[0]),
         keys_reach=None if keys is None else runtime_int(keys.shape[1] // 2),
         query_ptr=query,
-        query_strides=None if query is None else strides(query),
+        query_strides=strides(query),
         key2_ptr=key2,
-        key2_strides=None if key2 is None else strides(key2),
+        key2_strides=strides(key2),
         key2_heads=None if key2 is None else runtime_int(key2.shape[1]),
         bias_ptr=bias,
         bias_strides=None if bias is None else broadcast_strides(bias),

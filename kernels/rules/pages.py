@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .integers import runtime_int, value
-from .tile import load_at, load_block, load_tile, load_vector
+from .tile import Head, load_at, load_block, load_tile, load_vector
 
 
 class CacheTensors(NamedTuple):
@@ -214,7 +214,7 @@ def _load_rows(
         stride = tl.multiple_of((strides[2] >> FORM).to(tl.int32), ALIGN)
     start = ptr + head * stride_h + (page * stride_p + slot.to(tl.int64) * stride)
     if ONE_PAGE:
-        tile = load_tile(start, stride, 0, keep, N, COLS, WIDTH)
+        tile = load_tile(Head(start, stride), 0, keep, N, COLS, WIDTH)
     else:
         pointers = start[:, None] + tl.arange(0, COLS)[None, :]
         tile = load_at(pointers, keep, COLS, WIDTH)
@@ -235,7 +235,7 @@ def load_columns(
     stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
     start = store.ptr + head * stride_h + page * stride_p
     if ONE_PAGE:
-        tile = load_block(start, stride, slot, keep, N, COLS, WIDTH)
+        tile = load_block(Head(start, stride), slot, keep, N, COLS, WIDTH)
     else:
         rows = start + slot.to(tl.int64) * stride
         tile = load_at(rows[:, None] + tl.arange(0, COLS)[None, :], keep, COLS, WIDTH)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import tiles
-from ..launch.arguments import aligned, block_dim, blocks, constants, strides
+from ..launch.arguments import aligned, block_dim, blocks, constants, strided
 from ..rules.product import rows_by_rows
 from ..rules.softmax import LOG2E, weights
 from ..rules.tile import head_at, load_block, load_vector
@@ -16,9 +16,9 @@ from ..rules.tile import head_at, load_block, load_vector
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "H_s", "T_q", "T_k", "first_query", "rows", "wide"])
 def block_scores_kernel(
-    q_ptr, k_ptr, lse_ptr, scores_ptr, q_strides, k_strides, scale, H_q, H_k, H_s, T_q, T_k,
-    first_query, offset, rows, wide, const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr,
-    PER_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    q, k, lse_ptr, scores_ptr, scale, H_q, H_k, H_s, T_q, T_k, first_query, offset, rows, wide,
+    const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr, PER_BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N / PER_BLOCK] of a tile of queries and blocks, over the heads that
     share a list. 1-D grid: tiles of blocks, of queries, lists, batch.
@@ -50,16 +50,15 @@ def block_scores_kernel(
     if CAUSAL:
         last = tl.where(first_key * STRIDE <= m_first + BLOCK_M + (offset[0] >> 2), last, 0)
     for h in range(H_q // H_s * s_head, last):
-        q_head, q_stride = head_at(q_ptr, b, h, 0, q_strides, const)
-        q = load_block(q_head, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
-        k_head, k_stride = head_at(k_ptr, b, h * H_k // H_q, 0, k_strides, const)
+        q_head = head_at(q.ptr, b, h, 0, q.strides, const)
+        q_tile = load_block(q_head, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+        k_head = head_at(k.ptr, b, h * H_k // H_q, 0, k.strides, const)
         for back in range(0, POOL // STRIDE):
             key = first_key - back + tl.arange(0, BLOCK_N)
             there = (key >= 0) & (key < T_k)
-            k = load_block(
-                k_head, k_stride, first_key - back, there, BLOCK_N, const.BLOCK_D, const.D
-            )
-            s = rows_by_rows(q, k, PRECISION)
+            first = first_key - back
+            k_tile = load_block(k_head, first, there, BLOCK_N, const.BLOCK_D, const.D)
+            s = rows_by_rows(q_tile, k_tile, PRECISION)
             keep = there[None, :] & in_rows[:, None]
             if CAUSAL:
                 keep = keep & ((key * STRIDE + POOL - 1)[None, :] <= position[:, None])
@@ -102,7 +101,7 @@ def launch_block_scores(
     across = blocks(count, const.BLOCK_N // per_block)
     if programs := B * H_s * across * blocks(length, const.BLOCK_M):
         block_scores_kernel[(programs,)](
-            q, k, lse, scores, strides(q), strides(k), scale, H_q, H_k, H_s, T_q, T_k, rows[0],
+            strided(q), strided(k), lse, scores, scale, H_q, H_k, H_s, T_q, T_k, rows[0],
             (4 * offset + 3,), length, count, const, *pool, per_block, causal,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
