@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import tiles
-from ..launch.arguments import aligned, block_dim, blocks, constants, strided
+from ..launch.arguments import aligned, block_dim, blocks, constants, strides
 from ..rules.product import rows_by_rows
 from ..rules.softmax import LOG2E, weights
 from ..rules.tile import head_at, load_block, load_vector
@@ -16,9 +16,9 @@ from ..rules.tile import head_at, load_block, load_vector
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "H_s", "T_q", "T_k", "first_query", "rows", "wide"])
 def block_scores_kernel(
-    q, k, lse_ptr, scores_ptr, scale, H_q, H_k, H_s, T_q, T_k, first_query, offset, rows, wide,
-    const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr, PER_BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, scores_ptr, strides, scale, H_q, H_k, H_s, T_q, T_k, first_query, offset,
+    rows, wide, const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr,
+    PER_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N / PER_BLOCK] of a tile of queries and blocks, over the heads that
     share a list. 1-D grid: tiles of blocks, of queries, lists, batch.
@@ -27,7 +27,7 @@ def block_scores_kernel(
     score. Key i pools the tokens from i STRIDE to i STRIDE + POOL - 1. A block of PER_BLOCK STRIDE
     tokens includes the keys that begin in it and, once for each STRIDE of overlap, earlier keys. A
     block without visible keys scores -inf. rows: number of queries, from first_query on; wide:
-    blocks. offset: in a tuple, position of query 0.
+    blocks. strides: of q and of k. offset: in a tuple, position of query 0.
     """
     PRECISION: tl.constexpr = const.PRECISION
     BLOCK_M: tl.constexpr = const.BLOCK_M
@@ -50,15 +50,15 @@ def block_scores_kernel(
     if CAUSAL:
         last = tl.where(first_key * STRIDE <= m_first + BLOCK_M + (offset[0] >> 2), last, 0)
     for h in range(H_q // H_s * s_head, last):
-        q_head = head_at(q.ptr, b, h, 0, q.strides, const)
-        q_tile = load_block(q_head, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
-        k_head = head_at(k.ptr, b, h * H_k // H_q, 0, k.strides, const)
+        q_head = head_at(q_ptr, b, h, 0, strides[0], const)
+        q = load_block(q_head, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+        k_head = head_at(k_ptr, b, h * H_k // H_q, 0, strides[1], const)
         for back in range(0, POOL // STRIDE):
             key = first_key - back + tl.arange(0, BLOCK_N)
             there = (key >= 0) & (key < T_k)
             first = first_key - back
-            k_tile = load_block(k_head, first, there, BLOCK_N, const.BLOCK_D, const.D)
-            s = rows_by_rows(q_tile, k_tile, PRECISION)
+            k = load_block(k_head, first, there, BLOCK_N, const.BLOCK_D, const.D)
+            s = rows_by_rows(q, k, PRECISION)
             keep = there[None, :] & in_rows[:, None]
             if CAUSAL:
                 keep = keep & ((key * STRIDE + POOL - 1)[None, :] <= position[:, None])
@@ -101,7 +101,7 @@ def launch_block_scores(
     across = blocks(count, const.BLOCK_N // per_block)
     if programs := B * H_s * across * blocks(length, const.BLOCK_M):
         block_scores_kernel[(programs,)](
-            strided(q), strided(k), lse, scores, scale, H_q, H_k, H_s, T_q, T_k, rows[0],
+            q, k, lse, scores, (strides(q), strides(k)), scale, H_q, H_k, H_s, T_q, T_k, rows[0],
             (4 * offset + 3,), length, count, const, *pool, per_block, causal,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
