@@ -22,11 +22,10 @@ from .launch.arguments import (
     bias_stream,
     block_dim,
     blocks,
-    kernel_score,
     key_programs,
     result_in_layout,
     row_constants,
-    sizes,
+    rules,
     strides,
     tile_for,
 )
@@ -212,14 +211,13 @@ def attention_backward_dkv_kernel(
     if score.key2_ptr is not None and dk_ptr is not None:
         D2: tl.constexpr = const.D2
         dkey2 *= score.scale
-        store_part(dkey2_ptr, part, parts, H_q // G, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
+        store_part(dkey2_ptr, part, parts, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
     # One kernel for any number of parts, so that no length compiles another.
     if parts > 1:
-        H_k = H_q // G
         if dk_ptr is not None:
-            store_part(dk_parts_ptr, part, parts, H_k, T_k, tile, dk, BLOCK_D, const.D, const)
+            store_part(dk_parts_ptr, part, parts, T_k, tile, dk, BLOCK_D, const.D, const)
         if dv_ptr is not None:
-            store_part(dv_parts_ptr, part, parts, H_k, T_k, tile, dv, BLOCK_DV, const.D_V, const)
+            store_part(dv_parts_ptr, part, parts, T_k, tile, dv, BLOCK_DV, const.D_V, const)
     else:
         store_keys(dk_ptr, strides.dk, tile, dk, BLOCK_D, const.D, const)
         store_keys(dv_ptr, strides.dv, tile, dv, BLOCK_DV, const.D_V, const)
@@ -271,9 +269,7 @@ def _plan(
             programs * parts,
             tile,
             _Strides(*map(strides, (q, k, v, do, dk, dv))),
-            mask,
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
+            *rules(options, mask, q, k),
             parts,
             row_constants(options, tile, q, v, k, do, dk, dv, options.relative_query),
             streams=(bias_stream(options, q, tile),),

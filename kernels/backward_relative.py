@@ -22,8 +22,7 @@ from .launch.arguments import (
     blocks,
     constants,
     kernel_mask,
-    kernel_score,
-    sizes,
+    rules,
     strided,
 )
 from .launch.tiles import lookup
@@ -32,7 +31,7 @@ from .rules.mask import valid_keys, visible
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_query, skewed, vectors_at
 from .rules.score import dropped, gradient, kept_at, modified
-from .rules.score_gradient import load_lse
+from .rules.score_gradient import QueryRows, load_lse
 from .rules.softmax import weights
 from .rules.tile import (
     FARTHEST,
@@ -87,9 +86,7 @@ def _of_block(row, n_first, mask):
     row = at_keys(row, n_first, mask)
     start = tl.maximum(row.start, n_first)
     end = tl.minimum(row.end, n_first + ORDERED)
-    return BatchRow(
-        row.b, row.T_q, row.T_k, row.offset, start, end, row.solid, row.prefix, row.shift
-    )
+    return BatchRow(*row[:4], start, end, *row[6:])
 
 
 @triton.jit
@@ -101,28 +98,15 @@ def _meets(m_first, n_first, d_first, row, BLOCK_M: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _gradient_by_distance(
-    q,
-    query,
-    do,
-    lse,
-    delta,
-    k,
-    v,
-    vectors,
-    rows,
-    d_first,
-    h,
-    H_q,
-    row,
-    mask,
-    score,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of, k, v, vectors, rows, d_first, h, H_q, row, mask, score, const: tl.constexpr
 ):
     """(dbias, ds) [BLOCK_M, BLOCK] of `tile_gradient`, with a column per distance.
 
-    The keys of row 0 and column 0 are last in k and v, so that `skewed` sorts by distance.
+    of: `QueryRows`. The keys of row 0 and column 0 are last in k and v, so that `skewed` sorts by
+    distance.
     """
+    BLOCK: tl.constexpr = const.BLOCK_N
+    PRECISION: tl.constexpr = const.PRECISION
     distances = (d_first + tl.arange(0, BLOCK))[None, :]
     rows = rows[:, None]
     k_pos = rows + row.offset - row.shift - distances
@@ -130,28 +114,25 @@ def _gradient_by_distance(
     # Masks and scores may load only existing positions.
     k_pos = tl.minimum(tl.maximum(k_pos, 0), row.T_k - 1)
     keep = keep & visible(rows, k_pos, h, row, mask)
-    s = skewed(rows_by_rows(q, k, PRECISION), BLOCK)
+    s = skewed(rows_by_rows(of.q, k, PRECISION), BLOCK)
     if vectors is not None:
-        s += rows_by_rows(query, vectors, PRECISION)
+        s += rows_by_rows(of.query, vectors, PRECISION)
     x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
-    p = weights(x, lse[:, None], factor, keep)
-    dp = skewed(rows_by_rows(do, v, PRECISION), BLOCK)
+    p = weights(x, of.lse[:, None], factor, keep)
+    dp = skewed(rows_by_rows(of.do, v, PRECISION), BLOCK)
     if score.dropout is not None:
         dp = dropped(dp, kept_at(rows, k_pos, h, H_q, row, score), score)
-    dx = p * (dp - delta[:, None])
+    dx = p * (dp - of.delta[:, None])
     return gradient(dx, before, capped, rows, k_pos, h, row, keep, score)
 
 
 @triton.jit
-def _grow(
-    dbias, dkeys, m_first, d_first, vectors, row, operands, mask, score, const: tl.constexpr
-):  # fmt: skip
+def _grow(dbias, dkeys, m_first, d_first, vectors, row, o, mask, score, const: tl.constexpr):
     """Add the queries from m_first on to the sums of the distances from d_first on."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     PRECISION: tl.constexpr = const.PRECISION
     W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
-    o = operands
     rows = m_first + tl.arange(0, BLOCK_M)
     in_rows = rows < row.T_q
     n_first = m_first + row.offset - row.shift - d_first - (BLOCK - 1)
@@ -159,24 +140,14 @@ def _grow(
     stats = o.statistics + rows
     q = load_block(o.q, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     query = relative_query(q, o.batch, o.h, o.first_q, m_first, in_rows, score, const)
+    do = load_block(o.do, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V)
+    lse = load_lse(o.lse_ptr + stats, in_rows, score)
+    delta = load_vector(o.delta_ptr + stats, in_rows, 0.0)
+    k = load_block(o.k, n_first, valid, W, const.BLOCK_D, const.D)
+    v = load_block(o.v, n_first, valid, W, const.BLOCK_DV, const.D_V)
+    of = QueryRows(q, query, do, lse, delta)
     d_bias, ds = _gradient_by_distance(
-        q,
-        query,
-        load_block(o.do, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
-        load_lse(o.lse_ptr + stats, in_rows, score),
-        load_vector(o.delta_ptr + stats, in_rows, 0.0),
-        load_block(o.k, n_first, valid, W, const.BLOCK_D, const.D),
-        load_block(o.v, n_first, valid, W, const.BLOCK_DV, const.D_V),
-        vectors,
-        rows,
-        d_first,
-        o.h,
-        o.H_q,
-        row,
-        mask,
-        score,
-        BLOCK,
-        PRECISION,
+        of, k, v, vectors, rows, d_first, o.h, o.H_q, row, mask, score, const
     )
     if score.relative_ptr is not None:
         dbias += tl.sum(d_bias, 0)
@@ -246,7 +217,7 @@ def attention_backward_relative_kernel(
         do_head = head_at(do.ptr, batch, h, first_q, do.strides, const)
         stats = (batch * H_q + h).to(tl.int64) * T_q + first_q
         heads = (q_head, do_head, k_head, v_head)
-        operands = _Head(h, H_q, *heads, batch, first_q, stats, lse_ptr, delta_ptr)
+        o = _Head(h, H_q, *heads, batch, first_q, stats, lse_ptr, delta_ptr)
         first, last = _queries_of(d_first, row, mask, BLOCK)
         for m_first in range(first, last, BLOCK_M):
             row_m = at_queries(row, m_first, mask)
@@ -255,28 +226,18 @@ def attention_backward_relative_kernel(
                     row_n = _of_block(row_m, n_first, mask)
                     if _meets(m_first, n_first, d_first, row_n, BLOCK_M, BLOCK):
                         dbias, dkeys = _grow(
-                            dbias, dkeys, m_first, d_first, vectors, row_n, operands, mask, score,
-                            const,
-                        )  # fmt: skip
+                            dbias, dkeys, m_first, d_first, vectors, row_n, o, mask, score, const
+                        )
             else:
                 dbias, dkeys = _grow(
-                    dbias, dkeys, m_first, d_first, vectors, row_m, operands, mask, score, const
+                    dbias, dkeys, m_first, d_first, vectors, row_m, o, mask, score, const
                 )
     part = h * tl.num_programs(0) + tl.program_id(0)
     if score.relative_ptr is not None:
         _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, part)
     if score.keys_ptr is not None:
-        _store_keys(
-            dkeys_ptr,
-            dkeys_ends_ptr,
-            dkeys * score.scale,
-            distances,
-            value(score.keys_reach),
-            h,
-            part,
-            D,
-            BLOCK_D,
-        )
+        dkeys, reach = dkeys * score.scale, value(score.keys_reach)
+        _store_keys(dkeys_ptr, dkeys_ends_ptr, dkeys, distances, reach, h, part, D, BLOCK_D)
 
 
 def launch_backward_relative(
@@ -307,9 +268,7 @@ def launch_backward_relative(
             *bias,
             *keys,
             starts,
-            kernel_mask(options),
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
+            *rules(options, kernel_mask(options), q, k),
             B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
             d_start,
             constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),

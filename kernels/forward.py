@@ -16,11 +16,10 @@ from .launch.arguments import (
     bias_stream,
     block_dim,
     empty_in_layout,
-    kernel_score,
     query_programs,
     result_in_layout,
     row_constants,
-    sizes,
+    rules,
     strides,
     tile_for,
 )
@@ -147,9 +146,7 @@ def _plan(
         programs,
         tile,
         _Strides(*map(strides, (q, k, v, o))),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        *rules(options, mask, q, k),
         row_constants(options, tile, q, v, k, o, options.relative_query),
         tile.sum_parts,
         streams=(

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ..launch.arguments import (
     constants,
-    kernel_score,
     key_programs,
     result_in_layout,
-    sizes,
+    rules,
     strides,
 )
 from ..launch.block_sparsity import launch_mask
@@ -168,9 +167,7 @@ def _plan(
             *score_tangent_strides(tbias, trelative),
             *map(strides, (do, h, dk, dv)),
         ),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, do, h, dk, dv),
         tables=tables,
     )

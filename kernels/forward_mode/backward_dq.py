@@ -24,10 +24,9 @@ from ..launch.arguments import (
     aligned,
     block_dim,
     constants,
-    kernel_score,
     query_programs,
     result_in_layout,
-    sizes,
+    rules,
     strides,
 )
 from ..launch.block_sparsity import launch_mask
@@ -154,9 +153,7 @@ def _plan(
             *score_tangent_strides(tbias, trelative),
             *map(strides, (o, to, do, h, dq)),
         ),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o, to, do, h, dq),
         tables=tables,
     )

@@ -27,9 +27,8 @@ from ..launch.arguments import (
     block_dim,
     broadcast_strides,
     constants,
-    kernel_score,
     query_programs,
-    sizes,
+    rules,
     strides,
 )
 from ..launch.block_sparsity import launch_mask
@@ -198,9 +197,7 @@ def _plan(
             *score_tangent_strides(tbias, trelative),
             strides(o),
         ),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o),
         streams=(
             Stream(1, k, tile.BLOCK_N, BLOCK_D),

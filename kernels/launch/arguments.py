@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import triton.language as tl
@@ -165,6 +165,11 @@ def result_in_layout(options: Options, like: Tensor, heads: int, rows: int, cols
     """`empty_in_layout` for a result, in the call's result dtype."""
     dtype = torch.float32 if options.fp32_results else None
     return empty_in_layout(like, heads, rows, cols, dtype)
+
+
+def rules(options: Options, mask: Mask | None, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+    """Mask, score, and `sizes`, in the kernels' order."""
+    return mask, kernel_score(options, q.dtype), *sizes(q, k)
 
 
 def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:

@@ -39,11 +39,11 @@ class QueryTile(NamedTuple):
     statistics: index of row 0 in tensors [B, H_q, T_q]. ends: see `tile.ends_of`.
     """
 
+    row: Any
     number: Any
     h: Any
     h_k: Any
     H_q: Any
-    row: Any
     first: Any
     last: Any
     rows: Any
@@ -63,11 +63,11 @@ class KeyTile(NamedTuple):
     `tile.ends_of`.
     """
 
+    row: Any
     number: Any
     h_k: Any
     H_k: Any
     H_q: Any
-    row: Any
     first: Any
     k_pos: Any
     valid: Any
@@ -94,7 +94,7 @@ def query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M: tl.constexpr)
     statistics = (batch * H_q + h).to(tl.int64) * T_q + first_q
     at = (batch, first_q, first_k)
     ends = ends_of(mask.cu_q_ptr, mask, T_q)
-    return QueryTile(number, h, h_k, H_q, row, first, last, rows, in_rows, *at, statistics, ends)
+    return QueryTile(row, number, h, h_k, H_q, first, last, rows, in_rows, *at, statistics, ends)
 
 
 @triton.jit
@@ -107,47 +107,19 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
     k_pos = first + tl.arange(0, BLOCK_N)
     valid = valid_keys(k_pos, row, mask)
     ends = ends_of(mask.cu_k_ptr, mask, T_k)
-    return KeyTile(number, h_k, H_k, H_q, row, first, k_pos, valid, batch, first_q, first_k, ends)
+    return KeyTile(row, number, h_k, H_k, H_q, first, k_pos, valid, batch, first_q, first_k, ends)
 
 
 @triton.jit
 def meeting_keys(tile, n_first, mask):
     """A tile of queries, with its row for the keys from n_first on: see `tile.at_keys`."""
-    return QueryTile(
-        tile.number,
-        tile.h,
-        tile.h_k,
-        tile.H_q,
-        at_keys(tile.row, n_first, mask),
-        tile.first,
-        tile.last,
-        tile.rows,
-        tile.in_rows,
-        tile.batch,
-        tile.first_q,
-        tile.first_k,
-        tile.statistics,
-        tile.ends,
-    )
+    return QueryTile(at_keys(tile.row, n_first, mask), *tile[1:])
 
 
 @triton.jit
 def meeting_queries(tile, m_first, mask):
     """A tile of keys, with its row for the queries from m_first on: see `tile.at_queries`."""
-    return KeyTile(
-        tile.number,
-        tile.h_k,
-        tile.H_k,
-        tile.H_q,
-        at_queries(tile.row, m_first, mask),
-        tile.first,
-        tile.k_pos,
-        tile.valid,
-        tile.batch,
-        tile.first_q,
-        tile.first_k,
-        tile.ends,
-    )
+    return KeyTile(at_queries(tile.row, m_first, mask), *tile[1:])
 
 
 @triton.jit
@@ -203,10 +175,10 @@ def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, c
 
 @triton.jit
 def store_part(
-    ptr, part, parts, H_k, T_k, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    const: tl.constexpr,
-):  # fmt: skip
+    ptr, part, parts, T_k, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
+):
     """`store_keys` to part `part` of `parts` in fp32 [B, H_k, parts, T_k, WIDTH]."""
+    H_k = tile.H_k
     if len(tile.ends) > 0:
         cols = tl.arange(0, COLS)
         clear_unowned(ptr, 0.0, cols, WIDTH, T_k * WIDTH, WIDTH, H_k * parts, tile.ends)
