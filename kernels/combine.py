@@ -262,7 +262,7 @@ def launch_merge_prefix(
     T, H, width = o.shape
     if T * H:
         prefix_rows, rows = (strided(x.transpose(0, 1)[None]) for x in (prefix, o))
+        sizes = (offsets.shape[0] - 1, T, width, block_dim(width))
         merge_prefix_kernel[(H * T,)](
-            prefix_rows, prefix_lse, rows, lse, offsets, offsets.shape[0] - 1, T, width,
-            block_dim(width), num_warps=1,
-        )  # fmt: skip
+            prefix_rows, prefix_lse, rows, lse, offsets, *sizes, num_warps=1
+        )

@@ -21,10 +21,10 @@ from .launch.arguments import (
     aligned,
     block_dim,
     constants,
-    kernel_score,
     key_programs,
+    launch_tiles,
     query_programs,
-    sizes,
+    rules,
     strided,
     tile_for,
 )
@@ -328,9 +328,7 @@ def _launch(
     """Launch a kernel that writes statistics of q and k, if there are programs."""
     if programs:
         q, k = aligned(q), aligned(k)
-        kernel[(programs,)](
-            strided(q), strided(k), lse, *outputs, mask_for(options, q, k, tile),
-            kernel_score(options, q.dtype), *sizes(q, k), *numbers,
-            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query), *constexprs,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        given = (*rules(options, mask_for(options, q, k, tile), q, k), *numbers)
+        const = constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query)
+        operands = (strided(q), strided(k), lse, *outputs)
+        launch_tiles(kernel, programs, tile, *operands, *given, const, *constexprs)

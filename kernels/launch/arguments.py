@@ -19,6 +19,8 @@ from .launches import Stream
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
+
     # For type checks only: at run time this package imports nothing above it.
     from fastattn.options import Options
 
@@ -114,9 +116,13 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def constants(
-    tile: TileConfig, D: int, D_v: int, dtype: torch.dtype, *tensors: Tensor | None,
+    tile: TileConfig,
+    D: int,
+    D_v: int,
+    dtype: torch.dtype,
+    *tensors: Tensor | None,
     options: Options | None = None,
-) -> Constants:  # fmt: skip
+) -> Constants:
     """Compile-time constants of a kernel; tensors: addressed by rows.
 
     options: of a call that may have a second product.
@@ -124,11 +130,9 @@ def constants(
     D2 = D
     if options is not None and options.key2 is not None:
         D2, tensors = options.key2.shape[3], (*tensors, options.query2, options.key2)
-    return Constants(
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v),
-        index_type(*tensors) == tl.int64, dot_precision(dtype), dtype.itemsize == 2, D2,
-        block_dim(D2),
-    )  # fmt: skip
+    sides = (tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v))
+    products = (index_type(*tensors) == tl.int64, dot_precision(dtype), dtype.itemsize == 2)
+    return Constants(D, D_v, *sides, *products, D2, block_dim(D2))
 
 
 def row_constants(
@@ -165,6 +169,13 @@ def result_in_layout(options: Options, like: Tensor, heads: int, rows: int, cols
     """`empty_in_layout` for a result, in the call's result dtype."""
     dtype = torch.float32 if options.fp32_results else None
     return empty_in_layout(like, heads, rows, cols, dtype)
+
+
+def launch_tiles(kernel: JITFunction, programs: int, tile: TileConfig, *arguments: object) -> None:
+    """Launch a kernel for one call, if there are programs."""
+    if programs:
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        kernel[(programs,)](*arguments, **options)
 
 
 def rules(options: Options, mask: Mask | None, q: Tensor, k: Tensor) -> tuple[Any, ...]:

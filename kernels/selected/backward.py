@@ -18,6 +18,7 @@ from ..launch.arguments import (
     constants,
     empty_in_layout,
     kernel_score,
+    launch_tiles,
     mask_by_blocks,
     strided,
 )
@@ -168,12 +169,10 @@ def launch_selected_backward(
 
     argument, shape, count = by_queries(lists, counts, block, q, k)
     tile = tile_of_lists("backward_dq", q, D_v, shape)
-    if programs := count * blocks(shape.rows, tile.BLOCK_M):
-        selected_backward_dq_kernel[(programs,)](
-            *map(strided, (q, k, v, o, do, dq)), lse, dlse, delta, *rules, argument,
-            *sizes, constants(tile, D, D_v, q.dtype), shape,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    programs = count * blocks(shape.rows, tile.BLOCK_M)
+    operands = (*map(strided, (q, k, v, o, do, dq)), lse, dlse, delta)
+    rest = (*rules, argument, *sizes, constants(tile, D, D_v, q.dtype), shape)
+    launch_tiles(selected_backward_dq_kernel, programs, tile, *operands, *rest)
     shape = shape_of(lists, block, q, k)
     tile = tile_of_lists("backward_dkv", q, D_v, shape)
     key_blocks = blocks(T_k, block[1])
@@ -181,9 +180,7 @@ def launch_selected_backward(
         numbers, starts = inverted(lists, key_blocks)
         by_block = lists_argument(numbers, None, starts, lists.shape[2])
         for into in ((None, dv), (dk, None)) if tile.apart else ((dk, dv),):
-            selected_backward_dkv_kernel[(programs,)](
-                *map(strided, (q, k, v, do, *into)), lse, delta, *rules, by_block,
-                *sizes, constants(tile, D, D_v, q.dtype), shape,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
+            operands = (*map(strided, (q, k, v, do, *into)), lse, delta)
+            rest = (*rules, by_block, *sizes, constants(tile, D, D_v, q.dtype), shape)
+            launch_tiles(selected_backward_dkv_kernel, programs, tile, *operands, *rest)
     return dq, dk, dv, delta

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import tiles
-from ..launch.arguments import aligned, block_dim, blocks, constants, strides
+from ..launch.arguments import aligned, block_dim, blocks, constants, launch_tiles, strides
+from ..rules.integers import runtime_int
 from ..rules.product import rows_by_rows
 from ..rules.softmax import LOG2E, weights
 from ..rules.tile import head_at, load_block, load_vector
@@ -99,10 +100,9 @@ def launch_block_scores(
     const = constants(tile, D, D, q.dtype, q, k)
     const = const._replace(BLOCK_N=max(const.BLOCK_N, per_block))
     across = blocks(count, const.BLOCK_N // per_block)
-    if programs := B * H_s * across * blocks(length, const.BLOCK_M):
-        block_scores_kernel[(programs,)](
-            q, k, lse, scores, (strides(q), strides(k)), scale, H_q, H_k, H_s, T_q, T_k, rows[0],
-            (4 * offset + 3,), length, count, const, *pool, per_block, causal,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    programs = B * H_s * across * blocks(length, const.BLOCK_M)
+    operands = (q, k, lse, scores, (strides(q), strides(k)), scale, H_q, H_k, H_s, T_q, T_k)
+    of_rows = (rows[0], (runtime_int(offset),), length, count)
+    how = (const, *pool, per_block, causal)
+    launch_tiles(block_scores_kernel, programs, tile, *operands, *of_rows, *how)
     return scores

@@ -15,6 +15,7 @@ from ..launch.arguments import (
     constants,
     empty_in_layout,
     kernel_score,
+    launch_tiles,
     mask_by_blocks,
     strided,
 )
@@ -87,11 +88,9 @@ def launch_selected_forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     argument, shape, count = by_queries(lists, counts, block, q, k)
     tile = tile_of_lists("forward", q, D_v, shape)
-    if programs := count * blocks(shape.rows, tile.BLOCK_M):
-        selected_forward_kernel[(programs,)](
-            *map(strided, (q, k, v, o)), lse, mask_by_blocks(options),
-            kernel_score(options, q.dtype), argument, H_q, H_k, T_q, T_k,
-            constants(tile, D, D_v, q.dtype), shape,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    programs = count * blocks(shape.rows, tile.BLOCK_M)
+    operands = (*map(strided, (q, k, v, o)), lse)
+    given = (mask_by_blocks(options), kernel_score(options, q.dtype), argument, H_q, H_k, T_q, T_k)
+    const = constants(tile, D, D_v, q.dtype)
+    launch_tiles(selected_forward_kernel, programs, tile, *operands, *given, const, shape)
     return o, lse
