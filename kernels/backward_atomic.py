@@ -130,9 +130,13 @@ def _mask(cu_seqlens: Tensor | None) -> Mask:
 
 @cached_plan(3)
 def _plan_start(
-    options: Options, o: Tensor, do: Tensor, total: Tensor | None, dlse: Tensor | None,
+    options: Options,
+    o: Tensor,
+    do: Tensor,
+    total: Tensor | None,
+    dlse: Tensor | None,
     stats: Tensor | None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     B, H_q, T_q, D_v = o.shape
     D = D_v if total is None else total.shape[3]
     dims = (block_dim(D), block_dim(D_v))

@@ -84,9 +84,13 @@ class PreparedDecode(NamedTuple):
     parts: tuple[int, ...] | None
 
     def __call__(
-        self, q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
+        self,
+        q: Tensor,
+        cache: CacheTensors,
+        starts: Tensor | None,
+        new_lengths: Tensor | None,
         options: Options,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Run `launch_decode` with the cached launches."""
         o = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
@@ -141,9 +145,12 @@ def prepare_decode(
 
 
 def kernel_launch(
-    arguments: Sequence[Any], options: Options, tile: TileConfig, split: Split,
+    arguments: Sequence[Any],
+    options: Options,
+    tile: TileConfig,
+    split: Split,
     packed: PackedSplit | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """The cached launch of `decode_kernel`.
 
     arguments: (q, o, lse, parts, counters, starts, counts, *cache, *options).
@@ -159,9 +166,12 @@ def kernel_launch(
 
 
 def _plan(
-    kind: type[Options], tile: TileConfig, split: Split, packed: PackedSplit | None,
+    kind: type[Options],
+    tile: TileConfig,
+    split: Split,
+    packed: PackedSplit | None,
     arguments: list[Any],
-) -> Launch:  # fmt: skip
+) -> Launch:
     q, o, lse, parts, counters, starts, counts, *rest = arguments
     fields = len(CacheTensors._fields)
     cache, options = CacheTensors._make(rest[:fields]), kind._make(rest[fields:])

@@ -97,10 +97,10 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     survivors = None
     if score.dropout is not None:
         survivors = tl.trans(kept(m_first, tile.first, h, tile.H_q, tile.row, score, const, False))
+    across, down, row = rows[None, :], tile.k_pos[:, None], tile.row
     p, tp, X, u = dual_gradient(
-        s, ts, e, f, numbers, survivors, rows[None, :], tile.k_pos[:, None], h, tile.row, keep,
-        score, of.scores,
-    )  # fmt: skip
+        s, ts, e, f, numbers, survivors, across, down, h, row, keep, score, of.scores
+    )
     if of.dv_ptr is not None:
         if score.dropout is not None:
             p, tp = dropped(p, survivors, score), dropped(tp, survivors, score)
@@ -150,11 +150,8 @@ def tangent_backward_dkv_kernel(
 
 
 @cached_plan(12)
-def _plan(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
-    tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, do: Tensor | None,
-    h: Tensor, dk: Tensor | None, dv: Tensor | None,
-) -> Launch:  # fmt: skip
+def _plan(options: Options, *tensors: Any) -> Launch:
+    q, k, v, tq, tk, tv, tbias, trelative, do, h, dk, dv = tensors
     tile = tile_of_tangents("backward_dkv", q, v)
     programs = key_programs(options, k, tile.BLOCK_N)
     mask, tables = launch_mask(options, q, k, tile, of_keys=False) if programs else (None, None)
@@ -174,9 +171,12 @@ def _plan(
 
 
 def launch_dkv(
-    inputs: Inputs, do: Tensor | None, h: Tensor, rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    inputs: Inputs,
+    do: Tensor | None,
+    h: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
     options: Options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """dk and dv in the shapes, dtypes (or fp32, by options) and memory orders of k and v.
 
     rows: lse, mu, delta, eta; see `backward_dq.launch_tangent_backward`.

@@ -134,11 +134,8 @@ def tangent_backward_dq_kernel(
 
 
 @cached_plan(13)
-def _plan(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
-    tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, o: Tensor, to: Tensor,
-    do: Tensor | None, h: Tensor, dq: Tensor,
-) -> Launch:  # fmt: skip
+def _plan(options: Options, *tensors: Any) -> Launch:
+    q, k, v, tq, tk, tv, tbias, trelative, o, to, do, h, dq = tensors
     tile = tile_of_tangents("backward_dq", q, v)
     # Four tiles of scores beside dQ fit into Blackwell's tensor memory.
     tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 4096 // block_dim(q.shape[3])))

@@ -179,11 +179,8 @@ def score_tangent_strides(tbias: Tensor | None, trelative: Tensor | None) -> tup
 
 
 @cached_plan(9)
-def _plan(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
-    tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, tsinks: Tensor | None,
-    o: Tensor,
-) -> Launch:  # fmt: skip
+def _plan(options: Options, *tensors: Any) -> Launch:
+    q, k, v, tq, tk, tv, tbias, trelative, _tsinks, o = tensors
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_of_tangents("backward_dq", q, v)
     programs = query_programs(options, q, tile.BLOCK_M)

@@ -255,10 +255,8 @@ def per_head(options: Options) -> bool:
 
 def _per_batch(options: Options) -> bool:
     """Whether the mask differs between batch rows."""
-    own = (
-        options.query_offsets, options.key_lengths, options.key_padding_mask,
-        options.prefix_lengths, options.q_documents, options.cu_seqlens_q,
-    )  # fmt: skip
+    own = (options.query_offsets, options.key_lengths, options.key_padding_mask)
+    own += (options.prefix_lengths, options.q_documents, options.cu_seqlens_q)
     of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_batch", True)
     shared = (options.attn_mask, options.q_positions, options.k_positions)
     of_tensors = any(x is not None and x.shape[0] > 1 for x in shared)
@@ -289,9 +287,15 @@ def _empty_table(
 
 
 def _blocks_launch(
-    mask: Mask, table: dict[str, Any], options: Options, q: Tensor, k: Tensor, tile: TileConfig,
-    *, of_keys: bool,
-) -> Launch:  # fmt: skip
+    mask: Mask,
+    table: dict[str, Any],
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    tile: TileConfig,
+    *,
+    of_keys: bool,
+) -> Launch:
     rows, tiles, width = table["blocks_ptr"].shape
     into = (table["counts_ptr"], table["blocks_ptr"])
     sizes = (q.shape[2], k.shape[2], q.shape[1] if per_head(options) else 1, width)

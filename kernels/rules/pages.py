@@ -262,9 +262,14 @@ def _slots(at, const: tl.constexpr):
 
 @triton.jit
 def _columns(
-    store, at, FIRST: tl.constexpr, END: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    store,
+    at,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
     const: tl.constexpr,
-):  # fmt: skip
+):
     """Every second byte from FIRST up to END of the rows of `load_slots`, int16 [N, COLS]."""
     cols = FIRST + 2 * tl.arange(0, COLS)
     slot = _slots(at, const)

@@ -161,7 +161,7 @@ def ahead_of(rows, k_pos, ahead, first, start):
 @triton.jit
 def modified(
     s, rows, k_pos, h, row, score, bias=None, unit=None, first=None, slope=None, start=None
-):  # fmt: skip
+):
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
     x times factor is the score in log2 units: if nothing modifies s, x is s and the factor is
@@ -307,9 +307,7 @@ def with_sink(acc, m, l, h, score):
 
 
 @triton.jit
-def kept(
-    m_first, n_first, h, H_q, row, score, const: tl.constexpr, WIDE: tl.constexpr = True
-):  # fmt: skip
+def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr, WIDE: tl.constexpr = True):
     """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter

@@ -71,9 +71,14 @@ def selected_forward_kernel(
 
 
 def launch_selected_forward(
-    q: Tensor, k: Tensor, v: Tensor, lists: Tensor, counts: Tensor, block: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    block: tuple[int, int],
     options: Options,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] in q's dtype and memory order, lse fp32 [B, H_q, T_q].
 
     q, k, v as in `launch_forward`. lists: int32 [B, H_s, R, n], for each block of block[0] queries
