@@ -21,13 +21,12 @@ from .launch.launches import Launch, cached_plan
 from .launch.tiles import TileConfig
 from .rules.integers import runtime_int
 from .rules.mask import Mask
+from .rules.operands import Head, head
 from .rules.tile import (
-    Head,
     batch_row,
     clear_output,
     ends_of,
     first_slot,
-    head,
     load_tile,
     load_vector,
     memory_rows,

@@ -33,12 +33,13 @@ from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, cached_plan
 from .rules.blocks import key_head, key_tile, over_query_blocks, store_keys, store_part
 from .rules.mask import any_key
+from .rules.operands import head_at
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import further_keys, relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, gradient, kept, load_bias, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
-from .rules.tile import add_tile, head_at, load_block, load_vector
+from .rules.tile import add_tile, load_block, load_vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,6 +28,7 @@ from .launch.arguments import (
 from .launch.tiles import lookup
 from .rules.integers import value
 from .rules.mask import valid_keys, visible
+from .rules.operands import head_at
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_query, skewed, vectors_at
 from .rules.score import dropped, gradient, kept_at, modified
@@ -40,7 +41,6 @@ from .rules.tile import (
     at_keys,
     at_queries,
     batch_row,
-    head_at,
     load_block,
     load_vector,
     memory_rows,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class _Head(NamedTuple):
-    """Queries and keys of one head of a batch row, each a `tile.Head`, and where it begins."""
+    """Queries and keys of one head of a batch row, each a `operands.Head`, and where it begins."""
 
     h: Any
     H_q: Any

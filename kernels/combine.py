@@ -18,8 +18,8 @@ from .launch.arguments import block_dim, strided, strides
 from .launch.decode_splits import PARTS_AT_ONCE, nvidia_capability
 from .launch.launches import Launch
 from .rules.integers import runtime_int, value
+from .rules.operands import row_pointers
 from .rules.softmax import finish_merge, merge_states, no_parts
-from .rules.tile import row_pointers
 
 # After each output of a part: its lse and, in part number b, the first part of batch row b and the
 # number of its parts, exact in fp32. The fourth entry pads to 16 bytes. For packed queries, the

@@ -39,12 +39,13 @@ from .rules.blocks import (
     query_tile,
 )
 from .rules.mask import any_key
+from .rules.operands import head_at
 from .rules.product import rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import distances, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
-from .rules.tile import head_at, load_block, load_tile
+from .rules.tile import load_block, load_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -185,7 +186,7 @@ def attention_row_statistics_kernel(
 def _into_keys(received, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
     """received += the weights of one query block: see `blocks.over_query_blocks`.
 
-    Transposed as in dK/dV: keys down. operands: k, the `tile.Head` of q, and lse_ptr.
+    Transposed as in dK/dV: keys down. operands: k, the `operands.Head` of q, and lse_ptr.
     """
     PRECISION: tl.constexpr = const.PRECISION
     k, q, lse_ptr = operands

@@ -43,12 +43,13 @@ from ..rules.codes import (
 )
 from ..rules.integers import value
 from ..rules.mask import valid_keys, visible
+from ..rules.operands import row_pointers
 from ..rules.pages import Places, load_columns, load_groups, load_scales, load_slots, locate
 from ..rules.product import add_weighted_rows, interleave, rows_by_rows
 from ..rules.score import first_state, modified
 from ..rules.softmax import finish, in_parts, online_step
 from ..rules.splits import packed_part, part_of, share, tile_rows
-from ..rules.tile import clear_unowned, load_at, row_pointers
+from ..rules.tile import clear_unowned, load_at
 
 
 class DecodeConstants(NamedTuple):

@@ -23,10 +23,11 @@ from ..launch.block_sparsity import launch_mask
 from ..launch.launches import Launch, cached_plan
 from ..rules.blocks import key_tile, load_keys, over_query_blocks, store_keys
 from ..rules.mask import any_key
+from ..rules.operands import head_at
 from ..rules.product import add_weighted_rows, product_tangent, rows_by_rows
 from ..rules.score import ScoreTangents, dropped, kept
 from ..rules.score_gradient import DualRows, dual_gradient, load_lse
-from ..rules.tile import head_at, load_block, load_vector
+from ..rules.tile import load_block, load_vector
 from .tangent import score_tangent_strides, tile_of_tangents
 
 if TYPE_CHECKING:

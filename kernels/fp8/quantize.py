@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..launch.arguments import aligned, block_dim, empty_in_layout, strided, tiles_of
 from ..rules.codes import key_at, row_scale, to_e4m3
+from ..rules.operands import head
 from ..rules.tile import (
     batch_row,
     clear_output,
     ends_of,
-    head,
     key_program,
     load_at,
     memory_rows,

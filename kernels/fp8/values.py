@@ -14,7 +14,8 @@ from ..launch.arguments import aligned, strided, tiles_of
 from ..rules.codes import key_at
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask
-from ..rules.tile import batch_row, first_slot, head, key_program, memory_rows
+from ..rules.operands import head
+from ..rules.tile import batch_row, first_slot, key_program, memory_rows
 
 _KEYS = tl.constexpr(128)
 # TMA needs 16-byte alignment, and `key_at` permutes groups of 16 keys.

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask
+from ..rules.operands import Strided
 from ..rules.score import Score
-from ..rules.tile import ORDERED, Constants, Strided
+from ..rules.tile import ORDERED, Constants
 from . import tiles
 from .descriptors import tma_strides
 from .key_extents import launch_padding_extents

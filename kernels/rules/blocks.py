@@ -11,17 +11,16 @@ import triton
 import triton.language as tl
 
 from .mask import padded_keys, padding_words, valid_keys, visible
+from .operands import Head, head_at
 from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
     BatchRow,
-    Head,
     at_keys,
     at_queries,
     batch_row,
     clear_output,
     clear_unowned,
     ends_of,
-    head_at,
     key_program,
     load_tile,
     memory_rows,
@@ -150,7 +149,7 @@ def store_statistic(ptr, tile, x, nothing):
 
 @triton.jit
 def key_head(ptr, strides, tile, const: tl.constexpr):
-    """`tile.head` of a tensor like k, or None, for a tile of queries or of keys."""
+    """`operands.head` of a tensor like k, or None, for a tile of queries or of keys."""
     return head_at(ptr, tile.batch, tile.h_k, tile.first_k, strides, const)
 
 

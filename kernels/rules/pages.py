@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .integers import runtime_int, value
-from .tile import Head, load_at, load_block, load_tile, load_vector
+from .operands import Head
+from .tile import load_at, load_block, load_tile, load_vector
 
 
 class CacheTensors(NamedTuple):

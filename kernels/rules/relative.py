@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from .integers import value
+from .operands import head_at
 from .product import rows_by_rows
 from .score import shift_of
-from .tile import head_at, load_block, load_tile
+from .tile import load_block, load_tile
 
 
 @triton.jit

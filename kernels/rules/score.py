@@ -29,7 +29,7 @@ class Score(NamedTuple):
     bias, rows of 2 reach + 1 distances, relative_stride from head to head. keys_ptr: relative keys,
     contiguous, 2 keys_reach + 1 vectors for each of keys_heads heads, which query heads share.
     key2_ptr: keys of a second product instead, with key2_heads heads, which K/V heads share.
-    query_ptr: the query of either, if not q. Strides are as in `tile.head`. mod, mod_grad: the
+    query_ptr: the query of either, if not q. Strides are as in `operands.head`. mod, mod_grad: the
     user's functions, tensors: their further arguments. dropout: a weight is kept if its random
     word, as a signed number, is at least this; survivors are multiplied by dropout_scale. seed_ptr:
     int64 [2]. hides: not None if a score can be -inf, so that a row may see nothing in an unmasked

@@ -33,56 +33,6 @@ class Constants(NamedTuple):
     BLOCK_D2: int
 
 
-class Strided(NamedTuple):
-    """A tensor [B, H, T, width]; batch, head and row stride in elements, as `runtime_int`s."""
-
-    ptr: Any
-    strides: Any
-
-
-@triton.jit
-def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
-    """Pointers to rows of heads h, [M] or a scalar, at tokens t; ALIGN elements are promised."""
-    stride_b = tl.multiple_of((x.strides[0] >> 2).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of((x.strides[1] >> 2).to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of((x.strides[2] >> 2).to(tl.int64), ALIGN)
-    return x.ptr + b * stride_b + h * stride_h + t * stride_t
-
-
-class Head(NamedTuple):
-    """Pointer to a row of a head, and the stride between rows."""
-
-    ptr: Any
-    stride: Any
-
-
-@triton.jit
-def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
-    """`Head` from row `first` on of head h in batch row b; None without a pointer.
-
-    strides are (batch, head, row) in elements, as `runtime_int`s; the launcher guarantees that 16
-    bytes divide each, for vector loads. INDEX is the type of offsets inside a tile: 32 bits take
-    half the registers of 64.
-    """
-    rows = None
-    if ptr is not None:
-        ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-        # `value` inlined by hand, as inlining loses hints on a call's result.
-        stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
-        stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
-        stride_t = tl.multiple_of((strides[2] >> 2).to(INDEX), ALIGN)
-        ptr = ptr + b * stride_b + h * stride_h + tl.cast(first, tl.int64) * stride_t
-        rows = Head(ptr, stride_t)
-    return rows
-
-
-@triton.jit
-def head_at(ptr, b, h, first, strides, const: tl.constexpr):
-    """`head` with the offsets that the kernel is compiled for."""
-    INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
-    return head(ptr, b, h, first, strides, INDEX)
-
-
 @triton.jit
 def _pointers(ptr, stride_t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.arange(0, ROWS)
@@ -392,7 +342,7 @@ def clear_unowned(ptr, fill, cols, WIDTH, stride_h, stride_t, heads, ends):
 
 @triton.jit
 def clear_output(ptr, strides, cols, WIDTH, heads, ends):
-    """`clear_unowned` with 0 of a tensor with strides as in `head`; nothing if ends is ()."""
+    """`clear_unowned` with 0 of a tensor with strides as in `operands.head`; nothing if ends is ()."""
     if len(ends) > 0:
         stride_h, stride_t = value(strides[1]), value(strides[2])
         clear_unowned(ptr, 0, cols, WIDTH, stride_h, stride_t, heads, ends)

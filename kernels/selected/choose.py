@@ -10,9 +10,10 @@ from torch import Tensor
 from ..launch import tiles
 from ..launch.arguments import aligned, block_dim, blocks, constants, launch_tiles, strides
 from ..rules.integers import runtime_int
+from ..rules.operands import head_at
 from ..rules.product import rows_by_rows
 from ..rules.softmax import LOG2E, weights
-from ..rules.tile import head_at, load_block, load_vector
+from ..rules.tile import load_block, load_vector
 
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "H_s", "T_q", "T_k", "first_query", "rows", "wide"])

@@ -23,7 +23,8 @@ from ..launch.arguments import block_dim, blocks
 from ..launch.tiles import TileConfig
 from ..rules.integers import runtime_int, value
 from ..rules.mask import valid_keys
-from ..rules.tile import batch_row, load_at, row_pointers
+from ..rules.operands import row_pointers
+from ..rules.tile import batch_row, load_at
 
 # Rows to which lists are merged: the least of a matrix product.
 _MERGED_ROWS = 16
@@ -171,7 +172,7 @@ def listed_pairs(keep, word, tile, shape: tl.constexpr):
 
 @triton.jit
 def _pointers(x, b, h, rows, COLS: tl.constexpr):
-    """Pointers [ROWS, COLS] to arbitrary rows of a `tile.Strided`."""
+    """Pointers [ROWS, COLS] to arbitrary rows of a `operands.Strided`."""
     ALIGN: tl.constexpr = 128 // x.ptr.dtype.element_ty.primitive_bitwidth
     return row_pointers(x, b, h, rows, ALIGN)[:, None] + tl.arange(0, COLS)[None, :]
 
