@@ -342,7 +342,7 @@ def clear_unowned(ptr, fill, cols, WIDTH, stride_h, stride_t, heads, ends):
 
 @triton.jit
 def clear_output(ptr, strides, cols, WIDTH, heads, ends):
-    """`clear_unowned` with 0 of a tensor with strides as in `operands.head`; nothing if ends is ()."""
+    """`clear_unowned` with 0 of a tensor of `operands.head`; nothing if ends is ()."""
     if len(ends) > 0:
         stride_h, stride_t = value(strides[1]), value(strides[2])
         clear_unowned(ptr, 0, cols, WIDTH, stride_h, stride_t, heads, ends)
