@@ -86,7 +86,7 @@ def _of_block(row, n_first, mask):
     row = at_keys(row, n_first, mask)
     start = tl.maximum(row.start, n_first)
     end = tl.minimum(row.end, n_first + ORDERED)
-    return BatchRow(*row[:4], start, end, *row[6:])
+    return BatchRow(*row[:4], start, end, *row[6:])  # type: ignore[call-arg]
 
 
 @triton.jit

@@ -196,10 +196,17 @@ def _plan(
     # Each product with codes takes half of the columns.
     groups = groups_of(cache)
     of_tiles = ((cache.k.shape[3], cache.k_scale), (D_v // groups, cache.v_scale))
-    columns = [max(16 if scale is None else 32, block_dim(width)) for width, scale in of_tiles]
+    BLOCK_D, BLOCK_DV = (
+        max(16 if scale is None else 32, block_dim(width)) for width, scale in of_tiles
+    )
     int8 = cache.v.dtype == torch.int8
     const = DecodeConstants(
-        *(D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns),
+        D=D,
+        D_V=D_v,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        BLOCK_DV=BLOCK_DV,
         Q_ALIGN=row_alignment(q),
         O_ALIGN=row_alignment(q if o is None else o),
         SHARED=cache.shared,

@@ -160,10 +160,12 @@ def _plan(options: Options, *tensors: Any) -> Launch:
         tangent_backward_dkv_kernel,
         programs,
         tile,
-        _Strides(
-            *map(strides, (q, k, v, tq, tk, tv)),
-            *score_tangent_strides(tbias, trelative),
-            *map(strides, (do, h, dk, dv)),
+        _Strides._make(
+            (
+                *map(strides, (q, k, v, tq, tk, tv)),
+                *score_tangent_strides(tbias, trelative),
+                *map(strides, (do, h, dk, dv)),
+            )
         ),
         *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, do, h, dk, dv),

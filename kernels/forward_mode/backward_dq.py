@@ -145,10 +145,12 @@ def _plan(options: Options, *tensors: Any) -> Launch:
         tangent_backward_dq_kernel,
         programs,
         tile,
-        _Strides(
-            *map(strides, (q, k, v, tq, tk, tv)),
-            *score_tangent_strides(tbias, trelative),
-            *map(strides, (o, to, do, h, dq)),
+        _Strides._make(
+            (
+                *map(strides, (q, k, v, tq, tk, tv)),
+                *score_tangent_strides(tbias, trelative),
+                *map(strides, (o, to, do, h, dq)),
+            )
         ),
         *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o, to, do, h, dq),

@@ -189,10 +189,12 @@ def _plan(options: Options, *tensors: Any) -> Launch:
         attention_tangent_kernel,
         programs,
         tile,
-        _Strides(
-            *map(strides, (q, k, v, tq, tk, tv)),
-            *score_tangent_strides(tbias, trelative),
-            strides(o),
+        _Strides._make(
+            (
+                *map(strides, (q, k, v, tq, tk, tv)),
+                *score_tangent_strides(tbias, trelative),
+                strides(o),
+            )
         ),
         *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o),

@@ -256,11 +256,11 @@ def per_head(options: Options) -> bool:
 def _per_batch(options: Options) -> bool:
     """Whether the mask differs between batch rows."""
     own = (options.query_offsets, options.key_lengths, options.key_padding_mask)
-    own += (options.prefix_lengths, options.q_documents, options.cu_seqlens_q)
+    further = (options.prefix_lengths, options.q_documents, options.cu_seqlens_q)
     of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_batch", True)
     shared = (options.attn_mask, options.q_positions, options.k_positions)
     of_tensors = any(x is not None and x.shape[0] > 1 for x in shared)
-    return of_mod or of_tensors or any(x is not None for x in own)
+    return of_mod or of_tensors or any(x is not None for x in own + further)
 
 
 def _empty_table(

@@ -279,7 +279,7 @@ def at_queries(row, m_first, mask):
     if mask.q_positions_ptr is not None:
         row_ptr = mask.q_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[0])
         offset = tl.load(row_ptr + m_first) - m_first
-    return BatchRow(*row[:3], offset, *row[4:])
+    return BatchRow(*row[:3], offset, *row[4:])  # type: ignore[call-arg]
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def at_keys(row, n_first, mask):
     if mask.k_positions_ptr is not None:
         row_ptr = mask.k_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[1])
         shift = tl.load(row_ptr + n_first) - n_first
-    return BatchRow(*row[:8], shift)
+    return BatchRow(*row[:8], shift)  # type: ignore[call-arg]
 
 
 @triton.jit
