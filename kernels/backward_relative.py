@@ -8,6 +8,7 @@ their sum.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .launch.arguments import (
     constants,
     kernel_mask,
     rules,
-    strided,
+    strides,
 )
 from .launch.tiles import lookup
 from .rules.integers import value
@@ -48,6 +49,9 @@ from .rules.tile import (
 
 if TYPE_CHECKING:
     from fastattn.options import Options
+
+
+_Strides = namedtuple("_Strides", "q k v do")
 
 
 class _Head(NamedTuple):
@@ -189,8 +193,9 @@ def _store_keys(
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "rows_of_batch", "d_start"])
 def attention_backward_relative_kernel(
-    q, k, v, do, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr, dkeys_ends_ptr,
-    starts_ptr, mask, score, H_q, G, T_q, T_k, rows_of_batch, d_start, const: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr,
+    dkeys_ends_ptr, starts_ptr, strides, mask, score, H_q, G, T_q, T_k, rows_of_batch, d_start,
+    const: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N distances from d_start, or from where starts says, H_q)."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
@@ -211,10 +216,10 @@ def attention_backward_relative_kernel(
     for b in range(0, rows_of_batch):
         row = batch_row(b, T_q, T_k, mask)
         batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
-        q_head = head_at(q.ptr, batch, h, first_q, q.strides, const)
-        k_head = head_at(k.ptr, batch, h // G, first_k, k.strides, const)
-        v_head = head_at(v.ptr, batch, h // G, first_k, v.strides, const)
-        do_head = head_at(do.ptr, batch, h, first_q, do.strides, const)
+        q_head = head_at(q_ptr, batch, h, first_q, strides.q, const)
+        k_head = head_at(k_ptr, batch, h // G, first_k, strides.k, const)
+        v_head = head_at(v_ptr, batch, h // G, first_k, strides.v, const)
+        do_head = head_at(do_ptr, batch, h, first_q, strides.do, const)
         stats = (batch * H_q + h).to(tl.int64) * T_q + first_q
         heads = (q_head, do_head, k_head, v_head)
         o = _Head(h, H_q, *heads, batch, first_q, stats, lse_ptr, delta_ptr)
@@ -262,12 +267,16 @@ def launch_backward_relative(
     if tiles and H_q:
         cu_seqlens = options.cu_seqlens_q
         attention_backward_relative_kernel[(tiles, H_q)](
-            *map(strided, (q, k, v, do)),
+            q,
+            k,
+            v,
+            do,
             lse,
             delta,
             *bias,
             *keys,
             starts,
+            _Strides(*map(strides, (q, k, v, do))),
             *rules(options, kernel_mask(options), q, k),
             B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
             d_start,

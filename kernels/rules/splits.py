@@ -143,18 +143,9 @@ def _work(
 
 @triton.jit
 def _part_by_work(
-    part,
-    m_first,
-    m_last,
-    B,
-    T_q,
-    G,
-    lengths,
-    mask,
-    plan,
-    BLOCK_M: tl.constexpr,
+    part, m_first, m_last, B, T_q, G, lengths, mask, shares, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """`part_of` if all key blocks are divided into shares: a long row has many.
 
     For packed queries, also the number of parts of split tiles before the row, and in all.
@@ -164,7 +155,7 @@ def _part_by_work(
         rows = first + tl.arange(0, _ROWS)
         tiles, visits = _work(rows, m_first, m_last, B, T_q, G, lengths, mask, BLOCK_M, BLOCK_N)
         total += tl.sum(tiles * visits, 0)
-    size = tl.maximum(tl.cdiv(total, value(plan.shares)), FEWEST_BLOCKS)
+    size = tl.maximum(tl.cdiv(total, shares), FEWEST_BLOCKS)
     b = 0
     begin = 0
     parts = 0
@@ -205,8 +196,9 @@ def part_of(
             begin = b * part
         elif value(plan.shares) > 0:
             b, begin, size, _, _ = _part_by_work(
-                part, m_first, m_last, B, T_q, G, lengths, mask, plan, BLOCK_M, BLOCK_N
-            )
+                part, m_first, m_last, B, T_q, G, lengths, mask, value(plan.shares), BLOCK_M,
+                BLOCK_N,
+            )  # fmt: skip
         else:
             b = part // value(plan.splits)
             begin = b * value(plan.splits)
@@ -230,7 +222,7 @@ def packed_part(
     """
     places = value(plan.places)
     b, first, size, begin, free = _part_by_work(
-        part, 0, 0, B, total, G, lengths, mask, plan, BLOCK_M, BLOCK_N
+        part, 0, 0, B, total, G, lengths, mask, value(plan.shares), BLOCK_M, BLOCK_N
     )
     exists = b < B
     b = tl.minimum(b, B - 1)
