@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch.arguments import block_dim, blocks, empty_in_layout
+from .launch.arguments import block_dim, blocks, empty_in_layout, strides
 from .rules.codes import row_scale, to_e4m3, to_int8
 from .rules.integers import int32_within, runtime_int, value
 from .rules.pages import (
     CacheTensors,
+    Places,
     has_slot,
     in_pool,
     lasting,
@@ -43,9 +44,7 @@ class _Tokens(NamedTuple):
     """[B, H, T, D] in memory; integers in the form of `runtime_int`."""
 
     ptr: Any
-    stride_b: int | None
-    stride_h: int | None
-    stride_t: int | None
+    strides: tuple[int | None, ...] | None
     heads: int | None
 
 
@@ -55,6 +54,32 @@ class _Rotary(NamedTuple):
     cos_ptr: Any
     sin_ptr: Any
     positions: int | None
+
+
+class _Constants(NamedTuple):
+    """Compile-time constants of k and q, or of v: WIDTH columns in COLS, PAIRS that are rotated.
+
+    ALIGN: elements that divide all strides. BLOCK: (token, head) pairs of a program.
+    """
+
+    WIDTH: int
+    COLS: int
+    PAIRS: int
+    INTERLEAVED: bool
+    E4M3: bool
+    ADVANCE: bool
+    ROW_BYTES: int
+    ALIGN: int
+    BLOCK: int
+
+
+class _Span(NamedTuple):
+    """The cache row of a batch row, its validity, first new position and number of tokens."""
+
+    row: Any
+    exists: Any
+    first: Any
+    count: Any
 
 
 class _Slots(NamedTuple):
@@ -67,23 +92,21 @@ class _Slots(NamedTuple):
 @triton.jit
 def _token_pointers(x, b, token, head, ALIGN: tl.constexpr):
     """Pointers to the rows of some (token, head) pairs; ALIGN elements are a launcher's promise."""
-    stride_b = tl.multiple_of(value(x.stride_b).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of(value(x.stride_h).to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of(value(x.stride_t).to(tl.int64), ALIGN)
+    stride_b = tl.multiple_of(value(x.strides[0]).to(tl.int64), ALIGN)
+    stride_h = tl.multiple_of(value(x.strides[1]).to(tl.int64), ALIGN)
+    stride_t = tl.multiple_of(value(x.strides[2]).to(tl.int64), ALIGN)
     return x.ptr + b * stride_b + token * stride_t + head * stride_h
 
 
 @triton.jit
-def _load_rotated(
-    rows, keep, position, rotary, WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+def _load_rotated(rows, keep, position, rotary, const: tl.constexpr):
     """Rows as fp32 [R, COLS], rotated to their positions; 0 past WIDTH. PAIRS = 0: not rotated."""
-    cols = tl.arange(0, COLS)
-    within = keep[:, None] & (cols < WIDTH)[None, :]
+    PAIRS: tl.constexpr = const.PAIRS
+    cols = tl.arange(0, const.COLS)
+    within = keep[:, None] & (cols < const.WIDTH)[None, :]
     x = tl.load(rows[:, None] + cols[None, :], mask=within, other=0.0).to(tl.float32)
     if PAIRS > 0:
-        if INTERLEAVED:
+        if const.INTERLEAVED:
             pair = cols // 2
             partner = cols ^ 1
             second = cols % 2 == 1
@@ -106,17 +129,15 @@ def _load_rotated(
 
 
 @triton.jit
-def _store_rows(
-    store, pages, x, page, slot, head, keep, WIDTH: tl.constexpr, COLS: tl.constexpr,
-    E4M3: tl.constexpr, ROW_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Write rows [R, COLS] to their slots, as codes if the buffer has scales.
+def _store_rows(store, x, at, const: tl.constexpr):
+    """Write rows [R, COLS] to their `Places`, as codes if the buffer has scales.
 
     A scale shared by tokens is given, and larger numbers saturate.
     """
+    keep = at.keep
     if store.scale_ptr is not None:
-        LARGEST: tl.constexpr = 448.0 if E4M3 else 127.0
-        scale_ptrs = store.scale_ptr + scale_places(store, page, slot, head, pages)
+        LARGEST: tl.constexpr = 448.0 if const.E4M3 else 127.0
+        scale_ptrs = store.scale_ptr + scale_places(store, at.page, at.slot, at.head, at.pages)
         if store.shared is not None:
             scale = tl.load(scale_ptrs, mask=keep, other=1.0)
         else:
@@ -126,19 +147,19 @@ def _store_rows(
         if store.shared is not None:
             ratio = tl.where(ratio > LARGEST, LARGEST, ratio)
             ratio = tl.where(ratio < -LARGEST, -LARGEST, ratio)
-        numbers = to_e4m3(ratio) if E4M3 else to_int8(ratio)
+        numbers = to_e4m3(ratio) if const.E4M3 else to_int8(ratio)
     else:
         numbers = x.to(store.ptr.dtype.element_ty)
-    ALIGN: tl.constexpr = 8 * ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
-    places = tl.multiple_of(row_places(page, slot, head, store.strides), ALIGN)
-    cols = tl.arange(0, COLS)
+    ALIGN: tl.constexpr = 8 * const.ROW_BYTES // store.ptr.dtype.element_ty.primitive_bitwidth
+    places = tl.multiple_of(row_places(at.page, at.slot, at.head, store.strides), ALIGN)
+    cols = tl.arange(0, const.COLS)
     pointers = store.ptr + places[:, None] + cols[None, :]
-    tl.store(pointers, numbers, mask=keep[:, None] & (cols < WIDTH)[None, :])
+    tl.store(pointers, numbers, mask=keep[:, None] & (cols < const.WIDTH)[None, :])
 
 
 @triton.jit
 def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl.constexpr):
-    """Cache row of batch row b, its validity, first new position and number of tokens."""
+    """`_Span` of batch row b."""
     row = b
     exists = True
     if batch_index_ptr is not None:
@@ -151,17 +172,17 @@ def _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE: tl
     first = tl.load(lengths_ptr + row, mask=exists, other=0)
     if not ADVANCE:
         first -= count
-    return row, exists, first, count
+    return _Span(row, exists, first, count)
 
 
 @triton.jit
-def _place(row, exists, first, count, token, T, pages):
+def _place(span, token, T, pages):
     """Page and slot of new tokens of a row, whether they are stored, and positions."""
-    position = first + token
-    keep = exists & (token < T) & lasting(position, first + count, pages)
+    position = span.first + token
+    keep = span.exists & (token < T) & lasting(position, span.first + span.count, pages)
     # Lengths are on the device, so the host cannot refuse tokens that do not fit.
     keep = keep & has_slot(position, pages)
-    page, slot = locate(row, position, keep, pages)
+    page, slot = locate(span.row, position, keep, pages)
     if pages.block_table_ptr is not None:
         keep = keep & in_pool(page, pages)
     return page, slot, keep, position
@@ -188,93 +209,70 @@ def _given_position(token, within, slots):
 
 
 @triton.jit
-def _append(
-    tokens, store, rotary, pages, b, row, exists, first, count, slots, T, tile,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    E4M3: tl.constexpr, ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _append(tokens, store, rotary, pages, b, span, slots, T, tile, const: tl.constexpr):
     """Store BLOCK (token, head) pairs of k or v in their slots."""
     H = value(tokens.heads)
-    pair = tile * BLOCK + tl.arange(0, BLOCK)
+    pair = tile * const.BLOCK + tl.arange(0, const.BLOCK)
     token = pair // H
     head = pair % H
     if slots is None:
-        page, slot, keep, position = _place(row, exists, first, count, token, T, pages)
+        page, slot, keep, position = _place(span, token, T, pages)
     else:
         page, slot, keep, position = _given_place(token, T, slots, pages)
-    rows = _token_pointers(tokens, b, token, head, ALIGN)
-    x = _load_rotated(rows, keep, position, rotary, WIDTH, COLS, PAIRS, INTERLEAVED)
+    rows = _token_pointers(tokens, b, token, head, const.ALIGN)
+    x = _load_rotated(rows, keep, position, rotary, const)
     # Quantise the rounded number, as an unquantised cache would store it.
     x = x.to(tokens.ptr.dtype.element_ty).to(tl.float32)
-    _store_rows(store, pages, x, page, slot, head, keep, WIDTH, COLS, E4M3, ROW_BYTES)
+    _store_rows(store, x, Places(pages, page, slot, head, keep), const)
 
 
 @triton.jit
-def _turn(
-    q, o, rotary, b, first, slots, T, tile, D: tl.constexpr, COLS: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _turn(q, o, rotary, b, first, slots, T, tile, const: tl.constexpr):
     """Rotate BLOCK (token, head) pairs of q into o."""
     H = value(q.heads)
-    pair = tile * BLOCK + tl.arange(0, BLOCK)
+    pair = tile * const.BLOCK + tl.arange(0, const.BLOCK)
     token = pair // H
     head = pair % H
     keep = token < T
     position = first + token
     if slots is not None:
         position = _given_position(token, keep, slots)
-    rows = _token_pointers(q, b, token, head, ALIGN)
-    x = _load_rotated(rows, keep, position, rotary, D, COLS, PAIRS, INTERLEAVED)
-    cols = tl.arange(0, COLS)
-    out = _token_pointers(o, b, token, head, ALIGN)[:, None] + cols[None, :]
-    tl.store(out, x.to(o.ptr.dtype.element_ty), mask=keep[:, None] & (cols < D)[None, :])
+    rows = _token_pointers(q, b, token, head, const.ALIGN)
+    x = _load_rotated(rows, keep, position, rotary, const)
+    cols = tl.arange(0, const.COLS)
+    out = _token_pointers(o, b, token, head, const.ALIGN)[:, None] + cols[None, :]
+    tl.store(out, x.to(o.ptr.dtype.element_ty), mask=keep[:, None] & (cols < const.WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def append_kernel(
     q, o, k, v, k_store, v_store, rotary, pages,
     lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, slots, T, rows,
-    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, E4M3: tl.constexpr, ADVANCE: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    const: tl.constexpr, of_v: tl.constexpr,
 ):  # fmt: skip
     """A tile of k, v or q. Grid: the tiles of k, then those of v, then those of q; batch rows."""
     tile = tl.program_id(0)
     b = tl.program_id(1)
-    row = b
-    exists = True
-    first = 0
-    count = T
+    span = _Span(b, True, 0, T)
     if slots is None:
-        row, exists, first, count = _span(
-            b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, ADVANCE
-        )
-    tiles = tl.cdiv(T * value(k.heads), BLOCK)
+        span = _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, const.ADVANCE)
+    tiles = tl.cdiv(T * value(k.heads), const.BLOCK)
     before_q = tiles if v is None else 2 * tiles
     if tile < tiles:
-        _append(
-            k, k_store, rotary, pages, b, row, exists, first, count, slots, T, tile,
-            D, BLOCK_D, PAIRS, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
-        )  # fmt: skip
+        _append(k, k_store, rotary, pages, b, span, slots, T, tile, const)
     elif tile < before_q:
         if v is not None:
-            _append(
-                v, v_store, rotary, pages, b, row, exists, first, count, slots, T, tile - tiles,
-                D_V, BLOCK_DV, 0, INTERLEAVED, E4M3, ROW_BYTES, ALIGN, BLOCK,
-            )  # fmt: skip
+            _append(v, v_store, rotary, pages, b, span, slots, T, tile - tiles, of_v)
     else:
         if q is not None:
-            _turn(
-                q, o, rotary, b, first, slots, T, tile - before_q,
-                D, BLOCK_D, PAIRS, INTERLEAVED, ALIGN, BLOCK,
-            )  # fmt: skip
-    if ADVANCE:
+            _turn(q, o, rotary, b, span.first, slots, T, tile - before_q, const)
+    if const.ADVANCE:
         # The row's last program updates the length, after all others have read it.
         tl.debug_barrier()
-        before = tl.atomic_add(counters_ptr + row, 1, mask=exists)
-        if exists & (before == tl.num_programs(0) - 1):
-            tl.store(lengths_ptr + row, first + count)
-            tl.store(counters_ptr + row, 0)
+        before = tl.atomic_add(counters_ptr + span.row, 1, mask=span.exists)
+        if span.exists & (before == tl.num_programs(0) - 1):
+            tl.store(lengths_ptr + span.row, span.first + span.count)
+            tl.store(counters_ptr + span.row, 0)
 
 
 def launch_append(
@@ -306,18 +304,23 @@ def launch_append(
     programs = (1 if v is None else 2) * blocks(T * H_k, BLOCK)
     programs += 0 if q is None else blocks(T * q.shape[1], BLOCK)
     tensors = [x for x in (q, o, k, v) if x is not None]
+    e4m3 = cache.k.dtype == torch.float8_e4m3fn
+    rest = (interleaved, e4m3, advance, row_bytes(cache), _alignment(tensors), BLOCK)
     append_kernel[programs, B](
         *map(_tokens, (q, o, k, v)),
-        stored(cache.k, cache.k_scale), stored(cache.v, cache.v_scale),
-        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])), pages_of(cache),
-        cache.lengths, new_lengths, cache.batch_index, cache.counters,
+        *map(stored, (cache.k, cache.v), (cache.k_scale, cache.v_scale)),
+        None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])),
+        pages_of(cache),
+        *(cache.lengths, new_lengths, cache.batch_index, cache.counters),
         _Slots(slots, positions) if by_slots else None,
-        T, 0 if cache.lengths is None else cache.lengths.shape[0], D, D_v, BLOCK_D, BLOCK_DV,
-        0 if cos is None else cos.shape[1], interleaved, cache.k.dtype == torch.float8_e4m3fn,
-        advance, row_bytes(cache), _alignment(tensors), BLOCK,
+        T,
+        0 if cache.lengths is None else cache.lengths.shape[0],
+        _Constants(D, BLOCK_D, 0 if cos is None else cos.shape[1], *rest),
+        _Constants(D_v, BLOCK_DV, 0, *rest),
         # Without fused multiply-adds rotated keys are bitwise equal to torch's.
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return o
 
 
@@ -326,10 +329,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _tokens(x: Tensor | None) -> _Tokens | None:
-    if x is None:
-        return None
-    stride_b, stride_h, stride_t, _ = map(runtime_int, x.stride())
-    return _Tokens(x, stride_b, stride_h, stride_t, runtime_int(x.shape[1]))
+    return None if x is None else _Tokens(x, strides(x), runtime_int(x.shape[1]))
 
 
 def _alignment(tensors: list[Tensor]) -> int:

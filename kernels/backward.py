@@ -12,6 +12,7 @@ with dQ summed by atomics, see `backward_atomic`.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,11 @@ from .launch.arguments import (
     aligned,
     bias_stream,
     block_dim,
-    kernel_score,
     query_programs,
     result_in_layout,
     row_constants,
+    rules,
     second_query,
-    sizes,
     strides,
     tile_for,
 )
@@ -46,6 +46,8 @@ from .rules.tile import load_rows
 if TYPE_CHECKING:
     from fastattn.options import Options
 
+_Strides = namedtuple("_Strides", "q k v o do dq dquery")
+
 
 @triton.jit
 def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
@@ -56,9 +58,10 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
     """
     PRECISION: tl.constexpr = const.PRECISION
     dq, dquery = state
-    rows, keys, values, bias_desc = operands
-    k = load_rows(keys, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
-    v = load_rows(values, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
+    rows, k, k_desc, v, v_desc, bias_desc = operands
+    BLOCK_N: tl.constexpr = const.BLOCK_N
+    k = load_rows(k, k_desc, tile, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+    v = load_rows(v, v_desc, tile, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
     further = further_keys(tile, tile.first, n_first, valid, tile.h, score, const)
     bias = None
     if bias_desc is not None:
@@ -79,8 +82,7 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, delta_ptr, dquery_ptr,
-    k_desc, v_desc, bias_desc, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
-    dquery_strides, mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
+    k_desc, v_desc, bias_desc, strides, mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries, and the rows' delta, which dK/dV reads. Grid as forward.
 
@@ -90,27 +92,25 @@ def attention_backward_dq_kernel(
     BLOCK_D: tl.constexpr = const.BLOCK_D
     BLOCK_D2: tl.constexpr = const.BLOCK_D2
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
-    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
-    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
-    q = load_queries(q_ptr, q_strides, tile, BLOCK_D, const.D, const)
+    k = key_head(k_ptr, strides.k, tile, const)
+    v = key_head(v_ptr, strides.v, tile, const)
+    q = load_queries(q_ptr, strides.q, tile, BLOCK_D, const.D, const)
     query = relative_query(
         q, tile.batch, tile.h, tile.first_q, tile.first, tile.in_rows, score, const
     )
-    do = load_queries(do_ptr, do_strides, tile, const.BLOCK_DV, const.D_V, const)
-    o = load_queries(o_ptr, o_strides, tile, const.BLOCK_DV, const.D_V, const)
+    do = load_queries(do_ptr, strides.do, tile, const.BLOCK_DV, const.D_V, const)
+    o = load_queries(o_ptr, strides.o, tile, const.BLOCK_DV, const.D_V, const)
     stats = tile.statistics + tile.rows
     delta = store_delta(o, do, dlse_ptr, delta_ptr, stats, tile.in_rows)
     lse = load_lse(lse_ptr + stats, tile.in_rows, score)
 
     state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D2], tl.float32))
-    keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
-    values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
-    operands = (QueryRows(q, query, do, lse, delta), keys, values, bias_desc)
+    operands = (QueryRows(q, query, do, lse, delta), k, k_desc, v, v_desc, bias_desc)
     dq, dquery = over_key_blocks(_grow_dq, state, tile, operands, mask, score, const)
-    store_queries(dq_ptr, dq_strides, tile, dq * score.scale, BLOCK_D, const.D, const)
+    store_queries(dq_ptr, strides.dq, tile, dq * score.scale, BLOCK_D, const.D, const)
     if score.query_ptr is not None:
         dquery = dquery * score.scale
-        store_queries(dquery_ptr, dquery_strides, tile, dquery, const.BLOCK_D2, const.D2, const)
+        store_queries(dquery_ptr, strides.dquery, tile, dquery, const.BLOCK_D2, const.D2, const)
 
 
 @cached_plan(6)
@@ -126,11 +126,8 @@ def _plan_dq(
         attention_backward_dq_kernel,
         programs,
         tile,
-        *map(strides, (q, k, v, o, do, dq)),
-        None if dquery is None else strides(dquery),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        _Strides(*map(strides, (q, k, v, o, do, dq, dquery))),
+        *rules(options, mask, q, k),
         row_constants(options, tile, q, v, k, o, do, dq, options.relative_query, dquery),
         streams=(
             Stream(1, k, tile.BLOCK_N, BLOCK_D),

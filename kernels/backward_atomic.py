@@ -21,11 +21,12 @@ from .launch.launches import Launch, cached_plan
 from .launch.tiles import TileConfig
 from .rules.integers import runtime_int
 from .rules.mask import Mask
+from .rules.operands import Head, head
 from .rules.tile import (
     batch_row,
     clear_output,
+    ends_of,
     first_slot,
-    head,
     load_tile,
     load_vector,
     memory_rows,
@@ -63,10 +64,10 @@ def start_dq_kernel(
     row = batch_row(b, T_q, T_q, mask)
     batch, first_q, _ = memory_rows(b, T_q, T_q, mask)
     m_first, _, rows, in_rows = query_rows(tile, row.T_q, ROWS)
-    o_ptr, o_stride = head(o_ptr, batch, h, first_q, o_strides, INDEX)
-    do_ptr, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
-    o = load_tile(o_ptr, o_stride, m_first, in_rows, ROWS, BLOCK_DV, D_V)
-    do = load_tile(do_ptr, do_stride, m_first, in_rows, ROWS, BLOCK_DV, D_V)
+    o = head(o_ptr, batch, h, first_q, o_strides, INDEX)
+    do = head(do_ptr, batch, h, first_q, do_strides, INDEX)
+    o = load_tile(o, m_first, in_rows, ROWS, BLOCK_DV, D_V)
+    do = load_tile(do, m_first, in_rows, ROWS, BLOCK_DV, D_V)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     first = (batch * H_q + h).to(tl.int64) * T_q + first_q
     if dlse_ptr is not None:
@@ -85,7 +86,7 @@ def start_dq_kernel(
         in_rows = in_rows | there
     if sum_ptr is not None:
         zeros = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        store_tile(sum_ptr + sum_row * D, D, m_first, zeros, in_rows, ROWS, BLOCK_D, D)
+        store_tile(Head(sum_ptr + sum_row * D, D), m_first, zeros, in_rows, ROWS, BLOCK_D, D)
 
 
 @triton.jit(do_not_specialize=["parts", "sum_rows", "H_q", "T_q"])
@@ -106,12 +107,11 @@ def finish_dq_kernel(
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for part in range(0, parts):
         part_ptr = sum_ptr + ((head_of_sum + part) * sum_rows + first) * D
-        dq += load_tile(part_ptr, D, m_first, in_rows, ROWS, BLOCK_D, D)
-    if mask.cu_q_ptr is not None:
-        ends = (mask.cu_q_ptr, mask.sequences, T_q)
-        clear_output(dq_ptr, dq_strides, tl.arange(0, BLOCK_D), D, H_q, ends)
-    dq_ptr, dq_stride = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
-    store_tile(dq_ptr, dq_stride, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
+        dq += load_tile(Head(part_ptr, D), m_first, in_rows, ROWS, BLOCK_D, D)
+    ends = ends_of(mask.cu_q_ptr, mask, T_q)
+    clear_output(dq_ptr, dq_strides, tl.arange(0, BLOCK_D), D, H_q, ends)
+    rows = head(dq_ptr, batch, h, first_q, dq_strides, INDEX)
+    store_tile(rows, m_first, dq * scale, in_rows, ROWS, BLOCK_D, D)
 
 
 def _rows(*dims: int) -> int:
@@ -129,9 +129,13 @@ def _mask(cu_seqlens: Tensor | None) -> Mask:
 
 @cached_plan(3)
 def _plan_start(
-    options: Options, o: Tensor, do: Tensor, total: Tensor | None, dlse: Tensor | None,
+    options: Options,
+    o: Tensor,
+    do: Tensor,
+    total: Tensor | None,
+    dlse: Tensor | None,
     stats: Tensor | None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     B, H_q, T_q, D_v = o.shape
     D = D_v if total is None else total.shape[3]
     dims = (block_dim(D), block_dim(D_v))

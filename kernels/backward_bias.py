@@ -7,6 +7,7 @@ H_q, T_q, T_k] tensor for a smaller bias.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,7 @@ from .launch.arguments import (
     blocks,
     constants,
     kernel_mask,
-    kernel_score,
-    sizes,
+    rules,
     strides,
     tile_for,
 )
@@ -37,6 +37,8 @@ from .rules.tile import load_tile, load_vector
 
 if TYPE_CHECKING:
     from fastattn.options import Options
+
+_Strides = namedtuple("_Strides", "q k v do")
 
 
 @triton.jit(
@@ -57,11 +59,9 @@ if TYPE_CHECKING:
     ]
 )
 def attention_backward_bias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, bias_desc,
-    q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G, T_q, T_k,
-    bias_heads, bias_tiles_q, bias_tiles_k, bias_T_q, bias_T_k,
-    sum_batch, sum_heads, sum_tiles_q, sum_tiles_k,
-    const: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, bias_desc, strides, mask, score,
+    H_q, G, T_q, T_k, bias_heads, bias_tiles_q, bias_tiles_k, bias_T_q, bias_T_k,
+    sum_batch, sum_heads, sum_tiles_q, sum_tiles_k, const: tl.constexpr,
 ):  # fmt: skip
     """bias_*: the grid of bias tiles; sum_*: the grid of score tiles for each."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
@@ -88,9 +88,9 @@ def attention_backward_bias_kernel(
         valid = valid_keys(k_pos, row, mask)
         in_range = ((n_tile >= lo) & (n_tile < hi)) | (n_tile < first_blocks)
         if in_range & any_key(valid):
-            k_head, k_stride = key_head(k_ptr, k_strides, tile, const)
-            v_head, v_stride = key_head(v_ptr, v_strides, tile, const)
-            q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+            k = key_head(k_ptr, strides.k, tile, const)
+            v = key_head(v_ptr, strides.v, tile, const)
+            q = load_queries(q_ptr, strides.q, tile, const.BLOCK_D, const.D, const)
             query = relative_query(q, b, h_q, 0, tile.first, tile.in_rows, score, const)
             vectors = None
             if score.keys_ptr is not None:
@@ -99,12 +99,12 @@ def attention_backward_bias_kernel(
             queries = QueryRows(
                 q,
                 query,
-                load_queries(do_ptr, do_strides, tile, const.BLOCK_DV, const.D_V, const),
+                load_queries(do_ptr, strides.do, tile, const.BLOCK_DV, const.D_V, const),
                 load_lse(lse_ptr + stats, tile.in_rows, score),
                 load_vector(delta_ptr + stats, tile.in_rows, 0.0),
             )
-            k = load_tile(k_head, k_stride, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
-            v = load_tile(v_head, v_stride, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+            k = load_tile(k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+            v = load_tile(v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
             keep = visible(tile.rows[:, None], k_pos[None, :], h_q, row, mask, valid[None, :])
             bias = None
             if bias_desc is not None:
@@ -152,10 +152,8 @@ def launch_backward_bias(
         attention_backward_bias_kernel,
         programs,
         tile,
-        *map(strides, (q, k, v, do)),
-        kernel_mask(options),
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        _Strides(*map(strides, (q, k, v, do))),
+        *rules(options, kernel_mask(options), q, k),
         *own[1:],
         *shape[2:],
         *sums,

@@ -9,6 +9,7 @@ several programs, whose sums are added in a fixed order.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
@@ -21,11 +22,10 @@ from .launch.arguments import (
     bias_stream,
     block_dim,
     blocks,
-    kernel_score,
     key_programs,
     result_in_layout,
     row_constants,
-    sizes,
+    rules,
     strides,
     tile_for,
 )
@@ -33,12 +33,13 @@ from .launch.block_sparsity import launch_mask
 from .launch.launches import Launch, cached_plan
 from .rules.blocks import key_head, key_tile, over_query_blocks, store_keys, store_part
 from .rules.mask import any_key
+from .rules.operands import head_at
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import further_keys, relative_products, relative_query, vectors_of_tile
 from .rules.score import dropped, gradient, kept, load_bias, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import weights
-from .rules.tile import add_tile, head_at, load_block, load_vector
+from .rules.tile import add_tile, load_block, load_vector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,9 @@ _FEW = 2
 _ENOUGH = 4
 
 
+_Strides = namedtuple("_Strides", "q k v do dk dv")
+
+
 class _Operands(NamedTuple):
     """Operands of a loop over the query blocks of one head: k and v of a tile of keys.
 
@@ -61,10 +65,8 @@ class _Operands(NamedTuple):
     k: Any
     v: Any
     key2: Any
-    q_ptr: Any
-    q_stride: Any
-    do_ptr: Any
-    do_stride: Any
+    q: Any
+    do: Any
     lse_ptr: Any
     delta_ptr: Any
     dk_ptr: Any
@@ -106,10 +108,8 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
     row = tile.row
     rows = m_first + tl.arange(0, BLOCK_M)
     k_pos = tile.k_pos[:, None]
-    q = load_block(operands.q_ptr, operands.q_stride, m_first, in_rows, BLOCK_M, BLOCK_D, const.D)
-    do = load_block(
-        operands.do_ptr, operands.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V
-    )
+    q = load_block(operands.q, m_first, in_rows, BLOCK_M, BLOCK_D, const.D)
+    do = load_block(operands.do, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V)
     # Nonexistent rows have q = do = delta = 0, so any finite weight contributes 0 without a select.
     NOWHERE: tl.constexpr = 0.0 if score.linear is not None else float("inf")
     lse = load_lse(operands.lse_ptr + rows, in_rows, score, NOWHERE)
@@ -150,8 +150,8 @@ def _grow_dkv(state, m_first, in_rows, keep, h, tile, operands, score, const: tl
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "parts"])
 def attention_backward_dkv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dk_parts_ptr, dv_parts_ptr,
-    dkey2_ptr, dq_ptr, bias_desc, q_strides, k_strides, v_strides, do_strides, dk_strides,
-    dv_strides, mask, score, H_q, G, T_q, T_k, parts, const: tl.constexpr,
+    dkey2_ptr, dq_ptr, bias_desc, strides, mask, score, H_q, G, T_q, T_k, parts,
+    const: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys, over the queries of all G heads. 1-D grid: see `key_program`.
 
@@ -165,10 +165,10 @@ def attention_backward_dkv_kernel(
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = key_tile(H_q, H_q // G, T_q, T_k, mask, BLOCK_N, parts)
     part = tl.program_id(0) % parts
-    k_head, k_stride = key_head(k_ptr, k_strides, tile, const)
-    v_head, v_stride = key_head(v_ptr, v_strides, tile, const)
-    k = load_block(k_head, k_stride, tile.first, tile.valid, BLOCK_N, BLOCK_D, const.D)
-    v = load_block(v_head, v_stride, tile.first, tile.valid, BLOCK_N, BLOCK_DV, const.D_V)
+    k = key_head(k_ptr, strides.k, tile, const)
+    v = key_head(v_ptr, strides.v, tile, const)
+    k = load_block(k, tile.first, tile.valid, BLOCK_N, BLOCK_D, const.D)
+    v = load_block(v, tile.first, tile.valid, BLOCK_N, BLOCK_DV, const.D_V)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -186,8 +186,8 @@ def attention_backward_dkv_kernel(
     last = tl.where(any_key(tile.valid), tl.minimum(first + heads, G), 0)
     for g in range(first, last):
         h = tile.h_k * G + g
-        q_head, q_stride = head_at(q_ptr, tile.batch, h, tile.first_q, q_strides, const)
-        do_head, do_stride = head_at(do_ptr, tile.batch, h, tile.first_q, do_strides, const)
+        q = head_at(q_ptr, tile.batch, h, tile.first_q, strides.q, const)
+        do = head_at(do_ptr, tile.batch, h, tile.first_q, strides.do, const)
         stats = (tile.batch * H_q + h).to(tl.int64) * T_q + tile.first_q
         dq_head = None
         if dq_ptr is not None:
@@ -196,10 +196,8 @@ def attention_backward_dkv_kernel(
             k,
             v,
             key2,
-            q_head,
-            q_stride,
-            do_head,
-            do_stride,
+            q,
+            do,
             lse_ptr + stats,
             delta_ptr + stats,
             dk_ptr,
@@ -214,19 +212,16 @@ def attention_backward_dkv_kernel(
     if score.key2_ptr is not None and dk_ptr is not None:
         D2: tl.constexpr = const.D2
         dkey2 *= score.scale
-        store_part(dkey2_ptr, part, parts, H_q // G, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
+        store_part(dkey2_ptr, part, parts, T_k, tile, dkey2, const.BLOCK_D2, D2, const)
     # One kernel for any number of parts, so that no length compiles another.
     if parts > 1:
-        H_k = H_q // G
         if dk_ptr is not None:
-            store_part(dk_parts_ptr, part, parts, H_k, T_k, tile, dk, BLOCK_D, const.D, const)
+            store_part(dk_parts_ptr, part, parts, T_k, tile, dk, BLOCK_D, const.D, const)
         if dv_ptr is not None:
-            store_part(dv_parts_ptr, part, parts, H_k, T_k, tile, dv, BLOCK_DV, const.D_V, const)
+            store_part(dv_parts_ptr, part, parts, T_k, tile, dv, BLOCK_DV, const.D_V, const)
     else:
-        if dk_ptr is not None:
-            store_keys(dk_ptr, dk_strides, tile, dk, BLOCK_D, const.D, const)
-        if dv_ptr is not None:
-            store_keys(dv_ptr, dv_strides, tile, dv, BLOCK_DV, const.D_V, const)
+        store_keys(dk_ptr, strides.dk, tile, dk, BLOCK_D, const.D, const)
+        store_keys(dv_ptr, strides.dv, tile, dv, BLOCK_DV, const.D_V, const)
 
 
 def head_parts(G: int, programs: int, multiprocessors: int) -> int:
@@ -274,12 +269,8 @@ def _plan(
             attention_backward_dkv_kernel,
             programs * parts,
             tile,
-            *map(strides, (q, k, v, do)),
-            None if dk is None else strides(dk),
-            None if dv is None else strides(dv),
-            mask,
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
+            _Strides(*map(strides, (q, k, v, do, dk, dv))),
+            *rules(options, mask, q, k),
             parts,
             row_constants(options, tile, q, v, k, do, dk, dv, options.relative_query),
             streams=(bias_stream(options, q, tile),),

@@ -12,6 +12,7 @@ tile that read one element, then added atomically:
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,8 @@ from .rules.tile import load_block
 
 if TYPE_CHECKING:
     from fastattn.options import Options
+
+_Strides = namedtuple("_Strides", "q k v o do")
 
 # Bits of a sum, and the exponent of the largest power of two of fp32.
 _BITS, _MOST = 62, 126
@@ -82,8 +85,8 @@ def _accumulate(sum_ptr, scale_ptr, offsets, x):
 def _add_block(state, n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Add the gradients of a key block's loads: see `blocks.over_key_blocks`."""
     rows, keys, values, sums, scales = operands
-    k = load_block(keys[0], keys[1], n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
-    v = load_block(values[0], values[1], n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
+    k = load_block(keys, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
+    v = load_block(values, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
     further = further_keys(tile, tile.first, n_first, valid, tile.h, score, const)
     dx, before, _ = score_gradient(rows, k, v, further, None, n_first, keep, tile, score, const)
     if keep is not None:
@@ -98,8 +101,8 @@ def _add_block(state, n_first, valid, keep, tile, operands, score, const: tl.con
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_backward_mods_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, q_strides, k_strides, v_strides,
-    o_strides, do_strides, mask, score, sums, scales, H_q, G, T_q, T_k, const: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, strides, mask, score, sums, scales,
+    H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """Add to the sums of each load of a tile of queries. Grid as forward.
 
@@ -107,17 +110,17 @@ def attention_backward_mods_kernel(
     a pointer for each load, see `_accumulate`.
     """
     tile = query_tile(H_q, G, T_q, T_k, mask, const.BLOCK_M)
-    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+    q = load_queries(q_ptr, strides.q, tile, const.BLOCK_D, const.D, const)
     query = relative_query(
         q, tile.batch, tile.h, tile.first_q, tile.first, tile.in_rows, score, const
     )
-    do = load_queries(do_ptr, do_strides, tile, const.BLOCK_DV, const.D_V, const)
-    o = load_queries(o_ptr, o_strides, tile, const.BLOCK_DV, const.D_V, const)
+    do = load_queries(do_ptr, strides.do, tile, const.BLOCK_DV, const.D_V, const)
+    o = load_queries(o_ptr, strides.o, tile, const.BLOCK_DV, const.D_V, const)
     stats = tile.statistics + tile.rows
     delta = store_delta(o, do, dlse_ptr, None, stats, tile.in_rows)
     lse = load_lse(lse_ptr + stats, tile.in_rows, score)
-    keys = key_head(k_ptr, k_strides, tile, const)
-    values = key_head(v_ptr, v_strides, tile, const)
+    keys = key_head(k_ptr, strides.k, tile, const)
+    values = key_head(v_ptr, strides.v, tile, const)
     operands = (QueryRows(q, query, do, lse, delta), keys, values, sums, scales)
     over_key_blocks(_add_block, tile.first, tile, operands, mask, score, const)
 
@@ -172,7 +175,7 @@ def _launch(
         attention_backward_mods_kernel,
         programs,
         tile,
-        *map(strides, (q, k, v, o, do)),
+        _Strides(*map(strides, (q, k, v, o, do))),
         mask,
         kernel_score(options, q.dtype),
         tuple(sums),

@@ -8,6 +8,7 @@ their sum.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,17 +23,17 @@ from .launch.arguments import (
     blocks,
     constants,
     kernel_mask,
-    kernel_score,
-    sizes,
+    rules,
     strides,
 )
 from .launch.tiles import lookup
 from .rules.integers import value
 from .rules.mask import valid_keys, visible
+from .rules.operands import head_at
 from .rules.product import add_weighted_rows, rows_by_rows
 from .rules.relative import relative_query, skewed, vectors_at
 from .rules.score import dropped, gradient, kept_at, modified
-from .rules.score_gradient import load_lse
+from .rules.score_gradient import QueryRows, load_lse
 from .rules.softmax import weights
 from .rules.tile import (
     FARTHEST,
@@ -41,7 +42,6 @@ from .rules.tile import (
     at_keys,
     at_queries,
     batch_row,
-    head,
     load_block,
     load_vector,
     memory_rows,
@@ -51,19 +51,18 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 
+_Strides = namedtuple("_Strides", "q k v do")
+
+
 class _Head(NamedTuple):
-    """Pointers and strides to read the queries and keys of one head of a batch row."""
+    """Queries and keys of one head of a batch row, each a `operands.Head`, and where it begins."""
 
     h: Any
     H_q: Any
-    q_ptr: Any
-    q_stride: Any
-    do_ptr: Any
-    do_stride: Any
-    k_ptr: Any
-    k_stride: Any
-    v_ptr: Any
-    v_stride: Any
+    q: Any
+    do: Any
+    k: Any
+    v: Any
     batch: Any
     first_q: Any
     statistics: Any
@@ -91,9 +90,7 @@ def _of_block(row, n_first, mask):
     row = at_keys(row, n_first, mask)
     start = tl.maximum(row.start, n_first)
     end = tl.minimum(row.end, n_first + ORDERED)
-    return BatchRow(
-        row.b, row.T_q, row.T_k, row.offset, start, end, row.solid, row.prefix, row.shift
-    )
+    return BatchRow(*row[:4], start, end, *row[6:])  # type: ignore[call-arg]
 
 
 @triton.jit
@@ -105,28 +102,15 @@ def _meets(m_first, n_first, d_first, row, BLOCK_M: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _gradient_by_distance(
-    q,
-    query,
-    do,
-    lse,
-    delta,
-    k,
-    v,
-    vectors,
-    rows,
-    d_first,
-    h,
-    H_q,
-    row,
-    mask,
-    score,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    of, k, v, vectors, rows, d_first, h, H_q, row, mask, score, const: tl.constexpr
 ):
     """(dbias, ds) [BLOCK_M, BLOCK] of `tile_gradient`, with a column per distance.
 
-    The keys of row 0 and column 0 are last in k and v, so that `skewed` sorts by distance.
+    of: `QueryRows`. The keys of row 0 and column 0 are last in k and v, so that `skewed` sorts by
+    distance.
     """
+    BLOCK: tl.constexpr = const.BLOCK_N
+    PRECISION: tl.constexpr = const.PRECISION
     distances = (d_first + tl.arange(0, BLOCK))[None, :]
     rows = rows[:, None]
     k_pos = rows + row.offset - row.shift - distances
@@ -134,53 +118,40 @@ def _gradient_by_distance(
     # Masks and scores may load only existing positions.
     k_pos = tl.minimum(tl.maximum(k_pos, 0), row.T_k - 1)
     keep = keep & visible(rows, k_pos, h, row, mask)
-    s = skewed(rows_by_rows(q, k, PRECISION), BLOCK)
+    s = skewed(rows_by_rows(of.q, k, PRECISION), BLOCK)
     if vectors is not None:
-        s += rows_by_rows(query, vectors, PRECISION)
+        s += rows_by_rows(of.query, vectors, PRECISION)
     x, factor, before, capped = modified(s, rows, k_pos, h, row, score)
-    p = weights(x, lse[:, None], factor, keep)
-    dp = skewed(rows_by_rows(do, v, PRECISION), BLOCK)
+    p = weights(x, of.lse[:, None], factor, keep)
+    dp = skewed(rows_by_rows(of.do, v, PRECISION), BLOCK)
     if score.dropout is not None:
         dp = dropped(dp, kept_at(rows, k_pos, h, H_q, row, score), score)
-    dx = p * (dp - delta[:, None])
+    dx = p * (dp - of.delta[:, None])
     return gradient(dx, before, capped, rows, k_pos, h, row, keep, score)
 
 
 @triton.jit
-def _grow(
-    dbias, dkeys, m_first, d_first, vectors, row, operands, mask, score, const: tl.constexpr
-):  # fmt: skip
+def _grow(dbias, dkeys, m_first, d_first, vectors, row, o, mask, score, const: tl.constexpr):
     """Add the queries from m_first on to the sums of the distances from d_first on."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     PRECISION: tl.constexpr = const.PRECISION
     W: tl.constexpr = triton.next_power_of_2(BLOCK_M + BLOCK - 1)
-    o = operands
     rows = m_first + tl.arange(0, BLOCK_M)
     in_rows = rows < row.T_q
     n_first = m_first + row.offset - row.shift - d_first - (BLOCK - 1)
     valid = valid_keys(n_first + tl.arange(0, W), row, mask)
     stats = o.statistics + rows
-    q = load_block(o.q_ptr, o.q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+    q = load_block(o.q, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     query = relative_query(q, o.batch, o.h, o.first_q, m_first, in_rows, score, const)
+    do = load_block(o.do, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V)
+    lse = load_lse(o.lse_ptr + stats, in_rows, score)
+    delta = load_vector(o.delta_ptr + stats, in_rows, 0.0)
+    k = load_block(o.k, n_first, valid, W, const.BLOCK_D, const.D)
+    v = load_block(o.v, n_first, valid, W, const.BLOCK_DV, const.D_V)
+    of = QueryRows(q, query, do, lse, delta)
     d_bias, ds = _gradient_by_distance(
-        q,
-        query,
-        load_block(o.do_ptr, o.do_stride, m_first, in_rows, BLOCK_M, const.BLOCK_DV, const.D_V),
-        load_lse(o.lse_ptr + stats, in_rows, score),
-        load_vector(o.delta_ptr + stats, in_rows, 0.0),
-        load_block(o.k_ptr, o.k_stride, n_first, valid, W, const.BLOCK_D, const.D),
-        load_block(o.v_ptr, o.v_stride, n_first, valid, W, const.BLOCK_DV, const.D_V),
-        vectors,
-        rows,
-        d_first,
-        o.h,
-        o.H_q,
-        row,
-        mask,
-        score,
-        BLOCK,
-        PRECISION,
+        of, k, v, vectors, rows, d_first, o.h, o.H_q, row, mask, score, const
     )
     if score.relative_ptr is not None:
         dbias += tl.sum(d_bias, 0)
@@ -223,15 +194,14 @@ def _store_keys(
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "rows_of_batch", "d_start"])
 def attention_backward_relative_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr, dbias_ends_ptr, dkeys_ptr,
-    dkeys_ends_ptr, starts_ptr, q_strides, k_strides, v_strides, do_strides, mask, score, H_q, G,
-    T_q, T_k, rows_of_batch, d_start, const: tl.constexpr,
+    dkeys_ends_ptr, starts_ptr, strides, mask, score, H_q, G, T_q, T_k, rows_of_batch, d_start,
+    const: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BLOCK_N distances from d_start, or from where starts says, H_q)."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK: tl.constexpr = const.BLOCK_N
     D: tl.constexpr = const.D
     BLOCK_D: tl.constexpr = const.BLOCK_D
-    INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
     if starts_ptr is None:
         d_first = d_start + tl.program_id(0) * BLOCK
     else:
@@ -246,28 +216,13 @@ def attention_backward_relative_kernel(
     for b in range(0, rows_of_batch):
         row = batch_row(b, T_q, T_k, mask)
         batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
-        q_head, q_stride = head(q_ptr, batch, h, first_q, q_strides, INDEX)
-        k_head, k_stride = head(k_ptr, batch, h // G, first_k, k_strides, INDEX)
-        v_head, v_stride = head(v_ptr, batch, h // G, first_k, v_strides, INDEX)
-        do_head, do_stride = head(do_ptr, batch, h, first_q, do_strides, INDEX)
+        q_head = head_at(q_ptr, batch, h, first_q, strides.q, const)
+        k_head = head_at(k_ptr, batch, h // G, first_k, strides.k, const)
+        v_head = head_at(v_ptr, batch, h // G, first_k, strides.v, const)
+        do_head = head_at(do_ptr, batch, h, first_q, strides.do, const)
         stats = (batch * H_q + h).to(tl.int64) * T_q + first_q
-        operands = _Head(
-            h,
-            H_q,
-            q_head,
-            q_stride,
-            do_head,
-            do_stride,
-            k_head,
-            k_stride,
-            v_head,
-            v_stride,
-            batch,
-            first_q,
-            stats,
-            lse_ptr,
-            delta_ptr,
-        )
+        heads = (q_head, do_head, k_head, v_head)
+        o = _Head(h, H_q, *heads, batch, first_q, stats, lse_ptr, delta_ptr)
         first, last = _queries_of(d_first, row, mask, BLOCK)
         for m_first in range(first, last, BLOCK_M):
             row_m = at_queries(row, m_first, mask)
@@ -276,28 +231,18 @@ def attention_backward_relative_kernel(
                     row_n = _of_block(row_m, n_first, mask)
                     if _meets(m_first, n_first, d_first, row_n, BLOCK_M, BLOCK):
                         dbias, dkeys = _grow(
-                            dbias, dkeys, m_first, d_first, vectors, row_n, operands, mask, score,
-                            const,
-                        )  # fmt: skip
+                            dbias, dkeys, m_first, d_first, vectors, row_n, o, mask, score, const
+                        )
             else:
                 dbias, dkeys = _grow(
-                    dbias, dkeys, m_first, d_first, vectors, row_m, operands, mask, score, const
+                    dbias, dkeys, m_first, d_first, vectors, row_m, o, mask, score, const
                 )
     part = h * tl.num_programs(0) + tl.program_id(0)
     if score.relative_ptr is not None:
         _store_bias(dbias_ptr, dbias_ends_ptr, dbias, distances, value(score.reach), h, part)
     if score.keys_ptr is not None:
-        _store_keys(
-            dkeys_ptr,
-            dkeys_ends_ptr,
-            dkeys * score.scale,
-            distances,
-            value(score.keys_reach),
-            h,
-            part,
-            D,
-            BLOCK_D,
-        )
+        dkeys, reach = dkeys * score.scale, value(score.keys_reach)
+        _store_keys(dkeys_ptr, dkeys_ends_ptr, dkeys, distances, reach, h, part, D, BLOCK_D)
 
 
 def launch_backward_relative(
@@ -331,10 +276,8 @@ def launch_backward_relative(
             *bias,
             *keys,
             starts,
-            *map(strides, (q, k, v, do)),
-            kernel_mask(options),
-            kernel_score(options, q.dtype),
-            *sizes(q, k),
+            _Strides(*map(strides, (q, k, v, do))),
+            *rules(options, kernel_mask(options), q, k),
             B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
             d_start,
             constants(tile, D, D_v, q.dtype, q, k, v, do, options.relative_query),

@@ -7,7 +7,6 @@ a driver that cannot record such launches in a graph.
 """
 
 import os
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from .launch.arguments import block_dim
+from .launch.arguments import block_dim, strided, strides
 from .launch.decode_splits import PARTS_AT_ONCE, nvidia_capability
 from .launch.launches import Launch
 from .rules.integers import runtime_int, value
+from .rules.operands import row_pointers
 from .rules.softmax import finish_merge, merge_states, no_parts
 
 # After each output of a part: its lse and, in part number b, the first part of batch row b and the
@@ -33,29 +33,6 @@ EARLY_FROM, EARLY_UNTIL = tl.constexpr(90), tl.constexpr(120)
 _CAPTURING_DRIVER = 12030
 
 
-class Strided(NamedTuple):
-    """[B, H, T, width] in memory; strides in the form of `runtime_int`."""
-
-    ptr: Any
-    stride_b: int | None
-    stride_h: int | None
-    stride_t: int | None
-
-
-def strided(x: Tensor) -> Strided:
-    """A tensor [B, H, T, width] with its strides, for kernels."""
-    return Strided(x, *map(runtime_int, x.stride()[:3]))
-
-
-@triton.jit
-def row_pointers(x, b, h, t, ALIGN: tl.constexpr):
-    """Pointers to rows of heads h, [M] or a scalar, at tokens t; ALIGN elements are promised."""
-    stride_b = tl.multiple_of((x.stride_b >> 2).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of((x.stride_h >> 2).to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of((x.stride_t >> 2).to(tl.int64), ALIGN)
-    return x.ptr + b * stride_b + h * stride_h + t * stride_t
-
-
 # Elements of 16 bytes; rows of parts are multiples of it.
 PARTS_ALIGN = tl.constexpr(4)
 
@@ -63,7 +40,7 @@ PARTS_ALIGN = tl.constexpr(4)
 @triton.jit
 def part_facts(parts, part, h, t):
     """Pointers to the facts after a part's outputs: see PART_FACTS."""
-    return row_pointers(parts, part, h, t, PARTS_ALIGN) + value(parts.stride_t) - PART_FACTS
+    return row_pointers(parts, part, h, t, PARTS_ALIGN) + value(parts.strides[2]) - PART_FACTS
 
 
 @triton.jit
@@ -135,7 +112,7 @@ def arrives_last(arrived_ptr, count):
 
 @triton.jit(do_not_specialize=["H", "T"])
 def combine_kernel(
-    parts_ptr, o_ptr, lse_ptr, o_strides, row_width, packed, H, T,
+    parts_ptr, o_ptr, lse_ptr, strides, row_width, packed, H, T,
     D_V: tl.constexpr, BLOCK_DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a row [b, h, t], in order.
@@ -175,7 +152,7 @@ def combine_kernel(
         h = h * group + query % group
         t = query // group
         index = h * value(packed[1]) + t
-    o_ptr += b * value(o_strides[0]) + h * value(o_strides[1]) + t * value(o_strides[2])
+    o_ptr += b * value(strides[0]) + h * value(strides[1]) + t * value(strides[2])
     tl.store(o_ptr + cols[None, :], o.to(o_ptr.dtype.element_ty), mask=(cols < D_V)[None, :])
     tl.store(lse_ptr + index + tl.arange(0, 1), lse)
 
@@ -200,13 +177,12 @@ def combine_launch(parts: Tensor, o: Tensor, D_v: int, packed: bool = False) -> 
         B, H_k, rows, _ = parts.shape
         of_packed = (runtime_int(H // H_k), runtime_int(T))
         H, T = H_k, rows
-    stride_b, stride_h, stride_t, _ = map(runtime_int, o.stride())
     early = may_begin_early()
     return Launch(
         combine_kernel,
         B * H * T,
         {"num_warps": 4, "launch_pdl": True} if early else {"num_warps": 4},
-        (stride_b, stride_h, stride_t),
+        strides(o),
         runtime_int(parts.stride(2)),
         of_packed,
         H,
@@ -286,7 +262,7 @@ def launch_merge_prefix(
     T, H, width = o.shape
     if T * H:
         prefix_rows, rows = (strided(x.transpose(0, 1)[None]) for x in (prefix, o))
+        sizes = (offsets.shape[0] - 1, T, width, block_dim(width))
         merge_prefix_kernel[(H * T,)](
-            prefix_rows, prefix_lse, rows, lse, offsets, offsets.shape[0] - 1, T, width,
-            block_dim(width), num_warps=1,
-        )  # fmt: skip
+            prefix_rows, prefix_lse, rows, lse, offsets, *sizes, num_warps=1
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,11 +16,10 @@ from .launch.arguments import (
     bias_stream,
     block_dim,
     empty_in_layout,
-    kernel_score,
     query_programs,
     result_in_layout,
     row_constants,
-    sizes,
+    rules,
     strides,
     tile_for,
 )
@@ -49,15 +49,20 @@ if TYPE_CHECKING:
     Plan = Callable[[Options, Tensor, Tensor, Tensor, Tensor], Launch]
 
 
+_Strides = namedtuple("_Strides", "q k v o")
+
+
 class _Operands(NamedTuple):
-    """Operands of a loop over key blocks: q, the query of further keys, and K/V for
-    `tile.load_rows`.
+    """Operands of a loop over key blocks: q, the query of further keys, and K/V and their
+    descriptors for `tile.load_rows`.
     """
 
     q: Any
     query: Any
     k: Any
+    k_desc: Any
     v: Any
+    v_desc: Any
     bias: Any
 
 
@@ -68,15 +73,16 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
     acc, m, l = state
     BLOCK_N: tl.constexpr = const.BLOCK_N
     h = tile.h
-    k = load_rows(operands.k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
-    s = rows_by_rows(operands.q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
+    of = operands
+    k = load_rows(of.k, of.k_desc, tile, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
+    s = rows_by_rows(of.q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     if score.keys_ptr is not None or score.key2_ptr is not None:
         further = further_keys(tile, tile.first, n_first, valid, h, score, const)
-        s += further_products(operands.query, further, score, const)
+        s += further_products(of.query, further, score, const)
     k_pos = n_first + tl.arange(0, BLOCK_N)
     bias = None
-    if operands.bias is not None:
-        bias = load_bias(operands.bias, tile.row.b, h, tile.first, n_first, score, const)
+    if of.bias is not None:
+        bias = load_bias(of.bias, tile.row.b, h, tile.first, n_first, score, const)
     s, factor, _, _ = modified(s, tile.rows[:, None], k_pos[None, :], h, tile.row, score, bias)
     if keep is not None:
         s = tl.where(keep, s, float("-inf"))
@@ -84,16 +90,15 @@ def _attend(state, n_first, valid, keep, tile, operands, score, const: tl.conste
     p, rescale, m, l = online_step(s, m, l, factor, MASKED)
     if score.dropout is not None:
         p = dropped(p, kept(tile.first, n_first, h, tile.H_q, tile.row, score, const), score)
-    v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+    v = load_rows(of.v, of.v_desc, tile, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
     acc = add_weighted_rows(acc * rescale[:, None], p, v, PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, m, l
 
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, k_desc, v_desc, bias_desc,
-    q_strides, k_strides, v_strides, o_strides, mask, score, H_q, G, T_q, T_k,
-    const: tl.constexpr, PARTS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, max_ptr, k_desc, v_desc, bias_desc, strides, mask, score,
+    H_q, G, T_q, T_k, const: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of a tile of queries, and the largest scores if max_ptr is given.
 
@@ -102,9 +107,9 @@ def attention_forward_kernel(
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
-    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
-    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
-    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+    k = key_head(k_ptr, strides.k, tile, const)
+    v = key_head(v_ptr, strides.v, tile, const)
+    q = load_queries(q_ptr, strides.q, tile, const.BLOCK_D, const.D, const)
     query = relative_query(
         q, tile.batch, tile.h, tile.first_q, tile.first, tile.in_rows, score, const
     )
@@ -116,9 +121,7 @@ def attention_forward_kernel(
     if PARTS > 1:
         l = in_parts(l, PARTS)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    keys = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
-    values = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
-    operands = _Operands(q, query, keys, values, bias_desc)
+    operands = _Operands(q, query, k, k_desc, v, v_desc, bias_desc)
     acc, m, l = over_key_blocks(_attend, (acc, m, l), tile, operands, mask, score, const)
 
     if max_ptr is not None:
@@ -126,7 +129,7 @@ def attention_forward_kernel(
         store_statistic(max_ptr, tile, m * LN2, float("-inf"))
         acc, m, l = with_sink(acc, m, l, tile.h, score)
     o, lse = finish(acc, m, l)
-    store_queries(o_ptr, o_strides, tile, o, BLOCK_DV, const.D_V, const)
+    store_queries(o_ptr, strides.o, tile, o, BLOCK_DV, const.D_V, const)
     store_statistic(lse_ptr, tile, lse, float("-inf"))
 
 
@@ -142,10 +145,8 @@ def _plan(
         attention_forward_kernel,
         programs,
         tile,
-        *map(strides, (q, k, v, o)),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        _Strides(*map(strides, (q, k, v, o))),
+        *rules(options, mask, q, k),
         row_constants(options, tile, q, v, k, o, options.relative_query),
         tile.sum_parts,
         streams=(

@@ -21,11 +21,11 @@ from .launch.arguments import (
     aligned,
     block_dim,
     constants,
-    kernel_score,
     key_programs,
+    launch_tiles,
     query_programs,
-    sizes,
-    strides,
+    rules,
+    strided,
     tile_for,
 )
 from .launch.block_sparsity import mask_for_keys, mask_for_queries
@@ -39,12 +39,13 @@ from .rules.blocks import (
     query_tile,
 )
 from .rules.mask import any_key
+from .rules.operands import head_at
 from .rules.product import rows_by_rows
 from .rules.relative import relative_products, relative_query, vectors_of_tile
 from .rules.score import distances, modified
 from .rules.score_gradient import load_lse
 from .rules.softmax import LN2, LOG2E, weights
-from .rules.tile import head_at, load_block, load_tile
+from .rules.tile import load_block, load_tile
 
 if TYPE_CHECKING:
     from fastattn.options import Options
@@ -59,25 +60,23 @@ class _Operands(NamedTuple):
     q: Any
     query: Any
     lse: Any
-    k_ptr: Any
-    k_stride: Any
+    k: Any
 
 
 @triton.jit
-def _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, const: tl.constexpr):
-    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
+def _load_operands(q, k, lse_ptr, tile, score, const: tl.constexpr):
+    q = load_queries(q.ptr, q.strides, tile, const.BLOCK_D, const.D, const)
     query = relative_query(q, tile.batch, tile.h, 0, tile.first, tile.in_rows, score, const)
     lse = load_lse(lse_ptr + tile.statistics + tile.rows, tile.in_rows, score)
-    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
-    return _Operands(q, query, lse, k_ptr, k_stride)
+    return _Operands(q, query, lse, key_head(k.ptr, k.strides, tile, const))
 
 
 @triton.jit
 def _block_weights(n_first, valid, keep, tile, operands, score, const: tl.constexpr):
     """Scores in log2 units, -inf where masked, and weights [BLOCK_M, BLOCK_N] of a key block."""
     PRECISION: tl.constexpr = const.PRECISION
-    q, query, lse, k_ptr, k_stride = operands
-    k = load_block(k_ptr, k_stride, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
+    q, query, lse, k = operands
+    k = load_block(k, n_first, valid, const.BLOCK_N, const.BLOCK_D, const.D)
     s = rows_by_rows(q, k, PRECISION)
     if score.keys_ptr is not None:
         vectors = vectors_of_tile(tile.first, n_first, tile.h, tile.H_q, tile.row, score, const)
@@ -144,8 +143,8 @@ def _into_rows(state, n_first, valid, keep, tile, operands, score, const: tl.con
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k", "top"])
 def attention_row_statistics_kernel(
-    q_ptr, k_ptr, lse_ptr, entropy_ptr, distance_ptr, top_ptr, position_ptr, q_strides, k_strides,
-    mask, score, H_q, G, T_q, T_k, top, const: tl.constexpr, PLACES: tl.constexpr,
+    q, k, lse_ptr, entropy_ptr, distance_ptr, top_ptr, position_ptr, mask, score, H_q, G, T_q, T_k,
+    top, const: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Entropy, distance and the `top` largest weights of a tile of queries; grid as forward.
 
@@ -153,7 +152,7 @@ def attention_row_statistics_kernel(
     """
     BLOCK_M: tl.constexpr = const.BLOCK_M
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
-    operands = _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, const)
+    operands = _load_operands(q, k, lse_ptr, tile, score, const)
     lse = operands.lse
 
     entropy = tl.zeros([BLOCK_M], tl.float32)
@@ -187,13 +186,13 @@ def attention_row_statistics_kernel(
 def _into_keys(received, m_first, in_rows, keep, h, tile, operands, score, const: tl.constexpr):
     """received += the weights of one query block: see `blocks.over_query_blocks`.
 
-    Transposed as in dK/dV: keys down. operands: (k, q_ptr, q_stride, lse_ptr).
+    Transposed as in dK/dV: keys down. operands: k, the `operands.Head` of q, and lse_ptr.
     """
     PRECISION: tl.constexpr = const.PRECISION
-    k, q_ptr, q_stride, lse_ptr = operands
+    k, q, lse_ptr = operands
     BLOCK_M: tl.constexpr = const.BLOCK_M
     rows = m_first + tl.arange(0, BLOCK_M)
-    q = load_block(q_ptr, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+    q = load_block(q, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
     lse = load_lse(lse_ptr + rows, in_rows, score)
     s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
     if score.keys_ptr is not None:
@@ -209,22 +208,21 @@ def _into_keys(received, m_first, in_rows, keep, h, tile, operands, score, const
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_received_kernel(
-    q_ptr, k_ptr, lse_ptr, received_ptr, q_strides, k_strides, mask, score, H_q, G, T_q, T_k,
-    const: tl.constexpr,
-):  # fmt: skip
+    q, k, lse_ptr, received_ptr, mask, score, H_q, G, T_q, T_k, const: tl.constexpr
+):
     """Sum the weights that a tile of keys receives from a query head. Grid as dK/dV, for H_q."""
     BLOCK_N: tl.constexpr = const.BLOCK_N
     tile = key_tile(H_q, H_q, T_q, T_k, mask, BLOCK_N)
     h = tile.h_k
     b = tile.batch
-    q_ptr, q_stride = head_at(q_ptr, b, h, 0, q_strides, const)
-    k_ptr, k_stride = head_at(k_ptr, b, h // G, 0, k_strides, const)
-    k = load_tile(k_ptr, k_stride, tile.first, tile.valid, BLOCK_N, const.BLOCK_D, const.D)
+    q = head_at(q.ptr, b, h, 0, q.strides, const)
+    k = head_at(k.ptr, b, h // G, 0, k.strides, const)
+    k = load_tile(k, tile.first, tile.valid, BLOCK_N, const.BLOCK_D, const.D)
     lse_ptr += (b * H_q + h).to(tl.int64) * T_q
 
     received = tl.zeros([BLOCK_N], tl.float32)
     if any_key(tile.valid):
-        operands = (k, q_ptr, q_stride, lse_ptr)
+        operands = (k, q, lse_ptr)
         received = over_query_blocks(
             _into_keys, received, h, tile, operands, None, mask, score, const
         )
@@ -249,12 +247,11 @@ def _store_block(weights_ptr, n_first, valid, keep, tile, operands, score, const
 
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_weights_kernel(
-    q_ptr, k_ptr, lse_ptr, weights_ptr, q_strides, k_strides, mask, score, H_q, G, T_q, T_k,
-    const: tl.constexpr,
-):  # fmt: skip
+    q, k, lse_ptr, weights_ptr, mask, score, H_q, G, T_q, T_k, const: tl.constexpr
+):
     """Weights of a tile of queries; blocks that no query sees are not written. Grid as forward."""
     tile = query_tile(H_q, G, T_q, T_k, mask, const.BLOCK_M)
-    operands = _load_operands(q_ptr, k_ptr, lse_ptr, q_strides, k_strides, tile, score, const)
+    operands = _load_operands(q, k, lse_ptr, tile, score, const)
     weights_ptr += tile.statistics * T_k
     over_key_blocks(_store_block, weights_ptr, tile, operands, mask, score, const)
 
@@ -332,9 +329,7 @@ def _launch(
     """Launch a kernel that writes statistics of q and k, if there are programs."""
     if programs:
         q, k = aligned(q), aligned(k)
-        kernel[(programs,)](
-            q, k, lse, *outputs, strides(q), strides(k), mask_for(options, q, k, tile),
-            kernel_score(options, q.dtype), *sizes(q, k), *numbers,
-            constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query), *constexprs,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        given = (*rules(options, mask_for(options, q, k, tile), q, k), *numbers)
+        const = constants(tile, q.shape[3], 0, q.dtype, q, k, options.relative_query)
+        operands = (strided(q), strided(k), lse, *outputs)
+        launch_tiles(kernel, programs, tile, *operands, *given, const, *constexprs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..combine import PART_FACTS, combine_launch, strided
+from ..combine import PART_FACTS, combine_launch
 from ..launch.arguments import (
     block_dim,
     blocks,
@@ -17,6 +17,7 @@ from ..launch.arguments import (
     kernel_score,
     mask_by_blocks,
     shown_by_ranges,
+    strided,
 )
 from ..launch.arrivals import arrival_counters
 from ..launch.decode_splits import (
@@ -35,7 +36,7 @@ from ..launch.tiles import TileConfig
 from ..rules.integers import runtime_int
 from ..rules.pages import CacheTensors, groups_of, pages_of, stored
 from ..rules.splits import Lengths, Plan
-from .kernel import decode_kernel
+from .kernel import DecodeConstants, decode_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,9 +84,13 @@ class PreparedDecode(NamedTuple):
     parts: tuple[int, ...] | None
 
     def __call__(
-        self, q: Tensor, cache: CacheTensors, starts: Tensor | None, new_lengths: Tensor | None,
+        self,
+        q: Tensor,
+        cache: CacheTensors,
+        starts: Tensor | None,
+        new_lengths: Tensor | None,
         options: Options,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Run `launch_decode` with the cached launches."""
         o = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
@@ -140,9 +145,12 @@ def prepare_decode(
 
 
 def kernel_launch(
-    arguments: Sequence[Any], options: Options, tile: TileConfig, split: Split,
+    arguments: Sequence[Any],
+    options: Options,
+    tile: TileConfig,
+    split: Split,
     packed: PackedSplit | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """The cached launch of `decode_kernel`.
 
     arguments: (q, o, lse, parts, counters, starts, counts, *cache, *options).
@@ -158,9 +166,12 @@ def kernel_launch(
 
 
 def _plan(
-    kind: type[Options], tile: TileConfig, split: Split, packed: PackedSplit | None,
+    kind: type[Options],
+    tile: TileConfig,
+    split: Split,
+    packed: PackedSplit | None,
     arguments: list[Any],
-) -> Launch:  # fmt: skip
+) -> Launch:
     q, o, lse, parts, counters, starts, counts, *rest = arguments
     fields = len(CacheTensors._fields)
     cache, options = CacheTensors._make(rest[:fields]), kind._make(rest[fields:])
@@ -168,10 +179,8 @@ def _plan(
     H_k, D_v = cache.k.shape[1], cache.v.shape[3]
     # Each page of a dense cache is a row.
     rows_kept = (cache.k if cache.lengths is None else cache.lengths).shape[0]
-    lengths = Lengths(
-        cache.lengths, None if packed else counts, starts, cache.batch_index,
-        runtime_int(rows_kept), runtime_int(split.capacity),
-    )  # fmt: skip
+    given = (cache.lengths, None if packed else counts, starts, cache.batch_index)
+    lengths = Lengths(*given, runtime_int(rows_kept), runtime_int(split.capacity))
     mask, plan = mask_by_blocks(options), Plan(*map(runtime_int, split.plan or (0, 1)))
     tiles_of_rows = blocks(T_q * H_q // H_k, tile.BLOCK_M)
     if packed is not None:
@@ -187,20 +196,40 @@ def _plan(
     # Each product with codes takes half of the columns.
     groups = groups_of(cache)
     of_tiles = ((cache.k.shape[3], cache.k_scale), (D_v // groups, cache.v_scale))
-    columns = [max(16 if scale is None else 32, block_dim(width)) for width, scale in of_tiles]
-    return Launch(
-        decode_kernel, split.parts * H_k * tiles_of_rows, tile,
-        strided(q), o if o is None else strided(o), lse, parts if parts is None else strided(parts),
-        counters,
-        *(stored(x, scale, in_order) for x, scale in zip(cache[:2], cache[2:4], strict=True)),
-        pages_of(cache), lengths, mask, kernel_score(options), plan,
-        B, H_q, H_q // H_k, T_q, tiles_of_rows,
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, *columns, row_alignment(q),
-        row_alignment(q if o is None else o), cache.shared, groups,
-        in_one_page(cache, tile.BLOCK_N), load_bytes(cache), shown_by_ranges(options),
-        tile.sum_parts, dot_precision(q.dtype), nvidia_capability(),
-        0 if counters is None else block_dim(D_v),
-    )  # fmt: skip
+    BLOCK_D, BLOCK_DV = (
+        max(16 if scale is None else 32, block_dim(width)) for width, scale in of_tiles
+    )
+    int8 = cache.v.dtype == torch.int8
+    const = DecodeConstants(
+        D=D,
+        D_V=D_v,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        BLOCK_DV=BLOCK_DV,
+        Q_ALIGN=row_alignment(q),
+        O_ALIGN=row_alignment(q if o is None else o),
+        SHARED=cache.shared,
+        GROUPS=groups,
+        ONE_PAGE=in_one_page(cache, tile.BLOCK_N),
+        ROW_BYTES=load_bytes(cache),
+        RANGES=shown_by_ranges(options),
+        PARTS=tile.sum_parts,
+        PRECISION=dot_precision(q.dtype),
+        NVIDIA=nvidia_capability(),
+        INT8=int8,
+        # For few rows, scores that start at a number other than 0 take fewer instructions than
+        # codes.
+        RAISED=int8 and tile.BLOCK_M == 16 and q.dtype != torch.float32,
+        MERGED=0 if counters is None else block_dim(D_v),
+        PACKED=packed is not None,
+    )
+    stores = map(stored, cache[:2], cache[2:4], (in_order, in_order))
+    rules = (pages_of(cache), lengths, mask, kernel_score(options), plan)
+    rows = (strided(q), strided(o), lse, strided(parts), counters)
+    sizes = (B, H_q, H_q // H_k, T_q, tiles_of_rows)
+    programs = split.parts * H_k * tiles_of_rows
+    return Launch(decode_kernel, programs, tile, *rows, *stores, *rules, *sizes, const)
 
 
 def as_bytes(cache: CacheTensors) -> CacheTensors:

@@ -41,9 +41,15 @@ class PreparedPacked(NamedTuple):
     steps: tuple[_Step, ...]
 
     def __call__(
-        self, q: Tensor, cu_seqlens: Tensor, cache: CacheTensors, starts: Tensor | None,
-        out: Tensor, lse: Tensor, options: Options,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        cu_seqlens: Tensor,
+        cache: CacheTensors,
+        starts: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        options: Options,
+    ) -> None:
         """Run `launch_packed` with the cached launches."""
         cache = as_bytes(cache)
         q, out = _as_batch_row(q), _as_batch_row(out)

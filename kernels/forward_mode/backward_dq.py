@@ -11,6 +11,7 @@ With do = 0 they are also the second derivatives that a double backward needs.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,10 +24,10 @@ from ..launch.arguments import (
     aligned,
     block_dim,
     constants,
-    kernel_score,
     query_programs,
     result_in_layout,
-    sizes,
+    rules,
+    strides,
 )
 from ..launch.block_sparsity import launch_mask
 from ..launch.launches import Launch, cached_plan
@@ -38,7 +39,6 @@ from ..rules.tile import load_block, load_vector
 from .backward_dkv import launch_dkv
 from .tangent import (
     InputTangents,
-    optional_strides,
     rows_of_tangent,
     score_tangent_strides,
     tile_of_tangents,
@@ -46,6 +46,9 @@ from .tangent import (
 
 if TYPE_CHECKING:
     from fastattn.options import Options
+
+
+_Strides = namedtuple("_Strides", "q k v tq tk tv tbias trelative o to do h dq")
 
 
 class _Operands(NamedTuple):
@@ -56,14 +59,10 @@ class _Operands(NamedTuple):
     do: Any
     h: Any
     rows: Any
-    k_ptr: Any
-    k_stride: Any
-    tk_ptr: Any
-    tk_stride: Any
-    v_ptr: Any
-    v_stride: Any
-    tv_ptr: Any
-    tv_stride: Any
+    k: Any
+    tk: Any
+    v: Any
+    tv: Any
     scores: Any
 
 
@@ -74,18 +73,10 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
     BLOCK_N: tl.constexpr = const.BLOCK_N
     BLOCK_D: tl.constexpr = const.BLOCK_D
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
-    k = load_block(operands.k_ptr, operands.k_stride, n_first, valid, BLOCK_N, BLOCK_D, const.D)
-    v = load_block(operands.v_ptr, operands.v_stride, n_first, valid, BLOCK_N, BLOCK_DV, const.D_V)
-    tk = None
-    if operands.tk_ptr is not None:
-        tk = load_block(
-            operands.tk_ptr, operands.tk_stride, n_first, valid, BLOCK_N, BLOCK_D, const.D
-        )
-    tv = None
-    if operands.tv_ptr is not None:
-        tv = load_block(
-            operands.tv_ptr, operands.tv_stride, n_first, valid, BLOCK_N, BLOCK_DV, const.D_V
-        )
+    k = load_block(operands.k, n_first, valid, BLOCK_N, BLOCK_D, const.D)
+    v = load_block(operands.v, n_first, valid, BLOCK_N, BLOCK_DV, const.D_V)
+    tk = load_block(operands.tk, n_first, valid, BLOCK_N, BLOCK_D, const.D)
+    tv = load_block(operands.tv, n_first, valid, BLOCK_N, BLOCK_DV, const.D_V)
     s = rows_by_rows(operands.q, k, PRECISION)
     ts = product_tangent(operands.q, operands.tq, k, tk, PRECISION)
     e = rows_by_rows(operands.h, v, PRECISION)
@@ -100,7 +91,7 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
         s, ts, e, f, of, survivors, rows, k_pos, tile.h, tile.row, keep, score, operands.scores
     )
     dq = add_weighted_rows(state[0], X, k, PRECISION)
-    if operands.tk_ptr is not None:
+    if tk is not None:
         dq = add_weighted_rows(dq, u, tk, PRECISION)
     return (dq,)
 
@@ -108,58 +99,43 @@ def _grow_dq(state, n_first, valid, keep, tile, operands, score, const: tl.const
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def tangent_backward_dq_kernel(
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, tbias_ptr, trelative_ptr, o_ptr, to_ptr, do_ptr,
-    h_ptr, lse_ptr, mu_ptr, dlse_ptr, dmu_ptr, dq_ptr, delta_ptr, eta_ptr,
-    q_strides, k_strides, v_strides, tq_strides, tk_strides, tv_strides, tbias_strides,
-    trelative_stride, o_strides, to_strides, do_strides, h_strides, dq_strides,
-    mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
+    h_ptr, lse_ptr, mu_ptr, dlse_ptr, dmu_ptr, dq_ptr, delta_ptr, eta_ptr, strides, mask, score,
+    H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries, and the rows' delta and eta, which dK/dV reads. Grid as forward."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_D: tl.constexpr = const.BLOCK_D
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
-    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
-    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
-    tk_stride = None
-    if tk_ptr is not None:
-        tk_ptr, tk_stride = key_head(tk_ptr, tk_strides, tile, const)
-    tv_stride = None
-    if tv_ptr is not None:
-        tv_ptr, tv_stride = key_head(tv_ptr, tv_strides, tile, const)
-    q = load_queries(q_ptr, q_strides, tile, BLOCK_D, const.D, const)
-    tq = None
-    if tq_ptr is not None:
-        tq = load_queries(tq_ptr, tq_strides, tile, BLOCK_D, const.D, const)
-    h = load_queries(h_ptr, h_strides, tile, BLOCK_DV, const.D_V, const)
-    o = load_queries(o_ptr, o_strides, tile, BLOCK_DV, const.D_V, const)
-    to = load_queries(to_ptr, to_strides, tile, BLOCK_DV, const.D_V, const)
+    k = key_head(k_ptr, strides.k, tile, const)
+    v = key_head(v_ptr, strides.v, tile, const)
+    tk = key_head(tk_ptr, strides.tk, tile, const)
+    tv = key_head(tv_ptr, strides.tv, tile, const)
+    q = load_queries(q_ptr, strides.q, tile, BLOCK_D, const.D, const)
+    tq = load_queries(tq_ptr, strides.tq, tile, BLOCK_D, const.D, const)
+    h = load_queries(h_ptr, strides.h, tile, BLOCK_DV, const.D_V, const)
+    o = load_queries(o_ptr, strides.o, tile, BLOCK_DV, const.D_V, const)
+    to = load_queries(to_ptr, strides.to, tile, BLOCK_DV, const.D_V, const)
     stats = tile.statistics + tile.rows
     delta = store_delta(o, h, dmu_ptr, delta_ptr, stats, tile.in_rows)
     eta = store_delta(to, h, dlse_ptr, None, stats, tile.in_rows)
-    do = None
-    if do_ptr is not None:
-        do = load_queries(do_ptr, do_strides, tile, BLOCK_DV, const.D_V, const)
+    do = load_queries(do_ptr, strides.do, tile, BLOCK_DV, const.D_V, const)
+    if do is not None:
         eta += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(eta_ptr + stats, eta, mask=tile.in_rows)
     lse = load_lse(lse_ptr + stats, tile.in_rows, score)
     mu = load_vector(mu_ptr + stats, tile.in_rows, 0.0)
 
-    scores = ScoreTangents(tbias_ptr, tbias_strides, trelative_ptr, trelative_stride)
-    operands = _Operands(
-        q, tq, do, h, DualRows(lse, mu, delta, eta), k_ptr, k_stride, tk_ptr, tk_stride,
-        v_ptr, v_stride, tv_ptr, tv_stride, scores,
-    )  # fmt: skip
+    scores = ScoreTangents(tbias_ptr, strides.tbias, trelative_ptr, strides.trelative)
+    operands = _Operands(q, tq, do, h, DualRows(lse, mu, delta, eta), k, tk, v, tv, scores)
     state = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
     state = over_key_blocks(_grow_dq, state, tile, operands, mask, score, const)
-    store_queries(dq_ptr, dq_strides, tile, state[0] * score.scale, BLOCK_D, const.D, const)
+    store_queries(dq_ptr, strides.dq, tile, state[0] * score.scale, BLOCK_D, const.D, const)
 
 
 @cached_plan(13)
-def _plan(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
-    tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, o: Tensor, to: Tensor,
-    do: Tensor | None, h: Tensor, dq: Tensor,
-) -> Launch:  # fmt: skip
+def _plan(options: Options, *tensors: Any) -> Launch:
+    q, k, v, tq, tk, tv, tbias, trelative, o, to, do, h, dq = tensors
     tile = tile_of_tangents("backward_dq", q, v)
     # Four tiles of scores beside dQ fit into Blackwell's tensor memory.
     tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 4096 // block_dim(q.shape[3])))
@@ -169,12 +145,14 @@ def _plan(
         tangent_backward_dq_kernel,
         programs,
         tile,
-        *map(optional_strides, (q, k, v, tq, tk, tv)),
-        *score_tangent_strides(tbias, trelative),
-        *map(optional_strides, (o, to, do, h, dq)),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        _Strides._make(
+            (
+                *map(strides, (q, k, v, tq, tk, tv)),
+                *score_tangent_strides(tbias, trelative),
+                *map(strides, (o, to, do, h, dq)),
+            )
+        ),
+        *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o, to, do, h, dq),
         tables=tables,
     )

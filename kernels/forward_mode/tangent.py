@@ -12,6 +12,7 @@ key.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,9 +27,8 @@ from ..launch.arguments import (
     block_dim,
     broadcast_strides,
     constants,
-    kernel_score,
     query_programs,
-    sizes,
+    rules,
     strides,
 )
 from ..launch.block_sparsity import launch_mask
@@ -64,23 +64,24 @@ class InputTangents(NamedTuple):
     sinks: Tensor | None
 
 
-class _Operands(NamedTuple):
-    """Queries, K/V for `tile.load_rows`, their tangents, and lse.
+_Strides = namedtuple("_Strides", "q k v tq tk tv tbias trelative o")
 
-    tk_ptr, tv_ptr: None without the tangent. Triton 3.6 cannot compare the tuples tk and tv with
-    None.
-    """
+
+class _Operands(NamedTuple):
+    """Queries, K/V, their tangents or None, lse, and the descriptors of k, v, tk and tv."""
 
     q: Any
     tq: Any
     k: Any
     tk: Any
-    tk_ptr: Any
     v: Any
     tv: Any
-    tv_ptr: Any
     lse: Any
     scores: Any
+    k_desc: Any
+    v_desc: Any
+    tk_desc: Any
+    tv_desc: Any
 
 
 @triton.jit
@@ -93,17 +94,18 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
     PRECISION: tl.constexpr = const.PRECISION
     acc, r, centre, seen = state
     BLOCK_N: tl.constexpr = const.BLOCK_N
+    BLOCK_D: tl.constexpr = const.BLOCK_D
+    BLOCK_DV: tl.constexpr = const.BLOCK_DV
     h = tile.h
-    k = load_rows(operands.k, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
-    s = rows_by_rows(operands.q, k, PRECISION)
+    of = operands
+    k = load_rows(of.k, of.k_desc, tile, n_first, valid, BLOCK_N, BLOCK_D, const.D)
+    s = rows_by_rows(of.q, k, PRECISION)
     rows, k_pos = tile.rows[:, None], (n_first + tl.arange(0, BLOCK_N))[None, :]
     x, factor, before, capped = modified(s, rows, k_pos, h, tile.row, score)
-    tk = None
-    if operands.tk_ptr is not None:
-        tk = load_rows(operands.tk, n_first, valid, BLOCK_N, const.BLOCK_D, const.D)
-    ts = product_tangent(operands.q, operands.tq, k, tk, PRECISION)
-    t = tangent(ts, x, before, capped, rows, k_pos, h, tile.row, keep, score, operands.scores)
-    p = weights(x, operands.lse[:, None], factor, keep)
+    tk = load_rows(of.tk, of.tk_desc, tile, n_first, valid, BLOCK_N, BLOCK_D, const.D)
+    ts = product_tangent(of.q, of.tq, k, tk, PRECISION)
+    t = tangent(ts, x, before, capped, rows, k_pos, h, tile.row, keep, score, of.scores)
+    p = weights(x, of.lse[:, None], factor, keep)
     pt = p * t
     here, moved = tl.sum(p, 1), tl.sum(pt, 1)
     centre = tl.where(
@@ -116,10 +118,10 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
     if score.dropout is not None:
         survive = kept(tile.first, n_first, h, tile.H_q, tile.row, score, const, False)
         p, pt = dropped(p, survive, score), dropped(pt, survive, score)
-    v = load_rows(operands.v, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+    v = load_rows(of.v, of.v_desc, tile, n_first, valid, BLOCK_N, BLOCK_DV, const.D_V)
     acc = add_weighted_rows(acc, pt, v, PRECISION)
-    if operands.tv_ptr is not None:
-        tv = load_rows(operands.tv, n_first, valid, BLOCK_N, const.BLOCK_DV, const.D_V)
+    if of.tv is not None:
+        tv = load_rows(of.tv, of.tv_desc, tile, n_first, valid, BLOCK_N, BLOCK_DV, const.D_V)
         acc = add_weighted_rows(acc, p, tv, PRECISION)
     return acc, r, centre, seen
 
@@ -127,33 +129,22 @@ def _tangent(state, n_first, valid, keep, tile, operands, score, const: tl.const
 @triton.jit(do_not_specialize=["H_q", "G", "T_q", "T_k"])
 def attention_tangent_kernel(
     q_ptr, k_ptr, v_ptr, tq_ptr, tk_ptr, tv_ptr, tbias_ptr, trelative_ptr, tsinks_ptr,
-    o_ptr, lse_ptr, to_ptr, mu_ptr, k_desc, v_desc, tk_desc, tv_desc,
-    q_strides, k_strides, v_strides, tq_strides, tk_strides, tv_strides, tbias_strides,
-    trelative_stride, o_strides, mask, score, H_q, G, T_q, T_k, const: tl.constexpr,
+    o_ptr, lse_ptr, to_ptr, mu_ptr, k_desc, v_desc, tk_desc, tv_desc, strides, mask, score,
+    H_q, G, T_q, T_k, const: tl.constexpr,
 ):  # fmt: skip
     """to and mu of a tile of queries, from o and lse."""
     BLOCK_M: tl.constexpr = const.BLOCK_M
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = query_tile(H_q, G, T_q, T_k, mask, BLOCK_M)
-    q = load_queries(q_ptr, q_strides, tile, const.BLOCK_D, const.D, const)
-    k_ptr, k_stride = key_head(k_ptr, k_strides, tile, const)
-    v_ptr, v_stride = key_head(v_ptr, v_strides, tile, const)
-    k = (k_ptr, k_stride, k_desc, tile.batch, tile.h_k, tile.first_k)
-    v = (v_ptr, v_stride, v_desc, tile.batch, tile.h_k, tile.first_k)
-    tq = None
-    if tq_ptr is not None:
-        tq = load_queries(tq_ptr, tq_strides, tile, const.BLOCK_D, const.D, const)
-    tk = None
-    if tk_ptr is not None:
-        tk_ptr, tk_stride = key_head(tk_ptr, tk_strides, tile, const)
-        tk = (tk_ptr, tk_stride, tk_desc, tile.batch, tile.h_k, tile.first_k)
-    tv = None
-    if tv_ptr is not None:
-        tv_ptr, tv_stride = key_head(tv_ptr, tv_strides, tile, const)
-        tv = (tv_ptr, tv_stride, tv_desc, tile.batch, tile.h_k, tile.first_k)
+    q = load_queries(q_ptr, strides.q, tile, const.BLOCK_D, const.D, const)
+    k = key_head(k_ptr, strides.k, tile, const)
+    v = key_head(v_ptr, strides.v, tile, const)
+    tq = load_queries(tq_ptr, strides.tq, tile, const.BLOCK_D, const.D, const)
+    tk = key_head(tk_ptr, strides.tk, tile, const)
+    tv = key_head(tv_ptr, strides.tv, tile, const)
     lse = load_lse(lse_ptr + tile.statistics + tile.rows, tile.in_rows, score)
-    scores = ScoreTangents(tbias_ptr, tbias_strides, trelative_ptr, trelative_stride)
-    operands = _Operands(q, tq, k, tk, tk_ptr, v, tv, tv_ptr, lse, scores)
+    scores = ScoreTangents(tbias_ptr, strides.tbias, trelative_ptr, strides.trelative)
+    operands = _Operands(q, tq, k, tk, v, tv, lse, scores, k_desc, v_desc, tk_desc, tv_desc)
     zeros = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     state = (acc, zeros, zeros + float("-inf"), zeros)
@@ -164,9 +155,9 @@ def attention_tangent_kernel(
     if tsinks_ptr is not None:
         weight = tl.exp2((tl.load(score.sinks_ptr + tile.h).to(tl.float32) - lse) * LOG2E)
         mu += weight * tl.load(tsinks_ptr + tile.h).to(tl.float32)
-    o = load_queries(o_ptr, o_strides, tile, BLOCK_DV, const.D_V, const).to(tl.float32)
+    o = load_queries(o_ptr, strides.o, tile, BLOCK_DV, const.D_V, const).to(tl.float32)
     to = acc + (centre - mu)[:, None] * o
-    store_queries(to_ptr, o_strides, tile, to, BLOCK_DV, const.D_V, const)
+    store_queries(to_ptr, strides.o, tile, to, BLOCK_DV, const.D_V, const)
     store_statistic(mu_ptr, tile, mu, 0.0)
 
 
@@ -181,11 +172,6 @@ def tile_of_tangents(
     return replace(tile, apart=kernel == "backward_dkv" and width > 64)
 
 
-def optional_strides(x: Tensor | None) -> tuple[int | None, ...] | None:
-    """`strides`, or None without the tensor."""
-    return None if x is None else strides(x)
-
-
 def score_tangent_strides(tbias: Tensor | None, trelative: Tensor | None) -> tuple[Any, Any]:
     """Strides in `ScoreTangents`."""
     of_bias = None if tbias is None else broadcast_strides(tbias)
@@ -193,11 +179,8 @@ def score_tangent_strides(tbias: Tensor | None, trelative: Tensor | None) -> tup
 
 
 @cached_plan(9)
-def _plan(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, tq: Tensor | None, tk: Tensor | None,
-    tv: Tensor | None, tbias: Tensor | None, trelative: Tensor | None, tsinks: Tensor | None,
-    o: Tensor,
-) -> Launch:  # fmt: skip
+def _plan(options: Options, *tensors: Any) -> Launch:
+    q, k, v, tq, tk, tv, tbias, trelative, _tsinks, o = tensors
     BLOCK_D, BLOCK_DV = block_dim(q.shape[3]), block_dim(v.shape[3])
     tile = tile_of_tangents("backward_dq", q, v)
     programs = query_programs(options, q, tile.BLOCK_M)
@@ -206,12 +189,14 @@ def _plan(
         attention_tangent_kernel,
         programs,
         tile,
-        *map(optional_strides, (q, k, v, tq, tk, tv)),
-        *score_tangent_strides(tbias, trelative),
-        strides(o),
-        mask,
-        kernel_score(options, q.dtype),
-        *sizes(q, k),
+        _Strides._make(
+            (
+                *map(strides, (q, k, v, tq, tk, tv)),
+                *score_tangent_strides(tbias, trelative),
+                strides(o),
+            )
+        ),
+        *rules(options, mask, q, k),
         constants(tile, q.shape[3], v.shape[3], q.dtype, q, k, v, tq, tk, tv, o),
         streams=(
             Stream(1, k, tile.BLOCK_N, BLOCK_D),

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.arguments import aligned, block_dim, empty_in_layout, strides, tiles_of
+from ..launch.arguments import aligned, block_dim, empty_in_layout, strided, tiles_of
 from ..rules.codes import key_at, row_scale, to_e4m3
+from ..rules.operands import head
 from ..rules.tile import (
     batch_row,
     clear_output,
-    head,
+    ends_of,
     key_program,
     load_at,
     memory_rows,
@@ -47,9 +48,8 @@ class TileIndex(NamedTuple):
 
 @triton.jit
 def _tile(
-    x_ptr, x_strides, T, H, mask,
-    ORDERED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x, T, H, mask, ORDERED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """This program's rows in fp32, 0 for padding, and their `TileIndex`.
 
     ORDERED: rows are in the order of `key_at`.
@@ -61,7 +61,7 @@ def _tile(
     rows = tl.arange(0, ROWS)
     if ORDERED:
         rows = key_at(rows)
-    ptr, stride = head(x_ptr, batch, h, first_k + first, x_strides, tl.int64)
+    ptr, stride = head(x.ptr, batch, h, first_k + first, x.strides, tl.int64)
     pointers = ptr + (rows * stride)[:, None] + tl.arange(0, BLOCK_D)[None, :]
     x = load_at(pointers, first + rows < row.end, BLOCK_D, D).to(tl.float32)
     return x, TileIndex(tile, h, row, first, batch, first_k)
@@ -69,11 +69,10 @@ def _tile(
 
 @triton.jit(do_not_specialize=["T", "H"])
 def head_maxima_kernel(
-    x_ptr, x_strides, maxima_ptr, T, H, mask,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x, maxima_ptr, T, H, mask, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Write the largest magnitude of each program's tile of ROWS rows."""
-    x, _place = _tile(x_ptr, x_strides, T, H, mask, False, ROWS, D, BLOCK_D)
+    x, _place = _tile(x, T, H, mask, False, ROWS, D, BLOCK_D)
     # tl.max drops NaN; adding x * 0 propagates NaN and infinity.
     largest = tl.max(tl.max(tl.abs(x), 1), 0) + tl.sum(tl.sum(x * 0.0, 1), 0)
     tl.store(maxima_ptr + tl.program_id(0), largest)
@@ -81,11 +80,11 @@ def head_maxima_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "sixteens"])
 def head_codes_kernel(
-    x_ptr, x_strides, maxima_ptr, codes_ptr, codes_strides, scale_ptr, T, H, sixteens, mask,
+    x, maxima_ptr, codes_out, scale_ptr, T, H, sixteens, mask,
     PACKED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write codes, as bytes, and scale [batch rows, H] from `head_maxima_kernel`'s maxima."""
-    x, at = _tile(x_ptr, x_strides, T, H, mask, PACKED, ROWS, D, BLOCK_D)
+    x, at = _tile(x, T, H, mask, PACKED, ROWS, D, BLOCK_D)
     first, row = at.first, at.row
     # Tiles of a head are adjacent.
     maxima_ptr += tl.program_id(0) - at.tile
@@ -101,17 +100,16 @@ def head_codes_kernel(
         tl.store(scale_ptr + row.b * H + at.h + tl.arange(0, 1), scale)
     codes = to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale[:, None]))
     if PACKED:
+        out_ptr = codes_out.ptr
         store_packed(
-            codes, codes_ptr, at.b * H + at.h, first, row, at.first_k, sixteens, mask,
-            ROWS, D,
-        )  # fmt: skip
+            codes, out_ptr, at.b * H + at.h, first, row, at.first_k, sixteens, mask, ROWS, D
+        )
     else:
-        if mask.cu_k_ptr is not None:
-            ends = (mask.cu_k_ptr, mask.sequences, T)
-            clear_output(codes_ptr, codes_strides, tl.arange(0, BLOCK_D), D, H, ends)
-        ptr, stride = head(codes_ptr, at.b, at.h, at.first_k, codes_strides, tl.int64)
+        ends = ends_of(mask.cu_k_ptr, mask, T)
+        clear_output(codes_out.ptr, codes_out.strides, tl.arange(0, BLOCK_D), D, H, ends)
+        out = head(codes_out.ptr, at.b, at.h, at.first_k, codes_out.strides, tl.int64)
         exists = first + tl.arange(0, ROWS) < row.T_k
-        store_tile(ptr, stride, first, codes, exists, ROWS, BLOCK_D, D)
+        store_tile(out, first, codes, exists, ROWS, BLOCK_D, D)
 
 
 def launch_head_codes(
@@ -133,15 +131,11 @@ def launch_head_codes(
     scale = torch.empty(rows, H, dtype=torch.float32, device=x.device)
     codes = packed_like(x, cu_seqlens) if packed else empty_in_layout(x, H, T, D, torch.uint8)
     mask = rows_of(cu_seqlens, lengths)
-    head_maxima_kernel[(programs,)](
-        x, strides(x), maxima, T, H, mask, ROWS, D, BLOCK_D, num_warps=4
-    )
+    head_maxima_kernel[(programs,)](strided(x), maxima, T, H, mask, ROWS, D, BLOCK_D, num_warps=4)
     head_codes_kernel[(programs,)](
-        x,
-        strides(x),
+        strided(x),
         maxima,
-        codes,
-        strides(codes),
+        strided(codes),
         scale,
         T,
         H,

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch.arguments import aligned, strides, tiles_of
+from ..launch.arguments import aligned, strided, tiles_of
 from ..rules.codes import key_at
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask
-from ..rules.tile import batch_row, first_slot, head, key_program, memory_rows
+from ..rules.operands import head
+from ..rules.tile import batch_row, first_slot, key_program, memory_rows
 
 _KEYS = tl.constexpr(128)
 # TMA needs 16-byte alignment, and `key_at` permutes groups of 16 keys.
@@ -47,7 +48,7 @@ def store_packed(
 
 
 @triton.jit(do_not_specialize=["T", "H", "sixteens"])
-def pack_values_kernel(v_ptr, v_strides, packed_ptr, T, H, sixteens, mask, D: tl.constexpr):
+def pack_values_kernel(v, packed_ptr, T, H, sixteens, mask, D: tl.constexpr):
     """Pack v [B, H, T, D] as bytes [B, H, D, 16 sixteens], with zeros where there is no key.
 
     One program per 128 keys of a head. Gaps between packed sequences may stay unwritten.
@@ -56,7 +57,7 @@ def pack_values_kernel(v_ptr, v_strides, packed_ptr, T, H, sixteens, mask, D: tl
     row = batch_row(b, T, T, mask)
     batch, _first_q, first_k = memory_rows(b, T, T, mask)
     first = tile * _KEYS
-    v_ptr, stride = head(v_ptr, batch, h, first_k + first, v_strides, tl.int64)
+    v_ptr, stride = head(v.ptr, batch, h, first_k + first, v.strides, tl.int64)
     keys = key_at(tl.arange(0, _KEYS))
     pointers = v_ptr + (keys * stride)[:, None] + tl.arange(0, D)[None, :]
     codes = tl.load(pointers, mask=(first + keys < row.T_k)[:, None], other=0)
@@ -87,8 +88,7 @@ def launch_pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     if packed.numel():
         codes = aligned(v).view(torch.uint8)
         pack_values_kernel[(H * tiles_of(cu_seqlens, B, T, _KEYS.value),)](
-            codes,
-            strides(codes),
+            strided(codes),
             packed,
             T,
             H,

@@ -402,9 +402,7 @@ def _store(out, parts_ptr, slot, x, at, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _clear(
-    ptr, strides, parts_ptr, parts, H, ends, COLUMNS: gl.constexpr, BLOCK: gl.constexpr
-):  # fmt: skip
+def _clear(ptr, strides, parts_ptr, parts, H, ends, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):
     """`clear_output` of what `_store` writes."""
     if parts is None or parts == 1:
         clear_output(ptr, strides, columns_of_row(BLOCK), COLUMNS, H, ends)

@@ -98,10 +98,10 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
             query = tile.first + consumer * ROWS
             load_bias(shared.bias, n, h, tile.row, query, key, shared.score, consumer)
         for ring in gl.static_range(2):
+            x, mask, masked = (shared.k, shared.v)[ring], shared.work.mask, j < tile.boundary
             scrubs = load_keys(
-                (shared.k, shared.v)[ring], shared.landed, n, b, h_k, first_k, key, tile.row,
-                shared.work.mask, j < tile.boundary, scrubs,
-            )  # fmt: skip
+                x, shared.landed, n, b, h_k, first_k, key, tile.row, mask, masked, scrubs
+            )
         n += 1
     return n, scrubs
 

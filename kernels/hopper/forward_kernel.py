@@ -103,10 +103,9 @@ def _load_tile(shared, tile, i, n, scrubs, config: gl.constexpr):
         for consumer in gl.static_range(CONSUMERS):
             query = tile.first + consumer * ROWS
             load_bias(shared.bias, n, h, tile.row, query, key, shared.score, consumer)
-        scrubs = load_keys(
-            shared.v, shared.landed, n, b, h_k, first_v + key, key, tile.row, shared.work.mask,
-            j < tile.boundary, scrubs, TRANSPOSED,
-        )  # fmt: skip
+        at, masked = (n, b, h_k, first_v + key, key), j < tile.boundary
+        mask = shared.work.mask
+        scrubs = load_keys(shared.v, shared.landed, *at, tile.row, mask, masked, scrubs, TRANSPOSED)
         n += 1
     return n, scrubs
 

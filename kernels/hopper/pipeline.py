@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from ..rules.tile import clear_unowned, head
+from ..rules.operands import head
+from ..rules.tile import clear_unowned
 
 if hasattr(tma, "async_load"):
     async_load, async_store = tma.async_load, tma.async_store

@@ -107,6 +107,11 @@ def assign(i, work):
     are equally long. An incomplete round of pairs is filled from the middle of the other heads'
     tiles. The rest of those is assigned longest first, in alternating order. Heads are taken in
     groups: `pair_group` pairs of heads, or `group` of the others.
+
+        tiles of this program:   i =   0 1   2 3   4 5   6   7   8 ...
+        rounds of pairs:              [a A] [b B] [m M]              a, b long, A, B short
+        one by one:                                       c   d   e
+        the others' numbers:     0 = longest .. c .. | m .. M | .. d .. e ..
     """
     tiles = work.tiles
     programs = gl.num_programs(0)
@@ -115,27 +120,27 @@ def assign(i, work):
     missing = rounds * programs - paired
     middle = (work.heads * tiles - 2 * paired) // 2 - missing
     unit = i // 2 * programs + gl.program_id(0)
-    shorter = i % 2
-    alone = (i - 2 * rounds) * programs + _turn(i)
-    alone += gl.where(alone < middle, 0, 2 * missing)
-    number = unit - paired
-    number = middle + gl.where(shorter == 0, number, 2 * missing - 1 - number)
-    number = gl.where(i < 2 * rounds, number, alone)
+    second = i % 2
+    turn = (i - 2 * rounds) * programs + _turn(i)
+    alone = turn + gl.where(turn < middle, 0, 2 * missing)
+    past = unit - paired
+    filler = middle + gl.where(second == 0, past, 2 * missing - 1 - past)
+    other = gl.where(i < 2 * rounds, filler, alone)
     in_pairs = unit < paired
-    number = gl.where(in_pairs, unit, number)
+    number = gl.where(in_pairs, unit, other)
     heads = gl.where(in_pairs, work.pairs, work.heads - 2 * work.pairs)
     group = gl.where(in_pairs, work.pair_group, work.group)
     if work.order_ptr is not None:
         group = gl.minimum(gl.load(work.order_ptr + tiles), heads)
-    rank, head = _in_group(number, heads, group, tiles)
+    rank, place = _in_group(number, heads, group, tiles)
     if work.order_ptr is not None:
         # Alternating direction, so that a program does not always get the same side of a group; the
         # last group is descending.
-        behind = (heads - 1) // group - head // group
+        behind = (heads - 1) // group - place // group
         rank = gl.where(behind % 2 == 0, rank, tiles - 1 - rank)
-    shorter = gl.where(2 * rank < tiles, shorter, 1 - shorter)
-    rank = gl.where(in_pairs & (shorter != 0), tiles - 1 - rank, rank)
-    head = gl.where(in_pairs, 2 * head + shorter, 2 * work.pairs + head)
+    neighbour = gl.where(2 * rank < tiles, second, 1 - second)
+    rank = gl.where(in_pairs & (neighbour != 0), tiles - 1 - rank, rank)
+    head = gl.where(in_pairs, 2 * place + neighbour, 2 * work.pairs + place)
     return rank, head
 
 

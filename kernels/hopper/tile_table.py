@@ -111,9 +111,14 @@ def fp8_config(D: int, early: bool) -> HopperConfig:
 
 
 def backward_config(
-    kernel: str, D: int, early: bool, scored: bool, placed: bool = False, D_v: int | None = None,
+    kernel: str,
+    D: int,
+    early: bool,
+    scored: bool,
+    placed: bool = False,
+    D_v: int | None = None,
     called: bool = False,
-) -> HopperConfig:  # fmt: skip
+) -> HopperConfig:
     """Configuration of a backward kernel for head dims D and D_v (default D).
 
     kernel: "dq", with rings of K and V, "dkv", with rings of Q and dO, "dk" and "dv" for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import triton.language as tl
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..rules.integers import runtime_int
 from ..rules.mask import Mask
+from ..rules.operands import Strided
 from ..rules.score import Score
 from ..rules.tile import ORDERED, Constants
 from . import tiles
@@ -19,6 +20,8 @@ from .launches import Stream
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
+
     # For type checks only: at run time this package imports nothing above it.
     from fastattn.options import Options
 
@@ -29,10 +32,14 @@ UNBOUNDED = (1 << 29) - 1
 _MAX_ROWS = 256
 
 
-def strides(x: Tensor) -> tuple[int | None, ...]:
-    """Batch, head and row stride of [B, H, T, D], in the form of `runtime_int`."""
-    stride_b, stride_h, stride_t, _ = x.stride()
-    return 4 * stride_b + 3, 4 * stride_h + 3, 4 * stride_t + 3
+def strides(x: Tensor | None) -> tuple[int | None, ...] | None:
+    """Batch, head and row stride of [B, H, T, D], in the form of `runtime_int`; None without x."""
+    return None if x is None else tuple(map(runtime_int, x.stride()[:3]))
+
+
+def strided(x: Tensor | None) -> Strided | None:
+    """A tensor [B, H, T, D] with its strides, for kernels."""
+    return None if x is None else Strided(x, strides(x))
 
 
 def broadcast_strides(x: Tensor) -> tuple[int | None, ...]:
@@ -110,9 +117,13 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def constants(
-    tile: TileConfig, D: int, D_v: int, dtype: torch.dtype, *tensors: Tensor | None,
+    tile: TileConfig,
+    D: int,
+    D_v: int,
+    dtype: torch.dtype,
+    *tensors: Tensor | None,
     options: Options | None = None,
-) -> Constants:  # fmt: skip
+) -> Constants:
     """Compile-time constants of a kernel; tensors: addressed by rows.
 
     options: of a call that may have a second product.
@@ -120,11 +131,9 @@ def constants(
     D2 = D
     if options is not None and options.key2 is not None:
         D2, tensors = options.key2.shape[3], (*tensors, options.query2, options.key2)
-    return Constants(
-        D, D_v, tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v),
-        index_type(*tensors) == tl.int64, dot_precision(dtype), dtype.itemsize == 2, D2,
-        block_dim(D2),
-    )  # fmt: skip
+    sides = (tile.BLOCK_M, tile.BLOCK_N, block_dim(D), block_dim(D_v))
+    products = (index_type(*tensors) == tl.int64, dot_precision(dtype), dtype.itemsize == 2)
+    return Constants(D, D_v, *sides, *products, D2, block_dim(D2))
 
 
 def row_constants(
@@ -161,6 +170,18 @@ def result_in_layout(options: Options, like: Tensor, heads: int, rows: int, cols
     """`empty_in_layout` for a result, in the call's result dtype."""
     dtype = torch.float32 if options.fp32_results else None
     return empty_in_layout(like, heads, rows, cols, dtype)
+
+
+def launch_tiles(kernel: JITFunction, programs: int, tile: TileConfig, *arguments: object) -> None:
+    """Launch a kernel for one call, if there are programs."""
+    if programs:
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        kernel[(programs,)](*arguments, **options)
+
+
+def rules(options: Options, mask: Mask | None, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+    """Mask, score, and `sizes`, in the kernels' order."""
+    return mask, kernel_score(options, q.dtype), *sizes(q, k)
 
 
 def sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
@@ -320,9 +341,9 @@ def kernel_score(options: Options, dtype: torch.dtype = torch.float32) -> Score:
         keys_heads=None if keys is None else runtime_int(keys.shape[0]),
         keys_reach=None if keys is None else runtime_int(keys.shape[1] // 2),
         query_ptr=query,
-        query_strides=None if query is None else strides(query),
+        query_strides=strides(query),
         key2_ptr=key2,
-        key2_strides=None if key2 is None else strides(key2),
+        key2_strides=strides(key2),
         key2_heads=None if key2 is None else runtime_int(key2.shape[1]),
         bias_ptr=bias,
         bias_strides=None if bias is None else broadcast_strides(bias),

@@ -8,7 +8,7 @@ length and padding leave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -28,63 +28,69 @@ if TYPE_CHECKING:
     from fastattn.options import Options
 
 
-@triton.jit
-def _note(
-    full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr, width,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Add a block to a tile's list, as full or boundary block, unless it is hidden.
+class _Block(NamedTuple):
+    """A block of head h for a tile's list of `width` blocks, to be noted under its number.
 
     exist [BLOCK_N]: keys that may need a mask; None: all, existing or not. queries: number that see
-    such a key in a full block. If positions decide for all pairs, no pair is evaluated.
+    such a key in a full block.
     """
+
+    number: Any
+    m_first: Any
+    n_first: Any
+    exist: Any
+    queries: Any
+    h: Any
+    blocks_ptr: Any
+    width: Any
+
+
+@triton.jit
+def _note(full, boundary, one, row, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Add a block to a tile's list, as full or boundary block, unless it is hidden.
+
+    If positions decide for all pairs, no pair is evaluated.
+    """
+    m_first, n_first = one.m_first, one.n_first
     if mask.q_positions_ptr is not None:
-        m_last = m_first + queries - 1
+        m_last = m_first + one.queries - 1
         some, each = seen_by_position(m_first, m_last, n_first, n_first + BLOCK_N - 1, row, mask)
         each = each & (m_last < row.T_q)
-        if exist is None:
+        if one.exist is None:
             each = each & row.solid & (n_first >= row.start) & (n_first + BLOCK_N <= row.end)
         if mask.q_documents_ptr is not None or mask.attn_mask_ptr is not None:
             each = False
         if mask.mod is not None:
             each = False
         if each:
-            tl.store(blocks_ptr + full, block)
+            tl.store(one.blocks_ptr + full, one.number)
             full += 1
         elif some:
-            full, boundary = _note_pairs(
-                full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr,
-                width, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            full, boundary = _note_pairs(full, boundary, one, row, mask, BLOCK_M, BLOCK_N)
     else:
-        full, boundary = _note_pairs(
-            full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr,
-            width, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        full, boundary = _note_pairs(full, boundary, one, row, mask, BLOCK_M, BLOCK_N)
     return full, boundary
 
 
 @triton.jit
-def _note_pairs(
-    full, boundary, block, m_first, n_first, exist, queries, h, row, mask, blocks_ptr, width,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _note_pairs(full, boundary, one, row, mask, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`_note` by every pair.
 
     Counting along queries takes the fewest registers; along keys, lanes would exchange counts.
     """
-    m_pos = m_first + tl.arange(0, BLOCK_M)
-    k_pos = n_first + tl.arange(0, BLOCK_N)
-    keep = visible(m_pos[:, None], k_pos[None, :], h, row, mask)
+    m_pos = one.m_first + tl.arange(0, BLOCK_M)
+    k_pos = one.n_first + tl.arange(0, BLOCK_N)
+    exist = one.exist
+    keep = visible(m_pos[:, None], k_pos[None, :], one.h, row, mask)
     keep = keep & (m_pos < row.T_q)[:, None]
     if exist is None:
         keep = keep & valid_keys(k_pos, row, mask)[None, :]
         exist = k_pos >= 0
     seen = tl.sum(keep.to(tl.int32), 0)
     shown = tl.max(tl.where(exist, seen, 0), 0) > 0
-    whole = shown & (tl.min(tl.where(exist, seen, queries), 0) == queries)
-    tl.store(blocks_ptr + full, block, mask=whole)
-    tl.store(blocks_ptr + width - 1 - boundary, block, mask=shown & ~whole)
+    whole = shown & (tl.min(tl.where(exist, seen, one.queries), 0) == one.queries)
+    tl.store(one.blocks_ptr + full, one.number, mask=whole)
+    tl.store(one.blocks_ptr + one.width - 1 - boundary, one.number, mask=shown & ~whole)
     return full + whole.to(tl.int32), boundary + (shown & ~whole).to(tl.int32)
 
 
@@ -115,10 +121,9 @@ def block_sparsity_kernel(
             n_first = block * BLOCK_N
             here = at_keys(row, n_first, mask)
             # Nonexistent rows are never stored, so they need no mask.
-            full, boundary = _note(
-                full, boundary, block, m_first, n_first, None, m_last + 1 - m_first, h, here, mask,
-                blocks_ptr, width, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            queries = m_last + 1 - m_first
+            one = _Block(block, m_first, n_first, None, queries, h, blocks_ptr, width)
+            full, boundary = _note(full, boundary, one, here, mask, BLOCK_M, BLOCK_N)
     else:
         n_first = tile * BLOCK_N
         row = at_keys(row, n_first, mask)
@@ -131,10 +136,8 @@ def block_sparsity_kernel(
         hi = tl.where(any_key(valid), hi, lo)
         for block in range(lo, hi):
             here = at_queries(row, block * BLOCK_M, mask)
-            full, boundary = _note(
-                full, boundary, block, block * BLOCK_M, n_first, valid, BLOCK_M, h, here, mask,
-                blocks_ptr, width, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            one = _Block(block, block * BLOCK_M, n_first, valid, BLOCK_M, h, blocks_ptr, width)
+            full, boundary = _note(full, boundary, one, here, mask, BLOCK_M, BLOCK_N)
     tl.store(counts_ptr + 2 * table_row, full)
     tl.store(counts_ptr + 2 * table_row + 1, boundary)
 
@@ -252,14 +255,12 @@ def per_head(options: Options) -> bool:
 
 def _per_batch(options: Options) -> bool:
     """Whether the mask differs between batch rows."""
-    own = (
-        options.query_offsets, options.key_lengths, options.key_padding_mask,
-        options.prefix_lengths, options.q_documents, options.cu_seqlens_q,
-    )  # fmt: skip
+    own = (options.query_offsets, options.key_lengths, options.key_padding_mask)
+    further = (options.prefix_lengths, options.q_documents, options.cu_seqlens_q)
     of_mod = options.mask_mod is not None and getattr(options.mask_mod, "per_batch", True)
     shared = (options.attn_mask, options.q_positions, options.k_positions)
     of_tensors = any(x is not None and x.shape[0] > 1 for x in shared)
-    return of_mod or of_tensors or any(x is not None for x in own)
+    return of_mod or of_tensors or any(x is not None for x in own + further)
 
 
 def _empty_table(
@@ -286,15 +287,21 @@ def _empty_table(
 
 
 def _blocks_launch(
-    mask: Mask, table: dict[str, Any], options: Options, q: Tensor, k: Tensor, tile: TileConfig,
-    *, of_keys: bool,
-) -> Launch:  # fmt: skip
+    mask: Mask,
+    table: dict[str, Any],
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    tile: TileConfig,
+    *,
+    of_keys: bool,
+) -> Launch:
     rows, tiles, width = table["blocks_ptr"].shape
-    return Launch(
-        block_sparsity_kernel, (tiles if rows else 0, rows), {"num_warps": 8},
-        mask, table["counts_ptr"], table["blocks_ptr"], q.shape[2], k.shape[2],
-        q.shape[1] if per_head(options) else 1, width, tile.BLOCK_M, tile.BLOCK_N, of_keys,
-    )  # fmt: skip
+    into = (table["counts_ptr"], table["blocks_ptr"])
+    sizes = (q.shape[2], k.shape[2], q.shape[1] if per_head(options) else 1, width)
+    of_tile = (tile.BLOCK_M, tile.BLOCK_N, of_keys)
+    grid = (tiles if rows else 0, rows)
+    return Launch(block_sparsity_kernel, grid, {"num_warps": 8}, mask, *into, *sizes, *of_tile)
 
 
 # A mask has up to three tables for each shape and set of other options.

@@ -156,9 +156,14 @@ def split_packed(
 
 
 def _packed(
-    q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, tokens: tuple[int, int],
-    most: int, least: int,
-) -> PackedSplit:  # fmt: skip
+    q: Tensor,
+    cache: CacheTensors,
+    options: Options,
+    tile: TileConfig,
+    tokens: tuple[int, int],
+    most: int,
+    least: int,
+) -> PackedSplit:
     """The launch for rows with numbers of tokens in a range, with `least` to `most` tiles."""
     capacity = _capacity(cache, options)
     of_tile = min(tokens[1], tile.BLOCK_M)

@@ -30,9 +30,8 @@ _BLOCK = 64
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def packed_costs_kernel(
-    mask, costs_ptr, T_q, T_k,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES_OF_KEYS: tl.constexpr,
-):  # fmt: skip
+    mask, costs_ptr, T_q, T_k, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES_OF_KEYS: tl.constexpr
+):
     """Cost of a slot's tile: its number of visible blocks plus 1, or 0 where there is no tile."""
     slot = tl.program_id(0)
     cu_ptr = mask.cu_k_ptr if TILES_OF_KEYS else mask.cu_q_ptr
@@ -97,16 +96,12 @@ def order_of_tiles(
     G = q.shape[1] // k.shape[1]
     # All heads of a K/V head share its rows; a tile of keys reads all its heads' queries.
     shared_by, times = (G, 1) if tiles_of_keys else (1, G)
+    of_costs = (mask, costs, q.shape[2], k.shape[2], *shape, tiles_of_keys)
+    of_order = (mask, costs, order, slots, rows_in_l2, shared_by, times, tiles_of_keys, _BLOCK)
     fills = (
-        Launch(
-            packed_costs_kernel, slots, {"num_warps": 1},
-            mask, costs, q.shape[2], k.shape[2], *shape, tiles_of_keys,
-        ),
-        Launch(
-            packed_order_kernel, blocks(slots, _BLOCK), {"num_warps": 4},
-            mask, costs, order, slots, rows_in_l2, shared_by, times, tiles_of_keys, _BLOCK,
-        ),
-    )  # fmt: skip
+        Launch(packed_costs_kernel, slots, {"num_warps": 1}, *of_costs),
+        Launch(packed_order_kernel, blocks(slots, _BLOCK), {"num_warps": 4}, *of_order),
+    )
     if not options.launched_anew:
         return order, CallTables((order, costs), [(fill, ()) for fill in fills])
     for fill in fills:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .mask import padded_keys, padding_words, valid_keys, visible
+from .operands import Head, head_at
 from .plans import full_block, key_plan, masked_block, query_plan
 from .tile import (
     BatchRow,
@@ -19,7 +20,7 @@ from .tile import (
     batch_row,
     clear_output,
     clear_unowned,
-    head_at,
+    ends_of,
     key_program,
     load_tile,
     memory_rows,
@@ -34,14 +35,14 @@ class QueryTile(NamedTuple):
 
     number: of the tile in its row. first, last: first and last existing row. rows, in_rows
     [BLOCK_M]: its rows, and which exist. batch, first_q, first_k: see `tile.memory_rows`.
-    statistics: index of row 0 in tensors [B, H_q, T_q]. ends: of `tile.clear_unowned`, or None.
+    statistics: index of row 0 in tensors [B, H_q, T_q]. ends: see `tile.ends_of`.
     """
 
+    row: Any
     number: Any
     h: Any
     h_k: Any
     H_q: Any
-    row: Any
     first: Any
     last: Any
     rows: Any
@@ -57,15 +58,15 @@ class KeyTile(NamedTuple):
     """A tile of keys of K/V head h_k, of H_k.
 
     number: of the tile in its row. first: its first key. k_pos, valid [BLOCK_N]: its keys, and
-    which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`. ends: of
-    `tile.clear_unowned`, or None.
+    which are visible to some query. batch, first_q, first_k: see `tile.memory_rows`. ends: see
+    `tile.ends_of`.
     """
 
+    row: Any
     number: Any
     h_k: Any
     H_k: Any
     H_q: Any
-    row: Any
     first: Any
     k_pos: Any
     valid: Any
@@ -90,13 +91,9 @@ def query_tile_at(number, b, h, h_k, H_q, T_q, T_k, mask, BLOCK_M: tl.constexpr)
     first, last, rows, in_rows = query_rows(number, row.T_q, BLOCK_M)
     row = at_queries(row, first, mask)
     statistics = (batch * H_q + h).to(tl.int64) * T_q + first_q
-    ends = None
-    if mask.cu_q_ptr is not None:
-        ends = (mask.cu_q_ptr, mask.sequences, T_q)
-    return QueryTile(
-        number, h, h_k, H_q, row, first, last, rows, in_rows, batch, first_q, first_k, statistics,
-        ends,
-    )  # fmt: skip
+    at = (batch, first_q, first_k)
+    ends = ends_of(mask.cu_q_ptr, mask, T_q)
+    return QueryTile(row, number, h, h_k, H_q, first, last, rows, in_rows, *at, statistics, ends)
 
 
 @triton.jit
@@ -108,57 +105,27 @@ def key_tile(H_q, H_k, T_q, T_k, mask, BLOCK_N: tl.constexpr, parts=1):
     batch, first_q, first_k = memory_rows(b, T_q, T_k, mask)
     k_pos = first + tl.arange(0, BLOCK_N)
     valid = valid_keys(k_pos, row, mask)
-    ends = None
-    if mask.cu_k_ptr is not None:
-        ends = (mask.cu_k_ptr, mask.sequences, T_k)
-    return KeyTile(number, h_k, H_k, H_q, row, first, k_pos, valid, batch, first_q, first_k, ends)
+    ends = ends_of(mask.cu_k_ptr, mask, T_k)
+    return KeyTile(row, number, h_k, H_k, H_q, first, k_pos, valid, batch, first_q, first_k, ends)
 
 
 @triton.jit
 def meeting_keys(tile, n_first, mask):
     """A tile of queries, with its row for the keys from n_first on: see `tile.at_keys`."""
-    return QueryTile(
-        tile.number,
-        tile.h,
-        tile.h_k,
-        tile.H_q,
-        at_keys(tile.row, n_first, mask),
-        tile.first,
-        tile.last,
-        tile.rows,
-        tile.in_rows,
-        tile.batch,
-        tile.first_q,
-        tile.first_k,
-        tile.statistics,
-        tile.ends,
-    )
+    return QueryTile(at_keys(tile.row, n_first, mask), *tile[1:])
 
 
 @triton.jit
 def meeting_queries(tile, m_first, mask):
     """A tile of keys, with its row for the queries from m_first on: see `tile.at_queries`."""
-    return KeyTile(
-        tile.number,
-        tile.h_k,
-        tile.H_k,
-        tile.H_q,
-        at_queries(tile.row, m_first, mask),
-        tile.first,
-        tile.k_pos,
-        tile.valid,
-        tile.batch,
-        tile.first_q,
-        tile.first_k,
-        tile.ends,
-    )
+    return KeyTile(at_queries(tile.row, m_first, mask), *tile[1:])
 
 
 @triton.jit
 def load_queries(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Load a tile of queries, [BLOCK_M, COLS], from a tensor like q."""
-    ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
-    return load_tile(ptr, stride, tile.first, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
+    """Load a tile of queries, [BLOCK_M, COLS], from a tensor like q; None without the tensor."""
+    x = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
+    return load_tile(x, tile.first, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
 
 
 @triton.jit
@@ -167,14 +134,14 @@ def store_queries(
 ):
     """Write x [BLOCK_M, COLS] where `load_queries` reads; 0 in rows of no packed sequence."""
     clear_output(ptr, strides, tl.arange(0, COLS), WIDTH, tile.H_q, tile.ends)
-    ptr, stride = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
-    store_tile(ptr, stride, tile.first, x, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
+    rows = head_at(ptr, tile.batch, tile.h, tile.first_q, strides, const)
+    store_tile(rows, tile.first, x, tile.in_rows, const.BLOCK_M, COLS, WIDTH)
 
 
 @triton.jit
 def store_statistic(ptr, tile, x, nothing):
     """Write x [BLOCK_M] to fp32 [B, H_q, T_q]; `nothing` in rows of no packed sequence."""
-    if tile.ends is not None:
+    if len(tile.ends) > 0:
         T_q = tile.ends[2]
         clear_unowned(ptr, nothing, tl.arange(0, 1), 1, T_q, 1, tile.H_q, tile.ends)
     tl.store(ptr + tile.statistics + tile.rows, x, mask=tile.in_rows)
@@ -182,49 +149,47 @@ def store_statistic(ptr, tile, x, nothing):
 
 @triton.jit
 def key_head(ptr, strides, tile, const: tl.constexpr):
-    """`tile.head` of a tensor like k, for a tile of queries or of keys."""
+    """`operands.head` of a tensor like k, or None, for a tile of queries or of keys."""
     return head_at(ptr, tile.batch, tile.h_k, tile.first_k, strides, const)
 
 
 @triton.jit
 def load_keys(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Load a tile of keys, [BLOCK_N, COLS], from a tensor like k; 0 for invalid rows."""
-    ptr, stride = key_head(ptr, strides, tile, const)
-    return load_tile(ptr, stride, tile.first, tile.valid, const.BLOCK_N, COLS, WIDTH)
+    """Load a tile of keys, [BLOCK_N, COLS], from a tensor like k, or None; 0 for invalid rows."""
+    x = key_head(ptr, strides, tile, const)
+    return load_tile(x, tile.first, tile.valid, const.BLOCK_N, COLS, WIDTH)
 
 
 @triton.jit
 def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Write x [BLOCK_N, COLS] where `load_keys` reads; 0 for invalid keys, and for those of no
-    packed sequence.
+    """Write x [BLOCK_N, COLS] where `load_keys` reads, if anywhere; 0 for invalid keys, and for
+    those of no packed sequence.
 
     In full blocks invalid keys were processed without a mask.
     """
-    clear_output(ptr, strides, tl.arange(0, COLS), WIDTH, tile.H_k, tile.ends)
-    ptr, stride = key_head(ptr, strides, tile, const)
-    _store_keys_at(ptr, stride, tile, x, COLS, WIDTH, const)
+    if ptr is not None:
+        clear_output(ptr, strides, tl.arange(0, COLS), WIDTH, tile.H_k, tile.ends)
+        _store_keys_at(key_head(ptr, strides, tile, const), tile, x, COLS, WIDTH, const)
 
 
 @triton.jit
 def store_part(
-    ptr, part, parts, H_k, T_k, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    const: tl.constexpr,
-):  # fmt: skip
+    ptr, part, parts, T_k, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
+):
     """`store_keys` to part `part` of `parts` in fp32 [B, H_k, parts, T_k, WIDTH]."""
-    if tile.ends is not None:
+    H_k = tile.H_k
+    if len(tile.ends) > 0:
         cols = tl.arange(0, COLS)
         clear_unowned(ptr, 0.0, cols, WIDTH, T_k * WIDTH, WIDTH, H_k * parts, tile.ends)
     first = ((tile.batch * H_k + tile.h_k) * parts + part).to(tl.int64) * T_k + tile.first_k
-    _store_keys_at(ptr + first * WIDTH, WIDTH, tile, x, COLS, WIDTH, const)
+    _store_keys_at(Head(ptr + first * WIDTH, WIDTH), tile, x, COLS, WIDTH, const)
 
 
 @triton.jit
-def _store_keys_at(
-    ptr, stride, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
-):
+def _store_keys_at(rows, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
     x = tl.where(tile.valid[:, None], x, 0.0)
     in_keys = tile.k_pos < tile.row.T_k
-    store_tile(ptr, stride, tile.first, x, in_keys, const.BLOCK_N, COLS, WIDTH)
+    store_tile(rows, tile.first, x, in_keys, const.BLOCK_N, COLS, WIDTH)
 
 
 @triton.jit

@@ -198,13 +198,11 @@ def queries_for_codes(
 
 
 @triton.jit
-def scores_of_codes(
-    q, pairs, INT8: tl.constexpr, RAISED: tl.constexpr, PRECISION: tl.constexpr,
-    NVIDIA: tl.constexpr,
-):  # fmt: skip
+def scores_of_codes(q, pairs, const: tl.constexpr):
     """Scores fp32 [M, N], in `q.unit` and without scales of keys, from codes int16 [N, C]."""
-    even, odd = numbers_of(pairs, INT8, RAISED, NVIDIA)
-    if RAISED:
+    PRECISION: tl.constexpr = const.PRECISION
+    even, odd = numbers_of(pairs, const.INT8, const.RAISED, const.NVIDIA)
+    if const.RAISED:
         s = tl.broadcast_to(q.start[:, None], q.even.shape[0], pairs.shape[0])
         s = tl.dot(q.even, tl.trans(even), s)
         s = tl.dot(q.odd, tl.trans(odd), s)
@@ -218,12 +216,10 @@ def scores_of_codes(
 
 
 @triton.jit
-def add_weighted_codes(
-    acc, weights, pairs, DTYPE: tl.constexpr, INT8: tl.constexpr, PRECISION: tl.constexpr,
-    NVIDIA: tl.constexpr,
-):  # fmt: skip
+def add_weighted_codes(acc, weights, pairs, DTYPE: tl.constexpr, const: tl.constexpr):
     """acc (even and odd columns) + weights @ codes. DTYPE: of `Queries`."""
-    even, odd = numbers_of(pairs, INT8, False, NVIDIA)
+    PRECISION: tl.constexpr = const.PRECISION
+    even, odd = numbers_of(pairs, const.INT8, False, const.NVIDIA)
     return (
         add_weighted_rows(acc[0], weights, even.to(DTYPE), PRECISION),
         add_weighted_rows(acc[1], weights, odd.to(DTYPE), PRECISION),
@@ -232,13 +228,13 @@ def add_weighted_codes(
 
 @triton.jit
 def queries_by_groups(
-    pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    RAISED: tl.constexpr,
-):  # fmt: skip
+    pointers, in_rows, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr
+):
     """`Queries` of GROUPS parts of WIDTH columns, for keys that have a scale for each."""
+    GROUPS: tl.constexpr = const.GROUPS
     queries = ()
     for g in tl.static_range(GROUPS):
-        part = queries_for_codes(pointers + g * WIDTH, in_rows, COLS, WIDTH, RAISED)
+        part = queries_for_codes(pointers + g * WIDTH, in_rows, COLS, WIDTH, const.RAISED)
         queries = queries + (part,)  # type: ignore[assignment]  # noqa: RUF005
     return queries
 
@@ -250,32 +246,30 @@ def group_of(q, g: tl.constexpr):
 
 
 @triton.jit
-def scores_of_groups(
-    q, codes, scales, GROUPS: tl.constexpr, INT8: tl.constexpr, RAISED: tl.constexpr,
-    PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
-):  # fmt: skip
+def scores_of_groups(q, codes, scales, const: tl.constexpr):
     """Scores fp32 [M, N] of keys by groups, their scales and `Queries.unit` in them."""
+    GROUPS: tl.constexpr = const.GROUPS
     of_group = group_of(q, 0)
-    s = scores_of_codes(of_group, codes[0], INT8, RAISED, PRECISION, NVIDIA)
+    s = scores_of_codes(of_group, codes[0], const)
     s = s * (of_group.unit * scales[0])[None, :]
     for g in tl.static_range(1, GROUPS):
         of_group = group_of(q, g)
-        part = scores_of_codes(of_group, codes[g], INT8, RAISED, PRECISION, NVIDIA)
+        part = scores_of_codes(of_group, codes[g], const)
         s += part * (of_group.unit * scales[g])[None, :]
     return s
 
 
 @triton.jit
 def add_weighted_groups(
-    acc, rescale, weights, codes, scales, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
-    INT8: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
-):  # fmt: skip
+    acc, rescale, weights, codes, scales, DTYPE: tl.constexpr, const: tl.constexpr
+):
     """acc rescale + weights codes of each group; see `add_weighted_codes`."""
+    GROUPS: tl.constexpr = const.GROUPS
     sums = ()
     for g in tl.static_range(GROUPS):
         part = (acc[g][0] * rescale[:, None], acc[g][1] * rescale[:, None])
         p = weights * scales[g][None, :]
-        part = add_weighted_codes(part, p, codes[g], DTYPE, INT8, PRECISION, NVIDIA)
+        part = add_weighted_codes(part, p, codes[g], DTYPE, const)
         sums = sums + (part,)  # type: ignore[assignment]  # noqa: RUF005
     return sums
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .integers import runtime_int, value
+from .operands import Head
 from .tile import load_at, load_block, load_tile, load_vector
 
 
@@ -199,137 +200,134 @@ def slot_rows(page, head, slot, pages):
     return (page.to(tl.int64) * value(pages.heads) + head) * value(pages.page_size) + slot
 
 
+class Places(NamedTuple):
+    """Stored rows of a head: its slot, or the slots [N], in one page, or in pages [N].
+
+    keep [N]: which rows exist; None: all.
+    """
+
+    pages: Any
+    page: Any
+    slot: Any
+    head: Any
+    keep: Any
+
+
 @triton.jit
 def _load_rows(
-    ptr, strides, page, slot, head, keep, N: tl.constexpr, COLS: tl.constexpr,
-    WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """`load_slots` from ptr. FORM: shift of the strides."""
-    ALIGN: tl.constexpr = 8 * ROW_BYTES // ptr.dtype.element_ty.primitive_bitwidth
+    ptr, strides, at, COLS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr, of: tl.constexpr
+):
+    """`load_slots` from ptr. FORM: shift of the strides. of: the kernel's constants."""
+    ALIGN: tl.constexpr = 8 * of.ROW_BYTES // ptr.dtype.element_ty.primitive_bitwidth
     # `value` inlined by hand: inlining a call loses hints on its result.
     stride_p = tl.multiple_of((strides[0] >> FORM).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((strides[1] >> FORM).to(tl.int64), ALIGN)
     stride = WIDTH
     if strides[2] is not None:
         stride = tl.multiple_of((strides[2] >> FORM).to(tl.int32), ALIGN)
-    start = ptr + head * stride_h + (page * stride_p + slot.to(tl.int64) * stride)
-    if ONE_PAGE:
-        tile = load_tile(start, stride, 0, keep, N, COLS, WIDTH)
+    start = ptr + at.head * stride_h + (at.page * stride_p + at.slot.to(tl.int64) * stride)
+    if of.ONE_PAGE:
+        tile = load_tile(Head(start, stride), 0, at.keep, of.BLOCK_N, COLS, WIDTH)
     else:
         pointers = start[:, None] + tl.arange(0, COLS)[None, :]
-        tile = load_at(pointers, keep, COLS, WIDTH)
+        tile = load_at(pointers, at.keep, COLS, WIDTH)
     return tile
 
 
 @triton.jit
-def load_columns(
-    store, page, slot, head, keep, N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
-):  # fmt: skip
+def load_columns(store, at, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
     """`load_slots` of numbers that are a part of longer rows."""
     BITS: tl.constexpr = store.ptr.dtype.element_ty.primitive_bitwidth
-    ALIGN: tl.constexpr = 1 if 8 * ROW_BYTES < BITS else 8 * ROW_BYTES // BITS
+    ALIGN: tl.constexpr = 1 if 8 * const.ROW_BYTES < BITS else 8 * const.ROW_BYTES // BITS
     # `value` inlined by hand: see `_load_rows`.
     stride_p = tl.multiple_of((store.strides[0] >> 2).to(tl.int64), ALIGN)
     stride_h = tl.multiple_of((store.strides[1] >> 2).to(tl.int64), ALIGN)
     stride = tl.multiple_of((store.strides[2] >> 2).to(tl.int32), ALIGN)
-    start = store.ptr + head * stride_h + page * stride_p
-    if ONE_PAGE:
-        tile = load_block(start, stride, slot, keep, N, COLS, WIDTH)
+    start = store.ptr + at.head * stride_h + at.page * stride_p
+    if const.ONE_PAGE:
+        tile = load_block(Head(start, stride), at.slot, at.keep, const.BLOCK_N, COLS, WIDTH)
     else:
-        rows = start + slot.to(tl.int64) * stride
-        tile = load_at(rows[:, None] + tl.arange(0, COLS)[None, :], keep, COLS, WIDTH)
+        rows = start + at.slot.to(tl.int64) * stride
+        tile = load_at(rows[:, None] + tl.arange(0, COLS)[None, :], at.keep, COLS, WIDTH)
     return tile
 
 
 @triton.jit
+def _slots(at, const: tl.constexpr):
+    """The slot of each row, [N]."""
+    slot = at.slot
+    if const.ONE_PAGE:
+        slot = slot + tl.arange(0, const.BLOCK_N)
+    return slot
+
+
+@triton.jit
 def _columns(
-    store, page, slot, head, keep, FIRST: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
-    END: tl.constexpr, WIDTH: tl.constexpr, ONE_PAGE: tl.constexpr,
-):  # fmt: skip
+    store,
+    at,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    const: tl.constexpr,
+):
     """Every second byte from FIRST up to END of the rows of `load_slots`, int16 [N, COLS]."""
     cols = FIRST + 2 * tl.arange(0, COLS)
-    if ONE_PAGE:
-        slot = slot + tl.arange(0, N)
-    start = page.to(tl.int64) * value(store.strides[0]) + head.to(tl.int64) * value(
-        store.strides[1]
-    )
+    slot = _slots(at, const)
+    stride_p, stride_h = value(store.strides[0]), value(store.strides[1])
+    start = at.page.to(tl.int64) * stride_p + at.head.to(tl.int64) * stride_h
     start += slot.to(tl.int64) * (WIDTH if store.strides[2] is None else value(store.strides[2]))
     pointers = store.ptr + start[:, None] + cols[None, :]
     within = (cols < END)[None, :]
-    if keep is not None:
-        within = within & keep[:, None]
+    if at.keep is not None:
+        within = within & at.keep[:, None]
     return tl.load(pointers, mask=within, other=0).to(tl.int16) & 0xFF
 
 
 @triton.jit
 def load_slots(
-    store,
-    page,
-    slot,
-    head,
-    keep,
-    N: tl.constexpr,
-    COLS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    FIRST: tl.constexpr = 0,
+    store, at, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr, FIRST: tl.constexpr = 0
 ):
-    """N stored rows of a buffer, [N, COLS]; codes in pairs, int16 [N, COLS / 2].
+    """BLOCK_N stored rows of a buffer, [N, COLS], 0 where they do not exist; codes in pairs, int16
+    [N, COLS / 2].
 
-    slot: of the first row if all are in one page, else of each row [N]. Rows with keep [N] = False
-    are 0; keep = None: all rows exist. ROW_BYTES: see `row_bytes`; 1 if codes cannot be loaded in
-    pairs. FIRST: of codes, where the WIDTH columns begin.
+    const.ROW_BYTES: see `row_bytes`; 1 if codes cannot be loaded in pairs. FIRST: of codes, where
+    the WIDTH columns begin.
     """
-    strides = store.strides
     if store.scale_ptr is None:
-        x = _load_rows(
-            store.ptr, strides, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES, 2
-        )
-    elif ROW_BYTES > 1:
+        x = _load_rows(store.ptr, store.strides, at, COLS, WIDTH, 2, const)
+    elif const.ROW_BYTES > 1:
         # Strides in 16-bit numbers are half of strides in codes.
         ptr = (store.ptr + FIRST).to(tl.pointer_type(tl.int16))
-        x = _load_rows(
-            ptr, strides, page, slot, head, keep, N, COLS // 2, WIDTH // 2, ONE_PAGE, ROW_BYTES, 3
-        )
+        x = _load_rows(ptr, store.strides, at, COLS // 2, WIDTH // 2, 3, const)
     else:
         HALF: tl.constexpr = COLS // 2
         END: tl.constexpr = FIRST + WIDTH
-        even = _columns(store, page, slot, head, keep, FIRST, N, HALF, END, WIDTH, ONE_PAGE)
-        odd = _columns(store, page, slot, head, keep, FIRST + 1, N, HALF, END, WIDTH, ONE_PAGE)
+        even = _columns(store, at, FIRST, END, HALF, WIDTH, const)
+        odd = _columns(store, at, FIRST + 1, END, HALF, WIDTH, const)
         x = even | (odd << 8)
     return x
 
 
 @triton.jit
-def load_scales(
-    store, page, slot, head, pages, keep, N: tl.constexpr, ONE_PAGE: tl.constexpr,
-    GROUP: tl.constexpr = 0,
-):  # fmt: skip
+def load_scales(store, at, const: tl.constexpr, GROUP: tl.constexpr = 0):
     """The scales [N] of the rows of `load_slots`, 0 if keep is False."""
-    if ONE_PAGE:
-        slot = slot + tl.arange(0, N)
-    places = scale_places(store, page, slot, head, pages) + GROUP
-    return load_vector(store.scale_ptr + places, keep, 0.0)
+    places = scale_places(store, at.page, _slots(at, const), at.head, at.pages) + GROUP
+    return load_vector(store.scale_ptr + places, at.keep, 0.0)
 
 
 @triton.jit
-def load_groups(
-    store, page, slot, head, pages, keep, N: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr, ONE_PAGE: tl.constexpr, ROW_BYTES: tl.constexpr,
-):  # fmt: skip
+def load_groups(store, at, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
     """Codes and scales of rows in GROUPS parts of WIDTH columns: as many of `load_slots` and of
     `load_scales`.
     """
+    GROUPS: tl.constexpr = const.GROUPS
     codes = ()
     scales = ()
     for g in tl.static_range(GROUPS):
-        part = load_slots(
-            store, page, slot, head, keep, N, COLS, WIDTH, ONE_PAGE, ROW_BYTES, g * WIDTH
-        )
+        part = load_slots(store, at, COLS, WIDTH, const, g * WIDTH)
         codes = codes + (part,)  # type: ignore[assignment]  # noqa: RUF005
-        scale = load_scales(store, page, slot, head, pages, keep, N, ONE_PAGE, g)
+        scale = load_scales(store, at, const, g)
         scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
     return codes, scales
 

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from .integers import value
+from .operands import head_at
 from .product import rows_by_rows
 from .score import shift_of
-from .tile import head_at, load_block, load_tile
+from .tile import load_block, load_tile
 
 
 @triton.jit
@@ -23,8 +24,8 @@ def relative_query(q, batch, h, first_q, m_first, in_rows, score, const: tl.cons
     BLOCK_M: tl.constexpr = q.shape[0]
     query = q
     if score.query_ptr is not None:
-        query_ptr, stride = head_at(score.query_ptr, batch, h, first_q, score.query_strides, const)
-        query = load_tile(query_ptr, stride, m_first, in_rows, BLOCK_M, const.BLOCK_D2, const.D2)
+        query = head_at(score.query_ptr, batch, h, first_q, score.query_strides, const)
+        query = load_tile(query, m_first, in_rows, BLOCK_M, const.BLOCK_D2, const.D2)
     return query
 
 
@@ -36,10 +37,8 @@ def further_keys(tile, m_first, n_first, valid, h, score, const: tl.constexpr):
     """
     if score.key2_ptr is not None:
         own = h * value(score.key2_heads) // tile.H_q
-        ptr, stride = head_at(
-            score.key2_ptr, tile.batch, own, tile.first_k, score.key2_strides, const
-        )
-        return load_block(ptr, stride, n_first, valid, const.BLOCK_N, const.BLOCK_D2, const.D2)
+        x = head_at(score.key2_ptr, tile.batch, own, tile.first_k, score.key2_strides, const)
+        return load_block(x, n_first, valid, const.BLOCK_N, const.BLOCK_D2, const.D2)
     elif score.keys_ptr is not None:
         return vectors_of_tile(m_first, n_first, h, tile.H_q, tile.row, score, const)
 

@@ -29,7 +29,7 @@ class Score(NamedTuple):
     bias, rows of 2 reach + 1 distances, relative_stride from head to head. keys_ptr: relative keys,
     contiguous, 2 keys_reach + 1 vectors for each of keys_heads heads, which query heads share.
     key2_ptr: keys of a second product instead, with key2_heads heads, which K/V heads share.
-    query_ptr: the query of either, if not q. Strides are as in `tile.head`. mod, mod_grad: the
+    query_ptr: the query of either, if not q. Strides are as in `operands.head`. mod, mod_grad: the
     user's functions, tensors: their further arguments. dropout: a weight is kept if its random
     word, as a signed number, is at least this; survivors are multiplied by dropout_scale. seed_ptr:
     int64 [2]. hides: not None if a score can be -inf, so that a row may see nothing in an unmasked
@@ -161,7 +161,7 @@ def ahead_of(rows, k_pos, ahead, first, start):
 @triton.jit
 def modified(
     s, rows, k_pos, h, row, score, bias=None, unit=None, first=None, slope=None, start=None
-):  # fmt: skip
+):
     """Scores of s = q.k: (x, factor, before the user's function, softcapped).
 
     x times factor is the score in log2 units: if nothing modifies s, x is s and the factor is
@@ -307,9 +307,7 @@ def with_sink(acc, m, l, h, score):
 
 
 @triton.jit
-def kept(
-    m_first, n_first, h, H_q, row, score, const: tl.constexpr, WIDE: tl.constexpr = True
-):  # fmt: skip
+def kept(m_first, n_first, h, H_q, row, score, const: tl.constexpr, WIDE: tl.constexpr = True):
     """bool [BLOCK_M, BLOCK_N]: which weights dropout keeps.
 
     Philox4x32-7 (Salmon et al. 2011) under the key seed[0] with counter

@@ -99,9 +99,7 @@ class DualRows(NamedTuple):
 
 
 @triton.jit
-def dual_gradient(
-    s, ts, e, f, numbers, survivors, rows, k_pos, h, row, keep, score, tangents
-):  # fmt: skip
+def dual_gradient(s, ts, e, f, numbers, survivors, rows, k_pos, h, row, keep, score, tangents):
     """(p, p c, X, u) of a tile of either orientation: weights, their tangents, and gradients of
     scale * q.k and of its tangent, for gradients do, h of o, to and dlse, dmu of lse, mu.
 

@@ -16,9 +16,15 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def online_step(
-    s, m, l, scale_log2, MASKED: tl.constexpr, SHIFT: tl.constexpr = 0, lift=None,
+    s,
+    m,
+    l,
+    scale_log2,
+    MASKED: tl.constexpr,
+    SHIFT: tl.constexpr = 0,
+    lift=None,
     SLACK: tl.constexpr = 0,
-):  # fmt: skip
+):
     """Update the state of rows by a block of scores s = q.k (unscaled, -inf where masked).
 
     Returns the block's weights relative to the new m, the factor for the accumulator, m and l.

@@ -235,9 +235,8 @@ def packed_part(
     begin += tile * splits
     exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
     exists = exists & (first + (tile + 1) * splits <= parts)
-    return Part(
-        exists, b, cache_row, row, token, row.T_q, tiles - 1 - tile, split, splits, begin, free,
-    )  # fmt: skip
+    tile = tiles - 1 - tile
+    return Part(exists, b, cache_row, row, token, row.T_q, tile, split, splits, begin, free)
 
 
 @triton.jit

@@ -34,29 +34,6 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def head(ptr, b, h, first, strides, INDEX: tl.constexpr):
-    """Pointer to row `first` of head h in batch row b, and the stride between rows.
-
-    strides are (batch, head, row) in elements, as `runtime_int`s; the launcher guarantees that 16
-    bytes divide each, for vector loads. INDEX is the type of offsets inside a tile: 32 bits take
-    half the registers of 64.
-    """
-    ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    # `value` inlined by hand, as inlining loses hints on a call's result.
-    stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of((strides[2] >> 2).to(INDEX), ALIGN)
-    return ptr + b * stride_b + h * stride_h + tl.cast(first, tl.int64) * stride_t, stride_t
-
-
-@triton.jit
-def head_at(ptr, b, h, first, strides, const: tl.constexpr):
-    """`head` with the offsets that the kernel is compiled for."""
-    INDEX: tl.constexpr = tl.int64 if const.FAR else tl.int32
-    return head(ptr, b, h, first, strides, INDEX)
-
-
-@triton.jit
 def _pointers(ptr, stride_t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
@@ -65,56 +42,60 @@ def _pointers(ptr, stride_t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    ptr, stride_t, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Rows first..first+ROWS-1 as [ROWS, COLS]; 0 where keep [ROWS] is False or past WIDTH columns.
+def load_tile(x, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows first..first+ROWS-1 of a `Head` as [ROWS, COLS]; 0 where keep [ROWS] is False or past
+    WIDTH columns; None without a head.
 
     keep = None promises that every row exists. WIDTH is the true head dim, COLS its power of two.
     """
-    return load_at(_pointers(ptr, stride_t, first, ROWS, COLS), keep, COLS, WIDTH)
+    tile = None
+    if x is not None:
+        tile = load_at(_pointers(x.ptr, x.stride, first, ROWS, COLS), keep, COLS, WIDTH)
+    return tile
 
 
 _WIDE_PRODUCT = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 
 @triton.jit
-def load_block(
-    ptr, stride_t, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """`load_tile` in a loop over blocks; ptr and stride_t: from `head`.
+def load_block(x, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """`load_tile` in a loop over blocks.
 
     `load_tile` would keep the loop-invariant offsets inside a tile in registers. Here each row
     number is multiplied anew, in one instruction, by a stride that compilers must not widen before
     the loop, as a 64-bit product takes four.
     """
-    BITS: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    # fp32 products of whole tiles leave no registers for it: Triton 3.9 spills one.
-    SHORT: tl.constexpr = stride_t.dtype == tl.int32 and BITS == 16
-    if SHORT and cuda_capability_geq(8):
-        factors = [first + tl.arange(0, ROWS), stride_t]
-        offsets = tl.inline_asm_elementwise(_WIDE_PRODUCT, "=l,r,r", factors, tl.int64, True, 1)
-        # Columns first, as their sum is loop-invariant.
-        pointers = ptr + tl.arange(0, COLS)[None, :] + tl.multiple_of(offsets, 128 // BITS)[:, None]
-    else:
-        pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
-    return load_at(pointers, keep, COLS, WIDTH)
+    tile = None
+    if x is not None:
+        BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+        # fp32 products of whole tiles leave no registers for it: Triton 3.9 spills one.
+        SHORT: tl.constexpr = x.stride.dtype == tl.int32 and BITS == 16
+        if SHORT and cuda_capability_geq(8):
+            factors = [first + tl.arange(0, ROWS), x.stride]
+            offsets = tl.inline_asm_elementwise(_WIDE_PRODUCT, "=l,r,r", factors, tl.int64, True, 1)
+            offsets = tl.multiple_of(offsets, 128 // BITS)[:, None]
+            # Columns first, as their sum is loop-invariant.
+            pointers = x.ptr + tl.arange(0, COLS)[None, :] + offsets
+        else:
+            pointers = _pointers(x.ptr, x.stride, first, ROWS, COLS)
+        tile = load_at(pointers, keep, COLS, WIDTH)
+    return tile
 
 
 @triton.jit
-def load_rows(source, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_block` for consecutive blocks of a head: by TMA if there is a descriptor and every row
-    exists.
+def load_rows(
+    x, desc, tile, first, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """`load_block` of a tile's keys or values: by TMA if it has a descriptor and every row exists.
 
-    source: pointer and stride from `head`, a descriptor of [B, H, T, D] in blocks of one head or
-    None, and the arguments b, h and first of `head`.
+    desc: of [B, H, T, D] in blocks of one head, or None.
     """
-    ptr, stride_t, desc, b, h, begin = source
     if desc is not None and keep is None:
-        tile = desc.load([b, h, begin + first, 0]).reshape(ROWS, COLS)
+        at = [tile.batch, tile.h_k, tile.first_k + first, 0]
+        rows = desc.load(at).reshape(ROWS, COLS)
     else:
-        tile = load_block(ptr, stride_t, first, keep, ROWS, COLS, WIDTH)
-    return tile
+        rows = load_block(x, first, keep, ROWS, COLS, WIDTH)
+    return rows
 
 
 @triton.jit
@@ -181,15 +162,13 @@ def load_vector(pointers, keep, other):
 
 
 @triton.jit
-def store_tile(
-    ptr, stride_t, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Write WIDTH columns of the rows of tile [ROWS, COLS] where keep [ROWS] is True."""
-    pointers = _pointers(ptr, stride_t, first, ROWS, COLS)
+def store_tile(x, first, tile, keep, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write WIDTH columns of tile [ROWS, COLS] to rows of a `Head` where keep [ROWS] is True."""
+    pointers = _pointers(x.ptr, x.stride, first, ROWS, COLS)
     mask = keep[:, None]
     if WIDTH != COLS:
         mask = mask & (tl.arange(0, COLS) < WIDTH)[None, :]
-    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -300,9 +279,7 @@ def at_queries(row, m_first, mask):
     if mask.q_positions_ptr is not None:
         row_ptr = mask.q_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[0])
         offset = tl.load(row_ptr + m_first) - m_first
-    return BatchRow(
-        row.b, row.T_q, row.T_k, offset, row.start, row.end, row.solid, row.prefix, row.shift
-    )
+    return BatchRow(*row[:3], offset, *row[4:])  # type: ignore[call-arg]
 
 
 @triton.jit
@@ -312,9 +289,7 @@ def at_keys(row, n_first, mask):
     if mask.k_positions_ptr is not None:
         row_ptr = mask.k_positions_ptr + tl.cast(row.b, tl.int64) * value(mask.positions_strides[1])
         shift = tl.load(row_ptr + n_first) - n_first
-    return BatchRow(
-        row.b, row.T_q, row.T_k, row.offset, row.start, row.end, row.solid, row.prefix, shift
-    )
+    return BatchRow(*row[:8], shift)  # type: ignore[call-arg]
 
 
 @triton.jit
@@ -337,6 +312,18 @@ def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def ends_of(cu_ptr, mask, T):
+    """`ends` for `clear_unowned`, of T rows in memory; () if they are not packed.
+
+    Not None, which Triton 3.6 cannot return within a tuple.
+    """
+    ends = ()
+    if cu_ptr is not None:
+        ends = (cu_ptr, mask.sequences, T)  # type: ignore[assignment]
+    return ends
+
+
+@triton.jit
 def clear_unowned(ptr, fill, cols, WIDTH, stride_h, stride_t, heads, ends):
     """Fill the rows that follow the last packed sequence, of [heads, T, WIDTH] with these strides.
 
@@ -355,8 +342,8 @@ def clear_unowned(ptr, fill, cols, WIDTH, stride_h, stride_t, heads, ends):
 
 @triton.jit
 def clear_output(ptr, strides, cols, WIDTH, heads, ends):
-    """`clear_unowned` with 0 of a tensor with strides as in `head`; nothing if ends is None."""
-    if ends is not None:
+    """`clear_unowned` with 0 of a tensor of `operands.head`; nothing if ends is ()."""
+    if len(ends) > 0:
         stride_h, stride_t = value(strides[1]), value(strides[2])
         clear_unowned(ptr, 0, cols, WIDTH, stride_h, stride_t, heads, ends)
 

@@ -18,8 +18,9 @@ from ..launch.arguments import (
     constants,
     empty_in_layout,
     kernel_score,
+    launch_tiles,
     mask_by_blocks,
-    strides,
+    strided,
 )
 from ..rules.integers import value
 from ..rules.mask import any_key, valid_keys, visible
@@ -49,8 +50,7 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "T_q", "T_k"])
 def selected_backward_dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dlse_ptr, dq_ptr, delta_ptr, q_strides, k_strides,
-    v_strides, o_strides, do_strides, dq_strides, mask, score, lists, H_q, H_k, T_q, T_k,
+    q, k, v, o, do, dq_out, lse_ptr, dlse_ptr, delta_ptr, mask, score, lists, H_q, H_k, T_q, T_k,
     const: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile, and the rows' delta, which dK/dV reads. Grid and loop as in forward."""
@@ -60,35 +60,34 @@ def selected_backward_dq_kernel(
     BLOCK_DV: tl.constexpr = const.BLOCK_DV
     tile = list_tile(H_q, H_k, T_q, T_k, mask, lists, shape, BLOCK_M, const.BLOCK_N)
     b, h, h_k, there = tile.row.b, tile.h, tile.h_k, tile.in_rows
-    q = load_rows_at(q_ptr, b, h, tile.rows, q_strides, there, BLOCK_D, const.D)
-    do = load_rows_at(do_ptr, b, h, tile.rows, do_strides, there, BLOCK_DV, const.D_V)
-    o = load_rows_at(o_ptr, b, h, tile.rows, o_strides, there, BLOCK_DV, const.D_V)
+    q = load_rows_at(q, b, h, tile.rows, there, BLOCK_D, const.D)
+    do = load_rows_at(do, b, h, tile.rows, there, BLOCK_DV, const.D_V)
+    o = load_rows_at(o, b, h, tile.rows, there, BLOCK_DV, const.D_V)
     delta = store_delta(o, do, dlse_ptr, delta_ptr, tile.statistics, there)
     rows = QueryRows(q, None, do, load_lse(lse_ptr + tile.statistics, there, score), delta)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i in range(0, tile.steps):
         k_pos, valid, word = list_keys(i, tile, mask, shape, const.BLOCK_N)
-        k = load_rows_at(k_ptr, b, h_k, k_pos, k_strides, valid, BLOCK_D, const.D)
-        v = load_rows_at(v_ptr, b, h_k, k_pos, v_strides, valid, BLOCK_DV, const.D_V)
+        k_tile = load_rows_at(k, b, h_k, k_pos, valid, BLOCK_D, const.D)
+        v_tile = load_rows_at(v, b, h_k, k_pos, valid, BLOCK_DV, const.D_V)
         across = k_pos[None, :]
         keep = visible(tile.rows[:, None], across, h[:, None], tile.row, mask, valid[None, :])
         keep = listed_pairs(keep, word, tile, shape)
-        _, ds = tile_gradient(rows, k, v, None, None, 0, keep, tile, score, const)
-        dq = add_weighted_rows(dq, ds, k, PRECISION)
+        _, ds = tile_gradient(rows, k_tile, v_tile, None, None, 0, keep, tile, score, const)
+        dq = add_weighted_rows(dq, ds, k_tile, PRECISION)
     dq *= score.scale
-    store_rows_at(dq_ptr, b, h, tile.rows, dq_strides, dq, there, BLOCK_D, const.D)
+    store_rows_at(dq_out, b, h, tile.rows, dq, there, BLOCK_D, const.D)
 
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "T_q", "T_k"])
 def selected_backward_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_strides, k_strides,
-    v_strides, do_strides, dk_strides, dv_strides, mask, score, lists, H_q, H_k, T_q, T_k,
+    q, k, v, do, dk_out, dv_out, lse_ptr, delta_ptr, mask, score, lists, H_q, H_k, T_q, T_k,
     const: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys of one block, over the lists that contain the block.
 
     1-D grid: tiles of a block, blocks, K/V heads, batch. Transposed: keys down, queries across.
-    dk_ptr, dv_ptr: None = gradient not computed.
+    dk_out, dv_out: None = gradient not computed.
     """
     PRECISION: tl.constexpr = const.PRECISION
     BLOCK_N: tl.constexpr = const.BLOCK_N
@@ -106,8 +105,8 @@ def selected_backward_dkv_kernel(
     column = (pid % TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_pos = tl.where(column < BLOCK_K, block * BLOCK_K + column, T_k)
     valid = valid_keys(k_pos, row, mask)
-    k = load_rows_at(k_ptr, b, h_k, k_pos, k_strides, valid, BLOCK_D, const.D)
-    v = load_rows_at(v_ptr, b, h_k, k_pos, v_strides, valid, BLOCK_DV, const.D_V)
+    k = load_rows_at(k, b, h_k, k_pos, valid, BLOCK_D, const.D)
+    v = load_rows_at(v, b, h_k, k_pos, valid, BLOCK_DV, const.D_V)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     groups = H_q // shape.HEADS
@@ -124,30 +123,30 @@ def selected_backward_dkv_kernel(
             number = tl.load(numbers_ptr + entry, mask=entry < named, other=0)
             h, rows = list_queries(slot % SLOTS, number, group, shape)
             there = (entry < named) & (rows < T_q)
-            q = load_rows_at(q_ptr, b, h, rows, q_strides, there, BLOCK_D, const.D)
-            do = load_rows_at(do_ptr, b, h, rows, do_strides, there, BLOCK_DV, const.D_V)
+            q_tile = load_rows_at(q, b, h, rows, there, BLOCK_D, const.D)
+            do_tile = load_rows_at(do, b, h, rows, there, BLOCK_DV, const.D_V)
             stats = (b * H_q + h).to(tl.int64) * T_q + rows
             lse = load_lse(lse_ptr + stats, there, score)
             delta = load_vector(delta_ptr + stats, there, 0.0)
-            s = rows_by_rows(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
+            s = rows_by_rows(k, q_tile, PRECISION)  # [BLOCK_N, BLOCK_M]
             across, down, heads = rows[None, :], k_pos[:, None], h[None, :]
             x, factor, before, capped = modified(s, across, down, heads, row, score)
             keep = visible(across, down, heads, row, mask, valid[:, None])
             p = weights(x, lse[None, :], factor, keep)
-            if dv_ptr is not None:
-                dv = add_weighted_rows(dv, p, do, PRECISION)
-            if dk_ptr is not None:
-                dx = p * (rows_by_rows(v, do, PRECISION) - delta[None, :])
+            if dv_out is not None:
+                dv = add_weighted_rows(dv, p, do_tile, PRECISION)
+            if dk_out is not None:
+                dx = p * (rows_by_rows(v, do_tile, PRECISION) - delta[None, :])
                 _, ds = gradient(dx, before, capped, across, down, heads, row, keep, score)
-                dk = add_weighted_rows(dk, ds, q, PRECISION)
+                dk = add_weighted_rows(dk, ds, q_tile, PRECISION)
     in_keys = k_pos < T_k
     # Invisible keys of the tile were processed too.
-    if dk_ptr is not None:
+    if dk_out is not None:
         dk = tl.where(valid[:, None], dk * score.scale, 0.0)
-        store_rows_at(dk_ptr, b, h_k, k_pos, dk_strides, dk, in_keys, BLOCK_D, const.D)
-    if dv_ptr is not None:
+        store_rows_at(dk_out, b, h_k, k_pos, dk, in_keys, BLOCK_D, const.D)
+    if dv_out is not None:
         dv = tl.where(valid[:, None], dv, 0.0)
-        store_rows_at(dv_ptr, b, h_k, k_pos, dv_strides, dv, in_keys, BLOCK_DV, const.D_V)
+        store_rows_at(dv_out, b, h_k, k_pos, dv, in_keys, BLOCK_DV, const.D_V)
 
 
 def launch_selected_backward(
@@ -170,12 +169,10 @@ def launch_selected_backward(
 
     argument, shape, count = by_queries(lists, counts, block, q, k)
     tile = tile_of_lists("backward_dq", q, D_v, shape)
-    if programs := count * blocks(shape.rows, tile.BLOCK_M):
-        selected_backward_dq_kernel[(programs,)](
-            q, k, v, o, do, lse, dlse, dq, delta, *map(strides, (q, k, v, o, do, dq)), *rules,
-            argument, *sizes, constants(tile, D, D_v, q.dtype), shape,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    programs = count * blocks(shape.rows, tile.BLOCK_M)
+    operands = (*map(strided, (q, k, v, o, do, dq)), lse, dlse, delta)
+    rest = (*rules, argument, *sizes, constants(tile, D, D_v, q.dtype), shape)
+    launch_tiles(selected_backward_dq_kernel, programs, tile, *operands, *rest)
     shape = shape_of(lists, block, q, k)
     tile = tile_of_lists("backward_dkv", q, D_v, shape)
     key_blocks = blocks(T_k, block[1])
@@ -183,9 +180,7 @@ def launch_selected_backward(
         numbers, starts = inverted(lists, key_blocks)
         by_block = lists_argument(numbers, None, starts, lists.shape[2])
         for into in ((None, dv), (dk, None)) if tile.apart else ((dk, dv),):
-            selected_backward_dkv_kernel[(programs,)](
-                q, k, v, do, lse, delta, *into, *map(strides, (q, k, v, do, dk, dv)), *rules,
-                by_block, *sizes, constants(tile, D, D_v, q.dtype), shape,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
+            operands = (*map(strided, (q, k, v, do, *into)), lse, delta)
+            rest = (*rules, by_block, *sizes, constants(tile, D, D_v, q.dtype), shape)
+            launch_tiles(selected_backward_dkv_kernel, programs, tile, *operands, *rest)
     return dq, dk, dv, delta

@@ -8,16 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import tiles
-from ..launch.arguments import aligned, block_dim, blocks, constants, strides
+from ..launch.arguments import aligned, block_dim, blocks, constants, launch_tiles, strides
+from ..rules.integers import runtime_int
+from ..rules.operands import head_at
 from ..rules.product import rows_by_rows
 from ..rules.softmax import LOG2E, weights
-from ..rules.tile import head_at, load_block, load_vector
+from ..rules.tile import load_block, load_vector
 
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "H_s", "T_q", "T_k", "first_query", "rows", "wide"])
 def block_scores_kernel(
-    q_ptr, k_ptr, lse_ptr, scores_ptr, q_strides, k_strides, scale, H_q, H_k, H_s, T_q, T_k,
-    first_query, offset, rows, wide, const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, scores_ptr, strides, scale, H_q, H_k, H_s, T_q, T_k, first_query, offset,
+    rows, wide, const: tl.constexpr, POOL: tl.constexpr, STRIDE: tl.constexpr,
     PER_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N / PER_BLOCK] of a tile of queries and blocks, over the heads that
@@ -27,7 +29,7 @@ def block_scores_kernel(
     score. Key i pools the tokens from i STRIDE to i STRIDE + POOL - 1. A block of PER_BLOCK STRIDE
     tokens includes the keys that begin in it and, once for each STRIDE of overlap, earlier keys. A
     block without visible keys scores -inf. rows: number of queries, from first_query on; wide:
-    blocks. offset: in a tuple, position of query 0.
+    blocks. strides: of q and of k. offset: in a tuple, position of query 0.
     """
     PRECISION: tl.constexpr = const.PRECISION
     BLOCK_M: tl.constexpr = const.BLOCK_M
@@ -50,15 +52,14 @@ def block_scores_kernel(
     if CAUSAL:
         last = tl.where(first_key * STRIDE <= m_first + BLOCK_M + (offset[0] >> 2), last, 0)
     for h in range(H_q // H_s * s_head, last):
-        q_head, q_stride = head_at(q_ptr, b, h, 0, q_strides, const)
-        q = load_block(q_head, q_stride, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
-        k_head, k_stride = head_at(k_ptr, b, h * H_k // H_q, 0, k_strides, const)
+        q_head = head_at(q_ptr, b, h, 0, strides[0], const)
+        q = load_block(q_head, m_first, in_rows, BLOCK_M, const.BLOCK_D, const.D)
+        k_head = head_at(k_ptr, b, h * H_k // H_q, 0, strides[1], const)
         for back in range(0, POOL // STRIDE):
             key = first_key - back + tl.arange(0, BLOCK_N)
             there = (key >= 0) & (key < T_k)
-            k = load_block(
-                k_head, k_stride, first_key - back, there, BLOCK_N, const.BLOCK_D, const.D
-            )
+            first = first_key - back
+            k = load_block(k_head, first, there, BLOCK_N, const.BLOCK_D, const.D)
             s = rows_by_rows(q, k, PRECISION)
             keep = there[None, :] & in_rows[:, None]
             if CAUSAL:
@@ -100,10 +101,9 @@ def launch_block_scores(
     const = constants(tile, D, D, q.dtype, q, k)
     const = const._replace(BLOCK_N=max(const.BLOCK_N, per_block))
     across = blocks(count, const.BLOCK_N // per_block)
-    if programs := B * H_s * across * blocks(length, const.BLOCK_M):
-        block_scores_kernel[(programs,)](
-            q, k, lse, scores, strides(q), strides(k), scale, H_q, H_k, H_s, T_q, T_k, rows[0],
-            (4 * offset + 3,), length, count, const, *pool, per_block, causal,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    programs = B * H_s * across * blocks(length, const.BLOCK_M)
+    operands = (q, k, lse, scores, (strides(q), strides(k)), scale, H_q, H_k, H_s, T_q, T_k)
+    of_rows = (rows[0], (runtime_int(offset),), length, count)
+    how = (const, *pool, per_block, causal)
+    launch_tiles(block_scores_kernel, programs, tile, *operands, *of_rows, *how)
     return scores

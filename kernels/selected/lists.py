@@ -23,6 +23,7 @@ from ..launch.arguments import block_dim, blocks
 from ..launch.tiles import TileConfig
 from ..rules.integers import runtime_int, value
 from ..rules.mask import valid_keys
+from ..rules.operands import row_pointers
 from ..rules.tile import batch_row, load_at
 
 # Rows to which lists are merged: the least of a matrix product.
@@ -170,27 +171,23 @@ def listed_pairs(keep, word, tile, shape: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(ptr, b, h, rows, strides, COLS: tl.constexpr):
-    """Pointers [ROWS, COLS] to arbitrary rows; strides as in `tile.head`."""
-    ALIGN: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    stride_b = tl.multiple_of((strides[0] >> 2).to(tl.int64), ALIGN)
-    stride_h = tl.multiple_of((strides[1] >> 2).to(tl.int64), ALIGN)
-    stride_t = tl.multiple_of((strides[2] >> 2).to(tl.int64), ALIGN)
-    pointers = ptr + b * stride_b + h * stride_h + rows.to(tl.int64) * stride_t
-    return pointers[:, None] + tl.arange(0, COLS)[None, :]
+def _pointers(x, b, h, rows, COLS: tl.constexpr):
+    """Pointers [ROWS, COLS] to arbitrary rows of a `operands.Strided`."""
+    ALIGN: tl.constexpr = 128 // x.ptr.dtype.element_ty.primitive_bitwidth
+    return row_pointers(x, b, h, rows, ALIGN)[:, None] + tl.arange(0, COLS)[None, :]
 
 
 @triton.jit
-def load_rows_at(ptr, b, h, rows, strides, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def load_rows_at(x, b, h, rows, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
     """`tile.load_tile` for arbitrary rows, of one head or different heads."""
-    return load_at(row_pointers(ptr, b, h, rows, strides, COLS), keep, COLS, WIDTH)
+    return load_at(_pointers(x, b, h, rows, COLS), keep, COLS, WIDTH)
 
 
 @triton.jit
-def store_rows_at(ptr, b, h, rows, strides, x, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
-    """Write x [ROWS, COLS] where `load_rows_at` reads."""
+def store_rows_at(x, b, h, rows, tile, keep, COLS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write tile [ROWS, COLS] where `load_rows_at` reads."""
     within = keep[:, None] & (tl.arange(0, COLS) < WIDTH)[None, :]
-    tl.store(row_pointers(ptr, b, h, rows, strides, COLS), x.to(ptr.dtype.element_ty), mask=within)
+    tl.store(_pointers(x, b, h, rows, COLS), tile.to(x.ptr.dtype.element_ty), mask=within)
 
 
 def lists_argument(numbers: Tensor, words: Tensor | None, ends: Tensor, count: int) -> Lists:

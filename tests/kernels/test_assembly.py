@@ -11,7 +11,7 @@ from interpreted_ptx import assembly_interpreted, run
 
 from fastattn.kernels.hopper.pipeline import ANY_FACTOR, times_factors
 from fastattn.kernels.launch import interpreter
-from fastattn.kernels.rules import integers, tile
+from fastattn.kernels.rules import integers, operands, tile
 
 interpreter.mend()
 
@@ -55,9 +55,9 @@ def load_block_kernel(
     x_ptr, out_ptr, strides, first, length, h,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    x_ptr, stride = tile.head(x_ptr, 1, h, 1, strides, tl.int32)
+    x = operands.head(x_ptr, 1, h, 1, strides, tl.int32)
     rows = tl.arange(0, ROWS)
-    x = tile.load_block(x_ptr, stride, first, first + rows < length, ROWS, COLS, WIDTH)
+    x = tile.load_block(x, first, first + rows < length, ROWS, COLS, WIDTH)
     tl.store(out_ptr + rows[:, None] * COLS + tl.arange(0, COLS)[None, :], x)
 
 

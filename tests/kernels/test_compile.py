@@ -364,11 +364,14 @@ def check_fp8_codes(case: Case, facts: list[CompiledFacts]) -> None:
 
 
 CHECKS = {
-    "attention": check_attention, "decode": check_decode, "packed": check_packed,
+    "attention": check_attention,
+    "decode": check_decode,
+    "packed": check_packed,
     "decode_once": check_decode_once,
     "hopper": check_hopper,
-    "hopper_fp8": check_hopper_fp8, "fp8_codes": check_fp8_codes,
-}  # fmt: skip
+    "hopper_fp8": check_hopper_fp8,
+    "fp8_codes": check_fp8_codes,
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -49,9 +49,10 @@ def by_triton(q, k, v, *positional, **arguments):
 BIAS = torch.where(torch.arange(T) < 20, -torch.inf, 0.0).expand(1, 1, T, T)
 # The last has rows of 53 numbers, which TMA cannot walk.
 OPTIONS = {
-    "window": {"window": (30, 2)}, "lengths": {"key_lengths": torch.tensor([40, 0])},
+    "window": {"window": (30, 2)},
+    "lengths": {"key_lengths": torch.tensor([40, 0])},
     "hidden": {"attn_bias": BIAS},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -55,8 +55,9 @@ def of_blocks(*blocks: int) -> Tensor:
 
 
 # Out of order, with gaps; the queries end within a block.
-SPREAD = dict(H_q=1, T_q=300, T_k=384, positions=(of_blocks(2, 4, 0)[None, :300],
-                                                  of_blocks(3, 1, 0)[None]))  # fmt: skip
+SPREAD = dict(
+    H_q=1, T_q=300, T_k=384, positions=(of_blocks(2, 4, 0)[None, :300], of_blocks(3, 1, 0)[None])
+)
 BEFORE = (of_blocks(0, 3)[None], of_blocks(1, 2)[None])
 FULL, TWO_ROWS = {"causal": False}, dict(B=2, H_q=1)
 LENGTHS = dict(B=3, H_q=1, T_q=140, T_k=300, key_lengths=[300, 170, 0])
@@ -102,7 +103,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "d128-positions-window": ("/ two", dict(SPREAD, D=128, window=(150, None))),
     "positions-lengths-softcap": ("/ two", dict(SPREAD, key_lengths=[260], softcap=2.0)),
     "positions-first-keys-kept": (
-        "two", dict(SPREAD, window=(20, 0), keep_first=3, sinks=torch.tensor([0.5])),
+        "two",
+        dict(SPREAD, window=(20, 0), keep_first=3, sinks=torch.tensor([0.5])),
     ),
     "positions-prefix": ("one", dict(SPREAD, prefix_lengths=torch.tensor([400]))),
     # One block is computed for all that, and gives nothing.
@@ -116,7 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "more-programs-than-tiles": ("/ two", dict(T_q=290, programs=100)),
     "one-program-of-one-pass": ("/ one", dict(H_k=2, T_q=290, programs=1)),
     "five-programs-of-one-pass": ("one", dict(H_k=2, T_q=290, programs=5)),
-}  # fmt: skip
+}
 
 
 def turns(night: bool) -> list[tuple[str, str]]:
@@ -174,9 +176,13 @@ def test_packed_sequences(
     inputs = packed_inputs(sum(q_lengths) + 3, sum(k_lengths) + 5, D)
     with grid_of(2):
         assert_matches_reference(
-            attention, *inputs, starts(*q_lengths), starts(*k_lengths),
-            oracle=reference.attention_varlen, **({"causal": True} | options | by(way)),
-        )  # fmt: skip
+            attention,
+            *inputs,
+            starts(*q_lengths),
+            starts(*k_lengths),
+            oracle=reference.attention_varlen,
+            **({"causal": True} | options | by(way)),
+        )
     assert (passes() == 1) == (way in ("one", "threads"))
 
 

@@ -146,10 +146,12 @@ FIRST: dict[str, dict[str, Any]] = {
     "first-ahead": {"window": (2, 1), "keep_first": 20},
     "first-causal": {"window": (9, None), "keep_first": 8, "causal": True},
     "first-prefix": {
-        "window": (4, 0), "keep_first": 17,
-        "causal": True, "prefix_lengths": torch.tensor([13, 24]),
+        "window": (4, 0),
+        "keep_first": 17,
+        "causal": True,
+        "prefix_lengths": torch.tensor([13, 24]),
     },
-}  # fmt: skip
+}
 # Of these, ranges know where blocks lie, and `block_table` which of them are full.
 STRIDES: dict[str, dict[str, Any]] = {
     "stride": {"stride": 5},

@@ -95,8 +95,9 @@ def test_forced_tiles_end_with_their_block() -> None:
     forced = TileConfig(16, 16)
     with tiles.forced(forward=forced):
         assert (tiles.lookup("forward", 2, 64), tiles.lookup("backward_dq", 2, 64)) == (
-            forced, of_dq,
-        )  # fmt: skip
+            forced,
+            of_dq,
+        )
         with tiles.forced(forward=TileConfig(32, 16)):
             assert tiles.lookup("forward", 2, 64) == TileConfig(32, 16)
         assert tiles.lookup("forward", 2, 64) == forced

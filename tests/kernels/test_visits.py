@@ -104,9 +104,7 @@ def test_hidden_blocks_are_not_computed(mask: str, count_blocks: Any) -> None:
         between = (HOLES.cumsum(1) > 0) & (HOLES.flip(1).cumsum(1).flip(1) > 0)
         met = torch.nn.functional.pad(HOLES, (0, -T % BLOCK)).unflatten(1, (-1, BLOCK)).any(2)
         by_queries = {**given, "key_padding_mask": between}
-        by_keys = {
-            **given, "key_padding_mask": between & met.repeat_interleave(BLOCK, 1)[:, :T],
-        }  # fmt: skip
+        by_keys = {**given, "key_padding_mask": between & met.repeat_interleave(BLOCK, 1)[:, :T]}
     expected, of_keys = (
         blocks_with_pairs(reference.visible_mask(T, T, **x).expand(B, 1, T, T))
         for x in (by_queries, by_keys)
