@@ -18,10 +18,10 @@ from ...functional.merge import merge as merge_parts
 from ...functional.paged import attention_paged
 from ...quantization import quantize_rows
 from ...rotary import rotary_tables
-from ..budget import assert_all_within_budget
-from ..decoding import KINDS, Filled, assert_decodes, fill
+from ..calls import merged
+from ..compare import assert_all_near
+from ..decoding import KINDS, Filled, assert_decodes, assert_paged, fill
 from ..inputs import draw, draws, to_device
-from ..orders import worst_naive
 from .case import Case, Setting, same_bits
 
 # Caches that differ for a kernel.
@@ -128,14 +128,7 @@ def _packed(
     actual = attention_paged(
         packed, filled.view, offsets, return_lse=True, backend=setting.subject.backend
     )
-
-    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.to(dtype) for x in (packed, filled.k, filled.v))
-        return reference.attention_paged(q, k, v, filled.lengths, offsets, return_lse=True)
-
-    exact = run(torch.float64)
-    naive = worst_naive(exact, lambda: run(setting.dtype))
-    return assert_all_within_budget(("o", "lse"), actual, exact, naive)
+    return assert_paged(actual, packed, filled, offsets)
 
 
 def _repeats(setting: Setting) -> float:
@@ -212,12 +205,5 @@ def _merge(setting: Setting) -> float:
     lses = [lse.float() for _, lse in (first, second)]
     parts = outputs[0], lses[0], outputs[1], lses[1]
     actual = merge_parts(*parts, backend=setting.subject.backend)
-    exact = _merged(*(x.double() for x in parts))
-    naive = worst_naive(exact, lambda: _merged(*parts))
-    return assert_all_within_budget(("o", "lse"), actual, exact, naive)
-
-
-def _merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse1, lse2)
-    first, second = ((x - lse).exp()[..., None].to(o1.dtype) for x in (lse1, lse2))
-    return o1 * first + o2 * second, lse
+    exact = merged(*(x.double() for x in parts))
+    return assert_all_near(("o", "lse"), actual, exact, lambda: merged(*parts))
