@@ -25,6 +25,7 @@ from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.testing.verify.scoring import assert_statistics
 from fastattn.torch_backend import additive, statistics
+from fastattn.torch_backend.selected import attend as selected
 
 from . import caches, histories
 from .cases import LAYOUTS, ORDERS, Case, drawn, legal
@@ -62,15 +63,18 @@ def _setting(case: Case) -> Iterator[None]:
             stack.enter_context(grid_of(case.random("grid").choice(1, 3, 132)))
         if "chunks" in case.traits:
             limit = case.random("chunks").integer(1, 4) * case.B * case.H_q * case.T_k
-            for module, name in ((statistics, "_SCORES"), (additive, "_HIDDEN")):
+            chunks = (statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")
+            for module, name in chunks:
                 stack.enter_context(mock.patch.object(module, name, limit))
         if case.backend == "triton":
             wide, long = TileConfig(*case.tile), TileConfig(*case.tile[::-1])
+            # dK and dV by a launch each, as where heads are wide.
+            apart = TileConfig(*case.tile[::-1], apart=case.random("apart").chance(0.3))
             stack.enter_context(
                 tiles.forced(
                     forward=wide,
                     backward_dq=long,
-                    backward_dkv=long,
+                    backward_dkv=apart,
                     backward_one_pass=wide,
                     relative=long,
                     decode=TileConfig(16, 16),
@@ -213,11 +217,17 @@ def _with_poison(case: Case, made: Made, options: dict[str, Any]) -> tuple[Tenso
     exists = reference.existing_keys(
         case.B, case.T_k, options.get("key_padding_mask"), options.get("key_lengths"),
         documents=documents[1] if isinstance(documents, tuple) else documents,
-    )  # fmt: skip
+    )[:, None]  # fmt: skip
+    if "indices" in made.beside:  # of blocks that no list names
+        named = reference.selected_mask(H_q=case.H_q, T_q=case.T_q, T_k=case.T_k, **made.beside)
+        exists = exists & named.unflatten(1, (case.H_k, -1)).any(3).any(2)
     if exists.all():
         return made.qkv
     draw = case.random("poison")
-    return q, poisoned(k, exists, case.layouts[1], draw), poisoned(v, exists, case.layouts[2], draw)
+    return q, *(
+        poisoned(x, exists, layout, draw)
+        for x, layout in zip((k, v), case.layouts[1:], strict=True)
+    )
 
 
 def _statistics(case: Case) -> None:

@@ -72,8 +72,8 @@ def negative(x: Tensor) -> Tensor:
 
 
 def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
-    """x [B, H, T, D] with NaN or inf in rows that do not exist; exists: bool [B, T]."""
+    """x [B, H, T, D] with NaN or inf in rows that do not exist; exists: bool [B, 1 or H, T]."""
     if layout in _EXPANDED:
         return x
     poison = draw.choice(math.nan, math.inf, -math.inf)
-    return laid(x.masked_fill(~exists[:, None, :, None], poison), layout)
+    return laid(x.masked_fill(~exists[..., None], poison), layout)
