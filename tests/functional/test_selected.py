@@ -17,7 +17,7 @@ from fastattn.testing import make_qkv
 from fastattn.testing.inputs import draws
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(70))
 def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
     """Any heads, widths and blocks; some lists have no entries, some blocks are in none."""
     check_by_kernels("selected_attention", seed, device)

@@ -21,19 +21,15 @@ from ...rotary import rotary_tables
 from ..calls import merged
 from ..compare import assert_all_near
 from ..decoding import KINDS, Filled, assert_decodes, assert_paged, fill
-from ..inputs import draw, draws, to_device
+from ..inputs import draws, to_device
+from ..option_examples import option_examples
 from .case import Case, Setting, same_bits
 
 # Caches that differ for a kernel.
 _QUICK = ("contiguous", "pages-of-3", "pages-of-16", "int8", "fp8", "pages-int8", "ring-keep-first")
 _INTERPRETED = ("contiguous", "pages-of-3", "int8", "ring-keep-first")
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "window": {"window": (4, None)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": draw(3, 4).abs()},
-    "relative-bias": {"relative_bias": draw(4, 13)},
-    "sinks": {"sinks": draw(4)},
-}
+# Of `option_examples`.
+_EXAMPLES = ("window", "softcap", "alibi", "relative-bias", "sinks")
 _STEPS = ((5, (5, 2, 0)), (1, None), (6, (6, 3, 6)))
 _SLOTS = 20
 _QUANTIZED = (None, "int8", "fp8")
@@ -50,8 +46,8 @@ def decode() -> Iterator[Case]:
         yield Case(f"num_splits={splits}", partial(_decode, num_splits=splits))
     yield Case("batch_invariant", partial(_decode, batch_invariant=True))
     yield Case("long rows", partial(_decode, lengths=(5000, 1, 2049)))
-    for name, example in _OPTIONS.items():
-        yield Case(name, partial(_decode, options=example), quick=False)
+    for name in _EXAMPLES:
+        yield Case(name, partial(_decode, example=name), quick=False)
     for quantize in _QUANTIZED:
         case = partial(_latent, quantize=quantize)
         yield Case(f"latent, {quantize or 'plain'}", case, interpreted=quantize is None)
@@ -91,13 +87,16 @@ def _decode(
     kind: str = "contiguous",
     lengths: tuple[int, ...] = (33, 47, 4),
     T_q: int = 1,
-    options: dict[str, Any] | None = None,
+    example: str = "",
     **how: Any,
 ) -> float:
     q, k, v, counts = _tokens(setting, lengths, min(T_q, *lengths))
     how["backend"] = setting.subject.backend
     filled = fill(kind, k, v, counts)
-    return assert_decodes(q, filled, how=how, **to_device(options or {}, setting.device))
+    T = max(lengths)
+    examples = option_examples(4, 2, T, T, q.shape[3], reach=6) if example else {}
+    options = to_device(examples.get(example, {}), setting.device)
+    return assert_decodes(q, filled, how=how, **options)
 
 
 def _latent(setting: Setting, *, quantize: Any) -> float:

@@ -130,7 +130,7 @@ def _head_dim(setting: Setting, *, narrower: bool, **how: Any) -> float:
 
 def _of_fp8(examples: list[_Example]) -> Iterator[Case]:
     for name in (x.name for x in examples):
-        yield Case(name, partial(others.fp8_example, name=name, reach=_REACH))
+        yield Case(name, partial(others.fp8_example, names=("causal", name)))
 
 
 def _fp32(setting: Setting, *, backward: bool = True) -> float:

@@ -13,29 +13,28 @@ from ...functional.fp8 import attention_fp8, attention_varlen_fp8, pack_values, 
 from ...ops import fp8 as fp8_ops
 from ..calls import Draw, Made, block_lists, made, packed_rows, quantized
 from ..fp8 import assert_packed_within_fp8_bounds, assert_within_fp8_bounds
-from ..inputs import draw, to_device
-from ..option_examples import option_examples
+from ..inputs import to_device
+from ..option_examples import option_examples, together
 from .case import Case, Setting, same_bits
 from .scoring import assert_statistics
 
-_B, _H_Q, _H_K = 2, 2, 1
-_MASKS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window, lengths": {"window": (9, 2), "key_lengths": torch.tensor([20, 9])},
-}
-_SCORES: dict[str, dict[str, Any]] = {
-    "softcap, sinks": {"softcap": 2.0, "sinks": draw(_H_Q), "causal": True},
-    "alibi": {"alibi_slopes": draw(_H_Q).abs()},
-    "relative bias": {"relative_bias": draw(_H_Q, 7)},
+_B, _H_Q, _H_K, _REACH = 2, 2, 1, 9
+# Names of `option_examples`, by cases of statistics; those of FP8 first.
+_EXAMPLES: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "causal": ("causal",),
+    "window, lengths": ("window", "lengths"),
+    "softcap, sinks": ("softcap", "sinks", "causal"),
+    "alibi": ("alibi",),
+    "relative bias": ("relative-bias",),
 }
 
 
 def statistics() -> Iterator[Case]:
     """Entropy, weight received, the largest weights, and the weights."""
-    for name, options in {**_MASKS, **_SCORES}.items():
+    for name, names in _EXAMPLES.items():
         quick = name in ("causal", "softcap, sinks")
-        case = partial(_statistics, options=options)
+        case = partial(_statistics, names=names)
         yield Case(name, case, quick=quick, interpreted=name == "softcap, sinks")
 
 
@@ -53,9 +52,8 @@ def fp8(options: bool = True) -> Iterator[Case]:
     """
     yield Case("codes", _codes, interpreted=True)
     yield Case("packed values", _packed_values, interpreted=True)
-    names = ("full", "causal", "window, lengths", "softcap, sinks")[: None if options else 2]
-    for name in names:
-        check = partial(_fp8, options={**_MASKS, **_SCORES}[name])
+    for name in list(_EXAMPLES)[: 4 if options else 2]:
+        check = partial(fp8_example, names=_EXAMPLES[name])
         yield Case(name, check, interpreted=name == "causal")
     if options:
         yield from fp8_packed()
@@ -67,16 +65,25 @@ def fp8_packed() -> Iterator[Case]:
     yield Case("packed", _fp8_packed, interpreted=True)
 
 
-def fp8_example(setting: Setting, *, name: str, reach: int) -> float:
-    """Check `attention_fp8` with one of `option_examples`."""
-    T_q, T_k = (x.shape[2] for x in _numbers(setting)[:2])
-    examples = option_examples(_H_Q, _H_K, T_q, T_k, setting.subject.head_dim, reach=reach)
-    return _fp8(setting, options={"causal": True, **examples[name]})
+def fp8_example(setting: Setting, *, names: tuple[str, ...]) -> float:
+    """Check `attention_fp8` with some of `option_examples`."""
+    given, options = _fp8_inputs(setting), _options(setting, names)
+    if setting.subject.backend != "hopper":
+        return setting.check("attention_fp8", given, **options)
+    o, lse = attention_fp8(**given.arguments, **options, return_lse=True, backend="hopper")
+    how = {"tensor_cores": True, **options}
+    return assert_within_fp8_bounds(o, lse, *_codes_and_scales(given), **how)
 
 
-def _statistics(setting: Setting, *, options: dict[str, Any]) -> float:
+def _statistics(setting: Setting, *, names: tuple[str, ...]) -> float:
     q, k, _ = _numbers(setting)
-    return assert_statistics(q, k, setting.subject.backend, to_device(options, setting.device))
+    return assert_statistics(q, k, setting.subject.backend, _options(setting, names))
+
+
+def _options(setting: Setting, names: tuple[str, ...]) -> dict[str, Any]:
+    T_q, T_k = (x.shape[2] for x in _numbers(setting)[:2])
+    examples = option_examples(_H_Q, _H_K, T_q, T_k, setting.subject.head_dim, reach=_REACH)
+    return to_device(together(examples, names), setting.device)
 
 
 def _numbers(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,14 +120,6 @@ def _packed_values(setting: Setting) -> float:
 
 def _fp8_inputs(setting: Setting) -> Made:
     return quantized(*_numbers(setting))
-
-
-def _fp8(setting: Setting, *, options: dict[str, Any]) -> float:
-    given, options = _fp8_inputs(setting), to_device(options, setting.device)
-    if setting.subject.backend != "hopper":
-        return setting.check("attention_fp8", given, **options)
-    o, lse = attention_fp8(**given.arguments, **options, return_lse=True, backend="hopper")
-    return assert_within_fp8_bounds(o, lse, *_codes_and_scales(given), tensor_cores=True, **options)
 
 
 def _codes_and_scales(given: Made) -> Any:
