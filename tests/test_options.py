@@ -199,9 +199,9 @@ def places(source: str, option: str) -> list[str]:
 MOST: dict[str, tuple[int, int]] = {
     "keep_first": (65, 29),
     "prefix_lengths": (24, 14),
-    "softcap": (54, 36),
-    "alibi_slopes": (35, 24),
-    "sinks": (66, 44),
+    "softcap": (53, 36),
+    "alibi_slopes": (33, 22),
+    "sinks": (65, 44),
 }
 
 
