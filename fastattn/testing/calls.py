@@ -76,16 +76,19 @@ def offsets(draw: Draw, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:
     return ends(total_q), ends(total_k)
 
 
-def packed_rows(*rows: Tensor) -> tuple[Tensor, ...]:
+def packed_rows(*rows: Tensor) -> Any:
     """x [B, H, T, D] as [B * T, H, D]."""
     return tuple(x.transpose(1, 2).flatten(0, 1) for x in rows)
+
+
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Made(NamedTuple):
     """Arguments of a call: q, k and v, those of its oracle, other ones, and those of it alone."""
 
-    qkv: tuple[Tensor, ...]
-    clean: tuple[Tensor, ...]
+    qkv: QKV
+    clean: QKV
     beside: Arguments
     alone: Arguments
 
@@ -95,19 +98,20 @@ class Made(NamedTuple):
         return {**dict(zip("qkv", self.qkv, strict=True)), **self.beside, **self.alone}
 
 
-def made(*qkv: Tensor, **beside: Any) -> Made:
+def made(q: Tensor, k: Tensor, v: Tensor, **beside: Any) -> Made:
     """Arguments that function and oracle share."""
-    return Made(qkv, qkv, beside, {})
+    return Made((q, k, v), (q, k, v), beside, {})
 
 
 def quantized(*qkv: Tensor, **cu_seqlens: Tensor) -> Made:
     """Codes and scales of q, k and v, packed with cu_seqlens_q and cu_seqlens_k."""
     starts = (*cu_seqlens.values(), *list(cu_seqlens.values())[1:]) or (None,) * 3
     both = [fastattn.quantize_fp8(x, cu_seqlens=cu) for x, cu in zip(qkv, starts, strict=True)]
-    numbers = tuple(
+    numbers: Any = tuple(
         dequantized(*x, cu).to(qkv[0].dtype) for x, cu in zip(both, starts, strict=True)
     )
-    codes, scales = zip(*both, strict=True)
+    codes: Any = tuple(x for x, _ in both)
+    scales = (scale for _, scale in both)
     by_name = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
     return Made(codes, numbers, cu_seqlens, by_name | {"out_dtype": qkv[0].dtype})
 
@@ -142,15 +146,15 @@ class PublicCall(NamedTuple):
 
 
 def _packed(draw: Draw, *qkv: Tensor) -> Made:
-    rows = packed_rows(*qkv)
-    starts = (x.to(qkv[0].device) for x in offsets(draw, len(rows[0]), len(rows[1])))
-    return made(*rows, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True)))
+    q, k, v = packed_rows(*qkv)
+    starts = (x.to(q.device) for x in offsets(draw, len(q), len(k)))
+    return made(q, k, v, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True)))
 
 
-def _weighted(draw: Draw, *qkv: Tensor) -> Made:
-    H_q, D = qkv[0].shape[1], qkv[0].shape[3]
+def _weighted(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
+    H_q, D = q.shape[1], q.shape[3]
     weight = draw.normal(*draw.choice((D, D), (H_q, D, D))) / D**0.5
-    return made(*qkv, weight=weight.to(qkv[0]))
+    return made(q, k, v, weight=weight.to(q))
 
 
 def _additive(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
@@ -173,13 +177,14 @@ def block_lists(
     return {"indices": indices.to(q.device), "block": block}
 
 
-def _selected(draw: Draw, *qkv: Tensor) -> Made:
-    H_q, H_k, n = qkv[0].shape[1], qkv[1].shape[1], draw.integer(0, 5)
+def _selected(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
+    H_q, H_k, n = q.shape[1], k.shape[1], draw.integer(0, 5)
     heads = [x for x in range(1, H_q + 1) if not H_k % x or not (x % H_k or H_q % x)]
     block = draw.choice(1, 1, 3, 16), draw.choice(16, 32, 5, 1, 64)
-    beside = block_lists(draw, *qkv[:2], draw.choice(*heads), block, n)
-    counts = draw.integers(0, n, *beside["indices"].shape[:3]).to(qkv[0].device)
-    return made(*qkv, **beside, counts=counts if draw.chance(0.3) else None)
+    some = draw.choice(*heads, *heads[1:-1])  # lists that heads share, but not all of them
+    beside = block_lists(draw, q, k, some, block, n)
+    counts = draw.integers(0, n, *beside["indices"].shape[:3]).to(q.device)
+    return made(q, k, v, **beside, counts=counts if draw.chance(0.3) else None)
 
 
 def _packed_fp8(draw: Draw, *qkv: Tensor) -> Made:
@@ -224,7 +229,9 @@ def additive_formula(
 def _visible(q: Tensor, k: Tensor, **masks: Any) -> Tensor:
     """`reference.visible_mask`, which takes no functions and no ids of tokens, with these."""
     offset, heads = masks.get("query_offset"), masks.pop("heads", None)
-    places = reference.torch_places(*q.shape[:3], k.shape[2], offset, q.device, heads=heads)
+    places = reference.torch_places(
+        q.shape[0], q.shape[1], q.shape[2], k.shape[2], offset, q.device, heads=heads
+    )
     keep = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
     mod, read = masks.pop("mask_mod", None), masks.pop("mod_tensors", ())
     if mod is not None:

@@ -142,10 +142,10 @@ def assert_paged(
 ) -> float:
     """Check o and lse of packed tokens q [total, H_q, D] by the error budget."""
 
-    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        tensors = (x.to(dtype) for x in (q, filled.k, filled.v))
-        return reference.attention_paged(
-            *tensors, filled.lengths, offsets, return_lse=True, **options
-        )
+    oracle: Callable[..., Any] = reference.attention_paged
+
+    def run(dtype: torch.dtype) -> Any:
+        q_k_v = (x.to(dtype) for x in (q, filled.k, filled.v))
+        return oracle(*q_k_v, filled.lengths, offsets, return_lse=True, **options)
 
     return assert_all_near(("o", "lse"), actual, run(torch.float64), lambda: run(q.dtype), orders)

@@ -172,7 +172,7 @@ def legal(case: Case) -> Case:
     if case.call == "additive_attention":
         case = replace(case, backend="torch")  # it has no kernel
     if case.call == "selected_attention" and case.H_k == 3:
-        case = replace(case, H_k=4)  # of which two share a list
+        case = replace(case, H_k=4, G=1)  # of which two share a list
     if case.backend == "triton":
         # The interpreter takes its time for every head.
         H_k = min(case.H_k, max(1, _HEADS // case.G))
