@@ -40,7 +40,7 @@ def check(case: Case) -> None:
         AssertionError: a result that is wrong. Any other error is one too: the call is legal.
     """
     with _setting(case), nan_filled_empty():
-        _JUDGES.get(case.call, _compare)(case)
+        JUDGES.get(case.call, _compare)(case)
 
 
 def check_by_kernels(call: str, seed: int, device: str) -> None:
@@ -275,7 +275,7 @@ def _with_gradients(
 
 
 # Of functions that are called in other ways.
-_JUDGES: dict[str, Callable[[Case], None]] = {
+JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_statistics": _statistics,
     "merge": _merge,
     "decode_attention": lambda case: caches.decode(case, _how(case)),
