@@ -13,8 +13,8 @@ from .budget import PastBudget, assert_all_within_budget
 from .orders import RUNS, worst_naive
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
-# Differentiable options. A float attn_mask is a bias.
-DIFFERENTIABLE = ("attn_mask", *LEARNED)
+# Differentiable arguments beside q, k and v. A float attn_mask is a bias.
+DIFFERENTIABLE = ("attn_mask", *LEARNED, "weight", "u", "w_query", "w_key")
 
 
 def assert_matches_reference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from ..cache.paged import PagedKVCache
 from ..cache_view import CacheView
 from ..functional.decode import decode_attention
 from ..quantization import quantize_rows
-from .budget import assert_all_within_budget
-from .orders import worst_naive
+from .compare import assert_all_near
+from .orders import RUNS
 
 # Kinds of caches: constructor arguments, starts and indexing of rows.
 KINDS: dict[str, dict[str, Any]] = {
@@ -96,23 +96,56 @@ def assert_decodes(
 ) -> float:
     """Check decode(q, view, **how, **options) by the error budget; the worst share of it."""
     actual = decode(q, filled.view, return_lse=True, **(how or {}), **options)
-    return assert_all_within_budget(("o", "lse"), actual, *expected(q, filled, **options))
+    return assert_decoded(actual, q, filled, **options)
 
 
-def expected(q: Tensor, filled: Filled, **options: Any) -> tuple[Any, Any]:
-    """(o, lse) of the oracle in fp64, and in q's dtype."""
-    offset = filled.lengths - q.shape[2]
-    arguments = {
-        "causal": True,
-        "key_lengths": filled.lengths,
-        "query_offset": offset,
-        **filled.masks,
-        **options,
-    }
+def assert_decoded(
+    actual: Sequence[Tensor],
+    q: Tensor,
+    filled: Filled,
+    *,
+    counts: Tensor | None = None,
+    orders: int = RUNS,
+    **options: Any,
+) -> float:
+    """Check o and lse of the newest tokens, of which row b has counts[b], or all of q."""
+    T_k = filled.k.shape[2]
+    counts = torch.full_like(filled.lengths, q.shape[2]) if counts is None else counts
+    offset = filled.lengths - counts
+    arguments: dict[str, Any] = {"causal": True, "key_lengths": filled.lengths}
+    arguments |= {"query_offset": offset, **filled.masks, **options}
+    # A mask may have room for more keys.
+    wide = (name for name in ("attn_mask", "attn_bias") if name in arguments)
+    arguments |= {name: arguments[name][..., :T_k] for name in wide}
 
     def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tensors = (x.to(dtype) for x in (q, filled.k, filled.v))
         return reference.attention(*tensors, return_lse=True, **arguments)
 
     exact = run(torch.float64)
-    return exact, worst_naive(exact, lambda: run(q.dtype))
+    assert actual[0].isfinite().all(), "what is unspecified has to be finite"
+    real = (torch.arange(q.shape[2], device=q.device) < counts[:, None])[:, None]
+    known = [
+        torch.where(real[..., None] if x.dim() == 4 else real, x, like.to(x.dtype))
+        for x, like in zip(actual, exact, strict=True)
+    ]
+    return assert_all_near(("o", "lse"), known, exact, lambda: run(q.dtype), orders)
+
+
+def assert_paged(
+    actual: Sequence[Tensor],
+    q: Tensor,
+    filled: Filled,
+    offsets: Tensor,
+    orders: int = RUNS,
+    **options: Any,
+) -> float:
+    """Check o and lse of packed tokens q [total, H_q, D] by the error budget."""
+
+    oracle: Callable[..., Any] = reference.attention_paged
+
+    def run(dtype: torch.dtype) -> Any:
+        q_k_v = (x.to(dtype) for x in (q, filled.k, filled.v))
+        return oracle(*q_k_v, filled.lengths, offsets, return_lse=True, **options)
+
+    return assert_all_near(("o", "lse"), actual, run(torch.float64), lambda: run(q.dtype), orders)

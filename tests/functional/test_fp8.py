@@ -16,6 +16,7 @@ from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.fp8.values import launch_pack_values
 from fastattn.ops import fp8 as fp8_ops
 from fastattn.testing import make_qkv
+from fastattn.testing.calls import quantized
 from fastattn.testing.fp8 import assert_within_fp8_bounds, dequantized
 
 # Tensors are too small to share between threads.
@@ -28,13 +29,8 @@ SIZES = {4: (1.0, 1.5, 200.0, 300.0), 2: (1.0, 1 / 250)}
 def drawn(B: int = 2, H_q: int = 4, H_k: int = 2, T_q: int = 20, T_k: int = 30, D: int = 64) -> Any:
     """(codes, scales) of random q, k and v whose heads differ in size."""
     tensors = make_qkv(B, H_q, H_k, T_q, T_k, D, requires_grad=False)
-    codes, scales = [], []
-    for x in tensors:
-        sizes = torch.tensor(SIZES[x.shape[1]])
-        code, scale = quantize_fp8(x * sizes[:, None, None])
-        codes.append(code)
-        scales.append(scale)
-    return tuple(codes), tuple(scales)
+    made = quantized(*(x * torch.tensor(SIZES[x.shape[1]])[:, None, None] for x in tensors))
+    return made.qkv, tuple(made.alone[f"{name}_scale"] for name in "qkv")
 
 
 def named(scales: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -7,12 +7,16 @@ from dataclasses import replace
 from types import FunctionType
 
 import pytest
+import torch
 from fuzz.cases import OFTEN, TAKES, Case, drawn, pair_cases
-from fuzz.judges import check
-from fuzz.values import VALUES
+from fuzz.judges import JUDGES, check
+from fuzz.tensors import inputs
+from fuzz.values import VALUES, drawn_options
 
 import fastattn
-from fastattn.options import CALLS, OPTIONS
+from fastattn import options
+from fastattn.options import OPTIONS
+from fastattn.testing.calls import CALLS
 
 FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
 # Backends by how many tests there are, and calls in each.
@@ -40,7 +44,18 @@ def test_every_option_and_every_function_is_generated() -> None:
     functions = {name for name, x in exported.items() if isinstance(x, FunctionType)}
     generated = {name for name in functions if CALLED_WITHIN.get(name, name) in TAKES}
     assert functions - generated == ELSEWHERE & functions
-    assert functions.intersection(CALLS) <= OFTEN.keys()
+    assert functions.intersection(options.CALLS) <= OFTEN.keys()
+
+
+@pytest.mark.parametrize("name", sorted(TAKES.keys() - JUDGES.keys()))
+def test_options_that_a_call_is_said_not_to_take_are_refused(name: str) -> None:
+    call, left_out = CALLS[name], OPTIONS.keys() - CALLS[name].takes
+    case = replace(drawn(4, "torch"), call=name, B=1, dtype=torch.float32, options=tuple(left_out))
+    given = call.make(case.random("arguments"), *inputs(case)).arguments
+    for option, x in drawn_options(case, 1).items():
+        with pytest.raises((TypeError, ValueError)):
+            call.function(**given, **{option: x})
+            pytest.fail(f"{option} is taken")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from fuzz.others import ADDITIVE_RESULTS as NAMES
-from fuzz.others import additive_formula as naive
-from fuzz.others import additive_results as results
 from held import Held
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -14,6 +11,8 @@ from torch._dynamo.testing import CompileCounter
 import fastattn
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_within_budget
+from fastattn.testing.calls import additive_formula as naive
+from fastattn.testing.compare import results
 from fastattn.testing.inputs import draws
 from fastattn.torch_backend import additive
 
@@ -28,6 +27,12 @@ def inputs(device: str = "cpu", *, projected: bool = False) -> list[Tensor]:
         return [q, k, draw(B, H_k, T_k, 3), draw(H_q, HIDDEN)]
     q, k, v, u = draw(B, H_q, T_q, 4), draw(B, H_k, T_k, 6), draw(B, H_k, T_k, 3), draw(HIDDEN)
     return [q, k, v, u, draw(HIDDEN, 4), draw(HIDDEN, 6)]
+
+
+def given(function: Any, tensors: list[Tensor], **masks: Any) -> tuple[Tensor, ...]:
+    """o, lse and the gradients of all tensors."""
+    weights = dict(zip(("u", "w_query", "w_key"), tensors[3:], strict=True))
+    return results(function, *tensors[:3], **weights, **masks)
 
 
 def test_gradient_of_o_alone_and_of_lse_alone(device: str) -> None:
@@ -87,13 +92,13 @@ def test_second_derivatives(device: str) -> None:
 def test_never_holds_all_hidden_values(monkeypatch) -> None:
     tensors = inputs()
     masks = {"causal": True, "query_offset": torch.tensor([3, 1])}
-    whole = results(fastattn.additive_attention, tensors, return_lse=True, **masks)
+    whole = given(fastattn.additive_attention, tensors, **masks)
     rows = 2
     monkeypatch.setattr(additive, "_HIDDEN", rows * B * H_q * T_k * HIDDEN)
     with Held() as held:
-        parts = results(fastattn.additive_attention, tensors, return_lse=True, **masks)
-    for name, x, y in zip(NAMES, parts, whole, strict=True):
-        torch.testing.assert_close(x, y, msg=name)
+        parts = given(fastattn.additive_attention, tensors, **masks)
+    for x, y in zip(parts, whole, strict=True):
+        torch.testing.assert_close(x, y)
     assert rows * B * H_q * T_k * HIDDEN <= held.largest < B * H_q * T_q * T_k * HIDDEN / 4
 
 
@@ -101,12 +106,10 @@ def test_a_compiler_gets_one_chunk_of_any_length(device: str) -> None:
     """A loop over chunks would be compiled for each length, as many times as there are chunks."""
     graphs = CompileCounter()
 
-    def attend(*tensors: Tensor) -> Any:
-        return fastattn.additive_attention(*tensors, return_lse=True)
-
+    attend = fastattn.additive_attention
     compiled = torch.compile(attend, backend=graphs, fullgraph=True, dynamic=True)
     for T in (18, 9, 14):
         tensors = [x[:, :, :T].contiguous() if x.dim() == 4 else x for x in inputs(device)]
-        for x, y in zip(results(compiled, tensors), results(attend, tensors), strict=True):
+        for x, y in zip(given(compiled, tensors), given(attend, tensors), strict=True):
             torch.testing.assert_close(x, y)
     assert graphs.frame_count == 1

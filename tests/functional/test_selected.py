@@ -1,9 +1,7 @@
 """Attention over selected key blocks: results, gradients, work, and messages."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,89 +11,15 @@ from torch.nn.attention.flex_attention import create_block_mask
 from triton.runtime import interpreter as triton_interpreter
 
 import fastattn
-from fastattn import block_indices, explain_selected, reference, selected_attention
+from fastattn import block_indices, explain_selected, selected_attention
 from fastattn.kernels.launch import tiles
-from fastattn.testing import assert_matches_reference, make_qkv
-from fastattn.testing.inputs import draws, to_device
-from fastattn.torch_backend.selected import attend as formula
-
-B = 2
-Call = Callable[..., Any]
+from fastattn.testing import make_qkv
+from fastattn.testing.inputs import draws
 
 
-class Lists(NamedTuple):
-    """A call's heads, lengths, lists of n blocks for H_s heads, and options."""
-
-    heads: tuple[int, int, int]  # H_q, H_k, H_s
-    T: tuple[int, int]
-    block: tuple[int, int]
-    n: int
-    options: Mapping[str, Any] = MappingProxyType({})
-    dtype: torch.dtype = torch.float32
-
-
-DOCUMENTS = (torch.arange(20).expand(B, 20) // 7, torch.arange(37).expand(B, 37) // 9)
-CASES = {
-    # Blocks of a tile, and of two; lists for blocks of queries, which all heads share.
-    "nsa": Lists((4, 2, 2), (9, 40), (1, 16), 3, {"causal": True, "sinks": draws()(4)}),
-    "moba": Lists((4, 2, 4), (20, 20), (1, 4), 2, {"causal": True}),  # a list a query head
-    "whole": Lists((4, 2, 2), (5, 70), (1, 32), 2, {"softcap": 3.0}),
-    "blocks": Lists((4, 2, 1), (20, 37), (8, 8), 3, {"window": (9, 4)}),
-    "odd": Lists((6, 2, 2), (20, 37), (3, 5), 4, {"documents": DOCUMENTS}),
-    # Tokens; fewer lists than K/V heads.
-    "tokens": Lists((4, 4, 2), (6, 37), (1, 1), 9, {"causal": True}),
-    "fp16": Lists((4, 1, 1), (9, 40), (1, 8), 3, {"scale": 0.3}, dtype=torch.float16),
-    "bf16": Lists((4, 2, 2), (9, 40), (2, 16), 2, {"causal": True}, dtype=torch.bfloat16),
-}  # fmt: skip
-
-
-def lists_of(case: Lists, device: str) -> Tensor:
-    """Random lists with -1 in every place, blocks named twice, and lists of nothing."""
-    blocks, rows = -(-case.T[1] // case.block[1]), -(-case.T[0] // case.block[0])
-    generator = torch.Generator().manual_seed(1)
-    actual = torch.randint(-1, blocks, (B, case.heads[2], rows, case.n), generator=generator)
-    actual[0, 0, 0] = -1  # nothing
-    actual[0, -1, -1] = blocks - 1  # all alike, and cut off by the end of the keys
-    actual[1, 0, 0, 0], actual[1, 0, -1, -1] = -1, -1
-    return actual.to(device, torch.int32 if case.n % 2 else torch.int64)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("name", CASES)
-def test_results_and_gradients(
-    name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = CASES[name]
-    # Some lists at a time.
-    monkeypatch.setattr(formula, "_AT_ONCE", 2**13)
-    H_q, H_k, _ = case.heads
-    q, k, v = make_qkv(B, H_q, H_k, *case.T, 16, dtype=case.dtype, device=device)
-    indices, options = lists_of(case, device), to_device(dict(case.options), device)
-    counts = None
-    if case.heads[2] == H_k:
-        counts = (torch.arange(indices[..., 0].numel(), device=device) % (case.n + 2)).reshape(
-            indices.shape[:3]
-        )
-    clean = q, k.clone(), v.clone()
-    named = reference.selected_mask(indices, case.block, H_q, *case.T, counts)
-    # Of blocks that no list names, keys and values are NaN.
-    unseen = ~named.unflatten(1, (H_k, -1)).any(3).any(2)[..., None]
-    k, v = (x.detach().masked_fill(unseen, torch.nan).requires_grad_() for x in (k, v))
-    assert name not in ("whole", "blocks") or bool(unseen.any())
-    ours: Call = partial(selected_attention, indices=indices, block=case.block, counts=counts)
-    theirs: Call = partial(reference.attention, attn_mask=named)
-    given = {"clean": clean, "oracle": theirs, **options}
-    if "sinks" in options:
-        given["sinks"] = options["sinks"].requires_grad_()
-    # dK and dV by a launch each, as where heads are wide.
-    tile = {"backward_dkv": tiles.TileConfig(16, 16, apart=True)} if name == "odd" else {}
-    with tiles.forced(**tile):
-        assert_matches_reference(partial(ours, backend=backend), q, k, v, **given)
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(70))
 def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
-    """Any heads, widths and blocks; some lists have no entries."""
+    """Any heads, widths and blocks; some lists have no entries, some blocks are in none."""
     check_by_kernels("selected_attention", seed, device)
 
 

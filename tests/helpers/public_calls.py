@@ -9,7 +9,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn.functional.block import attention_block_backward, attention_block_forward
-from fastattn.testing.inputs import draws
+from fastattn.rotary import rotary_tables
+from fastattn.testing.calls import CALLS, Draw, packed_rows
+from fastattn.testing.inputs import draws, to_device
+from fastattn.testing.option_examples import option_examples, together
 
 B, H_Q, H_K, T, D = 2, 4, 2, 8, 16
 Tensors = dict[str, Tensor]
@@ -46,68 +49,60 @@ def with_gradients(function: Function, backend: str, *, do: Tensor, dlse: Tensor
     return torch.autograd.grad(actual, tuple(leaves.values()), (do, dlse))
 
 
+def named(function: Function, **others: Any) -> Function:
+    kernels = function is not fastattn.additive_attention  # which has none
+    return lambda backend, **given: function(
+        backend=backend if kernels else "torch", **others, **given
+    )
+
+
+def made(name: str, *rows: Tensor, **options: Tensor) -> tuple[Function, Tensors]:
+    """A call of `fastattn.testing.calls` on rows q, k and v, and its tensors of floats."""
+    given = {**CALLS[name].make(Draw(name), *rows).arguments, **options}
+    tensors = {x: y for x, y in given.items() if isinstance(y, Tensor) and y.is_floating_point()}
+    others = {x: y for x, y in given.items() if x not in tensors}
+    return named(CALLS[name].function, **others), tensors
+
+
 def calls(device: str) -> dict[str, tuple[Function, Tensors]]:
     """Functions by name, of a backend and tensors, with their tensors."""
     draw = draws(device=device)
-    rows = {"q": draw(B, H_Q, T, D), "k": draw(B, H_K, T, D), "v": draw(B, H_K, T, D)}
-    packed = {name: x.transpose(1, 2).flatten(0, 1) for name, x in rows.items()}
-    scores = {
-        "sinks": draw(H_Q),
-        "alibi_slopes": draw(H_Q).abs(),
-        "relative_bias": draw(H_Q, 5),
-        "relative_keys": draw(H_Q, 5, D),
+    qkv = draw(B, H_Q, T, D), draw(B, H_K, T, D), draw(B, H_K, T, D)
+    rows, packed = (dict(zip("qkv", x, strict=True)) for x in (qkv, packed_rows(*qkv)))
+    examples = {
+        name: to_device(x, device)
+        for name, x in option_examples(H_Q, H_K, T, T, D, reach=2).items()
     }
-    query = {"relative_query": draw(B, H_Q, T, D)}
-    bias = {"attn_bias": draw(B, H_Q, T, T)}
-    o, lse = draw(B, H_Q, T, D), draw(B, H_Q, T)
-    results = {"do": draw(B, H_Q, T, D), "o": o, "lse": lse + 5, "dlse": draw(B, H_Q, T)}
-    grads = {"do": results["do"], "dlse": results["dlse"]}
-    offsets = torch.tensor([0, 5, B * T], device=device)
-    codes = {f"{name}_codes": fastattn.quantize_fp8(x)[0] for name, x in rows.items()}
-    scales = {f"{name}_scale": draw(B, x.shape[1]).abs() for name, x in rows.items()}
-    cos, sin = fastattn.rotary.rotary_tables(T, D, device=device)
-    tables = {"cos": cos, "sin": sin}
-
-    def fp8(backend: str, q_codes: Tensor, k_codes: Tensor, v_codes: Tensor, **scales: Tensor):
-        return fastattn.attention_fp8(q_codes, k_codes, v_codes, backend=backend, **scales)
-
-    def varlen(backend: str, **given: Tensor):
-        return fastattn.attention_varlen(cu_seqlens_q=offsets, backend=backend, **given)
-
-    def named(function: Function) -> Function:
-        return lambda backend, **given: function(backend=backend, **given)
-
-    def additive(backend: str, **given: Any) -> Any:
-        return fastattn.additive_attention(backend="torch", **given)  # it has no kernel
-
-    small = {name: draw(1, 2, 4, 4) for name in ("q", "k", "v")} | {"u": draw(4)}
-    weights = {"w_query": draw(4, 4), "w_key": draw(4, 4)}
-    lists = torch.zeros(B, 1, T, 1, dtype=torch.int32, device=device)
-    selected = partial(fastattn.selected_attention, indices=lists, block=(1, T // 2))
-    of_rows = {name: rows[name] for name in ("q", "k")}
+    scores = together(examples, ("sinks", "alibi", "relative-bias", "relative-keys"))
+    bias, query = examples["bias"], {"relative_query": draw(B, H_Q, T, D)}
+    (o, do), (lse, dlse) = draw(2, B, H_Q, T, D), draw(2, B, H_Q, T)
+    grads, of_whole = {"do": do, "dlse": dlse}, {"o": o, "lse": lse + 5}
+    tables = dict(zip(("cos", "sin"), rotary_tables(T, D, device=device), strict=True))
+    of_rows, sinks = {"q": rows["q"], "k": rows["k"]}, {"sinks": scores["sinks"]}
+    selected, of_selected = made("selected_attention", *qkv)
     return {
-        "attention": (named(fastattn.attention), rows | scores | query | bias),
+        "attention": made("attention", *qkv, **scores, **query, **bias),
         "gradients": (partial(with_gradients, fastattn.attention), rows | grads),
-        "attention_varlen": (varlen, packed | scores),
-        "decode_attention": (
-            decode, rows | {"q": draw(B, H_Q, 1, D), "sinks": scores["sinks"]},
+        "attention_varlen": made("attention_varlen", *qkv, **scores),
+        "decode_attention": (decode, {**rows, "q": draw(B, H_Q, 1, D), **sinks}),
+        "additive_attention": made("additive_attention", *qkv),
+        "selected_attention": (selected, of_selected | sinks),
+        "gradients of selected_attention": (
+            lambda backend, **given: with_gradients(selected, backend, **given), rows | grads,
         ),
-        "additive_attention": (additive, small | weights),
-        "selected_attention": (named(selected), rows | {"sinks": scores["sinks"]}),
-        "gradients of selected_attention": (partial(with_gradients, selected), rows | grads),
-        "multiplicative_attention": (
-            named(fastattn.multiplicative_attention), rows | {"weight": draw(D, D)},
-        ),
+        "multiplicative_attention": made("multiplicative_attention", *qkv),
         "merge": (
             named(fastattn.merge), {"o1": o, "lse1": lse, "o2": o + 1, "lse2": lse - 1},
         ),
         "attention_statistics": (
-            named(partial(fastattn.attention_statistics, top=2)), of_rows | {"lse": lse + 5} | bias,
+            named(fastattn.attention_statistics, top=2), of_rows | {"lse": lse + 5} | bias,
         ),
         "attention_weights": (named(fastattn.attention_weights), of_rows),
         "attention_block_forward": (named(attention_block_forward), rows),
-        "attention_block_backward": (named(attention_block_backward), rows | results),
-        "attention_fp8": (fp8, codes | scales),
+        "attention_block_backward": (
+            named(attention_block_backward), {**rows, "do": do, **of_whole, "dlse": dlse},
+        ),
+        "attention_fp8": made("attention_fp8", *qkv),
         "KVCache.append": (partial(append, False), rows | tables),
         "PagedKVCache.append": (partial(append, True), rows | tables),
         "append_paged": (append_paged, packed | tables),

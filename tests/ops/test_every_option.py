@@ -2,52 +2,26 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from fastattn import BlockMask
+from fastattn.functional.call_options import dense_options
 from fastattn.ops import attend, schema
-from fastattn.options import Options
+from fastattn.options import LEARNED, Options
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
+from fastattn.testing.inputs import to_device
+from fastattn.testing.option_examples import option_examples, together
 from fastattn.torch_backend import formula
 
 SIZES = {"B": 2, "H_q": 2, "H_k": 1, "T_q": 20, "D": 16}
 
 
-@triton.jit
-def near_or_first(b, h, q_pos, k_pos, reach_ptr):
-    return (tl.abs(q_pos - k_pos) <= tl.load(reach_ptr + h)) | (k_pos == b)
-
-
-@triton.jit
-def steeper(x, b, h, q_pos, k_pos, reach_ptr):
-    return 1.5 * x
-
-
-@triton.jit
-def steeper_grad(dx, x, b, h, q_pos, k_pos, reach_ptr):
-    return 1.5 * dx
-
-
 def everything(device: str) -> Options:
     """Options of every kind that an op has to carry."""
-    torch.manual_seed(4)
-    bias, relative = torch.randn(1, 2, 20, 20), torch.randn(2, 9)
-    return Options(
-        key_lengths=torch.tensor([20, 13], device=device),
-        attn_bias=bias.to(device).requires_grad_(),
-        relative_bias=relative.to(device).requires_grad_(),
-        sinks=torch.randn(2).to(device).requires_grad_(),
-        dropout_seed=torch.tensor([3, 4], device=device),
-        mod_tensors=(torch.tensor([3, 9], device=device),),
-        right=6,
-        scale=0.3,
-        softcap=5.0,
-        dropout=0.2,
-        mask_mod=BlockMask(near_or_first),
-        score_mod=steeper,
-        score_mod_grad=steeper_grad,
-    )
+    examples = option_examples(2, 1, 20, 20, 16, reach=4)
+    names = ("lengths", "bias", "relative-bias", "sinks", "dropout", "softcap", "window")
+    given = to_device(together(examples, (*names, "mask-mod", "score-mod")), device)
+    given |= {name: x.requires_grad_() for name, x in given.items() if name in LEARNED}
+    q, k, v = make_qkv(**SIZES, device=device, requires_grad=False)
+    return dense_options(q, k, v, **given)
 
 
 @pytest.mark.parametrize("which", ["band", "everything"])

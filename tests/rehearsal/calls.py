@@ -13,6 +13,7 @@ from fastattn import KVCache, PagedKVCache, attention, decode_attention
 from fastattn.cache.append import append
 from fastattn.kernels.launch import tiles
 from fastattn.rotary import rotary_tables
+from fastattn.testing.calls import CALLS, Draw
 
 # Few instructions of a thread, which compile fast; and loads by TMA where there are such.
 SMALL = {
@@ -54,16 +55,13 @@ def packed(*lengths: int, backend: str = "triton", **options: Any) -> None:
     o.float().sum().backward()
 
 
-def additive(B: int, T: int) -> None:
-    q, k, v, w = *(random(B, 4, T, 16, grad=True) for _ in range(3)), random(16, grad=True)
-    fastattn.additive_attention(q, k, v, w, causal=True).float().sum().backward()
-
-
-def selected(B: int, T: int) -> None:
-    q, k, v = (random(B, H, T, 64, grad=True) for H in (4, 2, 2))
-    lists = torch.zeros(B, 2, T, 3, dtype=torch.int32, device="cuda")
-    o = fastattn.selected_attention(q, k, v, lists, block=(1, 16), causal=True)
-    o.float().sum().backward()
+def named(name: str, B: int, T: int, D: int = 64, **options: Any) -> None:
+    """A call of `fastattn.testing.calls`, and its backward."""
+    call = CALLS[name]
+    qkv = (random(B, H, T, D, grad=call.learns) for H in (4, 2, 2))
+    o = call.function(**call.make(Draw(name), *qkv).arguments, **options)
+    if call.learns:
+        o.float().sum().backward()
 
 
 def chosen(B: int, T: int) -> None:
@@ -98,24 +96,6 @@ def rotated(B: int, T: int) -> None:
     tables = tuple(x.to("cuda") for x in rotary_tables(256, 64))
     q, k, v = random(B, 8, T, 64), random(B, 2, T, 64), random(B, 2, T, 64)
     append(held.view(), k, v, q=q, rotary=tables, rotary_style="half")
-
-
-def fp8(B: int, T: int, **options: Any) -> None:
-    codes, scales = zip(
-        *(fastattn.quantize_fp8(random(B, H, T, 64)) for H in (4, 2, 2)), strict=True
-    )
-    fastattn.attention_fp8(*codes, **by_name(scales), causal=True, **options)
-
-
-def packed_fp8(B: int, T: int, **options: Any) -> None:
-    offsets = torch.arange(0, B * T + 1, T, device="cuda", dtype=torch.int32)
-    rows = (random(B * T, H, 64) for H in (4, 2, 2))
-    codes, scales = zip(*(fastattn.quantize_fp8(x, cu_seqlens=offsets) for x in rows), strict=True)
-    fastattn.attention_varlen_fp8(*codes, offsets, **by_name(scales), causal=True, **options)
-
-
-def by_name(scales: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
 
 
 def merged(B: int, T: int) -> None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import calls
 import posing
 import torch
-from calls import SMALL, dense, fp8, ones, packed, packed_fp8, paged, random, train, zeros
+from calls import SMALL, dense, named, ones, packed, paged, random, train, zeros
 from posing import stage
 
 import fastattn
@@ -35,7 +36,7 @@ def attention_calls() -> None:
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
-        shapes("selected", calls.selected)
+        shapes("selected", partial(named, "selected_attention", causal=True))
         stage.play(
             "chosen",
             lambda: calls.chosen(2, 64),
@@ -51,15 +52,16 @@ def scored(B: int, T: int) -> None:
 
 
 def hopper_calls() -> None:
-    shapes("Hopper", lambda B, T: train(B, T, causal=True, backend="hopper"))
+    on_hopper: dict[str, Any] = {"causal": True, "backend": "hopper"}
+    shapes("Hopper", partial(train, **on_hopper))
     config = backward_config("one_pass", 64, False, False)._replace(DQ_BY_TMA=False)
     with tiles.forced(hopper_one_pass=config):
         shapes(
             "Hopper, dQ added by the threads",
-            lambda B, T: train(B, T, causal=True, backend="hopper", deterministic=False),
+            partial(train, **on_hopper, deterministic=False),
         )
-    shapes("Hopper fp8", lambda B, T: fp8(B, T, backend="hopper"))
-    shapes("Hopper packed fp8", lambda B, T: packed_fp8(B, T, backend="hopper"))
+    shapes("Hopper fp8", partial(named, "attention_fp8", **on_hopper))
+    shapes("Hopper packed fp8", partial(named, "attention_varlen_fp8", **on_hopper))
 
 
 def cache_calls() -> None:
@@ -86,4 +88,4 @@ def cache_calls() -> None:
                 random(B, 4, T, 64), random(B, 2, T, 64), causal=True
             ),
         )
-    shapes("fp8", lambda B, T: fp8(B, T, backend="triton"))
+    shapes("fp8", partial(named, "attention_fp8", backend="triton"))

@@ -12,10 +12,9 @@ from calls import (
     chosen,
     dense,
     far_keys,
-    fp8,
+    named,
     ones,
     packed,
-    packed_fp8,
     paged,
     random,
     train,
@@ -105,7 +104,7 @@ def attention_calls() -> Calls:
         "attention_varlen dropout": lambda: packed(10, 54, dropout=0.1),
         "attention_varlen hopper": lambda: packed(10, 54, backend="hopper"),
         "attention_varlen hopper, tiles in order": lambda: packed(50000, 54, backend="hopper"),
-        "selected_attention": lambda: calls.selected(B, T),
+        "selected_attention": lambda: named("selected_attention", B, T),
         "native_sparse_attention": lambda: chosen(B, T),
         "moba_attention": lambda: chosen(B, T),
         "decode_selected": selected_pages,
@@ -114,8 +113,8 @@ def attention_calls() -> Calls:
         ),
         "attention_block_forward": lambda: of_a_part(torch.float32),
         "attention_block_backward": lambda: of_a_part(torch.float32, sinks=zeros(H)),
-        "dot_product_attention": lambda: scored(fastattn.dot_product_attention),
-        "multiplicative_attention": lambda: scored(fastattn.multiplicative_attention, (D, D)),
+        "dot_product_attention": lambda: named("dot_product_attention", B, T),
+        "multiplicative_attention": lambda: named("multiplicative_attention", B, T),
         "merge": lambda: calls.merged(B, T),
         "warmup": lambda: fastattn.warmup(D, calls=("causal", "varlen+causal")),
     }
@@ -126,11 +125,6 @@ def of_a_part(out_dtype: torch.dtype, **options: Any) -> None:
     how: dict[str, Any] = {"out_dtype": out_dtype, **options}
     o, lse = fastattn.attention_block_forward(q, k, v, **how)
     fastattn.attention_block_backward(do, q, k, v, o, lse, **how)
-
-
-def scored(function: Any, *weights: tuple[int, ...]) -> None:
-    qkv = (random(B, H, T, D, grad=True) for _ in range(3))
-    function(*qkv, *(random(*shape, grad=True) for shape in weights)).float().sum().backward()
 
 
 def differentiated_twice() -> None:
@@ -313,8 +307,8 @@ def other_calls() -> Calls:
         "attention_statistics": lambda: fastattn.attention_statistics(q, k, causal=True, top=4),
         "attention_weights": lambda: fastattn.attention_weights(q, k, causal=True),
         **{
-            f"{name} {backend}": partial(call, B, T, backend=backend)
-            for name, call in {"attention_fp8": fp8, "attention_varlen_fp8": packed_fp8}.items()
+            f"{name} {backend}": partial(named, name, B, T, causal=True, backend=backend)
+            for name in ("attention_fp8", "attention_varlen_fp8")
             for backend in ("auto", "hopper")
         },
         "quantize_fp8": lambda: fastattn.quantize_fp8(k, ones(B)),
@@ -327,7 +321,7 @@ def without_launches() -> Calls:
     q, k = random(B, H, T, D), random(B, 2, T, D)
     codes = q.to(torch.float8_e4m3fn)
     return {
-        "additive_attention": lambda: calls.additive(B, T),
+        "additive_attention": lambda: named("additive_attention", B, T),
         "attention torch": lambda: train(B, T, causal=True, window=8, backend="torch"),
         "explain": lambda: str(fastattn.explain(q, k, k, causal=True)),
         "explain_decode": lambda: str(fastattn.explain_decode(random(B, 8, 1, D), filled())),

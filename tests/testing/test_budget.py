@@ -8,8 +8,10 @@ from functools import partial
 import pytest
 import torch
 
+from fastattn import decode_attention
 from fastattn.testing import assert_matches_reference, assert_within_budget, error_budget, make_qkv
 from fastattn.testing.budget import PastBudget
+from fastattn.testing.decoding import assert_decoded, assert_paged, fill
 from fastattn.testing.option_examples import sets_that_cover_pairs, together
 
 T, D, BLOCK = 96, 32, 16
@@ -114,3 +116,17 @@ def test_sets_cover_every_pair_that_fits() -> None:
     assert len(sets) < len(met) / 2
     both = {"causal": True, "prefix_lengths": 3, "attn_bias": 1}
     assert together(options, ("prefix", "bias")) == both
+
+
+def test_what_decoding_gives_is_compared() -> None:
+    """Of a cache and of packed queries, of which a row's newest tokens are real."""
+    q, k, v = make_qkv(2, 4, 2, 3, 9, 16, requires_grad=False)
+    filled = fill("pages-of-3", k, v, torch.tensor([9, 5]))
+    o, lse = decode_attention(q, filled.view, return_lse=True)
+    rows, packed = o.transpose(1, 2).flatten(0, 1), q.transpose(1, 2).flatten(0, 1)
+    offsets = torch.tensor([0, 3, 6])
+    for error in (0.0, 0.1):
+        with pytest.raises(PastBudget) if error else nullcontext():
+            assert_decoded((o + error, lse), q, filled)
+        with pytest.raises(PastBudget) if error else nullcontext():
+            assert_paged((rows + error, lse.transpose(0, 1).flatten(1)), packed, filled, offsets)

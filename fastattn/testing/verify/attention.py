@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import reference
 from ...functional import call_options
-from ..compare import assert_matches_reference
+from ..calls import made, packed_rows
 from ..inputs import make_qkv
 from ..option_examples import option_examples, sets_that_cover_pairs, together
 from .case import Case, Setting, same_bits
@@ -175,15 +174,12 @@ def _compare_packed(
     **how: Any,
 ) -> float:
     sizes = {"B": 1, "H_q": H_q, "H_k": H_k, "T_q": ends_q[-1], "T_k": ends_k[-1]}
-    batch = setting.qkv(**sizes, layout="bthd")
-    starts = (torch.tensor(x, dtype=torch.int32, device=setting.device) for x in (ends_q, ends_k))
-    return assert_matches_reference(
-        setting.attention,
-        *(x.detach()[0].transpose(0, 1) for x in batch),
-        *starts,
-        oracle=reference.attention_varlen,
-        **how,
-    )
+    ends = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (ends_q, ends_k), strict=True))
+    starts = {
+        name: torch.tensor(x, dtype=torch.int32, device=setting.device) for name, x in ends.items()
+    }
+    rows = packed_rows(*(x.detach() for x in setting.qkv(**sizes, layout="bthd")))
+    return setting.check("attention_varlen", made(*rows, **starts), **how)
 
 
 def _all_examples(T_q: int, T_k: int, D: int) -> dict[str, dict[str, Any]]:

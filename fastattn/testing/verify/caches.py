@@ -18,22 +18,18 @@ from ...functional.merge import merge as merge_parts
 from ...functional.paged import attention_paged
 from ...quantization import quantize_rows
 from ...rotary import rotary_tables
-from ..budget import assert_all_within_budget
-from ..decoding import KINDS, Filled, assert_decodes, fill
-from ..inputs import draw, draws, to_device
-from ..orders import worst_naive
+from ..calls import merged
+from ..compare import assert_all_near
+from ..decoding import KINDS, Filled, assert_decodes, assert_paged, fill
+from ..inputs import draws, to_device
+from ..option_examples import option_examples
 from .case import Case, Setting, same_bits
 
 # Caches that differ for a kernel.
 _QUICK = ("contiguous", "pages-of-3", "pages-of-16", "int8", "fp8", "pages-int8", "ring-keep-first")
 _INTERPRETED = ("contiguous", "pages-of-3", "int8", "ring-keep-first")
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "window": {"window": (4, None)},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": draw(3, 4).abs()},
-    "relative-bias": {"relative_bias": draw(4, 13)},
-    "sinks": {"sinks": draw(4)},
-}
+# Of `option_examples`.
+_EXAMPLES = ("window", "softcap", "alibi", "relative-bias", "sinks")
 _STEPS = ((5, (5, 2, 0)), (1, None), (6, (6, 3, 6)))
 _SLOTS = 20
 _QUANTIZED = (None, "int8", "fp8")
@@ -50,8 +46,8 @@ def decode() -> Iterator[Case]:
         yield Case(f"num_splits={splits}", partial(_decode, num_splits=splits))
     yield Case("batch_invariant", partial(_decode, batch_invariant=True))
     yield Case("long rows", partial(_decode, lengths=(5000, 1, 2049)))
-    for name, example in _OPTIONS.items():
-        yield Case(name, partial(_decode, options=example), quick=False)
+    for name in _EXAMPLES:
+        yield Case(name, partial(_decode, example=name), quick=False)
     for quantize in _QUANTIZED:
         case = partial(_latent, quantize=quantize)
         yield Case(f"latent, {quantize or 'plain'}", case, interpreted=quantize is None)
@@ -91,13 +87,16 @@ def _decode(
     kind: str = "contiguous",
     lengths: tuple[int, ...] = (33, 47, 4),
     T_q: int = 1,
-    options: dict[str, Any] | None = None,
+    example: str = "",
     **how: Any,
 ) -> float:
     q, k, v, counts = _tokens(setting, lengths, min(T_q, *lengths))
     how["backend"] = setting.subject.backend
     filled = fill(kind, k, v, counts)
-    return assert_decodes(q, filled, how=how, **to_device(options or {}, setting.device))
+    T = max(lengths)
+    examples = option_examples(4, 2, T, T, q.shape[3], reach=6) if example else {}
+    options = to_device(examples.get(example, {}), setting.device)
+    return assert_decodes(q, filled, how=how, **options)
 
 
 def _latent(setting: Setting, *, quantize: Any) -> float:
@@ -128,14 +127,7 @@ def _packed(
     actual = attention_paged(
         packed, filled.view, offsets, return_lse=True, backend=setting.subject.backend
     )
-
-    def run(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.to(dtype) for x in (packed, filled.k, filled.v))
-        return reference.attention_paged(q, k, v, filled.lengths, offsets, return_lse=True)
-
-    exact = run(torch.float64)
-    naive = worst_naive(exact, lambda: run(setting.dtype))
-    return assert_all_within_budget(("o", "lse"), actual, exact, naive)
+    return assert_paged(actual, packed, filled, offsets)
 
 
 def _repeats(setting: Setting) -> float:
@@ -212,12 +204,5 @@ def _merge(setting: Setting) -> float:
     lses = [lse.float() for _, lse in (first, second)]
     parts = outputs[0], lses[0], outputs[1], lses[1]
     actual = merge_parts(*parts, backend=setting.subject.backend)
-    exact = _merged(*(x.double() for x in parts))
-    naive = worst_naive(exact, lambda: _merged(*parts))
-    return assert_all_within_budget(("o", "lse"), actual, exact, naive)
-
-
-def _merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse1, lse2)
-    first, second = ((x - lse).exp()[..., None].to(o1.dtype) for x in (lse1, lse2))
-    return o1 * first + o2 * second, lse
+    exact = merged(*(x.double() for x in parts))
+    return assert_all_near(("o", "lse"), actual, exact, lambda: merged(*parts))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import attention, attention_varlen
+from ..calls import CALLS, Made
 from ..compare import DIFFERENTIABLE, assert_matches_reference
 from ..inputs import make_qkv, to_device
 
@@ -70,6 +71,10 @@ class Setting(NamedTuple):
         """`attention`, or `attention_varlen` for packed tensors, with the backend."""
         function: Any = attention_varlen if inputs[0].dim() == 3 else attention
         return function(*inputs, backend=self.subject.backend, **options)
+
+    def check(self, call: str, given: Made, **options: Any) -> float:
+        """`PublicCall.check` of one of CALLS by the backend."""
+        return CALLS[call].check(given, self.subject.backend, **options)
 
     def compare(
         self,

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import reference
 from ...functional import call_options
-from ...functional.block import attention_block_backward, attention_block_forward
 from ...kernels.hopper import host
 from ...options import OPTIONS
 from ...tuned.families import NAMES, of_call
-from ..compare import assert_all_near, assert_matches_reference
+from ..calls import made
+from ..compare import assert_all_near
 from ..option_examples import option_examples
 from . import attention, others
 from .case import Case, Setting
@@ -130,31 +130,13 @@ def _head_dim(setting: Setting, *, narrower: bool, **how: Any) -> float:
 
 def _of_fp8(examples: list[_Example]) -> Iterator[Case]:
     for name in (x.name for x in examples):
-        yield Case(name, partial(others.fp8_example, name=name, reach=_REACH))
+        yield Case(name, partial(others.fp8_example, names=("causal", name)))
 
 
-class _InFp32(torch.autograd.Function):
-    """Causal attention to a part of the keys, whose results stay in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, backend: str, *qkv: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.how = {"causal": True, "backend": backend, "out_dtype": torch.float32}
-        o, lse = attention_block_forward(*qkv, **ctx.how)
-        ctx.save_for_backward(*qkv, o, lse)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        grads = attention_block_backward(do.to(saved[0].dtype), *saved, dlse=dlse, **ctx.how)
-        return None, *grads[:3]
-
-
-def _fp32(setting: Setting, **how: Any) -> float:
-    def attend(*qkv: Tensor, **_: Any) -> Any:
-        return cast(Any, _InFp32).apply(setting.subject.backend, *qkv)
-
-    return assert_matches_reference(attend, *setting.qkv(), causal=True, **how)
+def _fp32(setting: Setting, *, backward: bool = True) -> float:
+    """Attention to a part of the keys, whose results stay in fp32."""
+    part = made(*setting.qkv())._replace(alone={"out_dtype": torch.float32})
+    return setting.check("attention_block", part, causal=True, backward=backward)
 
 
 def _maximum(setting: Setting) -> float:

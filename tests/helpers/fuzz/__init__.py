@@ -3,9 +3,9 @@
     make fuzz SECONDS=600                        until the time is up, by torch and by the kernels
     make fuzz SEED=1234 BACKEND=triton           one case again, and its smallest relative
 
-`cases` draws a case from a seed, `values` an option of it, `tensors` its inputs; `judges` calls the
-function and compares. What a case holds follows from its seed and its fields alone, so that a case
-with an option less has the other options as they were.
+`cases` draws a case from a seed, `values` an option of it, `tensors` its inputs; `judges` makes the
+call of `fastattn.testing.calls` and compares. What a case holds follows from its seed and its
+fields alone, so that a case with an option less has the other options as they were.
 
 Nothing is imported here: the command line sets what Triton and fastattn read when they are.
 """

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import reference, view_of_tensors
+from fastattn import view_of_tensors
 from fastattn.cache_view import as_bytes
 from fastattn.quantization import codes_within
-from fastattn.testing.compare import assert_all_near
-from fastattn.testing.decoding import KINDS, Filled, fill
+from fastattn.testing.calls import Draw
+from fastattn.testing.decoding import KINDS, Filled, assert_decoded, assert_paged, fill
 
-from .cases import ORDERS, Case, Draw
+from .cases import ORDERS, Case
 from .tensors import inputs, laid
 from .values import drawn_options
 
@@ -50,42 +50,13 @@ def decode(case: Case, how: dict[str, Any]) -> None:
     splits = draw.choice({}, {}, {}, {"num_splits": draw.choice(1, 2, 3, 40)})
     splits = {} if "batch_invariant" in options else splits
     o, lse = fastattn.decode_attention(q, filled.view, return_lse=True, **how, **splits, **options)
-    _judge(case, (o, lse), q, filled, counts.clamp(0, T_q), options)
+    how = {"counts": counts.clamp(0, T_q), "orders": ORDERS}
+    assert_decoded((o, lse), q, filled, **how, **options)
 
 
 def _lengths(case: Case, draw: Draw, least: int = 0) -> Tensor:
     lengths = [draw.choice(least, case.T_k, draw.integer(least, case.T_k)) for _ in range(case.B)]
     return torch.tensor(lengths, dtype=torch.int32).clamp(min=least)
-
-
-def _judge(
-    case: Case, actual: tuple[Tensor, Tensor], q: Tensor, filled: Filled, counts: Tensor,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    T_k = filled.k.shape[2]
-    arguments = {
-        "causal": True,
-        "key_lengths": filled.lengths,
-        "query_offset": filled.lengths - counts,
-        **filled.masks,
-        **options,
-    }
-    for name in ("attn_mask", "attn_bias"):
-        if name in arguments:
-            arguments[name] = arguments[name][..., :T_k]
-
-    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rows = (x.to(dtype) for x in (q, filled.k, filled.v))
-        return reference.attention(*rows, return_lse=True, **arguments)
-
-    exact = oracle(torch.float64)
-    real = (torch.arange(q.shape[2]) < counts[:, None])[:, None]
-    assert actual[0].isfinite().all(), "what is unspecified has to be finite"
-    known = [
-        torch.where(real[..., None] if x.dim() == 4 else real, x, like.to(x.dtype))
-        for x, like in zip(actual, exact, strict=True)
-    ]
-    assert_all_near(("o", "lse"), known, exact, lambda: oracle(case.dtype), ORDERS)
 
 
 def paged(case: Case, how: dict[str, Any]) -> None:
@@ -128,15 +99,7 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     total = sum(counts)
     assert not actual[0][total:].any() and (actual[1][:, total:] == -torch.inf).all(), "of no row"
     actual = (actual[0][:total], actual[1][:, :total])
-
-    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        tokens = (x.to(dtype) for x in (packed, filled.k, filled.v))
-        return reference.attention_paged(
-            *tokens, filled.lengths, offsets, return_lse=True, **options
-        )
-
-    exact = oracle(torch.float64)
-    assert_all_near(("o", "lse"), actual, exact, lambda: oracle(case.dtype), ORDERS)
+    assert_paged(actual, packed, filled, offsets, ORDERS, **options)
 
 
 def _of_a_server(draw: Draw, filled: Filled) -> Filled:
@@ -229,4 +192,4 @@ def cascade(case: Case, how: dict[str, Any]) -> None:
         for x, y in ((prefix.k, own.k), (prefix.v, own.v))
     )
     both = Filled(own.view, keys, values, lengths + P, {})
-    _judge(case, actual, q, both, torch.full((case.B,), T_q), options)
+    assert_decoded(actual, q, both, orders=ORDERS, **options)

@@ -1,6 +1,5 @@
 """A case: a call of a public function, drawn from a seed."""
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,22 +8,15 @@ from typing import Any
 import torch
 
 from fastattn.kernels.hopper import host
-from fastattn.options import CALLS, OPTIONS, Options
+from fastattn.options import OPTIONS, Options
+from fastattn.testing.calls import CALLS, Draw
 from fastattn.testing.option_examples import cover_pairs
 
 from . import mods
 
 # Functions by the options that they take.
 TAKES: dict[str, frozenset[str]] = {
-    call: frozenset(name for name, row in OPTIONS.items() if call in row.calls) for call in CALLS
-}
-_DENSE = TAKES["attention"]
-TAKES |= {
-    "dot_product_attention": _DENSE - {"scale"},
-    "multiplicative_attention": _DENSE - {"scale"},
-    "attention_statistics": _DENSE - {"dropout", "dropout_seed"},
-    "attention_block": _DENSE,
-    "merge": frozenset(),
+    **{name: call.takes for name, call in CALLS.items()},
     "cascade_attention": frozenset(("scale", "softcap", "sinks")),
     "append": frozenset(),
 }
@@ -36,12 +28,6 @@ OFTEN = {
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
     "multiplicative_attention": 1,
 }  # fmt: skip
-# Gradients are asked of these.
-LEARNING = frozenset(
-    ("attention", "attention_varlen", "attention_block", "dot_product_attention",
-     "multiplicative_attention", "selected_attention")
-)  # fmt: skip
-# An option that means nothing without one of others, the likeliest first.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "keep_first": ("window", "stride"),
     "mod_tensors": ("mask_mod", "score_mod"),
@@ -121,54 +107,16 @@ class Case:
     @property
     def packed(self) -> bool:
         """Whether the call's sequences are packed."""
-        return self.call in ("attention_varlen", "attention_varlen_fp8")
+        return self.call in CALLS and CALLS[self.call].packed
 
     @property
     def learns(self) -> bool:
         """Whether gradients are asked for."""
-        return self.call in LEARNING and "forward" not in self.traits
+        return self.call in CALLS and CALLS[self.call].learns and "forward" not in self.traits
 
-    def random(self, name: str) -> "Draw":
+    def random(self, name: str) -> Draw:
         """The numbers of one part of the case, the same whatever other parts there are."""
         return Draw(f"{self.seed}/{name}")
-
-
-class Draw:
-    """Random numbers and choices from a seed."""
-
-    def __init__(self, seed: str) -> None:
-        self._random = random.Random(seed)
-        self._tensors = torch.Generator().manual_seed(self._random.getrandbits(62))
-
-    def choice(self, *among: Any) -> Any:
-        return self._random.choice(among)
-
-    def chance(self, share: float) -> bool:
-        return self._random.random() < share
-
-    def integer(self, least: int, most: int) -> int:
-        return self._random.randint(least, max(least, most))
-
-    def uniform(self, least: float, most: float) -> float:
-        return self._random.uniform(least, most)
-
-    def some(self, among: list[str], count: int) -> list[str]:
-        return self._random.sample(among, min(count, len(among)))
-
-    def weighted(self, weights: dict[Any, float]) -> Any:
-        return self._random.choices(list(weights), list(weights.values()))[0]
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._tensors)
-
-    def integers(self, least: int, most: int, *shape: int) -> torch.Tensor:
-        """In int32 or int64."""
-        x = torch.randint(least, max(least, most) + 1, shape, generator=self._tensors)
-        return x.to(self.choice(torch.int32, torch.int64))
-
-    def bools(self, share: float, *shape: int) -> torch.Tensor:
-        """True with this chance each."""
-        return torch.rand(shape, generator=self._tensors) < share
 
 
 def drawn(seed: int, backend: str) -> Case:
@@ -223,6 +171,8 @@ def legal(case: Case) -> Case:
         case = _for_hopper(case)
     if case.call == "additive_attention":
         case = replace(case, backend="torch")  # it has no kernel
+    if case.call == "selected_attention" and case.H_k == 3:
+        case = replace(case, H_k=4, G=1)  # of which two share a list
     if case.backend == "triton":
         # The interpreter takes its time for every head.
         H_k = min(case.H_k, max(1, _HEADS // case.G))

@@ -10,8 +10,9 @@ from torch import Tensor
 import fastattn
 from fastattn.cache_view import CacheView
 from fastattn.rotary import rotary_tables
+from fastattn.testing.calls import Draw
 
-from .cases import Case, Draw
+from .cases import Case
 
 _SLOTS = 24
 _ROWS = 4  # of a paged cache

@@ -20,14 +20,16 @@ from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import assert_matches_reference
-from fastattn.testing.compare import DIFFERENTIABLE
+from fastattn.testing.calls import CALLS, Made
+from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
 from fastattn.testing.inputs import nan_filled_empty
+from fastattn.testing.verify.scoring import assert_statistics
 from fastattn.torch_backend import additive, statistics
+from fastattn.torch_backend.selected import attend as selected
 
-from . import caches, histories, others
-from .block import attention_block
+from . import caches, histories
 from .cases import LAYOUTS, ORDERS, Case, drawn, legal
-from .tensors import inputs, offsets, poisoned, relaid
+from .tensors import inputs, poisoned, relaid
 from .values import drawn_options
 
 
@@ -38,7 +40,7 @@ def check(case: Case) -> None:
         AssertionError: a result that is wrong. Any other error is one too: the call is legal.
     """
     with _setting(case), nan_filled_empty():
-        _JUDGES[case.call](case)
+        JUDGES.get(case.call, _compare)(case)
 
 
 def check_by_kernels(call: str, seed: int, device: str) -> None:
@@ -61,15 +63,18 @@ def _setting(case: Case) -> Iterator[None]:
             stack.enter_context(grid_of(case.random("grid").choice(1, 3, 132)))
         if "chunks" in case.traits:
             limit = case.random("chunks").integer(1, 4) * case.B * case.H_q * case.T_k
-            for module, name in ((statistics, "_SCORES"), (additive, "_HIDDEN")):
+            chunks = (statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")
+            for module, name in chunks:
                 stack.enter_context(mock.patch.object(module, name, limit))
         if case.backend == "triton":
             wide, long = TileConfig(*case.tile), TileConfig(*case.tile[::-1])
+            # dK and dV by a launch each, as where heads are wide.
+            apart = TileConfig(*case.tile[::-1], apart=case.random("apart").chance(0.3))
             stack.enter_context(
                 tiles.forced(
                     forward=wide,
                     backward_dq=long,
-                    backward_dkv=long,
+                    backward_dkv=apart,
                     backward_one_pass=wide,
                     relative=long,
                     decode=TileConfig(16, 16),
@@ -98,31 +103,32 @@ def _how(case: Case) -> dict[str, Any]:
     return {} if "environment" in case.traits else {"backend": case.backend}
 
 
-def _compare(
-    case: Case,
-    function: Callable[..., Any],
-    oracle: Callable[..., Any],
-    starts: tuple[Tensor, ...] = (),
-) -> None:
-    rows = case.B if not starts else starts[0].shape[0] - 1
+def _compare(case: Case) -> None:
+    call = CALLS[case.call]
+    if call.packed:  # a first row, of whose sequences there may be none
+        case = replace(case, B=1) if case.B else replace(case, B=1, T_q=0, T_k=0)
+
+    def make(of: Case, salt: str) -> Made:
+        return call.make(case.random("arguments"), *inputs(of, salt))
+
+    made = make(case, "")
+    rows = len(made.beside["cu_seqlens_q"]) - 1 if call.packed else case.B
     options = drawn_options(case, rows)
-    ours = _asked(case, _seeded(case, partial(function, **_how(case))))
     # The oracle's results of no sequences depend on nothing.
-    theirs = _asked(case, _seeded(case, oracle), loose=bool(starts) and rows == 0)
+    theirs = _asked(case, _seeded(case, call.oracle), loose=not rows and call.packed)
     turned = replace(case, layouts=(*case.layouts[1:], case.layouts[0]))
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
-        clean = _packed(inputs(turned if turn == 3 else case, f"/{turn}"), starts)
-        tested = _with_poison(case, clean, options, starts)
-        backward = case.learns and turn == 0
+        made = make(turned if turn == 3 else case, f"/{turn}")
+        ours = partial(call.function, **_how(case), **made.alone)
         assert_matches_reference(
-            ours,
-            *tested,
-            *starts,
-            clean=clean,
+            _asked(case, _seeded(case, ours)),
+            *_with_poison(case, made, options),
+            clean=made.clean,
             oracle=theirs,
-            backward=backward,
+            backward=case.learns and turn == 0,
             orders=ORDERS,
+            **made.beside,
             **options,
         )
         # The memo knows the next call by its layouts. The one after has other numbers.
@@ -189,100 +195,89 @@ def _no_lse(case: Case, o: Tensor) -> Tensor:
     return o.new_zeros(o.shape[:-1] if not case.packed else o.shape[1::-1])
 
 
-def _packed(rows: tuple[Tensor, ...], starts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x[0].transpose(0, 1) for x in rows) if starts else rows
-
-
-def _with_poison(
-    case: Case, clean: tuple[Tensor, ...], options: dict[str, Any], starts: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def _with_poison(case: Case, made: Made, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """q, k and v with NaN or inf in keys and values that no query may see, and in rows of no packed
-    sequence.
+    sequence; codes as they are.
     """
-    if "nan" not in case.traits:
-        return clean
-    if starts:
+    if "nan" not in case.traits or made.alone:
+        return made.qkv
+    q, k, v = made.qkv
+    if case.packed:
+        starts = tuple(made.beside.values())
         ids = [
-            fastattn.document_ids(x, len(rows))[0] for x, rows in zip(starts, clean, strict=False)
+            fastattn.document_ids(x, len(rows))[0] for x, rows in zip(starts, (q, k), strict=True)
         ]
         unseen = [x < 0 for x in ids]
         if "key_lengths" in options and len(starts[1]) > 1:
-            place = torch.arange(len(ids[1])) - starts[1][ids[1]]
+            place = torch.arange(len(k)) - starts[1][ids[1]]
             unseen[1] |= place >= options["key_lengths"][ids[1]]
-        of_rows = zip(clean, (*unseen, unseen[1]), strict=True)
+        of_rows = zip((q, k, v), (*unseen, unseen[1]), strict=True)
         return tuple(x.masked_fill(rows[:, None, None], math.nan) for x, rows in of_rows)
     documents = options.get("documents")
     exists = reference.existing_keys(
         case.B, case.T_k, options.get("key_padding_mask"), options.get("key_lengths"),
         documents=documents[1] if isinstance(documents, tuple) else documents,
-    )  # fmt: skip
+    )[:, None]  # fmt: skip
+    if "indices" in made.beside:  # of blocks that no list names
+        named = reference.selected_mask(H_q=case.H_q, T_q=case.T_q, T_k=case.T_k, **made.beside)
+        exists = exists & named.unflatten(1, (case.H_k, -1)).any(3).any(2)
     if exists.all():
-        return clean
-    q, k, v = clean
+        return made.qkv
     draw = case.random("poison")
-    return q, poisoned(k, exists, case.layouts[1], draw), poisoned(v, exists, case.layouts[2], draw)
+    return q, *(
+        poisoned(x, exists, layout, draw)
+        for x, layout in zip((k, v), case.layouts[1:], strict=True)
+    )
 
 
-def _attention(case: Case) -> None:
-    _compare(case, fastattn.attention, reference.attention)
+def _statistics(case: Case) -> None:
+    """Entropy, weight received, the largest weights and all of them."""
+    q, k, _ = inputs(case)
+    assert_statistics(q, k, _how(case).get("backend"), drawn_options(case, case.B))
 
 
-def _varlen(case: Case) -> None:
-    one = replace(case, B=1) if case.B else replace(case, B=1, T_q=0, T_k=0)
-    _compare(one, fastattn.attention_varlen, reference.attention_varlen, offsets(case))
+def _merge(case: Case) -> None:
+    """Two parts, each of which may have seen nothing, some of it NaN then."""
+    draw = case.random("merge")
+    shape = (case.B, case.H_q, case.T_q)
+    lse_dtype = torch.float64 if case.dtype is torch.float64 else torch.float32
+    given, plain = [], []
+    for _ in range(2):
+        o = draw.normal(*shape, case.D_v).to(case.dtype)
+        blind = draw.bools(0.2, *shape)
+        lse = (draw.normal(*shape) * draw.choice(1.0, 50.0)).masked_fill(blind, -torch.inf)
+        spoilt = o.masked_fill(blind[..., None], torch.nan) if "nan" in case.traits else o
+        given += [spoilt, lse.to(lse_dtype)]
+        plain += [o, lse.to(lse_dtype)]
+    call = CALLS["merge"]
+    tested = _with_gradients(partial(call.function, **_how(case)), case, given)
+    exact = _with_gradients(call.oracle, case, [x.double() for x in plain])
+    names = ("o", "lse", "do1", "dlse1", "do2", "dlse2")[: len(exact)]
+
+    def naive() -> tuple[Tensor, ...]:
+        return _with_gradients(call.oracle, case, plain)
+
+    assert_all_near(names, tested, exact, naive, ORDERS)
 
 
-def _block(case: Case) -> None:
-    _compare(case, attention_block, reference.attention)
+def _with_gradients(
+    function: Callable[..., Any], case: Case, given: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """The results, and unless the case is one of the forward alone the gradients of all inputs."""
+    if "forward" in case.traits:
+        actual: tuple[Tensor, ...] = function(*given)
+        return actual
+    leaves = [x.detach().requires_grad_() for x in given]
+    results = function(*leaves)
+    draw = case.random("gradients")
+    grads = [draw.normal(*x.shape).bfloat16().to(x.dtype) for x in results]
+    return (*results, *torch.autograd.grad(results, leaves, grads))
 
 
-def _dot_product(case: Case) -> None:
-    _compare(case, fastattn.dot_product_attention, partial(reference.attention, scale=1.0))
-
-
-def _multiplicative(case: Case) -> None:
-    draw = case.random("weight")
-    shape = draw.choice((case.D, case.D), (case.H_q, case.D, case.D))
-    weight = (draw.normal(*shape) / case.D**0.5).to(case.dtype)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        return fastattn.multiplicative_attention(q, k, v, weight, **options)
-
-    def oracle(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        return reference.attention(q @ weight.to(q.dtype).mT, k, v, scale=1.0, **options)
-
-    _compare(case, ours, oracle)
-
-
-def _selected(case: Case) -> None:
-    draw = case.random("lists")
-    of_q, of_k = block = draw.choice(1, 1, 3, 16), draw.choice(16, 32, 5, 1, 64)
-    H_q, H_k, n = case.H_q, case.H_k, draw.integer(0, 5)
-    lists = [x for x in range(1, H_q + 1) if not H_k % x or not (x % H_k or H_q % x)]
-    shape = case.B, draw.choice(*lists), -(-case.T_q // of_q)
-    indices = draw.integers(-1, -(-case.T_k // of_k) - 1, *shape, n)
-    counts = draw.integers(0, n, *shape) if draw.chance(0.3) else None
-    keep = reference.selected_mask(indices, block, H_q, case.T_q, case.T_k, counts)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        given = {"block": block, "counts": counts, **options}
-        return fastattn.selected_attention(q, k, v, indices, **given)
-
-    _compare(case, ours, partial(reference.attention, attn_mask=keep))
-
-
-_JUDGES: dict[str, Callable[[Case], None]] = {
-    "attention": _attention,
-    "attention_varlen": _varlen,
-    "attention_block": _block,
-    "dot_product_attention": _dot_product,
-    "multiplicative_attention": _multiplicative,
-    "selected_attention": _selected,
-    "attention_statistics": lambda case: others.statistics(case, _how(case)),
-    "additive_attention": lambda case: others.additive(case, _how(case)),
-    "attention_fp8": lambda case: others.fp8(case, _how(case)),
-    "attention_varlen_fp8": lambda case: others.varlen_fp8(case, _how(case)),
-    "merge": lambda case: others.merge(case, _how(case)),
+# Of functions that are called in other ways.
+JUDGES: dict[str, Callable[[Case], None]] = {
+    "attention_statistics": _statistics,
+    "merge": _merge,
     "decode_attention": lambda case: caches.decode(case, _how(case)),
     "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),

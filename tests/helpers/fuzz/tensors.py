@@ -1,13 +1,14 @@
 """Inputs of a case: numbers, and where they lie in memory."""
 
-import itertools
 import math
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .cases import Case, Draw
+from fastattn.testing.calls import Draw
+
+from .cases import Case
 
 # Scores of so much leave fp16 room for a product that is not scaled yet.
 _HOT = {torch.float16: 200.0}
@@ -71,33 +72,8 @@ def negative(x: Tensor) -> Tensor:
 
 
 def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
-    """x [B, H, T, D] with NaN or inf in rows that do not exist; exists: bool [B, T]."""
+    """x [B, H, T, D] with NaN or inf in rows that do not exist; exists: bool [B, 1 or H, T]."""
     if layout in _EXPANDED:
         return x
     poison = draw.choice(math.nan, math.inf, -math.inf)
-    return laid(x.masked_fill(~exists[:, None, :, None], poison), layout)
-
-
-def offsets(case: Case) -> tuple[Tensor, Tensor]:
-    """Offsets int32 [N + 1] of packed queries and keys: some sequences may be empty, and the last
-    rows may be in none.
-
-    Of a case of no rows there is none.
-    """
-    draw = case.random("sequences")
-    if not case.B:
-        return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    inner = draw.integer(0, 3)
-
-    def ends(T: int) -> Tensor:
-        last = draw.choice(T, T, draw.integer(0, T))
-        cuts = sorted(draw.integer(0, last) for _ in range(inner))
-        return torch.tensor([0, *cuts, last], dtype=draw.choice(torch.int32, torch.int64))
-
-    both = ends(case.T_q), ends(case.T_k)
-    return both[0].to(both[1].dtype), both[1]
-
-
-def longest(starts: Tensor) -> int:
-    """The longest of packed sequences."""
-    return max((b - a for a, b in itertools.pairwise(starts.tolist())), default=0)
+    return laid(x.masked_fill(~exists[..., None], poison), layout)

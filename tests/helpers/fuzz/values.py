@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from fastattn import BlockMask
+from fastattn.testing.calls import Draw
 from fastattn.testing.inputs import to_device
 
 from . import mods
-from .cases import Case, Draw
+from .cases import Case
 from .tensors import negative
 
 # Farther than int32 counts, and than fp32 does.
