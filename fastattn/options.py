@@ -1,7 +1,7 @@
 """The table of options, and the record of a checked call.
 
 `OPTIONS` holds the type, calls, default and check of each option, and why other calls refuse it.
-`Options` holds the checked values that backends read, with their tags. `arguments.py` is generated
+`Options` holds the checked values that backends read, with their tags. `arguments.pyi` is generated
 from the table.
 """
 

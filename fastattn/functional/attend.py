@@ -344,9 +344,9 @@ def compute(
     options = inputs.kernel_options(options)
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k), inputs.kernel_rows(v))
     if key is not None and rows[0] is q and rows[1] is k and rows[2] is v:
-        run = ops.prepare(q, k, v, options, kernels, return_lse)
+        launch = ops.prepare(q, k, v, options, kernels, return_lse)
         call = (q, k, v, options)
-        results = call_memo.first(run, call, key, arguments, options, cast=cast)
+        results = call_memo.first(launch, call, key, arguments, options, cast=cast)
         if results is not None:
             return results
     o, lse = ops.attend(*rows, options, kernels)

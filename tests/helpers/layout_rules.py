@@ -114,7 +114,9 @@ def find_modules(root: Path) -> dict[str, Path]:
     """Map every module to its file, under the name that it is installed by."""
     modules = {}
     for folder, package in PACKAGES.items():
-        for path in sorted((root / folder).rglob("*.py")):
+        for path in sorted((root / folder).rglob("*.py*")):
+            if path.suffix not in (".py", ".pyi") or path.name == "__init__.pyi":
+                continue
             parts = path.relative_to(root / folder).with_suffix("").parts
             if parts[-1] == "__init__":
                 parts = parts[:-1]
