@@ -240,8 +240,7 @@ class KVCache:
         T = k.shape[2]
         first_slot = self._common_slot(new_lengths, batch_index)
         if new_lengths is not None:
-            checks.check_integers("new_lengths", new_lengths)
-            checks.check_placement("new_lengths", new_lengths, (B,), self.lengths)
+            checks.check_input("new_lengths", new_lengths, "integer", "B", self.lengths, {"B": B})
         bound, pads_fit = self._bound_after(T, new_lengths, batch_index)
         check_rotary(rotary, rotary_style, q, k, bound)
         with torch.no_grad():
@@ -340,14 +339,13 @@ class KVCache:
 
     def _check_row_integers(self, name: str, x: Tensor) -> None:
         """Check for int32 or int64 [rows] on the cache's device."""
-        checks.check_integers(name, x)
-        checks.check_placement(name, x, tuple(self.lengths.shape), self.lengths)
+        checks.check_input(name, x, "integer", "B", self.lengths, {"B": self.lengths.shape[0]})
 
     def _check_batch_index(self, batch_index: Tensor, *, distinct: bool = False) -> None:
-        checks.check_integers("batch_index", batch_index)
         rows = self.lengths.shape[0]
-        shape = (min(batch_index.numel(), rows),)
-        checks.check_placement("batch_index", batch_index, shape, self.lengths)
+        checks.check_input("batch_index", batch_index, "integer", "...", self.lengths, {})
+        sizes = {"B": min(batch_index.numel(), rows)}
+        checks.check_input("batch_index", batch_index, "", "B", self.lengths, sizes)
         check_row_values("batch_index", batch_index, rows, distinct=distinct)
 
     def _common_slot(self, new_lengths: Tensor | None, batch_index: Tensor | None) -> int | None:

@@ -335,8 +335,7 @@ def _checked(
     duals = inputs.duals(q, k, v, options)
     if duals:
         q, k, v, options = inputs.detached(q, k, v, options, duals)
-    check = checks.check_tensors if offsets is None else checks.check_packed
-    check(q, k, v)
+    checks.check_tensors(q, k, v, checks.DENSE if offsets is None else checks.PACKED)
     q, k, v, options = inputs.autocast(q, k, v, options)
     plain, mods = inputs.apart(options)
     if offsets is None:

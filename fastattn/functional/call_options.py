@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from .. import checks
-from ..options import OPTIONS, Options, OptionSpec
-from ..score_checks import Checking
+from ..options import OPTIONS, Checking, Options, OptionSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Other libraries' names of arguments.
@@ -85,19 +84,38 @@ ADDITIVE = _callee(
 )
 SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
 
+_Rule = Callable[[Any, Checking], Any]
+
+
+def _rule(name: str, row: OptionSpec) -> _Rule | None:
+    """The rule of an option, or that of its type."""
+    of_type: dict[Any, _Rule] = {
+        bool: lambda x, call: checks.check_flag(name, x),
+        float | None: lambda x, call: checks.check_positive(name, x),
+    }
+    return row.rule or of_type.get(row.type)
+
+
 # Plain tuples, as named tuples look up every field by name.
-_OPTIONS = tuple((name, row.default, row.check, row.fields) for name, row in OPTIONS.items())
+_OPTIONS = tuple(
+    (name, row.default, row.needs, row.checked_by_tags, _rule(name, row), row.fields)
+    for name, row in OPTIONS.items()
+)
 
 
 def _checked(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
     arguments, fields = call.arguments, call.fields
-    for name, default, check, names in _OPTIONS:
+    for name, default, needs, by_tags, rule, names in _OPTIONS:
         if name in arguments:
             x = arguments[name]
             if x is default:
                 continue
-            value = check(x, call)
+            if needs and arguments.get(needs) is None:
+                raise ValueError(f"{name} needs {needs}, which is not given")
+            if by_tags:
+                call.tensor(name, x)
+            value = x if rule is None else rule(x, call)
             if names:
                 fields.update(zip(names, value))  # noqa: B905
             else:
@@ -107,14 +125,14 @@ def _checked(call: Checking) -> Options:
 
 def dense_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention`, after `checks.check_tensors`."""
-    checks.check_qkv(q, k, v)
-    return _checked(Checking(q, k, v, q.shape[0], options, _defaults(q, k)))
+    sizes = checks.check_qkv(q, k, v)
+    return _checked(Checking(q, k, v, sizes, options, _defaults(q, k)))
 
 
 def fp8_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention_fp8`, with checked dtypes and devices."""
-    checks.check_shapes(q, k, v)
-    return _checked(Checking(q, k, v, q.shape[0], options, _defaults(q, k)))
+    sizes = checks.check_qkv(q, k, v, dtype="")
+    return _checked(Checking(q, k, v, sizes, options, _defaults(q, k)))
 
 
 def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -130,19 +148,27 @@ def packed_options(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     **options: Any,
 ) -> Options:  # fmt: skip
-    """Options of a call of `attention_varlen`, after `checks.check_packed`."""
+    """Options of a call of `attention_varlen`, after `checks.check_tensors`."""
     PACKED.refuse_others(options)
-    checks.check_dtypes_and_devices(q, k, v)
-    return packed_fp8_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    sizes = checks.check_qkv(q, k, v, checks.PACKED)
+    return _packed(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k, options)
 
 
 def packed_fp8_options(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     **options: Any,
 ) -> Options:  # fmt: skip
-    """Options of a call of `attention_varlen_fp8`, with checked dtypes and devices."""
-    checks.check_packed_shapes(q, k, v)
+    """Options of a call of `attention_varlen_fp8`, with checked dtypes."""
+    sizes = checks.check_qkv(q, k, v, checks.PACKED, dtype="")
+    return _packed(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k, options)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None, options: dict[str, Any],
+) -> Options:  # fmt: skip
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
+    N = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k is None:
         if k.shape[0] != q.shape[0]:
             raise ValueError(
@@ -151,15 +177,15 @@ def packed_fp8_options(
             )
         cu_seqlens_k = cu_seqlens_q
     else:
-        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q)
-        checks.check_placement("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q)
+        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q, N1=N + 1)
     fields = {
         "query_offset": None,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "scale": q.shape[2] ** -0.5,
     }
-    return _checked(Checking(q, k, v, cu_seqlens_q.shape[0] - 1, options, fields))
+    sizes["B"] = N
+    return _checked(Checking(q, k, v, sizes, options, fields))
 
 
 def paged_options(
@@ -167,8 +193,9 @@ def paged_options(
 ) -> Options:
     """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
     PAGED.refuse_others(options)
-    B, fields = cu_seqlens.shape[0] - 1, {"query_offset": 0, "scale": q.shape[2] ** -0.5}
-    return _checked(Checking(q, k, v, B, {"causal": True, **options}, fields))
+    sizes = {"B": cu_seqlens.shape[0] - 1, "total_q": q.shape[0], "H_q": q.shape[1]}
+    fields = {"query_offset": 0, "scale": q.shape[2] ** -0.5}
+    return _checked(Checking(q, k, v, sizes, {"causal": True, **options}, fields))
 
 
 def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, options: dict[str, Any]) -> Options:
@@ -181,5 +208,6 @@ def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, options: dict[str
         options: causal by default.
     """
     CACHE.refuse_others(options)
+    sizes = dict(zip(("B", "H_q", "T_q"), q.shape, strict=False))
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}
-    return _checked(Checking(q, k, v, q.shape[0], {"causal": True, **options}, fields, bound))
+    return _checked(Checking(q, k, v, sizes, {"causal": True, **options}, fields, bound))

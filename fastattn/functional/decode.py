@@ -247,8 +247,7 @@ def _checked(
 ) -> Options:
     check_query(q, view)
     if new_lengths is not None:
-        checks.check_integers("new_lengths", new_lengths)
-        checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
+        checks.check_input("new_lengths", new_lengths, "integer", "B", q, {"B": q.shape[0]})
     check_latent_scale(view, options)
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
@@ -275,26 +274,12 @@ def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
         )
 
 
-def check_query(q: Tensor, view: CacheView) -> None:
-    checks.check_tensor("q", q)
-    B, D = view.batch_size, view.head_dim
-    if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:
-        raise ValueError(
-            f"q must have shape [{B}, H_q, T_q, {D}] to match the cache, got {list(q.shape)}"
-        )
-    check_like_cache(q, view)
-
-
-def check_like_cache(q: Tensor, view: CacheView) -> None:
-    """Check the number of heads, the dtype and the device of q, whose heads are its dim 1."""
-    H_k = view.k.shape[1]
-    if q.shape[1] % H_k:
-        raise ValueError(
-            f"q must have a number of heads that the cache's {H_k} divide, got {q.shape[1]}"
-        )
+def check_query(q: Tensor, view: CacheView, dims: str = "B H_q T_q D") -> None:
+    """Check q by a cache."""
+    checks.check_input("q", q, "", dims, view.k, {"B": view.batch_size, "D": view.head_dim})
+    checks.check_group("cache", "q", q.shape[1], view.k.shape[1])
     if q.dtype != view.dtype:
         raise TypeError(f"q must have the cache's dtype {view.dtype}, got {q.dtype}")
-    checks.check_device("q", q, view.k)
 
 
 def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:

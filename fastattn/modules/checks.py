@@ -52,7 +52,7 @@ def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a float tensor, got {checks.kind(x)}")
     if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(f"{name} must have shape [B, {length}, {width}], got {tuple(x.shape)}")
+        raise checks.wrong_shape(name, x, f"B {length} embed_dim", {"embed_dim": width})
 
 
 def checked_tables(
@@ -71,11 +71,7 @@ def checked_tables(
         raise ValueError("give positions or rotary_tables, not both: the tables hold positions")
     B, T, _ = x.shape
     if positions is not None:
-        shape = tuple(checks.check_tensor("positions", positions).shape)
-        if shape not in ((T,), (B, T)):
-            raise ValueError(
-                f"positions must have shape [{T}] or [{B}, {T}] to match x, got {shape}"
-            )
+        checks.check_input("positions", positions, "", "B? T", positions, {"B": B, "T": T})
     if isinstance(tables, Tensor) and tables.is_complex():
         tables = (tables.real, tables.imag)
     if tables is None:
@@ -130,7 +126,7 @@ def check_cache_use(
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
     if key_lengths is not None:
-        checks.check_key_lengths(key_lengths, B, x)
+        checks.check_input("key_lengths", key_lengths, "integer", "B", x, {"B": B})
     if key_padding_mask is None:
         return
     n = cache.uniform_length
@@ -139,17 +135,8 @@ def check_cache_use(
             "key_padding_mask with a cache needs rows of one length: pad prompts on the left and "
             "pass the mask alone, or pad on the right and pass key_lengths alone"
         )
-    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool, got {checks.kind(key_padding_mask)}")
-    if key_padding_mask.shape != (B, n + T):
-        raise ValueError(
-            f"key_padding_mask must have shape [{B}, {n + T}], over {n} cached and {T} new tokens, "
-            f"got {tuple(key_padding_mask.shape)}"
-        )
-    if key_padding_mask.device != x.device:
-        raise ValueError(
-            f"key_padding_mask must be on x's device {x.device}, got {key_padding_mask.device}"
-        )
+    sizes = {"B": B, "cached+T": n + T}
+    checks.check_input("key_padding_mask", key_padding_mask, "bool", "B cached+T", x, sizes)
 
 
 def check_groups_in_cache(
@@ -161,16 +148,17 @@ def check_groups_in_cache(
     """Raise if documents are passed, or if the prefix enters the cache in several calls."""
     if documents is not None:
         raise ValueError(
-            "documents cannot go with a cache: each of its rows is one document; use a row for "
-            "each, or leave out the cache"
+            "documents is not supported with a cache, whose rows are one document each: use a row "
+            "for each, or leave out the cache"
         )
     if prefix_lengths is None:
         return
     B, T, _ = x.shape
     prefix_lengths = checks.as_python(prefix_lengths)
-    checks.check_prefix_lengths(prefix_lengths, B, True, x)
     n = cache.uniform_length
-    if isinstance(prefix_lengths, int) and n is not None:
+    if not checks.is_integer(prefix_lengths):
+        checks.check_input("prefix_lengths", prefix_lengths, "integer", "B", x, {"B": B})
+    elif checks.check_count("prefix_lengths", prefix_lengths, 0) and n is not None:
         end = n or T
         if prefix_lengths > end:
             raise ValueError(
@@ -217,7 +205,7 @@ def check_scoring(options: Mapping[str, Any]) -> None:
         raise ValueError(f"scale belongs to scoring='scaled_dot', got {scale} with {scoring!r}")
     if scoring == "additive":
         for name, value in excluded("additive", options):
-            raise ValueError(f"{name} cannot go with scoring='additive', got {value}")
+            raise ValueError(f"{name} is not supported with scoring='additive', got {value}")
 
 
 def check_relative(options: Mapping[str, Any]) -> None:
@@ -232,14 +220,16 @@ def check_relative(options: Mapping[str, Any]) -> None:
         raise ValueError(f"give relative or relative_bias, not both, got {relative_bias} buckets")
     if scheme.has_values:
         for name, value in excluded("values", options):
-            raise ValueError(f"{name} cannot go with relative terms on the values, got {value}")
+            raise ValueError(
+                f"{name} is not supported with relative terms on the values, got {value}"
+            )
 
 
 def check_whole_rows(prefix_lengths: object, documents: object) -> None:
     """Raise if relative terms on the values come with prefixes or documents."""
     for name, value in (("prefix_lengths", prefix_lengths), ("documents", documents)):
         if value is not None:
-            raise ValueError(f"{name} cannot go with relative terms on the values")
+            raise ValueError(f"{name} is not supported with relative terms on the values")
 
 
 def check_dropouts(dropout: float, attention_dropout: float) -> None:

@@ -177,7 +177,7 @@ class CrossGQAttention(AttentionLayer):
         if drop["dropout"] == 0 and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
                 lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
-            checks.check_key_lengths(lengths, k.shape[0], q)
+            checks.check_input("key_lengths", lengths, "integer", "B", q, {"B": k.shape[0]})
             view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
             out = decode_attention(q, view, causal=False, backend=backend, **scores)
         else:
