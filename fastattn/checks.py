@@ -136,7 +136,7 @@ def _check_dtype(name: str, x: Any, dtype: str, like: Tensor) -> None:
     if dtype not in DTYPES:
         expected = f"have the dtype of {dtype[3:]} ({like.dtype})"
     hint = ""
-    if dtype == "bool" and isinstance(x, Tensor) and x.dtype in DTYPES["integer"]:
+    if name.endswith(("padding_mask", "attn_mask")) and kind(x) in DTYPES["integer"]:
         hint = "; for a Hugging Face attention_mask pass mask.bool()"
     raise TypeError(f"{name} must {expected}, got {kind(x)}{hint}")
 
@@ -184,7 +184,9 @@ def wrong_shape(name: str, x: Tensor, dims: str, sizes: Sizes) -> ValueError:
         each = [f"{n} or 1" if "(" in dim and "[" not in dims else n for n, dim in marked]
         short = f"{', '.join(each[1:])}] or [" if "?" in dims else ""
         forms.append(f"[{short}{', '.join(each)}]")
-    must = "broadcast to" if "[" in dims else "have shape"
+    must = "have shape"
+    if "[" in dims:
+        must = f"have {len(names) - dims.count('[')} to {len(names)} dimensions that broadcast to"
     return ValueError(f"{name} must {must} {' = '.join(dict.fromkeys(forms))}, got {list(x.shape)}")
 
 
@@ -273,12 +275,12 @@ def is_integer(x: object) -> bool:
 
 
 def check_offsets(
-    name: str, offsets: Tensor, total: int, q: Tensor, least: int = 2, **sizes: int
+    name: str, offsets: Tensor, total: int, q: Tensor, least: int = 2, N: int | None = None
 ) -> None:
-    """int32 or int64 [N1] on q's device, N1 = N + 1 at least `least` if there are rows, else 1; see
-    `check_offset_values`, on the CPU. sizes: N1 where it is known.
+    """int32 or int64 [N+1] on q's device, at least `least` if there are rows, else 1; see
+    `check_offset_values`, on the CPU.
     """
-    check_input(name, offsets, "integer", "N1", q, sizes)
+    check_input(name, offsets, "integer", "N+1", q, {} if N is None else {"N+1": N + 1})
     if offsets.shape[0] < (least if total else 1):
         raise ValueError(
             f"{name} must have shape [N + 1] for {total} rows, got [{offsets.shape[0]}]"

@@ -43,7 +43,7 @@ def t5_relative_bias(
     max_offset = checks.check_count("max_offset", max_offset, 0)
     if table.shape[0] < 4 or (bidirectional and table.shape[0] % 2):
         raise ValueError(
-            f"table must have at least 4{' and even' * bidirectional} buckets, "
+            f"table must have at least 4 buckets{', an even number' * bidirectional}, "
             f"got {list(table.shape)}"
         )
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]

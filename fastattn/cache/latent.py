@@ -251,5 +251,7 @@ class PagedLatentCache(_Latents, PagedKVCache):
 
 def _values(kv: Any, head_dim: int, width: int) -> Tensor:
     """The value columns of kv."""
-    values: Tensor = checks.check_input("kv", kv, "", "B H_k T D", kv, {"D": head_dim})
+    values: Tensor = checks.check_input(
+        "kv", kv, "", "B H_k T latent+rope", kv, {"latent+rope": head_dim}
+    )
     return values[..., :width]

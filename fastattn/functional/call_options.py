@@ -177,7 +177,7 @@ def _packed(
             )
         cu_seqlens_k = cu_seqlens_q
     else:
-        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q, N1=N + 1)
+        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q, N=N)
     fields = {
         "query_offset": None,
         "cu_seqlens_q": cu_seqlens_q,

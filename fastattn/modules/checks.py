@@ -52,7 +52,8 @@ def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a float tensor, got {checks.kind(x)}")
     if x.dim() != 3 or x.shape[-1] != width:
-        raise checks.wrong_shape(name, x, f"B {length} embed_dim", {"embed_dim": width})
+        dim = "embed_dim" if length == "T" else "memory_dim"
+        raise checks.wrong_shape(name, x, f"B {length} {dim}", {dim: width})
 
 
 def checked_tables(
