@@ -1,7 +1,8 @@
 """Checks of arguments, with their messages: one function per rule."""
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +41,37 @@ _SAID = {
     "int32": "an int32 tensor",
     "int64": "an int64 tensor",
 }
+# Other libraries' names of arguments, and ours, of which a function takes one.
+FOREIGN = {
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), ("scale",)),
+    **dict.fromkeys(
+        ("attention_mask", "mask"), ("attn_mask", "key_padding_mask", "memory_padding_mask")
+    ),
+    **dict.fromkeys(
+        ("padding_mask", "src_key_padding_mask", "encoder_attention_mask"),
+        ("key_padding_mask", "memory_padding_mask"),
+    ),
+    **dict.fromkeys(("bias", "attention_bias"), ("attn_bias",)),
+    **dict.fromkeys(("dropout_p", "p_dropout"), ("dropout",)),
+    **dict.fromkeys(("is_causal", "casual"), ("causal",)),
+    **dict.fromkeys(("window_size", "sliding_window"), ("window",)),
+    **dict.fromkeys(("soft_cap", "logits_soft_cap", "logit_softcapping"), ("softcap",)),
+    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), ("sinks",)),
+    **dict.fromkeys(("seqused_k", "kv_lengths", "cache_seqlens"), ("key_lengths",)),
+    **dict.fromkeys(("document_ids", "segment_ids"), ("documents",)),
+    "position_ids": ("positions",),
+    "block_mask": ("mask_mod",),
+    **dict.fromkeys(("position_embeddings", "freqs_cis"), ("rotary_tables",)),
+    **dict.fromkeys(("kv_cache", "past_key_value", "past_key_values", "layer_past"), ("cache",)),
+}
+
+
+def unexpected(taker: str, name: str, taken: Collection[str]) -> TypeError:
+    """The error of an argument that `taker` lacks, with the one of `taken` that is meant."""
+    meant = [x for x in FOREIGN.get(name, ()) if x in taken]
+    meant = meant or difflib.get_close_matches(name, taken, 1)
+    hint = f"; did you mean {meant[0]!r}?" if meant else ""
+    return TypeError(f"{taker}() got an unexpected argument {name!r}{hint}")
 
 
 def check_tensor(name: str, x: Any) -> Tensor:

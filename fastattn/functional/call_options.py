@@ -1,31 +1,15 @@
 """Check the keyword arguments of a call and make its `Options`."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from .. import checks
+from .. import checks, dispatch
 from ..options import OPTIONS, Checking, Options, OptionSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Other libraries' names of arguments.
-FOREIGN = {
-    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "scale"),
-    **dict.fromkeys(("mask", "attention_mask"), "attn_mask"),
-    **dict.fromkeys(("bias", "attention_bias"), "attn_bias"),
-    **dict.fromkeys(("dropout_p", "p_dropout"), "dropout"),
-    **dict.fromkeys(("is_causal", "casual"), "causal"),
-    **dict.fromkeys(("window_size", "sliding_window"), "window"),
-    **dict.fromkeys(("soft_cap", "logits_soft_cap", "logit_softcapping"), "softcap"),
-    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), "sinks"),
-    **dict.fromkeys(("seqused_k", "kv_lengths", "cache_seqlens"), "key_lengths"),
-    **dict.fromkeys(("document_ids", "segment_ids"), "documents"),
-    **dict.fromkeys(("position_ids",), "positions"),
-    **dict.fromkeys(("block_mask",), "mask_mod"),
-}
 
 
 class Callee(NamedTuple):
@@ -33,7 +17,7 @@ class Callee(NamedTuple):
 
     name: str
     taken: dict[str, OptionSpec]
-    why_not: Callable[[OptionSpec], str]
+    refusal: Callable[[OptionSpec], str]
     defaults: dict[str, Any]
 
     def default(self, name: str) -> Any:
@@ -45,13 +29,9 @@ class Callee(NamedTuple):
         if options.keys() <= self.taken.keys():
             return
         name = next(name for name in options if name not in self.taken)
-        reason = "there is no such argument"
-        if name in OPTIONS:
-            reason = self.why_not(OPTIONS[name])
-        elif FOREIGN.get(name) in self.taken:
-            reason = f"here it is {FOREIGN[name]}"
-        elif close := difflib.get_close_matches(name, self.taken, 1):
-            reason += f"; the closest is {close[0]}"
+        if name not in OPTIONS:
+            raise checks.unexpected(self.name, name, self.taken)
+        reason = self.refusal(OPTIONS[name])
         raise TypeError(f"{self.name} takes no {name}" + (f": {reason}" if reason else ""))
 
     def sign(self, function: Function) -> Function:
@@ -67,10 +47,10 @@ class Callee(NamedTuple):
 
 
 def _callee(
-    name: str, why_not: Callable[[OptionSpec], str] = lambda row: "", **defaults: Any
+    name: str, refusal: Callable[[OptionSpec], str] = lambda row: "", **defaults: Any
 ) -> Callee:
     taken = {option: row for option, row in OPTIONS.items() if name in row.calls}
-    return Callee(name, taken, why_not, defaults)
+    return Callee(name, taken, refusal, defaults)
 
 
 DENSE = _callee("attention")
@@ -126,13 +106,34 @@ def _checked(call: Checking) -> Options:
 def dense_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention`, after `checks.check_tensors`."""
     sizes = checks.check_qkv(q, k, v)
-    return _checked(Checking(q, k, v, sizes, options, _defaults(q, k)))
+    return _of_dense(Checking(q, k, v, sizes, options, _defaults(q, k)))
 
 
 def fp8_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention_fp8`, with checked dtypes and devices."""
     sizes = checks.check_qkv(q, k, v, dtype="")
-    return _checked(Checking(q, k, v, sizes, options, _defaults(q, k)))
+    return _of_dense(Checking(q, k, v, sizes, options, _defaults(q, k)))
+
+
+def _of_dense(call: Checking) -> Options:
+    """`_checked`; warns once of tensors that look like [B, T, H, D].
+
+    Of these, grouped heads are fewer keys than queries. A transposed view was laid by someone who
+    knows.
+    """
+    q, T_q, T_k = call.q, call.sizes["T_q"], call.sizes["T_k"]
+    checked = _checked(call)
+    # Sizes are no ints in a trace.
+    if checked.causal and type(T_q) is type(T_k) is int and 0 < T_k < T_q and not T_q % T_k:
+        placed = call.arguments.keys() & {"query_offset", "positions"}
+        if q.stride(1) >= q.stride(2) and not placed:
+            dispatch.warn_once(
+                "attention takes [B, H, T, D]: of these causal queries, which are the last ones, "
+                "most come before the first key, and get 0. Of tensors [B, T, H, D], as flash-attn "
+                "has them, pass x.transpose(1, 2); if the first query is at the first key, "
+                "query_offset=0"
+            )
+    return checked
 
 
 def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:

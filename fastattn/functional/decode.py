@@ -238,7 +238,7 @@ def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
 def _splits(num_splits: int | None, options: Options) -> int | None:
     """Check num_splits, which is not for calls with batch_invariant."""
     if num_splits is not None and options.batch_invariant:
-        raise ValueError("num_splits is given by batch_invariant: give one of them")
+        raise ValueError("num_splits cannot be combined with batch_invariant, which determines it")
     return None if num_splits is None else checks.check_count("num_splits", num_splits, 1)
 
 
@@ -261,7 +261,8 @@ def check_order(view: CacheView, options: Options) -> None:
     """ValueError where keys of a cache stand in other blocks than without padding."""
     if options.batch_invariant and view.starts is not None:
         raise ValueError(
-            "batch_invariant goes without padding on the left, which moves keys to other blocks"
+            "padding on the left cannot be combined with batch_invariant: it moves keys to other "
+            "blocks"
         )
 
 

@@ -109,9 +109,7 @@ def _check(inputs: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
     if any(one.is_shard(0) for one in q.placements):
         for name in COUNTING:
             if arguments.get(name):
-                raise ValueError(
-                    f"{name} counts the rows of the batch, and cannot go with q sharded by them"
-                )
+                raise ValueError(f"{name} is not supported with q sharded by rows, which it counts")
 
 
 def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, ranks: int) -> None:

@@ -1,5 +1,6 @@
 """Checks of layers' arguments."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
@@ -45,6 +46,21 @@ class LayerCache(Protocol):
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> Any:
         """Write each row's new tokens after its last one."""
+
+
+def refuse_others(
+    layer: torch.nn.Module, unnamed: tuple[object, ...], others: Mapping[str, object]
+) -> None:
+    """Raise TypeError for arguments that a layer's forward does not take, with the ones meant."""
+    name, parameters = type(layer).__name__, inspect.signature(layer.forward).parameters.values()
+    taken = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
+    for other in others:
+        raise checks.unexpected(name, other, taken)
+    if unnamed:
+        mask = next((x for x in taken if x.endswith("padding_mask")), None)
+        hint = f": pass a mask as {mask}=mask, bool, True = attend" if mask else ""
+        own = " and ".join(x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD)
+        raise TypeError(f"{name}() takes {own} by position, the others by name{hint}")
 
 
 def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:

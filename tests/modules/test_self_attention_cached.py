@@ -116,7 +116,7 @@ def test_cache_errors_leave_the_cache_as_it_was():
         (ValueError, "cpu, got meta", {"key_padding_mask": ones.to("meta").bool()}),
         (ValueError, "must be at most 3 here, got 7: .* and 3", {"prefix_lengths": 7}),
         (ValueError, r"have shape \[2\], got \[1\]", {"prefix_lengths": torch.tensor([1])}),
-        (ValueError, "documents cannot go with a cache", {"documents": ones[:, :3].int()}),
+        (ValueError, "documents is not supported with a cache", {"documents": ones[:, :3].int()}),
         (ValueError, r"k must have shape \[2, 2, T, 8\]", {"cache": KVCache(2, 2, 8, 8)}),
     ):
         with pytest.raises(error, match=match):

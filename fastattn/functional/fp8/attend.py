@@ -410,4 +410,4 @@ def _why_slow(q: Tensor) -> str | None:
 def _say_once(choice: Explanation, device: torch.device) -> None:
     """Warn once per reason that an unforced GPU call is not computed in 8 bits."""
     message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
-    dispatch.warn_once(message, 4, device)
+    dispatch.warn_once(message, device)
