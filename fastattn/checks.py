@@ -22,6 +22,7 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 BACKENDS = ("auto", "hopper", "triton", "torch")
 
+Layout = tuple[str, str, str]
 # Dims of q, k and v: see `check_input`.
 DENSE = ("B H_q T_q D", "B H_k T_k D", "B H_k T_k D_v")
 PACKED = ("total_q H_q D", "total_k H_k D", "total_k H_k D_v")
@@ -74,6 +75,15 @@ def unexpected(taker: str, name: str, taken: Collection[str]) -> TypeError:
     return TypeError(f"{taker}() got an unexpected argument {name!r}{hint}")
 
 
+def _places(layout: Layout) -> tuple[list[str], list[tuple[int, int]]]:
+    """Dims of q, k and v, one after another, and pairs of places of the same dim."""
+    dims = " ".join(layout).split()
+    return dims, [(dims.index(x), n) for n, x in enumerate(dims) if dims.index(x) < n]
+
+
+_PLACES = {layout: _places(layout) for layout in (DENSE, PACKED)}
+
+
 def check_tensor(name: str, x: Any) -> Tensor:
     """Check for a dense tensor on one device, without a tangent: kernels read its memory."""
     if not isinstance(x, Tensor):
@@ -94,7 +104,8 @@ def check_tensor(name: str, x: Any) -> Tensor:
             "heads, and beside them for options; elsewhere pass its to_local(), or call in "
             "torch.distributed.tensor.experimental.local_map"
         )
-    refuse_tangent(name, x)
+    if in_forward_mode():
+        refuse_tangent(name, x)
     return x
 
 
@@ -109,26 +120,33 @@ def refuse_tangent(name: str, x: Tensor) -> None:
         )
 
 
-def check_tensors(q: Any, k: Any, v: Any, layout: tuple[str, str, str] = DENSE) -> None:
+def check_tensors(q: Any, k: Any, v: Any, layout: Layout = DENSE) -> None:
     """Check for tensors of a layout's numbers of dims, before any other check."""
-    for name, x, dims in zip("qkv", (q, k, v), layout, strict=True):
-        if check_tensor(name, x).dim() != dims.count(" ") + 1:
-            raise wrong_shape(name, x, dims, {})
+    rank = 4 if layout == DENSE else 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if check_tensor(name, x).dim() != rank:
+            raise wrong_shape(name, x, layout["qkv".index(name)], {})
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, str, str] = DENSE, dtype: str = "float"
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout = DENSE, dtype: str = "float"
 ) -> Sizes:
     """Check q, k and v, which `check_tensors` checked; return the sizes of their dims.
 
     dtype: of q; "" if dtypes are checked elsewhere.
     """
-    sizes: Sizes = {}
-    for name, x, dims in zip("qkv", (q, k, v), layout):  # noqa: B905  faster
-        if dtype:
-            _check_dtype(name, x, dtype, q)
-            dtype = "as q"
-        _check_shape(name, x, dims, q, sizes)
+    shapes = (*q.shape, *k.shape, *v.shape)
+    dims, equal = _PLACES[layout]
+    right = q.device == k.device == v.device
+    for first, later in equal:
+        if shapes[first] != shapes[later]:
+            right = False
+    if not right or (dtype and not (q.dtype in FLOAT_DTYPES and q.dtype == k.dtype == v.dtype)):
+        sizes: Sizes = {}
+        for name, x, own in zip("qkv", (q, k, v), layout, strict=True):
+            check_input(name, x, dtype, own, q, sizes)
+            dtype = dtype and "as q"
+    sizes = dict(zip(dims, shapes))  # noqa: B905  faster
     D, D_v = sizes["D"], sizes["D_v"]
     if D == 0 or D_v == 0:
         raise ValueError(f"q and v must have a head dim of at least 1, got {D} and {D_v}")
@@ -155,25 +173,9 @@ def check_input(name: str, x: Any, dtype: str, dims: str, like: Tensor, sizes: S
         number is the size, 2R+1 an odd one; (T) may be 1, and [B] be 1 or missing; T? may be
         missing. "...": any dims.
     """
-    if dtype:
-        _check_dtype(name, x, dtype, like)
-    return _check_shape(name, check_tensor(name, x), dims, like, sizes)
-
-
-def _check_dtype(name: str, x: Any, dtype: str, like: Tensor) -> None:
-    dtypes = DTYPES.get(dtype) or (like.dtype,)
-    if isinstance(x, Tensor) and x.dtype in dtypes:
-        return
-    expected = f"be {_SAID.get(dtype) or f'a {dtype} tensor'}"
-    if dtype not in DTYPES:
-        expected = f"have the dtype of {dtype[3:]} ({like.dtype})"
-    hint = ""
-    if name.endswith(("padding_mask", "attn_mask")) and kind(x) in DTYPES["integer"]:
-        hint = "; for a Hugging Face attention_mask pass mask.bool()"
-    raise TypeError(f"{name} must {expected}, got {kind(x)}{hint}")
-
-
-def _check_shape(name: str, x: Tensor, dims: str, like: Tensor, sizes: Sizes) -> Tensor:
+    if dtype and not (isinstance(x, Tensor) and x.dtype in (DTYPES.get(dtype) or (like.dtype,))):
+        raise _wrong_dtype(name, x, dtype, like)
+    check_tensor(name, x)
     if dims != "..." and not _fits(x.shape, dims.split(), sizes):
         raise wrong_shape(name, x, dims, sizes)
     if x.device != like.device:
@@ -181,30 +183,37 @@ def _check_shape(name: str, x: Tensor, dims: str, like: Tensor, sizes: Sizes) ->
     return x
 
 
+def _wrong_dtype(name: str, x: Any, dtype: str, like: Tensor) -> TypeError:
+    expected = f"be {_SAID.get(dtype) or f'a {dtype} tensor'}"
+    if dtype not in DTYPES:
+        expected = f"have the dtype of {dtype[3:]} ({like.dtype})"
+    hint = ""
+    if name.endswith(("padding_mask", "attn_mask")) and kind(x) in DTYPES["integer"]:
+        hint = "; for a Hugging Face attention_mask pass mask.bool()"
+    return TypeError(f"{name} must {expected}, got {kind(x)}{hint}")
+
+
 def _fits(shape: Sequence[int], dims: list[str], sizes: Sizes) -> bool:
     """Whether a shape is that of the dims; adds free sizes if it is."""
-    missing, free = len(dims) - len(shape), {}
-    if missing:
-        if missing < 0 or any(dim[-1] not in "?]" for dim in dims[:missing]):
-            return False
-        dims = dims[missing:]
+    known = len(sizes)
+    while len(shape) < len(dims) and dims[0][-1] in "?]":
+        dims = dims[1:]
+    fits = len(shape) == len(dims)
     for dim, n in zip(dims, shape):  # noqa: B905  faster
         if dim in sizes:
-            if n != sizes[dim]:
-                return False
-            continue
-        plain = dim.strip("[]()?")
-        if plain == "2R+1":
-            fits = n % 2 == 1
-        elif plain in sizes:
-            fits = (n == 1 and dim[0] in "[(") or n == sizes[plain]
+            fits = fits and n == sizes[dim]
+        elif dim == "2R+1":
+            fits = fits and n % 2 == 1
+        elif dim[-1] in ")]?":
+            size = sizes.setdefault(dim.strip("[]()?"), n)
+            fits = fits and (n == size or (n == 1 and dim[-1] != "?"))
         else:
-            fits = not plain.isdigit() or n == int(plain)
-            free[plain] = n
-        if not fits:
-            return False
-    sizes.update(free)
-    return True
+            fits = fits and (not dim.isdigit() or n == int(dim))
+            sizes[dim] = n
+    if not fits:
+        for dim in list(sizes)[known:]:
+            del sizes[dim]
+    return fits
 
 
 def wrong_shape(name: str, x: Tensor, dims: str, sizes: Sizes) -> ValueError:

@@ -60,27 +60,22 @@ class OptionSpec(NamedTuple):
     packed: str = ""
     cache: str = ""
 
-    @property
-    def checked_by_tags(self) -> bool:
-        """Whether it is one tensor, of the field of its name."""
-        return self.type == Tensor | None and not self.fields
-
 
 class Checking(NamedTuple):
     """A call during the checks of its options, which follow the order of the table.
 
-    sizes: of dims by their names; B also of packed sequences.
     arguments: all options.
     fields: of the record, so far.
+    sizes: of dims by their names; B also of packed sequences.
     reach: over a cache, the number of positions that a mask must cover.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    sizes: checks.Sizes
     arguments: Mapping[str, Any]
     fields: dict[str, Any]
+    sizes: checks.Sizes
     reach: int | None = None
 
     @property
@@ -96,9 +91,10 @@ class Checking(NamedTuple):
 
     def tensor(self, name: str, x: Any, field: str = "") -> Any:
         """Return x if it is a tensor as the tags of a field say; default: of the option's."""
-        dtype, dims, packed = _TENSORS[field or name]
-        dims = packed if "total_q" in self.sizes else dims
-        return checks.check_input(name, x, dtype, dims, self.q, self.sizes)
+        dtype, dims, packed = EXPECTED[field or name]
+        sizes = self.sizes
+        dims = packed if "total_q" in sizes else dims
+        return checks.check_input(name, x, dtype, dims, self.q, sizes)
 
 
 _NO_TRAINING = "there is no training from a cache"
@@ -412,14 +408,10 @@ LAID_AS = {
     for name, tags in TAGS.items()
     if (match := re.fullmatch(r"B H\w+ T_([qk]) D2?", tags.dims))
 }
-# Dtype and dims of each tensor, and dims in a call of packed sequences.
-_TENSORS = {
-    name: (
-        TAGS[name].dtype,
-        TAGS[name].dims,
-        re.sub(r"^B (H\w+) T_(.)", r"total_\2 \1", TAGS[name].dims),
-    )
-    for name in TENSORS
+# Dtype and dims of each field, and dims in a call of packed sequences.
+EXPECTED = {
+    name: (tags.dtype, tags.dims, re.sub(r"^B (H\w+) T_(.)", r"total_\2 \1", tags.dims))
+    for name, tags in TAGS.items()
 }
 # Tensors that kernels read in a fixed order of elements.
 CONTIGUOUS = tuple(name for name in TENSORS if not TAGS[name].strided)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from .. import checks, dispatch
-from ..options import OPTIONS, Checking, Options, OptionSpec
+from ..options import EXPECTED, OPTIONS, Checking, Options, OptionSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -64,6 +64,12 @@ ADDITIVE = _callee(
 )
 SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
 
+
+def _expected(name: str, row: OptionSpec) -> tuple[str, str, str] | None:
+    """What is expected of an option that is one tensor; rules of others check their parts."""
+    return EXPECTED[name] if row.type == Tensor | None and not row.fields else None
+
+
 _Rule = Callable[[Any, Checking], Any]
 
 
@@ -77,72 +83,76 @@ def _rule(name: str, row: OptionSpec) -> _Rule | None:
 
 
 # Plain tuples, as named tuples look up every field by name.
-_OPTIONS = tuple(
-    (name, row.default, row.needs, row.checked_by_tags, _rule(name, row), row.fields)
+_OPTIONS = {
+    name: (row.default, row.needs, _expected(name, row), _rule(name, row), row.fields)
     for name, row in OPTIONS.items()
-)
+}
+
+_place = {name: n for n, name in enumerate(_OPTIONS)}.__getitem__
 
 
 def _checked(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
-    arguments, fields = call.arguments, call.fields
-    for name, default, needs, by_tags, rule, names in _OPTIONS:
-        if name in arguments:
-            x = arguments[name]
-            if x is default:
-                continue
-            if needs and arguments.get(needs) is None:
-                raise ValueError(f"{name} needs {needs}, which is not given")
-            if by_tags:
-                call.tensor(name, x)
-            value = x if rule is None else rule(x, call)
-            if names:
-                fields.update(zip(names, value))  # noqa: B905
-            else:
-                fields[name] = value
+    arguments, fields, sizes = call.arguments, call.fields, call.sizes
+    for name in arguments if len(arguments) < 2 else sorted(arguments, key=_place):
+        default, needs, expected, rule, names = _OPTIONS[name]
+        x = arguments[name]
+        if x is default:
+            continue
+        if needs and arguments.get(needs) is None:
+            raise ValueError(f"{name} needs {needs}, which is not given")
+        if expected is not None:
+            dtype, dims, packed = expected
+            dims = packed if "total_q" in sizes else dims
+            checks.check_input(name, x, dtype, dims, call.q, sizes)
+        value = x if rule is None else rule(x, call)
+        if names:
+            fields.update(zip(names, value))  # noqa: B905
+        else:
+            fields[name] = value
     return Options(**fields)
 
 
 def dense_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention`, after `checks.check_tensors`."""
-    sizes = checks.check_qkv(q, k, v)
-    return _of_dense(Checking(q, k, v, sizes, options, _defaults(q, k)))
+    return _dense(q, k, v, checks.check_qkv(q, k, v), options)
 
 
 def fp8_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention_fp8`, with checked dtypes and devices."""
-    sizes = checks.check_qkv(q, k, v, dtype="")
-    return _of_dense(Checking(q, k, v, sizes, options, _defaults(q, k)))
+    return _dense(q, k, v, checks.check_qkv(q, k, v, dtype=""), options)
 
 
-def _of_dense(call: Checking) -> Options:
-    """`_checked`; warns once of tensors that look like [B, T, H, D].
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, options: dict[str, Any]
+) -> Options:
+    """Options of checked tensors. By default the last query is at the last key."""
+    T_q, T_k = sizes["T_q"], sizes["T_k"]
+    offset, scale = T_k - T_q, sizes["D"] ** -0.5
+    if isinstance(offset, Tensor):
+        # torch.jit.trace records sizes as tensors, and an int would become a constant.
+        fields = {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
+        return _checked(Checking(q, k, v, options, fields, sizes))
+    fields = {"query_offset": offset, "scale": scale}
+    checked = _checked(Checking(q, k, v, options, fields, sizes))
+    if checked.causal and type(offset) is int and offset < 0:
+        _warn_of_layout(q, T_q, T_k, options)
+    return checked
 
-    Of these, grouped heads are fewer keys than queries. A transposed view was laid by someone who
-    knows.
+
+def _warn_of_layout(q: Tensor, T_q: int, T_k: int, options: dict[str, Any]) -> None:
+    """Warn once of tensors that look like [B, T, H, D], of which grouped heads are fewer keys.
+
+    A transposed view was laid by someone who knows.
     """
-    q, T_q, T_k = call.q, call.sizes["T_q"], call.sizes["T_k"]
-    checked = _checked(call)
-    # Sizes are no ints in a trace.
-    if checked.causal and type(T_q) is type(T_k) is int and 0 < T_k < T_q and not T_q % T_k:
-        placed = call.arguments.keys() & {"query_offset", "positions"}
-        if q.stride(1) >= q.stride(2) and not placed:
+    if T_k and not T_q % T_k and q.stride(1) >= q.stride(2):  # noqa: SIM102
+        if not options.keys() & {"query_offset", "positions"}:
             dispatch.warn_once(
                 "attention takes [B, H, T, D]: of these causal queries, which are the last ones, "
                 "most come before the first key, and get 0. Of tensors [B, T, H, D], as flash-attn "
                 "has them, pass x.transpose(1, 2); if the first query is at the first key, "
                 "query_offset=0"
             )
-    return checked
-
-
-def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Fields that follow from the sizes: the last query is at the last key."""
-    offset, scale = k.shape[2] - q.shape[2], q.shape[3] ** -0.5
-    if isinstance(offset, Tensor):
-        # torch.jit.trace records sizes as tensors, and an int would become a constant.
-        return {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
-    return {"query_offset": offset, "scale": scale}
 
 
 def packed_options(
@@ -186,29 +196,30 @@ def _packed(
         "scale": q.shape[2] ** -0.5,
     }
     sizes["B"] = N
-    return _checked(Checking(q, k, v, sizes, options, fields))
+    return _checked(Checking(q, k, v, options, fields, sizes))
 
 
 def paged_options(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, options: dict[str, Any]
 ) -> Options:
     """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
     PAGED.refuse_others(options)
-    sizes = {"B": cu_seqlens.shape[0] - 1, "total_q": q.shape[0], "H_q": q.shape[1]}
     fields = {"query_offset": 0, "scale": q.shape[2] ** -0.5}
-    return _checked(Checking(q, k, v, sizes, {"causal": True, **options}, fields))
+    return _checked(Checking(q, k, v, {"causal": True, **options}, fields, sizes))
 
 
-def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, options: dict[str, Any]) -> Options:
+def cache_options(
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, bound: int, options: dict[str, Any]
+) -> Options:
     """Options of a call of `decode_attention`.
 
     Args:
         q: [B, H_q, T_q, D].
         k, v: [P, H_k, S, D or D_v], of the cache.
+        sizes: of the dims of q.
         bound: positions that a mask or bias must cover.
         options: causal by default.
     """
     CACHE.refuse_others(options)
-    sizes = dict(zip(("B", "H_q", "T_q"), q.shape, strict=False))
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}
-    return _checked(Checking(q, k, v, sizes, {"causal": True, **options}, fields, bound))
+    return _checked(Checking(q, k, v, {"causal": True, **options}, fields, sizes, bound))

@@ -245,13 +245,13 @@ def _splits(num_splits: int | None, options: Options) -> int | None:
 def _checked(
     q: Tensor, view: CacheView, new_lengths: Tensor | None, options: dict[str, Any]
 ) -> Options:
-    check_query(q, view)
+    sizes = check_query(q, view)
     if new_lengths is not None:
-        checks.check_input("new_lengths", new_lengths, "integer", "B", q, {"B": q.shape[0]})
+        checks.check_input("new_lengths", new_lengths, "integer", "B", q, sizes)
     check_latent_scale(view, options)
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
-    checked = call_options.cache_options(q, view.k, view.v, view.length_bound, options)
+    checked = call_options.cache_options(q, view.k, view.v, sizes, view.length_bound, options)
     check_order(view, checked)
     refuse_gradients("decode_attention", q, checked)
     return checked
@@ -275,12 +275,14 @@ def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
         )
 
 
-def check_query(q: Tensor, view: CacheView, dims: str = "B H_q T_q D") -> None:
-    """Check q by a cache."""
-    checks.check_input("q", q, "", dims, view.k, {"B": view.batch_size, "D": view.head_dim})
+def check_query(q: Tensor, view: CacheView, dims: str = "B H_q T_q D") -> checks.Sizes:
+    """Check q by a cache; return the sizes of its dims and B."""
+    sizes = {"B": view.batch_size, "D": view.head_dim}
+    checks.check_input("q", q, "", dims, view.k, sizes)
     checks.check_group("cache", "q", q.shape[1], view.k.shape[1])
     if q.dtype != view.dtype:
         raise TypeError(f"q must have the cache's dtype {view.dtype}, got {q.dtype}")
+    return sizes
 
 
 def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:

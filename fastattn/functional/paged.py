@@ -226,16 +226,15 @@ def _checked(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, longest: int | None, tree: TreeMask,
     out: Tensor | None, options: dict[str, Any],
 ) -> Options:  # fmt: skip
-    check_query(q, view, "total_q H_q D")
-    checks.check_input(
-        "cu_seqlens_q", cu_seqlens, "integer", "B+1", q, {"B+1": view.batch_size + 1}
-    )
+    sizes = check_query(q, view, "total_q H_q D")
+    of_rows = {"B+1": sizes["B"] + 1}
+    checks.check_input("cu_seqlens_q", cu_seqlens, "integer", "B+1", q, of_rows)
     if longest is not None:
         longest = checks.check_count("max_seqlen_q", longest, 0)
     if out is not None:
-        _check_out(out, q, view.v.shape[3])
+        _check_out(out, q, sizes | {"D_v": view.v.shape[3]})
     check_latent_scale(view, options)
-    checked = call_options.paged_options(q, view.k, view.v, cu_seqlens, options)
+    checked = call_options.paged_options(q, view.k, view.v, sizes, options)
     if tree is not None:
         checked = _with_tree(checked, tree, q, view.batch_size)
     check_order(view, checked)
@@ -269,8 +268,7 @@ def _check_values(
         _check_tree_reaches(tree, counts.tolist())
 
 
-def _check_out(out: Tensor, q: Tensor, D_v: int) -> None:
-    sizes = {"total_q": q.shape[0], "H_q": q.shape[1], "D_v": D_v}
+def _check_out(out: Tensor, q: Tensor, sizes: checks.Sizes) -> None:
     checks.check_input("out", out, "as q", "total_q H_q D_v", q, sizes)
     steps = zip(out.shape, out.stride(), strict=True)
     negative = not tracing.may_be_traced(out) and out.is_neg()
