@@ -6,12 +6,13 @@ dims, off which it is checked. `arguments.py` is generated from the table.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
 from . import checks, score_checks
+from .score_checks import Checking
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -53,48 +54,12 @@ class OptionSpec(NamedTuple):
 
     type: Any
     calls: frozenset[str]
-    rule: "Callable[[Any, Checking], Any] | None" = None
+    rule: Callable[[Any, Checking], Any] | None = None
     default: Any = None
     fields: tuple[str, ...] = ()
     needs: str = ""
     packed: str = ""
     cache: str = ""
-
-
-class Checking(NamedTuple):
-    """A call during the checks of its options, which follow the order of the table.
-
-    arguments: all options.
-    fields: of the record, so far.
-    sizes: of dims by their names; B also of packed sequences.
-    reach: over a cache, the number of positions that a mask must cover.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    arguments: Mapping[str, Any]
-    fields: dict[str, Any]
-    sizes: checks.Sizes
-    reach: int | None = None
-
-    @property
-    def mods(self) -> int:
-        """The number of mod_tensors."""
-        return len(self.fields.get("mod_tensors", ()))
-
-    @property
-    def windowed(self) -> bool:
-        """Whether a window or stride hides keys."""
-        sides = self.fields.get("left"), self.fields.get("right"), self.arguments.get("stride")
-        return any(side is not None for side in sides)
-
-    def tensor(self, name: str, x: Any, field: str = "") -> Any:
-        """Return x if it is a tensor as the tags of a field say; default: of the option's."""
-        dtype, dims, packed = EXPECTED[field or name]
-        sizes = self.sizes
-        dims = packed if "total_q" in sizes else dims
-        return checks.check_input(name, x, dtype, dims, self.q, sizes)
 
 
 _NO_TRAINING = "there is no training from a cache"

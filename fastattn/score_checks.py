@@ -4,14 +4,15 @@ Each takes an option and its call, and returns the value for the call's record.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import (
     FARTHEST,
+    Sizes,
     as_python,
     check_flag,
     check_fraction,
@@ -23,22 +24,58 @@ from .checks import (
     within_reach,
 )
 
-if TYPE_CHECKING:
-    from .options import Checking
-
 # An operator has so many parameters for them.
 MAX_MOD_TENSORS = 8
 # Options that depend on the indices of rows, heads, queries and keys in the whole batch.
 COUNTING = ("mask_mod", "score_mod", "dropout")
 
 
-def _wanted(name: str, call: "Checking") -> bool:
+class Checking(NamedTuple):
+    """A call during the checks of its options, which follow the order of the table.
+
+    expected: dtype of each field, dims, and dims in a call of packed sequences, as `check_input`
+        has them.
+    arguments: all options.
+    fields: of the record, so far.
+    sizes: of dims by their names; B also of packed sequences.
+    reach: over a cache, the number of positions that a mask must cover.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    expected: Mapping[str, tuple[str, str, str]]
+    arguments: Mapping[str, Any]
+    fields: dict[str, Any]
+    sizes: Sizes
+    reach: int | None = None
+
+    @property
+    def mods(self) -> int:
+        """The number of mod_tensors."""
+        return len(self.fields.get("mod_tensors", ()))
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window or stride hides keys."""
+        sides = self.fields.get("left"), self.fields.get("right"), self.arguments.get("stride")
+        return any(side is not None for side in sides)
+
+    def tensor(self, name: str, x: Any, field: str = "") -> Any:
+        """Return x if it is a tensor as the tags of a field say; default: of the option's."""
+        dtype, dims, packed = self.expected[field or name]
+        sizes = self.sizes
+        dims = packed if "total_q" in sizes else dims
+        return check_input(name, x, dtype, dims, self.q, sizes)
+
+
+def _wanted(name: str, call: Checking) -> bool:
     """Whether an option that is checked later is given and not 0."""
     x = as_python(call.arguments.get(name))
     return x is not None and not (isinstance(x, (int, float)) and x == 0)
 
 
-def check_heads(heads: Any, call: "Checking") -> tuple[int, int | None]:
+def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
     """(first, total): the index of the call's first head, and the number of all heads.
 
     (0, None) if the options do not depend on it: then the same kernels serve all calls.
@@ -71,7 +108,7 @@ _VARIANT = {
 }
 
 
-def check_batch_invariant(flag: Any, call: "Checking") -> bool:
+def check_batch_invariant(flag: Any, call: Checking) -> bool:
     """Check a flag, and that no option breaks its promise."""
     invariant = check_flag("batch_invariant", flag)
     for name, reason in _VARIANT.items():
@@ -84,7 +121,7 @@ def check_batch_invariant(flag: Any, call: "Checking") -> bool:
 POSITIONS_BLOCK = 128
 
 
-def check_positions(positions: Any, call: "Checking") -> tuple[Tensor, Tensor]:
+def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
     """A pair of int32 [B or 1, T_q] and [B or 1, T_k] on q's device.
 
     Positions rise by 1 within each block of 128; values are read on a CPU only.
@@ -118,7 +155,7 @@ def _check_position_values(name: str, x: Tensor, *, by_fours: bool) -> None:
         )
 
 
-def check_query_offset(offset: Any, call: "Checking") -> tuple[int, Tensor | None]:
+def check_query_offset(offset: Any, call: Checking) -> tuple[int, Tensor | None]:
     """An int, or a tensor; returns it as the first or the second."""
     offset = as_python(offset)
     if not is_integer(offset):
@@ -128,7 +165,7 @@ def check_query_offset(offset: Any, call: "Checking") -> tuple[int, Tensor | Non
     return offset, None
 
 
-def check_prefix_lengths(prefix: Any, call: "Checking") -> Tensor:
+def check_prefix_lengths(prefix: Any, call: Checking) -> Tensor:
     """An int of at least 0, or a tensor; returned as a tensor."""
     if not call.fields.get("causal", False):
         raise ValueError(
@@ -143,7 +180,7 @@ def check_prefix_lengths(prefix: Any, call: "Checking") -> Tensor:
     return torch.full((B,), within_reach(prefix), dtype=torch.int32, device=device)
 
 
-def check_documents(documents: Any, call: "Checking") -> tuple[Tensor, Tensor]:
+def check_documents(documents: Any, call: Checking) -> tuple[Tensor, Tensor]:
     """Ids of all tokens, or a pair of them for queries and keys."""
     T_q, T_k = call.sizes["T_q"], call.sizes["T_k"]
     if isinstance(documents, tuple):
@@ -162,7 +199,7 @@ def check_documents(documents: Any, call: "Checking") -> tuple[Tensor, Tensor]:
     return q_ids, k_ids
 
 
-def check_mask_or_bias(x: Any, call: "Checking") -> tuple[Tensor | None, Tensor | None]:
+def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | None]:
     """Check attn_mask; returns mask and bias. A float attn_mask is a bias, but over a cache."""
     bias = call.arguments.get("attn_bias")
     if call.reach is not None:
@@ -177,7 +214,7 @@ def check_mask_or_bias(x: Any, call: "Checking") -> tuple[Tensor | None, Tensor 
     return check_bias(x, call, "attn_mask"), bias
 
 
-def check_bias(x: Tensor, call: "Checking", name: str = "attn_bias") -> Tensor:
+def check_bias(x: Tensor, call: Checking, name: str = "attn_bias") -> Tensor:
     """x with four dims, not expanded. Over a cache its last dim reaches over all positions."""
     if call.reach is not None and x.shape[-1] < call.reach:
         raise ValueError(
@@ -187,7 +224,7 @@ def check_bias(x: Tensor, call: "Checking", name: str = "attn_bias") -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def check_alibi_slopes(slopes: Tensor, call: "Checking") -> Tensor:
+def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
     """Slopes have no gradient."""
     if slopes.requires_grad:
         raise ValueError(
@@ -196,7 +233,7 @@ def check_alibi_slopes(slopes: Tensor, call: "Checking") -> Tensor:
     return slopes
 
 
-def check_relative_keys(keys: Tensor, call: "Checking") -> Tensor:
+def check_relative_keys(keys: Tensor, call: Checking) -> Tensor:
     """Vectors of each query head, each key head, or all heads."""
     heads = sorted({call.sizes["H_q"], call.sizes["H_k"], 1})
     if keys.shape[0] not in heads:
@@ -207,7 +244,7 @@ def check_relative_keys(keys: Tensor, call: "Checking") -> Tensor:
     return keys
 
 
-def check_query2(query: Tensor, call: "Checking") -> Tensor:
+def check_query2(query: Tensor, call: Checking) -> Tensor:
     """Columns of a second product, on whose number the scale depends."""
     if not query.shape[-1]:
         raise ValueError(f"query2 must have columns, got shape {list(query.shape)}")
@@ -221,7 +258,7 @@ def check_query2(query: Tensor, call: "Checking") -> Tensor:
     return query
 
 
-def check_key2(key: Tensor, call: "Checking") -> Tensor:
+def check_key2(key: Tensor, call: Checking) -> Tensor:
     """Heads that divide those of k."""
     check_group("key2", "k", call.sizes["H_k"], key.shape[1])
     return key
@@ -235,29 +272,29 @@ def _one_memory(x: Any, y: Tensor) -> bool:
     return shared and x.storage_offset() == y.storage_offset()
 
 
-def check_dropout(dropout: Any, call: "Checking") -> float:
+def check_dropout(dropout: Any, call: Checking) -> float:
     """A probability below 1."""
     return check_fraction("dropout", dropout)
 
 
-def check_dropout_seed(seed: Tensor, call: "Checking") -> Tensor | None:
+def check_dropout_seed(seed: Tensor, call: Checking) -> Tensor | None:
     """None without dropout."""
     return seed if call.fields.get("dropout") else None
 
 
-def check_mask_mod(mod: Any, call: "Checking") -> Any:
+def check_mask_mod(mod: Any, call: Checking) -> Any:
     """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or a `BlockMask`."""
     check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", call.mods)
     return mod
 
 
-def check_score_mod_grad(mod: Any, call: "Checking") -> Any:
+def check_score_mod_grad(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *tensors)."""
     check_function("score_mod_grad", mod, "dx, x, b, h, q_pos, k_pos", call.mods)
     return mod
 
 
-def check_score_mod(mod: Any, call: "Checking") -> Any:
+def check_score_mod(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod(x, b, h, q_pos, k_pos, *tensors).
 
     If an input checked so far requires grad, its score_mod_grad is derived.
@@ -303,7 +340,7 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
         )
 
 
-def check_mod_tensors(tensors: Any, call: "Checking") -> tuple[Tensor, ...]:
+def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
     """A tuple of contiguous tensors on q's device, with a function that reads them."""
     if not isinstance(tensors, tuple):
         raise TypeError(f"mod_tensors must be a tuple of tensors, got {type_name(tensors)}")

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from .. import checks, dispatch
-from ..options import EXPECTED, OPTIONS, Checking, Options, OptionSpec
+from ..options import EXPECTED, OPTIONS, Options, OptionSpec
+from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -132,9 +133,9 @@ def _dense(
     if isinstance(offset, Tensor):
         # torch.jit.trace records sizes as tensors, and an int would become a constant.
         fields = {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
-        return _checked(Checking(q, k, v, options, fields, sizes))
+        return _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
     fields = {"query_offset": offset, "scale": scale}
-    checked = _checked(Checking(q, k, v, options, fields, sizes))
+    checked = _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
     if checked.causal and type(offset) is int and offset < 0:
         _warn_of_layout(q, T_q, T_k, options)
     return checked
@@ -196,7 +197,7 @@ def _packed(
         "scale": q.shape[2] ** -0.5,
     }
     sizes["B"] = N
-    return _checked(Checking(q, k, v, options, fields, sizes))
+    return _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
 
 
 def paged_options(
@@ -205,7 +206,7 @@ def paged_options(
     """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
     PAGED.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[2] ** -0.5}
-    return _checked(Checking(q, k, v, {"causal": True, **options}, fields, sizes))
+    return _checked(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes))
 
 
 def cache_options(
@@ -222,4 +223,4 @@ def cache_options(
     """
     CACHE.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}
-    return _checked(Checking(q, k, v, {"causal": True, **options}, fields, sizes, bound))
+    return _checked(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes, bound))
