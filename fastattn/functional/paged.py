@@ -283,16 +283,15 @@ def _check_out(out: Tensor, q: Tensor, sizes: checks.Sizes) -> None:
 
 def _with_tree(options: Options, tree: TreeMask, q: Tensor, B: int) -> Options:
     """Add a tree mask to the options."""
-    starts = None
-    if isinstance(tree, tuple):
-        if len(tree) != 2:
-            raise TypeError(f"tree_mask must be (flat, starts), got a tuple of {len(tree)}")
-        tree, starts = tree
-        checks.check_input("tree_mask[1]", starts, "integer", "B", q, {"B": B})
-        tree = checks.check_input("tree_mask[0]", tree, "bool", "M", q, {}).contiguous()
-    else:
+    if not isinstance(tree, tuple):
         checks.check_input("tree_mask", tree, "bool", "total_q W", q, {"total_q": q.shape[0]})
-    return options._replace(tree_mask=tree, tree_starts=starts)
+        return options._replace(tree_mask=tree)
+    if len(tree) != 2:
+        raise TypeError(f"tree_mask must be (flat, starts), got a tuple of {len(tree)}")
+    flat, starts = tree
+    checks.check_input("tree_mask[1]", starts, "integer", "B", q, {"B": B})
+    checks.check_input("tree_mask[0]", flat, "bool", "M", q, {})
+    return options._replace(tree_mask=flat.contiguous(), tree_starts=starts)
 
 
 def _check_tree_reaches(tree: Tensor | tuple[Tensor, Tensor], counts: list[int]) -> None:
