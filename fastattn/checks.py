@@ -42,29 +42,28 @@ _SAID = {
     "int32": "an int32 tensor",
     "int64": "an int64 tensor",
 }
-# Other libraries' names of arguments, and ours, of which a function takes one.
-FOREIGN = {
-    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), ("scale",)),
-    **dict.fromkeys(
-        ("attention_mask", "mask"), ("attn_mask", "key_padding_mask", "memory_padding_mask")
+# Ours, and other libraries' names of the same. A function takes at most one of ours.
+_NAMES = (
+    ("scale", "softmax_scale sm_scale scaling"),
+    ("attn_mask key_padding_mask memory_padding_mask", "attention_mask mask"),
+    (
+        "key_padding_mask memory_padding_mask",
+        "padding_mask src_key_padding_mask encoder_attention_mask",
     ),
-    **dict.fromkeys(
-        ("padding_mask", "src_key_padding_mask", "encoder_attention_mask"),
-        ("key_padding_mask", "memory_padding_mask"),
-    ),
-    **dict.fromkeys(("bias", "attention_bias"), ("attn_bias",)),
-    **dict.fromkeys(("dropout_p", "p_dropout"), ("dropout",)),
-    **dict.fromkeys(("is_causal", "casual"), ("causal",)),
-    **dict.fromkeys(("window_size", "sliding_window"), ("window",)),
-    **dict.fromkeys(("soft_cap", "logits_soft_cap", "logit_softcapping"), ("softcap",)),
-    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), ("sinks",)),
-    **dict.fromkeys(("seqused_k", "kv_lengths", "cache_seqlens"), ("key_lengths",)),
-    **dict.fromkeys(("document_ids", "segment_ids"), ("documents",)),
-    "position_ids": ("positions",),
-    "block_mask": ("mask_mod",),
-    **dict.fromkeys(("position_embeddings", "freqs_cis"), ("rotary_tables",)),
-    **dict.fromkeys(("kv_cache", "past_key_value", "past_key_values", "layer_past"), ("cache",)),
-}
+    ("attn_bias", "bias attention_bias"),
+    ("dropout", "dropout_p p_dropout"),
+    ("causal", "is_causal casual"),
+    ("window", "window_size sliding_window"),
+    ("softcap", "soft_cap logits_soft_cap logit_softcapping"),
+    ("sinks", "s_aux attention_sinks learnable_sink"),
+    ("key_lengths", "seqused_k kv_lengths cache_seqlens"),
+    ("documents", "document_ids segment_ids"),
+    ("positions", "position_ids"),
+    ("mask_mod", "block_mask"),
+    ("rotary_tables", "position_embeddings freqs_cis"),
+    ("cache", "kv_cache past_key_value past_key_values layer_past"),
+)
+FOREIGN = {name: ours.split() for ours, names in _NAMES for name in names.split()}
 
 
 def unexpected(taker: str, name: str, taken: Collection[str]) -> TypeError:
@@ -165,17 +164,21 @@ def check_group(name: str, of: str, heads: int, H: int) -> None:
         raise ValueError(f"{name} must have a number of heads that divides {of}'s {heads}, got {H}")
 
 
-def check_input(name: str, x: Any, dtype: str, dims: str, like: Tensor, sizes: Sizes) -> Any:
+def check_input(
+    name: str, x: Any, dtype: str, dims: str, like: Tensor, sizes: Sizes, *, dense: bool = True
+) -> Any:
     """Return x if it is a dense tensor of this dtype and shape on the device of `like`.
 
     dtype: a key of DTYPES, "as NAME" for that of `like`, which NAME is, or "" for any.
     dims: names of dims, such as "B T_k". Sizes that `sizes` lacks are free, and added to it. A
         number is the size, 2R+1 an odd one; (T) may be 1, and [B] be 1 or missing; T? may be
         missing. "...": any dims.
+    dense: False for any kind of tensor, whose memory is not read.
     """
     if dtype and not (isinstance(x, Tensor) and x.dtype in (DTYPES.get(dtype) or (like.dtype,))):
         raise _wrong_dtype(name, x, dtype, like)
-    check_tensor(name, x)
+    if dense:
+        check_tensor(name, x)
     if dims != "..." and not _fits(x.shape, dims.split(), sizes):
         raise wrong_shape(name, x, dims, sizes)
     if x.device != like.device:
@@ -262,8 +265,7 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
         if window < 1:
             raise ValueError(f"window as an int counts visible keys, at least 1, got {window}")
         return within_reach(window - 1), 0
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(f"window must be an int or a tuple (left, right), got {window!r}")
+    check_pair("window", window, "(left, right), or an int")
     return _window_side("left", window[0]), _window_side("right", window[1])
 
 
@@ -345,6 +347,13 @@ def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
 def check_scale(scale: Any, D: int) -> float:
     """The factor on q.k: positive and finite, D ** -0.5 unless given."""
     return D**-0.5 if scale is None else check_positive("scale", scale)
+
+
+def check_pair(name: str, x: Any, what: str) -> None:
+    """Raise TypeError unless x is a tuple of two, which `what` names."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        got = f"a tuple of {len(x)}" if isinstance(x, tuple) else type_name(x)
+        raise TypeError(f"{name} must be a pair {what}, got {got}")
 
 
 def check_number(name: str, x: Any) -> float:

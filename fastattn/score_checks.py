@@ -19,6 +19,7 @@ from .checks import (
     check_group,
     check_input,
     check_int,
+    check_pair,
     is_integer,
     type_name,
     within_reach,
@@ -80,8 +81,7 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
 
     (0, None) if the options do not depend on it: then the same kernels serve all calls.
     """
-    if not isinstance(heads, tuple) or len(heads) != 2:
-        raise TypeError(f"heads must be a pair (first, total), got {type_name(heads)}")
+    check_pair("heads", heads, "(first, total)")
     first, total = (check_int(f"heads[{n}]", x) for n, x in enumerate(heads))
     H_q = call.q.shape[1]
     # A part of a batch counts through rows: row * total + head.
@@ -128,10 +128,7 @@ def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
     """
     if call.arguments.get("query_offset") is not None:
         raise ValueError("give positions or query_offset, not both")
-    if not isinstance(positions, tuple) or len(positions) != 2:
-        raise TypeError(
-            f"positions must be a pair (q_positions, k_positions), got {type_name(positions)}"
-        )
+    check_pair("positions", positions, "(q_positions, k_positions)")
     for n, x in enumerate(positions):
         name = f"positions[{n}]"
         call.tensor(name, x, "qk"[n] + "_positions")
@@ -184,8 +181,7 @@ def check_documents(documents: Any, call: Checking) -> tuple[Tensor, Tensor]:
     """Ids of all tokens, or a pair of them for queries and keys."""
     T_q, T_k = call.sizes["T_q"], call.sizes["T_k"]
     if isinstance(documents, tuple):
-        if len(documents) != 2:
-            raise TypeError(f"documents must be ids or a pair of them, got {len(documents)}")
+        check_pair("documents", documents, "(q_ids, k_ids), or ids")
         names, (q_ids, k_ids) = ("documents[0]", "documents[1]"), documents
     elif T_q != T_k:
         raise ValueError(

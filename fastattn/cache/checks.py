@@ -16,11 +16,7 @@ Rotary = tuple[Tensor, Tensor]
 
 def check_sizes(**sizes: Any) -> list[int]:
     """Check sizes of at least 1, and return them as Python ints."""
-    for name, size in sizes.items():
-        sizes[name] = checks.check_int(name, size)
-        if sizes[name] < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
-    return list(sizes.values())
+    return [checks.check_count(name, size, 1) for name, size in sizes.items()]
 
 
 def check_ints(name: str, each: str, numbers: Any) -> list[int]:
@@ -82,20 +78,18 @@ def check_view_values(
     return room
 
 
-def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[int | None, int]:
-    """Check that a ring has room for its window and first positions; return both as Python ints."""
-    keep_first = checks.check_int("keep_first", keep_first)
-    if keep_first < 0 or (keep_first and window is None):
-        raise ValueError(f"keep_first must be >= 0, and 0 without a window, got {keep_first}")
+def check_window(window: Any, keep_first: Any, room: int, name: str) -> tuple[int | None, int]:
+    """Check that a ring has room for its window and first positions; return both as Python ints.
+
+    name: of the room.
+    """
+    keep_first = checks.check_keep_first(keep_first, window is not None)
     if window is None:
         return None, keep_first
-    window = checks.check_int("window", window)
-    if window < 1:
-        raise ValueError(f"window must be >= 1, got {window}")
-    if keep_first + window > max_length:
+    window = checks.check_count("window", window, 1)
+    if keep_first + window > room:
         raise ValueError(
-            f"max_length must be at least keep_first + window = {keep_first + window}, "
-            f"got {max_length}"
+            f"{name} must be at least keep_first + window = {keep_first + window}, got {room}"
         )
     return window, keep_first
 

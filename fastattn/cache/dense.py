@@ -103,7 +103,7 @@ class KVCache:
             value_dim=head_dim if value_dim is None else value_dim,
         )
         self.max_length, self.head_dim = max_length, head_dim
-        self.window, self.keep_first = check_window(window, keep_first, max_length)
+        self.window, self.keep_first = check_window(window, keep_first, max_length, "max_length")
         self.quantize = quantize
         self.dtype = check_dtype(dtype)
         # Inference tensors are not writable outside inference mode.

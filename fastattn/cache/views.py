@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..cache_view import CacheView
-from .checks import check_row_values
+from .checks import check_row_values, check_window
 
 
 def view_of_tensors(
@@ -60,7 +60,7 @@ def view_of_tensors(
         check_row_values("batch_index", batch_index, rows)
     if window is not None and (block_table is not None or starts is not None):
         raise ValueError("window: a ring has neither a block_table nor starts")
-    window, keep_first = _ring(window, keep_first, S)
+    window, keep_first = check_window(window, keep_first, S, "slots of k")
     if length_bound is not None:
         length_bound = checks.check_count("length_bound", length_bound, 0)
     if dtype is not None:
@@ -75,20 +75,6 @@ def view_of_tensors(
         None if window is None else keep_first, window,
         stored if dtype is None else dtype, torch.zeros_like(lengths, dtype=torch.int32),
     )  # fmt: skip
-
-
-def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
-    """Check window and keep_first of a view."""
-    keep_first = checks.check_keep_first(keep_first, window is not None)
-    if window is None:
-        return None, keep_first
-    window = checks.check_count("window", window, 1)
-    if keep_first + window > slots:
-        raise ValueError(
-            f"k must have a slot for each of keep_first + window = {keep_first + window} tokens, "
-            f"got {slots}"
-        )
-    return window, keep_first
 
 
 # Offsets within a block of keys are 32-bit.

@@ -14,7 +14,7 @@ from ..rotary import (
     RotaryTables,
     check_rotary_dim,
     check_rotary_style,
-    check_table_dtypes,
+    check_tables,
 )
 from .options import Scoring, excluded
 
@@ -93,21 +93,17 @@ def checked_tables(
         tables = (tables.real, tables.imag)
     if tables is None:
         return None
-    if isinstance(tables, RotaryPositions):
-        columns = tables.rotary_dim // 2
-    elif isinstance(tables, tuple) and len(tables) == 2:
-        check_table_dtypes(*tables)
-        columns = tables[0].shape[-1] if tables[0].dim() else 0
-    else:
+    if isinstance(tables, tuple) and len(tables) == 2:
+        check_tables(*tables, x, {"B": B, "T": T, "R//2": rotary_dim // 2})
+    elif not isinstance(tables, RotaryPositions):
         got = tables.dtype if isinstance(tables, Tensor) else type(tables).__name__
         raise TypeError(
             "rotary_tables must be (cos, sin), a complex tensor cos + i sin or RotaryPositions, "
             f"got {got}"
         )
-    if 2 * columns != rotary_dim:
+    elif tables.rotary_dim != rotary_dim:
         raise ValueError(
-            f"rotary_tables must have {rotary_dim // 2} columns for rotary_dim = "
-            f"{rotary_dim}, got {columns}"
+            f"rotary_tables must have rotary_dim = {rotary_dim}, got {tables.rotary_dim}"
         )
     return tables
 
@@ -253,8 +249,7 @@ def check_dropouts(dropout: float, attention_dropout: float) -> None:
     """Check the dropout probabilities of the output (<= 1) and of the weights (< 1)."""
     if not 0.0 <= checks.check_number("dropout", dropout) <= 1.0:
         raise ValueError(f"dropout must be a probability, got {dropout}")
-    if not 0.0 <= checks.check_number("attention_dropout", attention_dropout) < 1.0:
-        raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
+    checks.check_fraction("attention_dropout", attention_dropout)
 
 
 def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
@@ -263,8 +258,7 @@ def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
     if head_dim is not None:
         sizes["head_dim"] = head_dim
     for name, size in sizes.items():
-        if checks.check_int(name, size) < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
+        checks.check_count(name, size, 1)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
     if head_dim is not None:
@@ -283,7 +277,6 @@ def check_rotary(
     if rotary is not None:
         check_rotary_style(rotary)
         check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
-        if not checks.check_number("rotary_base", rotary_base) > 0:
-            raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
+        checks.check_positive("rotary_base", rotary_base)
     elif rotary_dim is not None:
         raise ValueError(f"rotary_dim needs rotary='half' or 'interleaved', got {rotary_dim}")

@@ -169,8 +169,7 @@ def checked_lists(
 
 def check_block(block: Any) -> tuple[int, int]:
     """Check (block_q, block_k): two ints of at least 1."""
-    if not isinstance(block, tuple) or len(block) != 2:
-        raise TypeError(f"block must be a pair (block_q, block_k), got {block!r}")
+    checks.check_pair("block", block, "(block_q, block_k)")
     block_q, block_k = (checks.check_count(f"block[{n}]", x, 1) for n, x in enumerate(block))
     return block_q, block_k
 

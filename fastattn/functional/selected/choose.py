@@ -108,8 +108,7 @@ def _best(
 
 def _check_pool(pool: tuple[int, int], block_k: int) -> int:
     """Number of keys that begin in a block."""
-    if not isinstance(pool, tuple) or len(pool) != 2:
-        raise TypeError(f"pool must be a pair (tokens, step), got {pool!r}")
+    checks.check_pair("pool", pool, "(tokens, step)")
     tokens, step = (checks.check_count(f"pool[{i}]", x, 1) for i, x in enumerate(pool))
     block_k = checks.check_count("block_k", block_k, 1)
     if tokens % step:
