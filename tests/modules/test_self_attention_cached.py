@@ -108,7 +108,11 @@ def test_cache_errors_leave_the_cache_as_it_was():
         (ValueError, "needs 9 slots, but max_length is 8 .* room for 5", {"x": x[:, :6]}),
         (ValueError, "cache must have 3 rows to match x, got 2", {"x": torch.randn(3, 3, WIDTH)}),
         (TypeError, "key_lengths must be an int32 or int64", {"key_lengths": torch.ones(2)}),
-        (ValueError, r"key_lengths must have shape \[B\] = \[2\]", {"key_lengths": torch.tensor([1])}),
+        (
+            ValueError,
+            r"key_lengths must have shape \[B\] = \[2\]",
+            {"key_lengths": torch.tensor([1])},
+        ),
         (ValueError, "on the left .* or pad on", {**both, "key_padding_mask": ones.bool()}),
         (TypeError, "key_padding_mask must be a bool", {"key_padding_mask": ones}),
         (TypeError, "key_padding_mask must be a bool .* got list", {"key_padding_mask": [True]}),
