@@ -161,9 +161,12 @@ def wrong(
         yield ValueError, x[0]
     for axis, dim in enumerate(dims.split()):
         if dim not in free:
-            shape = list(x.shape)
-            shape[axis] += 1 if dim in ("2R+1", "H_q") else 2
-            yield ValueError, x.new_zeros(shape)
+            n = x.shape[axis]
+            other = {n + 1 if dim in ("2R+1", "H_q") else n + 2}
+            if dim[-1] not in ")]1":
+                other |= {1} - {n}
+            for size in other:
+                yield ValueError, x.new_zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
 @pytest.mark.parametrize("field", [field for field in OF_ONE if field in TENSORS])
