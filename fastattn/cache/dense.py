@@ -226,7 +226,8 @@ class KVCache:
         `lengths` and not stored.
 
         Raises:
-            TypeError: `new_lengths` or `batch_index` is not int32 or int64.
+            TypeError: `new_lengths` or `batch_index` is not int32 or int64, a table not fp32, or q
+                not of k's dtype.
             ValueError: a shape, dtype or device does not match the cache, the tables are too short,
                 the tokens do not fit, or, on the CPU, an entry of `batch_index` is invalid or
                 repeated.
