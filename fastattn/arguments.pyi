@@ -4,7 +4,6 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-
 class AttentionArguments(TypedDict, total=False):
     """Options of `attention`; see there."""
 
@@ -39,7 +38,6 @@ class AttentionArguments(TypedDict, total=False):
     relative_bias: Tensor | None
     score_mod: Any
 
-
 class AttentionVarlenArguments(TypedDict, total=False):
     """Options of `attention_varlen`; see there."""
 
@@ -68,7 +66,6 @@ class AttentionVarlenArguments(TypedDict, total=False):
     relative_bias: Tensor | None
     score_mod: Any
 
-
 class DecodeAttentionArguments(TypedDict, total=False):
     """Options of `decode_attention`; see there."""
 
@@ -89,7 +86,6 @@ class DecodeAttentionArguments(TypedDict, total=False):
     relative_bias: Tensor | None
     score_mod: Any
 
-
 class AttentionPagedArguments(TypedDict, total=False):
     """Options of `attention_paged`; see there."""
 
@@ -108,7 +104,6 @@ class AttentionPagedArguments(TypedDict, total=False):
     relative_bias: Tensor | None
     score_mod: Any
 
-
 class AttentionFp8Arguments(TypedDict, total=False):
     """Options of `attention_fp8`; see there."""
 
@@ -122,7 +117,6 @@ class AttentionFp8Arguments(TypedDict, total=False):
     softcap: float | None
     sinks: Tensor | None
 
-
 class AttentionVarlenFp8Arguments(TypedDict, total=False):
     """Options of `attention_varlen_fp8`; see there."""
 
@@ -134,7 +128,6 @@ class AttentionVarlenFp8Arguments(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
-
 
 class AdditiveAttentionArguments(TypedDict, total=False):
     """Options of `additive_attention`; see there."""
@@ -152,7 +145,6 @@ class AdditiveAttentionArguments(TypedDict, total=False):
     attn_mask: Tensor | None
     key_padding_mask: Tensor | None
     documents: Tensor | tuple[Tensor, Tensor] | None
-
 
 class SelectedAttentionArguments(TypedDict, total=False):
     """Options of `selected_attention`; see there."""

@@ -1,6 +1,8 @@
 """Checks of arguments, with their messages: one function per rule."""
 
+import difflib
 import math
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +21,66 @@ _INTEGERS = (int, torch.SymInt)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 BACKENDS = ("auto", "hopper", "triton", "torch")
+
+Layout = tuple[str, str, str]
+# Dims of q, k and v: see `check_input`.
+DENSE = ("B H_q T_q D", "B H_k T_k D", "B H_k T_k D_v")
+PACKED = ("total_q H_q D", "total_k H_k D", "total_k H_k D_v")
+# Sizes of dims by their names. In a trace they are symbols or tensors.
+Sizes = dict[str, Any]
+DTYPES = {
+    "float": FLOAT_DTYPES,
+    "integer": frozenset((torch.int32, torch.int64)),
+    "float32 or float64": frozenset((torch.float32, torch.float64)),
+    **{name: (getattr(torch, name),) for name in ("bool", "int32", "int64", "float32")},
+    "float8_e4m3fn": (torch.float8_e4m3fn,),
+}
+_SAID = {
+    "float": "a float tensor (float16, bfloat16, float32 or float64)",
+    "integer": "an int32 or int64 tensor",
+    "bool": "a bool tensor (True = attend)",
+    "int32": "an int32 tensor",
+    "int64": "an int64 tensor",
+}
+# Ours, and other libraries' names of the same. A function takes at most one of ours.
+_NAMES = (
+    ("scale", "softmax_scale sm_scale scaling"),
+    ("attn_mask key_padding_mask memory_padding_mask", "attention_mask mask"),
+    (
+        "key_padding_mask memory_padding_mask",
+        "padding_mask src_key_padding_mask encoder_attention_mask",
+    ),
+    ("attn_bias", "bias attention_bias"),
+    ("dropout", "dropout_p p_dropout"),
+    ("causal", "is_causal casual"),
+    ("window", "window_size sliding_window"),
+    ("softcap", "soft_cap logits_soft_cap logit_softcapping"),
+    ("sinks", "s_aux attention_sinks learnable_sink"),
+    ("key_lengths", "seqused_k kv_lengths cache_seqlens"),
+    ("documents", "document_ids segment_ids"),
+    ("positions", "position_ids"),
+    ("mask_mod", "block_mask"),
+    ("rotary_tables", "position_embeddings freqs_cis"),
+    ("cache", "kv_cache past_key_value past_key_values layer_past"),
+)
+FOREIGN = {name: ours.split() for ours, names in _NAMES for name in names.split()}
+
+
+def unexpected(taker: str, name: str, taken: Collection[str]) -> TypeError:
+    """The error of an argument that `taker` lacks, with the one of `taken` that is meant."""
+    meant = [x for x in FOREIGN.get(name, ()) if x in taken]
+    meant = meant or difflib.get_close_matches(name, taken, 1)
+    hint = f"; did you mean {meant[0]!r}?" if meant else ""
+    return TypeError(f"{taker}() got an unexpected argument {name!r}{hint}")
+
+
+def _places(layout: Layout) -> tuple[list[str], list[tuple[int, int]]]:
+    """Dims of q, k and v, one after another, and pairs of places of the same dim."""
+    dims = " ".join(layout).split()
+    return dims, [(dims.index(x), n) for n, x in enumerate(dims) if dims.index(x) < n]
+
+
+_PLACES = {layout: _places(layout) for layout in (DENSE, PACKED)}
 
 
 def check_tensor(name: str, x: Any) -> Tensor:
@@ -41,7 +103,8 @@ def check_tensor(name: str, x: Any) -> Tensor:
             "heads, and beside them for options; elsewhere pass its to_local(), or call in "
             "torch.distributed.tensor.experimental.local_map"
         )
-    refuse_tangent(name, x)
+    if in_forward_mode():
+        refuse_tangent(name, x)
     return x
 
 
@@ -56,68 +119,119 @@ def refuse_tangent(name: str, x: Tensor) -> None:
         )
 
 
-def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """Check for tensors of four dimensions, before any other check."""
+def check_tensors(q: Any, k: Any, v: Any, layout: Layout = DENSE) -> None:
+    """Check for tensors of a layout's numbers of dims, before any other check."""
+    rank = 4 if layout == DENSE else 3
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if check_tensor(name, x).dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [B, H, T, D], got {tuple(x.shape)}")
+        if check_tensor(name, x).dim() != rank:
+            raise wrong_shape(name, x, layout["qkv".index(name)], {})
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] of one dtype and device."""
-    check_dtypes_and_devices(q, k, v)
-    check_shapes(q, k, v)
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout = DENSE, dtype: str = "float"
+) -> Sizes:
+    """Check q, k and v, which `check_tensors` checked; return the sizes of their dims.
 
-
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v]."""
-    B, H_q, _, D = q.shape
-    B_k, H_k, T_k, D_k = k.shape
-    if B_k != B or D_k != D:
-        raise ValueError(f"k must have shape [{B}, H_k, T_k, {D}] to match q, got {tuple(k.shape)}")
-    B_v, H_v, T_v, D_v = v.shape
-    if B_v != B or H_v != H_k or T_v != T_k:
-        raise ValueError(
-            f"v must have shape [{B}, {H_k}, {T_k}, D_v] to match k, got {tuple(v.shape)}"
-        )
-    _check_heads(H_q, H_k, D, D_v)
-
-
-def check_packed_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v]."""
-    _, H_q, D = q.shape
-    total_k, H_k, D_k = k.shape
-    if D_k != D:
-        raise ValueError(f"k must have shape [total_k, H_k, {D}] to match q, got {tuple(k.shape)}")
-    if tuple(v.shape[:2]) != (total_k, H_k):
-        raise ValueError(
-            f"v must have shape [{total_k}, {H_k}, D_v] to match k, got {tuple(v.shape)}"
-        )
-    _check_heads(H_q, H_k, D, v.shape[2])
-
-
-def check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v are of q's dtype, a float one, and on its device."""
-    dtype, device = q.dtype, q.device
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {dtype}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
-            raise TypeError(f"{name} must have the dtype of q ({dtype}), got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} must be on the device of q ({device}), got {x.device}")
-
-
-def _check_heads(H_q: int, H_k: int, D: int, D_v: int) -> None:
+    dtype: of q; "" if dtypes are checked elsewhere.
+    """
+    shapes = (*q.shape, *k.shape, *v.shape)
+    dims, equal = _PLACES[layout]
+    right = q.device == k.device == v.device
+    for first, later in equal:
+        if shapes[first] != shapes[later]:
+            right = False
+    if not right or (dtype and not (q.dtype in FLOAT_DTYPES and q.dtype == k.dtype == v.dtype)):
+        sizes: Sizes = {}
+        for name, x, own in zip("qkv", (q, k, v), layout, strict=True):
+            check_input(name, x, dtype, own, q, sizes)
+            dtype = dtype and "as q"
+    sizes = dict(zip(dims, shapes))  # noqa: B905  faster
+    D, D_v = sizes["D"], sizes["D_v"]
     if D == 0 or D_v == 0:
         raise ValueError(f"q and v must have a head dim of at least 1, got {D} and {D_v}")
-    check_group("k", H_q, H_k)
+    check_group("k", "q", sizes["H_q"], sizes["H_k"])
+    return sizes
 
 
-def check_group(name: str, H_q: int, H: int) -> None:
-    """Raise ValueError if q's heads cannot share the heads of `name` evenly."""
-    if H == 0 or H_q % H:
-        raise ValueError(f"{name} must have a number of heads that divides q's {H_q}, got {H}")
+def sizes_of(q: Tensor) -> Sizes:
+    """Sizes of q's dims, as `check_qkv` has them."""
+    return dict(zip((DENSE if q.dim() == 4 else PACKED)[0].split(), q.shape, strict=True))
+
+
+def check_group(name: str, of: str, heads: int, H: int) -> None:
+    """Raise ValueError if the heads of `of` cannot share the H heads of `name` evenly."""
+    if H == 0 or heads % H:
+        raise ValueError(f"{name} must have a number of heads that divides {of}'s {heads}, got {H}")
+
+
+def check_input(
+    name: str, x: Any, dtype: str, dims: str, like: Tensor, sizes: Sizes, *, dense: bool = True
+) -> Any:
+    """Return x if it is a dense tensor of this dtype and shape on the device of `like`.
+
+    dtype: a key of DTYPES, "as NAME" for that of `like`, which NAME is, or "" for any.
+    dims: names of dims, such as "B T_k". Sizes that `sizes` lacks are free, and added to it. A
+        number is the size, 2R+1 an odd one; (T) may be 1, and [B] be 1 or missing; T? may be
+        missing. "...": any dims.
+    dense: False for any kind of tensor, whose memory is not read.
+    """
+    if dtype and not (isinstance(x, Tensor) and x.dtype in (DTYPES.get(dtype) or (like.dtype,))):
+        raise _wrong_dtype(name, x, dtype, like)
+    if dense:
+        check_tensor(name, x)
+    if dims != "..." and not _fits(x.shape, dims.split(), sizes):
+        raise wrong_shape(name, x, dims, sizes)
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {x.device}")
+    return x
+
+
+def _wrong_dtype(name: str, x: Any, dtype: str, like: Tensor) -> TypeError:
+    expected = f"be {_SAID.get(dtype) or f'a {dtype} tensor'}"
+    if dtype not in DTYPES:
+        expected = f"have the dtype of {dtype[3:]} ({like.dtype})"
+    hint = ""
+    if name.endswith(("padding_mask", "attn_mask")) and kind(x) in DTYPES["integer"]:
+        hint = "; for a Hugging Face attention_mask pass mask.bool()"
+    return TypeError(f"{name} must {expected}, got {kind(x)}{hint}")
+
+
+def _fits(shape: Sequence[int], dims: list[str], sizes: Sizes) -> bool:
+    """Whether a shape is that of the dims; adds free sizes if it is."""
+    known = len(sizes)
+    while len(shape) < len(dims) and dims[0][-1] in "?]":
+        dims = dims[1:]
+    fits = len(shape) == len(dims)
+    for dim, n in zip(dims, shape):  # noqa: B905  faster
+        if dim in sizes:
+            fits = fits and n == sizes[dim]
+        elif dim == "2R+1":
+            fits = fits and n % 2 == 1
+        elif dim[-1] in ")]?":
+            size = sizes.setdefault(dim.strip("[]()?"), n)
+            fits = fits and (n == size or (n == 1 and dim[-1] != "?"))
+        else:
+            fits = fits and (not dim.isdigit() or n == int(dim))
+            sizes[dim] = n
+    if not fits:
+        for dim in list(sizes)[known:]:
+            del sizes[dim]
+    return fits
+
+
+def wrong_shape(name: str, x: Tensor, dims: str, sizes: Sizes) -> ValueError:
+    """The error of a shape, which says the names of the dims and their known sizes."""
+    names = [dim.strip("[]()?") for dim in dims.split()]
+    forms = []
+    for named in (names, [str(sizes.get(name, name)) for name in names]):
+        marked = zip(named, dims.split(), strict=True)
+        each = [f"{n} or 1" if "(" in dim and "[" not in dims else n for n, dim in marked]
+        short = f"{', '.join(each[1:])}] or [" if "?" in dims else ""
+        forms.append(f"[{short}{', '.join(each)}]")
+    must = "have shape"
+    if "[" in dims:
+        must = f"have {len(names) - dims.count('[')} to {len(names)} dimensions that broadcast to"
+    return ValueError(f"{name} must {must} {' = '.join(dict.fromkeys(forms))}, got {list(x.shape)}")
 
 
 def as_python(x: Any) -> Any:
@@ -147,12 +261,11 @@ def check_window(window: Any) -> tuple[int | None, int | None]:
     window = as_python(window)
     if window is None:
         return None, None
-    if _is_integer(window):
+    if is_integer(window):
         if window < 1:
             raise ValueError(f"window as an int counts visible keys, at least 1, got {window}")
-        return _within_reach(window - 1), 0
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(f"window must be an int or a tuple (left, right), got {window!r}")
+        return within_reach(window - 1), 0
+    check_pair("window", window, "(left, right), or an int")
     return _window_side("left", window[0]), _window_side("right", window[1])
 
 
@@ -160,56 +273,16 @@ def _window_side(name: str, side: Any) -> int | None:
     side = as_python(side)
     if side is None:
         return None
-    if not _is_integer(side):
+    if not is_integer(side):
         raise TypeError(f"window {name} must be an int or None, got {side!r}")
     if side < 0:
         raise ValueError(f"window {name} counts neighbours, at least 0 (None = all), got {side}")
-    return _within_reach(side)
+    return within_reach(side)
 
 
-def _within_reach(x: int) -> int:
+def within_reach(x: int) -> int:
     """x, clamped to the longest distance: int64 may not hold it."""
     return x if isinstance(x, torch.SymInt) else min(x, _TOO_FAR)
-
-
-def check_key_padding_mask(mask: Tensor, k: Tensor) -> Tensor:
-    """bool [B, T_k] on k's device, True = attend."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be a bool tensor (True = attend), got {kind(mask)}")
-    return check_placement("key_padding_mask", mask, (k.shape[0], k.shape[2]), k)
-
-
-def check_key_lengths(lengths: Tensor, B: int, q: Tensor) -> Tensor:
-    """int32 or int64 [B] on q's device."""
-    check_integers("key_lengths", lengths)
-    return check_placement("key_lengths", lengths, (B,), q)
-
-
-def check_query_offset(offset: Any, q: Tensor) -> tuple[int, Tensor | None]:
-    """An int, or int32 or int64 [B] on q's device; returns it as the first or the second."""
-    offset = as_python(offset)
-    if not _is_integer(offset):
-        check_integers("query_offset", offset)
-        return 0, check_placement("query_offset", offset, (q.shape[0],), q)
-    if not torch.compiler.is_compiling() and not -FARTHEST <= offset <= FARTHEST:
-        raise ValueError(f"query_offset must be within 2**28 of 0, got {offset}")
-    return offset, None
-
-
-def check_prefix_lengths(prefix: Any, B: int, causal: bool, q: Tensor) -> Tensor:
-    """An int of at least 0, or int32 or int64 [B] on q's device; returned as a tensor."""
-    if not causal:
-        raise ValueError(
-            "prefix_lengths makes keys visible that causal hides: it needs causal=True"
-        )
-    prefix = as_python(prefix)
-    if _is_integer(prefix):
-        if prefix < 0:
-            raise ValueError(f"prefix_lengths must be at least 0, got {prefix}")
-        return torch.full((B,), _within_reach(prefix), dtype=torch.int32, device=q.device)
-    check_integers("prefix_lengths", prefix)
-    assert isinstance(prefix, Tensor), "check_integers lets only tensors through"
-    return check_placement("prefix_lengths", prefix, (B,), q)
 
 
 def check_keep_first(x: Any, windowed: bool) -> int:
@@ -219,12 +292,7 @@ def check_keep_first(x: Any, windowed: bool) -> int:
         raise ValueError(
             f"keep_first={count} keeps keys that a window or stride hides; neither is given"
         )
-    return _within_reach(count)
-
-
-def check_stride(x: Any) -> int:
-    """An int of at least 1."""
-    return _within_reach(check_count("stride", x, 1))
+    return within_reach(count)
 
 
 def check_count(name: str, x: Any, least: int) -> int:
@@ -238,54 +306,28 @@ def check_count(name: str, x: Any, least: int) -> int:
 def check_int(name: str, x: Any) -> int:
     """Check for an int, not a bool or float; returns a Python int."""
     x = as_python(x)
-    if not _is_integer(x):
+    if not is_integer(x):
         raise TypeError(f"{name} must be an int, got {got(x)}")
     number: int = x
     return number
 
 
-def _is_integer(x: object) -> bool:
+def is_integer(x: object) -> bool:
+    """Whether x is an int, which a bool is not here."""
     return isinstance(x, _INTEGERS) and not isinstance(x, bool)
 
 
-def check_documents(
-    documents: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor]:
-    """int32 or int64 ids [B, T], or a pair of them for queries [B, T_q] and keys [B, T_k]."""
-    B, T_q, T_k = q.shape[0], q.shape[2], k.shape[2]
-    if isinstance(documents, tuple):
-        if len(documents) != 2:
-            raise TypeError(f"documents must be ids or a pair of them, got {len(documents)}")
-        names, (q_ids, k_ids) = ("documents[0]", "documents[1]"), documents
-    elif T_q != T_k:
-        raise ValueError(
-            f"documents must be a pair (q_ids [B, T_q], k_ids [B, T_k]) where T_q and T_k differ, "
-            f"got one tensor for {T_q} queries and {T_k} keys"
-        )
-    else:
-        names, q_ids, k_ids = ("documents", "documents"), documents, documents
-    for name, ids, T in zip(names, (q_ids, k_ids), (T_q, T_k), strict=True):
-        check_integers(name, ids)
-        check_placement(name, ids, (B, T), q)
-    return q_ids, k_ids
-
-
-def check_packed(q: Any, k: Any, v: Any) -> None:
-    """q [total_q, H_q, D], k [total_k, H_k, D], v [total_k, H_k, D_v]: tensors of 3 dimensions."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if check_tensor(name, x).dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions [total, H, D], got {tuple(x.shape)}")
-
-
-def check_offsets(name: str, offsets: Tensor, total: int, q: Tensor) -> None:
-    """int32 or int64 [N + 1] on q's device, N > 0 if there are rows; see `check_offset_values`, on
-    the CPU.
+def check_offsets(
+    name: str, offsets: Tensor, total: int, q: Tensor, least: int = 2, N: int | None = None
+) -> None:
+    """int32 or int64 [N+1] on q's device, at least `least` if there are rows, else 1; see
+    `check_offset_values`, on the CPU.
     """
-    check_integers(name, offsets)
-    if offsets.dim() != 1 or offsets.shape[0] < (2 if total else 1):
-        of_rows = f" for {total} rows" if total else ""
-        raise ValueError(f"{name} must have shape [N + 1]{of_rows}, got {list(offsets.shape)}")
-    check_device(name, offsets, q)
+    check_input(name, offsets, "integer", "N+1", q, {} if N is None else {"N+1": N + 1})
+    if offsets.shape[0] < (least if total else 1):
+        raise ValueError(
+            f"{name} must have shape [N + 1] for {total} rows, got [{offsets.shape[0]}]"
+        )
     if tracing.host_knows(offsets):
         check_offset_values(name, offsets, total)
 
@@ -305,6 +347,13 @@ def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
 def check_scale(scale: Any, D: int) -> float:
     """The factor on q.k: positive and finite, D ** -0.5 unless given."""
     return D**-0.5 if scale is None else check_positive("scale", scale)
+
+
+def check_pair(name: str, x: Any, what: str) -> None:
+    """Raise TypeError unless x is a tuple of two, which `what` names."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        got = f"a tuple of {len(x)}" if isinstance(x, tuple) else type_name(x)
+        raise TypeError(f"{name} must be a pair {what}, got {got}")
 
 
 def check_number(name: str, x: Any) -> float:
@@ -338,14 +387,6 @@ def check_fraction(name: str, x: Any) -> float:
     return x
 
 
-def check_seed(name: str, x: Any) -> None:
-    """int64 [2]: Philox's key and counter."""
-    if not isinstance(x, Tensor) or x.dtype != torch.int64:
-        raise TypeError(f"{name} must be an int64 tensor, got {kind(x)}")
-    if tuple(check_tensor(name, x).shape) != (2,):
-        raise ValueError(f"{name} must have shape [2], got {list(x.shape)}")
-
-
 def check_backend(backend: str | None, source: str = "backend") -> str:
     """Check for one of BACKENDS; None means "auto"."""
     if backend is None:
@@ -373,30 +414,3 @@ def got(x: object) -> str:
         return type_name(x)
     gradient = " that requires grad" if x.requires_grad else ""
     return f"a tensor of {x.dtype} and shape {list(x.shape)} on {x.device}{gradient}"
-
-
-def check_integers(name: str, x: object) -> None:
-    """An int32 or int64 tensor."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind(x)}")
-
-
-def check_floats(name: str, x: object) -> None:
-    """A tensor of float16, bfloat16, float32 or float64."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be a float tensor, got {kind(x)}")
-    check_tensor(name, x)
-
-
-def check_device(name: str, x: Tensor, like: Tensor) -> Tensor:
-    """Return x if it is on the device of `like`."""
-    if check_tensor(name, x).device != like.device:
-        raise ValueError(f"{name} must be on {like.device}, got {x.device}")
-    return x
-
-
-def check_placement(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return x if it has `shape` and is on the device of `like`."""
-    if tuple(check_tensor(name, x).shape) != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-    return check_device(name, x, like)

@@ -416,16 +416,24 @@ def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
     if explanation.forced or explanation.measured:
         return
     if explanation.backend == "torch":
-        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", 5, device)
+        warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device)
     elif explanation.reasons.get("hopper", "").startswith(choices.NEVER_RAN):
         message = "fastattn takes slower kernels where no GPU has run Hopper's (see explain)"
-        warn_once(f"{message}: {choices.REMEDY}", 5, device)
+        warn_once(f"{message}: {choices.REMEDY}", device)
 
 
-def warn_once(message: str, stacklevel: int, device: torch.device | None = None) -> None:
+def warn_once(message: str, device: torch.device | None = None) -> None:
     """Warn about a call, once; not while tracing. device: if given, of calls on a GPU alone."""
     if torch.compiler.is_compiling() or (device is not None and device.type in ("cpu", "meta")):
         return
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, UserWarning, stacklevel=stacklevel)
+        warnings.warn(message, UserWarning, stacklevel=_depth_of_user())
+
+
+def _depth_of_user() -> int:
+    """Level of the caller of `warn_once`'s caller, outside of this package and of torch."""
+    frame, depth = sys._getframe(2), 2
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("fastattn", "torch"):
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -1,8 +1,8 @@
 """The table of options, and the record of a checked call.
 
-`OPTIONS` holds the type, calls, default and check of each option, and why other calls refuse it.
-`Options` holds the checked values that backends read, with their tags. `arguments.pyi` is generated
-from the table.
+`OPTIONS` holds the type, calls, default and rule of each option, and why other calls refuse it.
+`Options` holds the checked values that backends read, with their tags: of a tensor its dtype and
+dims, off which it is checked. `arguments.pyi` is generated from the table.
 """
 
 import re
@@ -42,24 +42,24 @@ class OptionSpec(NamedTuple):
 
     type: of the argument.
     calls: names of the functions that take it.
-    check: returns the value of the record's field; raises the errors of `attention`.
+    rule: returns the value of the record's field from the argument; raises the errors of
+        `attention`. A tensor, unless it has other forms, was checked by its tags before. Default:
+        of its type.
     default: value if it is not passed; not checked.
-    fields: names of the fields, one for each value of check; default: the option's name.
+    fields: names of the fields, one for each value of rule; default: the option's name.
+    needs: the option that it belongs to, without which it is refused.
     packed, cache: why `attention_varlen` and `decode_attention` refuse it; `attention_paged`
         refuses it for either reason.
     """
 
     type: Any
     calls: frozenset[str]
-    check: Callable[[Any, Checking], Any]
+    rule: Callable[[Any, Checking], Any] | None = None
     default: Any = None
     fields: tuple[str, ...] = ()
+    needs: str = ""
     packed: str = ""
     cache: str = ""
-
-
-def _prefix_lengths(x: Any, call: Checking) -> Tensor:
-    return checks.check_prefix_lengths(x, call.B, call.fields.get("causal", False), call.q)
 
 
 _NO_TRAINING = "there is no training from a cache"
@@ -68,9 +68,7 @@ _IN_LATENT_CACHE = "a LatentCache holds the keys of both products"
 
 # An option follows the options that its check needs.
 OPTIONS: dict[str, OptionSpec] = {
-    "causal": OptionSpec(
-        bool, _EVERY | _SELECTED, lambda x, call: checks.check_flag("causal", x), False
-    ),
+    "causal": OptionSpec(bool, _EVERY | _SELECTED, default=False),
     "window": OptionSpec(
         Window,
         _EVERY | _SELECTED,
@@ -80,7 +78,11 @@ OPTIONS: dict[str, OptionSpec] = {
     "keep_first": OptionSpec(
         int, _EVERY, lambda x, call: checks.check_keep_first(x, call.windowed), 0
     ),
-    "stride": OptionSpec(int | None, _ALL_BUT_FP8, lambda x, call: checks.check_stride(x)),
+    "stride": OptionSpec(
+        int | None,
+        _ALL_BUT_FP8,
+        lambda x, call: checks.within_reach(checks.check_count("stride", x, 1)),
+    ),
     "mod_tensors": OptionSpec(tuple[Tensor, ...], _ALL_BUT_FP8, score_checks.check_mod_tensors, ()),
     "mask_mod": OptionSpec(Any, _ALL_BUT_FP8, score_checks.check_mask_mod),
     "heads": OptionSpec(
@@ -92,19 +94,18 @@ OPTIONS: dict[str, OptionSpec] = {
     "prefix_lengths": OptionSpec(
         int | Tensor | None,
         _EVERY - _CACHE,
-        _prefix_lengths,
+        score_checks.check_prefix_lengths,
         cache="new tokens follow every prefix",
     ),
     "key_lengths": OptionSpec(
         Tensor | None,
         (_EVERY | _SELECTED) - _CACHE,
-        lambda x, call: checks.check_key_lengths(x, call.B, call.q),
         cache="the cache knows the lengths of its rows",
     ),
     "query_offset": OptionSpec(
         int | Tensor | None,
         _DENSE | _FP8 | _ADDITIVE | _SELECTED,
-        lambda x, call: checks.check_query_offset(x, call.q),
+        score_checks.check_query_offset,
         fields=("query_offset", "query_offsets"),
         packed="the last query of each sequence is at its last key",
         cache="the last query of each row is at its last key",
@@ -119,14 +120,13 @@ OPTIONS: dict[str, OptionSpec] = {
     "key_padding_mask": OptionSpec(
         Tensor | None,
         _DENSE | _ADDITIVE | _SELECTED,
-        lambda x, call: checks.check_key_padding_mask(x, call.k),
         packed="key_lengths [N] says how many keys of each sequence exist",
         cache="the cache's starts say where rows are padded",
     ),
     "documents": OptionSpec(
         Tensor | tuple[Tensor, Tensor] | None,
         _DENSE | _ADDITIVE | _SELECTED,
-        lambda x, call: checks.check_documents(x, call.q, call.k),
+        score_checks.check_documents,
         fields=("q_documents", "k_documents"),
         packed="cu_seqlens separates the sequences",
         cache="a row of a cache is one document; attn_mask and mask_mod hide parts of it",
@@ -140,18 +140,18 @@ OPTIONS: dict[str, OptionSpec] = {
         cache="the cache knows the positions of its keys",
     ),
     "query2": OptionSpec(
-        Tensor | None, _TRAINED, score_checks.check_query2, cache=_IN_LATENT_CACHE
+        Tensor | None, _TRAINED, score_checks.check_query2, needs="key2", cache=_IN_LATENT_CACHE
     ),
-    "key2": OptionSpec(Tensor | None, _TRAINED, score_checks.check_key2, cache=_IN_LATENT_CACHE),
-    "scale": OptionSpec(float | None, _SCALED, lambda x, call: checks.check_positive("scale", x)),
-    "softcap": OptionSpec(
-        float | None, _SCALED, lambda x, call: checks.check_positive("softcap", x)
+    "key2": OptionSpec(
+        Tensor | None, _TRAINED, score_checks.check_key2, needs="query2", cache=_IN_LATENT_CACHE
     ),
-    "sinks": OptionSpec(Tensor | None, _SCALED, score_checks.check_sinks),
+    "scale": OptionSpec(float | None, _SCALED),
+    "softcap": OptionSpec(float | None, _SCALED),
+    "sinks": OptionSpec(Tensor | None, _SCALED),
     "attn_bias": OptionSpec(
         Tensor | None,
         _DENSE | _DECODE,
-        score_checks.check_attn_bias,
+        score_checks.check_bias,
         packed="relative_bias and score_mod compute a bias inside the kernels",
     ),
     "relative_keys": OptionSpec(
@@ -163,11 +163,11 @@ OPTIONS: dict[str, OptionSpec] = {
     "relative_query": OptionSpec(
         Tensor | None,
         _TRAINED,
-        score_checks.check_relative_query,
+        needs="relative_keys",
         cache="there is no kernel for relative keys",
     ),
     "score_mod_grad": OptionSpec(
-        Any, _TRAINED, score_checks.check_score_mod_grad, cache=_NO_GRADIENTS
+        Any, _TRAINED, score_checks.check_score_mod_grad, needs="score_mod", cache=_NO_GRADIENTS
     ),
     # An int: torch.compile would make a float default dynamic.
     "dropout": OptionSpec(float, _TRAINED, score_checks.check_dropout, 0, cache=_NO_TRAINING),
@@ -186,7 +186,7 @@ OPTIONS: dict[str, OptionSpec] = {
         bool, _TRAINED | _CACHE, score_checks.check_batch_invariant, False
     ),
     "alibi_slopes": OptionSpec(Tensor | None, _TRAINED | _CACHE, score_checks.check_alibi_slopes),
-    "relative_bias": OptionSpec(Tensor | None, _TRAINED | _CACHE, score_checks.check_relative_bias),
+    "relative_bias": OptionSpec(Tensor | None, _TRAINED | _CACHE),
     "score_mod": OptionSpec(Any, _TRAINED | _CACHE, score_checks.check_score_mod),
 }
 
@@ -198,7 +198,7 @@ Registers = Literal["relative", "heavy", "scores", "bias", "masked", ""]
 class Tags(NamedTuple):
     """Properties of a field of `Options`.
 
-    dims: of a tensor; dims in brackets may be 1 or missing.
+    dims, dtype: of a tensor, as `checks.check_input` has them.
     learned: it has a gradient.
     strided: may have any strides; other tensors must be contiguous.
     registers: kind of work per score, which decides a kernel's registers: a simple mask ("masked"),
@@ -209,6 +209,7 @@ class Tags(NamedTuple):
     """
 
     dims: str = ""
+    dtype: str = ""
     learned: bool = False
     strided: bool = False
     registers: Registers = ""
@@ -222,48 +223,51 @@ class Options(NamedTuple):
     Tensors are on q's device. Dims that broadcast are not expanded.
     """
 
-    key_padding_mask: Annotated[Tensor | None, Tags("B T_k", registers="masked")] = None  # bool
-    # int32 or int64
-    key_lengths: Annotated[Tensor | None, Tags("B")] = None
-    query_offsets: Annotated[Tensor | None, Tags("B")] = None  # in place of query_offset
-    prefix_lengths: Annotated[Tensor | None, Tags("B", registers="masked")] = None
-    q_documents: Annotated[Tensor | None, Tags("B T_q", registers="masked")] = None
-    k_documents: Annotated[Tensor | None, Tags("B T_k")] = None
+    key_padding_mask: Annotated[Tensor | None, Tags("B T_k", "bool", registers="masked")] = None
+    key_lengths: Annotated[Tensor | None, Tags("B", "integer")] = None
+    query_offsets: Annotated[Tensor | None, Tags("B", "integer")] = None  # in place of query_offset
+    prefix_lengths: Annotated[Tensor | None, Tags("B", "integer", registers="masked")] = None
+    q_documents: Annotated[Tensor | None, Tags("B T_q", "integer", registers="masked")] = None
+    k_documents: Annotated[Tensor | None, Tags("B T_k", "integer")] = None
     attn_mask: Annotated[
-        Tensor | None, Tags("[B] [H_q] [T_q] [T_k]", strided=True, registers="scores")
+        Tensor | None, Tags("[B] [H_q] (T_q) (T_k)", "bool", strided=True, registers="scores")
     ] = None  # bool
-    alibi_slopes: Annotated[Tensor | None, Tags("[B] H_q", registers="masked", weighs=True)] = (
-        None  # fp32
+    alibi_slopes: Annotated[
+        Tensor | None, Tags("B? H_q", "float32", registers="masked", weighs=True)
+    ] = None
+    dropout_seed: Annotated[Tensor | None, Tags("2", "int64")] = None  # given if dropout > 0
+    cu_seqlens_q: Annotated[Tensor | None, Tags("N+1", "integer")] = (
+        None  # q is packed, [total_q, H_q, D]
     )
-    dropout_seed: Annotated[Tensor | None, Tags("2")] = None  # int64, given if dropout > 0
-    cu_seqlens_q: Annotated[Tensor | None, Tags("N+1")] = None  # q is packed, [total_q, H_q, D]
-    cu_seqlens_k: Annotated[Tensor | None, Tags("N+1")] = None
+    cu_seqlens_k: Annotated[Tensor | None, Tags("N+1", "integer")] = None
     # With packed queries over a cache: bool, see `attention_paged`; row offsets if it is flat.
-    tree_mask: Annotated[Tensor | None, Tags(strided=True, registers="scores")] = None
-    tree_starts: Annotated[Tensor | None, Tags("B")] = None
-    # int32; positions rise by 1 within each block of 128
-    q_positions: Annotated[Tensor | None, Tags("[B] T_q", registers="masked")] = None
-    k_positions: Annotated[Tensor | None, Tags("[B] T_k")] = None
-    # The next fields have gradients and any float dtype; factors of q have q's dtype.
+    tree_mask: Annotated[Tensor | None, Tags(dtype="bool", strided=True, registers="scores")] = None
+    tree_starts: Annotated[Tensor | None, Tags("B", "integer")] = None
+    # Positions rise by 1 within each block of 128
+    q_positions: Annotated[Tensor | None, Tags("(B) T_q", "int32", registers="masked")] = None
+    k_positions: Annotated[Tensor | None, Tags("(B) T_k", "int32")] = None
+    # The next fields have gradients.
     attn_bias: Annotated[
         Tensor | None,
-        Tags("[B] [H_q] [T_q] [T_k]", learned=True, strided=True, registers="bias"),
+        Tags("[B] [H_q] (T_q) (T_k)", "float", learned=True, strided=True, registers="bias"),
     ] = None
     relative_bias: Annotated[
-        Tensor | None, Tags("H_q 2R+1", learned=True, registers="scores", weighs=True)
+        Tensor | None, Tags("H_q 2R+1", "float", learned=True, registers="scores", weighs=True)
     ] = None
     relative_keys: Annotated[
-        Tensor | None, Tags("H 2R+1 D", learned=True, registers="relative", weighs=True)
+        Tensor | None, Tags("H 2R+1 D", "as q", learned=True, registers="relative", weighs=True)
     ] = None  # H one of H_q, H_k and 1
-    relative_query: Annotated[Tensor | None, Tags("B H_q T_q D", learned=True, strided=True)] = None
+    relative_query: Annotated[
+        Tensor | None, Tags("B H_q T_q D", "as q", learned=True, strided=True)
+    ] = None
     # A second product, which is added to q.k.
     query2: Annotated[
-        Tensor | None, Tags("B H_q T_q D2", learned=True, strided=True, weighs=True)
+        Tensor | None, Tags("B H_q T_q D2", "as q", learned=True, strided=True, weighs=True)
     ] = None
     key2: Annotated[
-        Tensor | None, Tags("B H_k2 T_k D2", learned=True, strided=True, weighs=True)
+        Tensor | None, Tags("B H_k2 T_k D2", "as q", learned=True, strided=True, weighs=True)
     ] = None  # H_k2 divides H_k
-    sinks: Annotated[Tensor | None, Tags("H_q", learned=True, weighs=True)] = None
+    sinks: Annotated[Tensor | None, Tags("H_q", "float", learned=True, weighs=True)] = None
 
     mod_tensors: tuple[Tensor, ...] = ()
     query_offset: int | None = 0  # None: packed, each sequence has its own
@@ -362,12 +366,17 @@ TENSORS = tuple(name for name, hint in get_type_hints(Options).items() if hint =
 FUNCTIONS = tuple(name for name, hint in get_type_hints(Options).items() if hint is Any)
 LEARNED = _tagged(learned=True)
 # Options that are multiplied with q or another query, in q's dtype.
-LIKE_Q = tuple(name for name, tags in TAGS.items() if re.search(" D2?$", tags.dims))
+LIKE_Q = _tagged(dtype="as q")
 # Options with the rows of q or k, packed if q and k are.
 LAID_AS = {
     name: match[1]
     for name, tags in TAGS.items()
     if (match := re.fullmatch(r"B H\w+ T_([qk]) D2?", tags.dims))
+}
+# Dtype and dims of each field, and dims in a call of packed sequences.
+EXPECTED = {
+    name: (tags.dtype, tags.dims, re.sub(r"^B (H\w+) T_(.)", r"total_\2 \1", tags.dims))
+    for name, tags in TAGS.items()
 }
 # Tensors that kernels read in a fixed order of elements.
 CONTIGUOUS = tuple(name for name in TENSORS if not TAGS[name].strided)
@@ -388,7 +397,7 @@ _WEIGHS = _fields(weighs=True)
 _REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
 
 # Tensors whose dims may all be 1, to broadcast.
-BROADCAST = tuple(name for name, tags in TAGS.items() if "[T_q]" in tags.dims)
+BROADCAST = tuple(name for name, tags in TAGS.items() if "(T_q)" in tags.dims)
 
 
 def along(dim: str) -> dict[str, int]:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import checks, tracing
+from . import checks
 
 
 def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -39,11 +39,11 @@ def t5_relative_bias(
             bucket 0 with the query's own position.
         max_distance: this and larger distances share the last bucket.
     """
-    checks.check_floats("table", table)
+    checks.check_input("table", table, "float", "buckets H", table, {})
     max_offset = checks.check_count("max_offset", max_offset, 0)
-    if table.dim() != 2 or table.shape[0] < 4 or (bidirectional and table.shape[0] % 2):
+    if table.shape[0] < 4 or (bidirectional and table.shape[0] % 2):
         raise ValueError(
-            f"table must have shape [buckets, H], buckets at least 4{' and even' * bidirectional}, "
+            f"table must have at least 4 buckets{', an even number' * bidirectional}, "
             f"got {list(table.shape)}"
         )
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
@@ -73,12 +73,8 @@ def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
     Raises:
         TypeError, ValueError: offsets have another dtype, shape or order, or exceed length.
     """
-    checks.check_integers("cu_seqlens", cu_seqlens)
     length = checks.check_count("length", length, 0)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
-    if tracing.host_knows(cu_seqlens):
-        checks.check_offset_values("cu_seqlens", cu_seqlens, length)
+    checks.check_offsets("cu_seqlens", cu_seqlens, length, cu_seqlens, least=1)
     position = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     ids = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
     inside = position < cu_seqlens[-1]

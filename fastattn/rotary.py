@@ -48,9 +48,7 @@ def rotary_tables(
             is not even and positive, or `base` is not positive.
     """
     rotary_dim = check_rotary_dim(rotary_dim)
-    base = checks.check_number("base", base)
-    if not base > 0:
-        raise ValueError(f"base must be > 0, got {base}")
+    base = checks.check_positive("base", base)
     checks.check_float_dtype("dtype", dtype)
     if scaling is not None and not hasattr(scaling, "frequencies"):
         raise TypeError(
@@ -62,10 +60,7 @@ def rotary_tables(
         device = positions.device if device is None else device
         positions = positions.to(device)
     else:
-        positions = checks.check_int("positions", positions)
-        if positions < 0:
-            raise ValueError(f"positions must be a length >= 0 or a tensor, got {positions}")
-        positions = torch.arange(positions, device=device)
+        positions = torch.arange(checks.check_count("positions", positions, 0), device=device)
 
     if scaling is None:
         frequency, amplitude = plain_frequencies(rotary_dim, base, positions.device), 1.0
@@ -204,50 +199,30 @@ def check_rotary_style(style: str) -> None:
         raise ValueError(f"rotary style must be 'half' or 'interleaved', got {style!r}")
 
 
-def check_table_dtypes(cos: Tensor, sin: Tensor) -> None:
-    """Raise TypeError unless both are real and floating."""
+def check_tables(cos: Any, sin: Any, x: Tensor, sizes: checks.Sizes) -> None:
+    """Check real tables [T, R//2] or [B, T, R//2] of any kind: their memory is not read here."""
     for name, table in (("cos", cos), ("sin", sin)):
         if isinstance(table, Tensor) and table.is_complex():
             raise TypeError(
-                f"{name} must have a floating dtype, got {table.dtype}; of a complex freqs_cis "
+                f"{name} must be a float tensor, got {table.dtype}; of a complex freqs_cis "
                 "they are .real and .imag"
             )
-        _check_floating(name, table)
-
-
-def _check_floating(name: str, x: Any) -> None:
-    """Check for a floating tensor of any kind: its memory is not read here."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} must have a floating dtype, got {checks.kind(x)}")
+        dims = "B T R//2" if getattr(cos, "ndim", 0) == 3 else "T R//2"
+        checks.check_input(name, table, "float", dims, x, sizes, dense=False)
 
 
 def _check_positions(positions: Tensor) -> None:
     if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
         raise TypeError(f"positions must have an integer dtype, got {positions.dtype}")
-    if positions.dim() not in (1, 2):
-        raise ValueError(f"positions must have shape [T] or [B, T], got {tuple(positions.shape)}")
+    checks.check_input("positions", positions, "", "B? T", positions, {}, dense=False)
 
 
 def _check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _check_floating("x", x)
-    if x.dim() != 4:
-        raise ValueError(f"x must have shape [B, H, T, D], got {tuple(x.shape)}")
-    check_table_dtypes(cos, sin)
-    if cos.shape != sin.shape:
+    sizes: checks.Sizes = {}
+    checks.check_input("x", x, "float", "B H T D", x, sizes, dense=False)
+    check_tables(cos, sin, x, sizes)
+    if 2 * sizes["R//2"] > sizes["D"]:
         raise ValueError(
-            f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    B, _, T, D = x.shape
-    if cos.dim() not in (2, 3) or cos.shape[-2] != T or (cos.dim() == 3 and cos.shape[0] != B):
-        raise ValueError(
-            f"cos and sin must have shape [{T}, R // 2] or [{B}, {T}, R // 2] to match x, "
-            f"got {tuple(cos.shape)}"
-        )
-    if 2 * cos.shape[-1] > D:
-        raise ValueError(
-            f"cos and sin rotate {2 * cos.shape[-1]} channels, but x has only D = {D} a head"
-        )
-    if cos.device != x.device or sin.device != x.device:
-        raise ValueError(
-            f"cos and sin must be on x's device {x.device}, got {cos.device} and {sin.device}"
+            f"cos and sin rotate {2 * sizes['R//2']} channels, but x has only D = {sizes['D']} a "
+            "head"
         )

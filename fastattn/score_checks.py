@@ -1,5 +1,4 @@
-"""Checks of options that change scores and weights: biases, masks, tables, sinks, dropout, users'
-functions.
+"""Rules of options that their tags do not say: pairs, users' functions, what goes with what.
 
 Each takes an option and its call, and returns the value for the call's record.
 """
@@ -13,38 +12,43 @@ from torch import Tensor
 
 from .checks import (
     FARTHEST,
+    Sizes,
     as_python,
-    check_device,
     check_flag,
-    check_floats,
     check_fraction,
+    check_group,
+    check_input,
     check_int,
-    check_placement,
-    check_seed,
-    check_tensor,
-    kind,
+    check_pair,
+    is_integer,
     type_name,
+    within_reach,
 )
 
 # An operator has so many parameters for them.
 MAX_MOD_TENSORS = 8
+# Options that depend on the indices of rows, heads, queries and keys in the whole batch.
+COUNTING = ("mask_mod", "score_mod", "dropout")
 
 
 class Checking(NamedTuple):
     """A call during the checks of its options, which follow the order of the table.
 
-    B: batch rows, or packed sequences.
+    expected: dtype of each field, dims, and dims in a call of packed sequences, as `check_input`
+        has them.
     arguments: all options.
     fields: of the record, so far.
+    sizes: of dims by their names; B also of packed sequences.
     reach: over a cache, the number of positions that a mask must cover.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    B: int
+    expected: Mapping[str, tuple[str, str, str]]
     arguments: Mapping[str, Any]
     fields: dict[str, Any]
+    sizes: Sizes
     reach: int | None = None
 
     @property
@@ -58,9 +62,12 @@ class Checking(NamedTuple):
         sides = self.fields.get("left"), self.fields.get("right"), self.arguments.get("stride")
         return any(side is not None for side in sides)
 
-
-# Options that depend on the indices of rows, heads, queries and keys in the whole batch.
-COUNTING = ("mask_mod", "score_mod", "dropout")
+    def tensor(self, name: str, x: Any, field: str = "") -> Any:
+        """Return x if it is a tensor as the tags of a field say; default: of the option's."""
+        dtype, dims, packed = self.expected[field or name]
+        sizes = self.sizes
+        dims = packed if "total_q" in sizes else dims
+        return check_input(name, x, dtype, dims, self.q, sizes)
 
 
 def _wanted(name: str, call: Checking) -> bool:
@@ -74,8 +81,7 @@ def check_heads(heads: Any, call: Checking) -> tuple[int, int | None]:
 
     (0, None) if the options do not depend on it: then the same kernels serve all calls.
     """
-    if not isinstance(heads, tuple) or len(heads) != 2:
-        raise TypeError(f"heads must be a pair (first, total), got {type_name(heads)}")
+    check_pair("heads", heads, "(first, total)")
     first, total = (check_int(f"heads[{n}]", x) for n, x in enumerate(heads))
     H_q = call.q.shape[1]
     # A part of a batch counts through rows: row * total + head.
@@ -107,7 +113,7 @@ def check_batch_invariant(flag: Any, call: Checking) -> bool:
     invariant = check_flag("batch_invariant", flag)
     for name, reason in _VARIANT.items():
         if invariant and _wanted(name, call):
-            raise ValueError(f"batch_invariant goes without {name}: {reason}")
+            raise ValueError(f"{name} cannot be combined with batch_invariant: {reason}")
     return invariant
 
 
@@ -122,18 +128,10 @@ def check_positions(positions: Any, call: Checking) -> tuple[Tensor, Tensor]:
     """
     if call.arguments.get("query_offset") is not None:
         raise ValueError("give positions or query_offset, not both")
-    if not isinstance(positions, tuple) or len(positions) != 2:
-        raise TypeError(
-            f"positions must be a pair (q_positions, k_positions), got {type_name(positions)}"
-        )
-    for n, (x, like) in enumerate(zip(positions, (call.q, call.k), strict=True)):
+    check_pair("positions", positions, "(q_positions, k_positions)")
+    for n, x in enumerate(positions):
         name = f"positions[{n}]"
-        if not isinstance(x, Tensor) or x.dtype != torch.int32:
-            raise TypeError(f"{name} must be an int32 tensor, got {kind(x)}")
-        T = like.shape[2]
-        if x.dim() != 2 or x.shape[0] not in (1, call.B) or x.shape[1] != T:
-            raise ValueError(f"{name} must have shape [{call.B} or 1, {T}], got {list(x.shape)}")
-        check_device(name, x, call.q)
+        call.tensor(name, x, "qk"[n] + "_positions")
         if x.is_cpu and not torch.compiler.is_compiling():
             _check_position_values(name, x, by_fours=n == 1 and _wanted("dropout", call))
     q_positions, k_positions = positions
@@ -154,82 +152,76 @@ def _check_position_values(name: str, x: Tensor, *, by_fours: bool) -> None:
         )
 
 
-def _per_score(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A tensor of 2 to 4 dims that broadcasts to every score; returned with 4, not expanded."""
-    whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    shape = tuple(check_tensor(name, x).shape)
-    if not 2 <= x.dim() <= 4:
-        raise ValueError(f"{name} must have 2 to 4 dimensions, got {list(shape)}")
-    sizes = zip(shape, whole[4 - x.dim() :], strict=True)
-    if any(size not in (1, full) for size, full in sizes):
+def check_query_offset(offset: Any, call: Checking) -> tuple[int, Tensor | None]:
+    """An int, or a tensor; returns it as the first or the second."""
+    offset = as_python(offset)
+    if not is_integer(offset):
+        return 0, call.tensor("query_offset", offset, "query_offsets")
+    if not torch.compiler.is_compiling() and not -FARTHEST <= offset <= FARTHEST:
+        raise ValueError(f"query_offset must be within 2**28 of 0, got {offset}")
+    return offset, None
+
+
+def check_prefix_lengths(prefix: Any, call: Checking) -> Tensor:
+    """An int of at least 0, or a tensor; returned as a tensor."""
+    if not call.fields.get("causal", False):
         raise ValueError(
-            f"{name} must broadcast to [B, H_q, T_q, T_k] = {list(whole)}, got {list(shape)}"
+            "prefix_lengths makes keys visible that causal hides: it needs causal=True"
         )
-    check_device(name, x, q)
-    return x[(None,) * (4 - x.dim())]
+    prefix = as_python(prefix)
+    if not is_integer(prefix):
+        return call.tensor("prefix_lengths", prefix)
+    if prefix < 0:
+        raise ValueError(f"prefix_lengths must be at least 0, got {prefix}")
+    B, device = call.sizes["B"], call.q.device
+    return torch.full((B,), within_reach(prefix), dtype=torch.int32, device=device)
 
 
-def _per_position(name: str, x: Tensor, q: Tensor, bound: int) -> Tensor:
-    """Check a tensor over a cache like `_per_score`; its last dim, >= `bound`, never broadcasts."""
-    if x.dim() < 2 or x.shape[-1] < bound:
+def check_documents(documents: Any, call: Checking) -> tuple[Tensor, Tensor]:
+    """Ids of all tokens, or a pair of them for queries and keys."""
+    T_q, T_k = call.sizes["T_q"], call.sizes["T_k"]
+    if isinstance(documents, tuple):
+        check_pair("documents", documents, "(q_ids, k_ids), or ids")
+        names, (q_ids, k_ids) = ("documents[0]", "documents[1]"), documents
+    elif T_q != T_k:
         raise ValueError(
-            f"{name} must reach over the cache's {bound} positions in its last of 2 to 4 "
-            f"dimensions, got {list(x.shape)}"
+            f"documents must be a pair (q_ids [B, T_q], k_ids [B, T_k]) where T_q and T_k differ, "
+            f"got one tensor for {T_q} queries and {T_k} keys"
         )
-    like_keys = q.new_empty(1).expand(1, 1, x.shape[-1], 1)
-    return _per_score(name, x, q, like_keys)
-
-
-def _attn_mask(
-    mask: Tensor, bias: Tensor | None, q: Tensor, k: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """bool (True = attend), or a float bias; returns mask and bias."""
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise TypeError(
-            f"attn_mask must be a bool (True = attend) or float tensor, got {kind(mask)}"
-        )
-    if mask.dtype == torch.bool:
-        return _per_score("attn_mask", mask, q, k), bias
-    if bias is not None:
-        raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
-    bias = _per_score("attn_mask", mask, q, k)
-    check_floats("attn_bias", bias)
-    return None, bias
-
-
-def _cache_mask(mask: Any, q: Tensor, bound: int) -> Tensor:
-    """bool (True = attend), as `_per_position`."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a bool tensor, got {kind(mask)}")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"attn_mask must be bool (True = attend), got {mask.dtype}")
-    return _per_position("attn_mask", mask, q, bound)
+    else:
+        names, q_ids, k_ids = ("documents", "documents"), documents, documents
+    call.tensor(names[0], q_ids, "q_documents")
+    call.tensor(names[1], k_ids, "k_documents")
+    return q_ids, k_ids
 
 
 def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | None]:
-    """Check attn_mask or attn_bias; returns mask and bias. A float attn_mask is a bias."""
+    """Check attn_mask; returns mask and bias. A float attn_mask is a bias, but over a cache."""
+    bias = call.arguments.get("attn_bias")
     if call.reach is not None:
-        return _cache_mask(x, call.q, call.reach), None
-    return _attn_mask(x, call.arguments.get("attn_bias"), call.q, call.k)
+        # attn_bias may reach farther.
+        call._replace(sizes=dict(call.sizes)).tensor("attn_mask", x)
+    elif not isinstance(x, Tensor) or not x.is_floating_point():
+        call.tensor("attn_mask", x)
+    elif bias is None:
+        return None, check_bias(call.tensor("attn_mask", x, "attn_bias"), call)
+    else:
+        raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
+    return check_bias(x, call, "attn_mask"), bias
 
 
-def check_attn_bias(x: Any, call: Checking) -> Tensor:
-    check_floats("attn_bias", x)
-    if call.reach is not None:
-        return _per_position("attn_bias", x, call.q, call.reach)
-    return _per_score("attn_bias", x, call.q, call.k)
+def check_bias(x: Tensor, call: Checking, name: str = "attn_bias") -> Tensor:
+    """x with four dims, not expanded. Over a cache its last dim reaches over all positions."""
+    if call.reach is not None and x.shape[-1] < call.reach:
+        raise ValueError(
+            f"{name} must reach over the cache's {call.reach} positions in its last dim, "
+            f"got {list(x.shape)}"
+        )
+    return x[(None,) * (4 - x.dim())]
 
 
 def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
-    """float32 [H_q] or [B, H_q] on q's device, without gradient."""
-    B, H_q = call.B, call.q.shape[1]
-    if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
-        raise TypeError(f"alibi_slopes must be a float32 tensor, got {kind(slopes)}")
-    if tuple(slopes.shape) not in ((H_q,), (B, H_q)):
-        raise ValueError(
-            f"alibi_slopes must have shape [{H_q}] or [{B}, {H_q}], got {list(slopes.shape)}"
-        )
-    check_device("alibi_slopes", slopes, call.q)
+    """Slopes have no gradient."""
     if slopes.requires_grad:
         raise ValueError(
             "alibi_slopes have no gradient, but require one; relative_bias is a bias that learns"
@@ -237,82 +229,35 @@ def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
     return slopes
 
 
-def check_relative_bias(bias: Tensor, call: Checking) -> Tensor:
-    """Any float dtype, [H_q, 2 R + 1], on q's device."""
-    H_q = call.q.shape[1]
-    check_floats("relative_bias", bias)
-    if bias.dim() != 2 or bias.shape[0] != H_q or bias.shape[1] % 2 == 0:
-        raise ValueError(f"relative_bias must have shape [{H_q}, 2 R + 1], got {list(bias.shape)}")
-    return check_device("relative_bias", bias, call.q)
-
-
 def check_relative_keys(keys: Tensor, call: Checking) -> Tensor:
-    """q's dtype and device, [H_q, H_k or 1, 2 R + 1, D]; q is [..., H_q, T_q, D] or packed."""
-    q, H_k = call.q, call.k.shape[1]
-    if not isinstance(keys, Tensor) or keys.dtype != q.dtype:
-        raise TypeError(f"relative_keys must have the dtype of q ({q.dtype}), got {kind(keys)}")
-    H_q, D = q.shape[1], q.shape[-1]
-    heads = (H_q, H_k, 1)
-    if (
-        keys.dim() != 3
-        or keys.shape[0] not in heads
-        or keys.shape[1] % 2 == 0
-        or keys.shape[2] != D
-    ):
+    """Vectors of each query head, each key head, or all heads."""
+    heads = sorted({call.sizes["H_q"], call.sizes["H_k"], 1})
+    if keys.shape[0] not in heads:
         raise ValueError(
-            f"relative_keys must have shape [H, 2 R + 1, {D}] with H one of "
-            f"{', '.join(map(str, sorted(set(heads))))}, got {list(keys.shape)}"
+            f"relative_keys must have H_q, H_k or 1 heads, {', '.join(map(str, heads))}, "
+            f"got {list(keys.shape)}"
         )
-    return check_device("relative_keys", keys, q)
-
-
-def check_relative_query(query: Tensor, call: Checking) -> Tensor:
-    """q's dtype, device and shape; needs relative_keys."""
-    q = call.q
-    if call.fields.get("relative_keys") is None:
-        raise ValueError("relative_query is multiplied by relative_keys, which is not given")
-    if not isinstance(query, Tensor) or query.dtype != q.dtype:
-        raise TypeError(f"relative_query must have the dtype of q ({q.dtype}), got {kind(query)}")
-    return check_placement("relative_query", query, tuple(q.shape), q)
+    return keys
 
 
 def check_query2(query: Tensor, call: Checking) -> Tensor:
-    """q's dtype and device, and q's shape except the width, which the scale depends on."""
-    q = call.q
-    if call.arguments.get("key2") is None:
-        raise ValueError("query2 is multiplied by key2, which is not given")
-    _check_second("query2", query, q, q.shape[1])
+    """Columns of a second product, on whose number the scale depends."""
+    if not query.shape[-1]:
+        raise ValueError(f"query2 must have columns, got shape {list(query.shape)}")
     if call.arguments.get("scale") is None:
         if any(_one_memory(x, call.v) for x in (call.k, call.arguments["key2"])):
             raise ValueError(
                 "scale must be given where values are keys too, as of latents: it is that of the "
                 "head dim before a projection was absorbed, not of the widths here"
             )
-        call.fields["scale"] = (q.shape[-1] + query.shape[-1]) ** -0.5
+        call.fields["scale"] = (call.q.shape[-1] + query.shape[-1]) ** -0.5
     return query
 
 
 def check_key2(key: Tensor, call: Checking) -> Tensor:
-    """q's dtype and device; rows of k, as wide as query2, heads that divide those of k."""
-    query, H_k = call.fields.get("query2"), call.k.shape[1]
-    if query is None:
-        raise ValueError("key2 is multiplied by query2, which is not given")
-    heads = key.shape[1] if isinstance(key, Tensor) and key.dim() > 1 else 0
-    _check_second("key2", key, call.k, heads, query.shape[-1])
-    if not heads or H_k % heads:
-        raise ValueError(f"key2 must have a number of heads that divides k's {H_k}, got {heads}")
+    """Heads that divide those of k."""
+    check_group("key2", "k", call.sizes["H_k"], key.shape[1])
     return key
-
-
-def _check_second(name: str, x: Any, like: Tensor, heads: int, width: int | None = None) -> None:
-    """Check x: the shape of `like` except heads and width."""
-    if not isinstance(x, Tensor) or x.dtype != like.dtype:
-        raise TypeError(f"{name} must have the dtype of q ({like.dtype}), got {kind(x)}")
-    shape = list(like.shape)
-    shape[1], shape[-1] = heads, (x.shape[-1] if x.dim() else 0) if width is None else width
-    check_placement(name, x, tuple(shape), like)
-    if not shape[-1]:
-        raise ValueError(f"{name} must have columns, got shape {shape}")
 
 
 def _one_memory(x: Any, y: Tensor) -> bool:
@@ -323,21 +268,13 @@ def _one_memory(x: Any, y: Tensor) -> bool:
     return shared and x.storage_offset() == y.storage_offset()
 
 
-def check_sinks(x: Tensor, call: Checking) -> Tensor:
-    """Any float dtype, [H_q], on q's device."""
-    check_floats("sinks", x)
-    return check_placement("sinks", x, (call.q.shape[1],), call.q)
-
-
 def check_dropout(dropout: Any, call: Checking) -> float:
     """A probability below 1."""
     return check_fraction("dropout", dropout)
 
 
 def check_dropout_seed(seed: Tensor, call: Checking) -> Tensor | None:
-    """int64 [2] on q's device; None without dropout."""
-    check_seed("dropout_seed", seed)
-    check_device("dropout_seed", seed, call.q)
+    """None without dropout."""
     return seed if call.fields.get("dropout") else None
 
 
@@ -349,8 +286,6 @@ def check_mask_mod(mod: Any, call: Checking) -> Any:
 
 def check_score_mod_grad(mod: Any, call: Checking) -> Any:
     """A @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *tensors)."""
-    if call.arguments.get("score_mod") is None:
-        raise ValueError("score_mod_grad is the gradient of score_mod, which is not given")
     check_function("score_mod_grad", mod, "dx, x, b, h, q_pos, k_pos", call.mods)
     return mod
 
@@ -409,11 +344,9 @@ def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
         raise ValueError(f"mod_tensors must be at most {MAX_MOD_TENSORS}, got {len(tensors)}")
     for n, x in enumerate(tensors):
         name = f"mod_tensors[{n}]"
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
+        check_input(name, x, "", "...", call.q, {})
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
-        check_device(name, x, call.q)
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} has no gradient, but requires one: detach it, or call under "

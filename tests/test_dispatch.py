@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import fastattn
 from fastattn import dispatch
+from fastattn.functional import call_memo
 from fastattn.ops import call
 from fastattn.testing import make_qkv
 
@@ -168,7 +169,16 @@ def test_a_layout_that_is_probably_wrong_is_named_once(monkeypatch: pytest.Monke
         fastattn.attention(q.transpose(1, 2), *[k.transpose(1, 2)] * 2, causal=True)
         fastattn.attention(q, k, k, causal=True, query_offset=0)
         fastattn.attention(q, k, k)
-    with pytest.warns(UserWarning, match=r"Of tensors \[B, T, H, D\]") as seen:
-        for T in (8, 4):
-            fastattn.attention(q[:, :, :T], k, k, causal=True)
-    assert [x.filename for x in seen] == [__file__]
+    calls = (
+        lambda q: fastattn.attention(q, k, k, causal=True),
+        lambda q: fastattn.attention_statistics(q, k, causal=True),
+        lambda q: fastattn.dot_product_attention(q, k, k, causal=True),
+        lambda q: fastattn.explain(q, k, k, causal=True),
+    )
+    for by_layout in calls:
+        dispatch._warned.clear()
+        call_memo.forget()
+        with pytest.warns(UserWarning, match=r"Of tensors \[B, T, H, D\]") as seen:
+            for T in (8, 4):
+                by_layout(q[:, :, :T])
+        assert [x.filename for x in seen] == [__file__]

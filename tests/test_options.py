@@ -15,12 +15,14 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor
 
 import fastattn
-from fastattn import attention
+from fastattn import attention, checks
+from fastattn.checks import FOREIGN
 from fastattn.functional import warmup
-from fastattn.functional.call_options import FOREIGN
-from fastattn.options import CALLS, OPTIONS, Options
+from fastattn.functional.call_options import dense_options
+from fastattn.options import CALLS, EXPECTED, OPTIONS, TENSORS, Options
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
 from fastattn.testing.verify import caches
@@ -104,7 +106,7 @@ def typed_signatures() -> str:
         "from torch import Tensor",
     ]
     for call, rows in TAKEN_BY.items():
-        lines += ["", "", f"class {type_of(call)}(TypedDict, total=False):"]
+        lines += ["", f"class {type_of(call)}(TypedDict, total=False):"]
         lines += [f'    """Options of `{call}`; see there."""', ""]
         lines += [f"    {option}: {spelled(row.type)}" for option, row in rows.items()]
     return "\n".join(lines) + "\n"
@@ -195,20 +197,93 @@ def test_type_checkers_know_every_option_of_every_call() -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_unknown_option_is_refused_with_the_closest_known_one(call: str) -> None:
-    with pytest.raises(TypeError, match=r"takes no windows: there is .*; the closest is window$"):
+    with pytest.raises(TypeError, match=r"unexpected argument 'windows'; did you mean 'window'\?$"):
         CALLS[call](windows=3)
-    with pytest.raises(TypeError, match=r"takes no zzz: there is no such argument$"):
+    with pytest.raises(TypeError, match=r"unexpected argument 'zzz'$"):
         CALLS[call](zzz=3)
-    with pytest.raises(TypeError, match=r"takes no is_causal: here it is causal$"):
+    with pytest.raises(TypeError, match=r"'is_causal'; did you mean 'causal'\?$"):
         CALLS[call](is_causal=True)
 
 
 def test_names_of_other_libraries_are_no_names_here_and_stand_for_options() -> None:
     assert not FOREIGN.keys() & OPTIONS.keys()
-    assert set(FOREIGN.values()) <= OPTIONS.keys()
+    of_layers = {"memory_padding_mask", "rotary_tables", "cache"}
+    assert {name for ours in FOREIGN.values() for name in ours} - of_layers <= OPTIONS.keys()
     # What users of flash-attn and torch write first.
     flash = ("softmax_scale", "dropout_p", "window_size", "s_aux")
-    assert [FOREIGN[name] for name in flash] == ["scale", "dropout", "window", "sinks"]
+    assert [FOREIGN[name][0] for name in flash] == ["scale", "dropout", "window", "sinks"]
+
+
+SIZES = {
+    "B": 2,
+    "H_q": 4,
+    "T_q": 3,
+    "D": 8,
+    "H_k": 2,
+    "T_k": 5,
+    "D_v": 8,
+    "H_k2": 1,
+    "D2": 6,
+    "H": 1,
+}
+SIZES |= {"total_q": 3, "total_k": 5, "2R+1": 5, "2": 2}
+OF_ONE = {field: name for name, row in OPTIONS.items() for field in row.fields or (name,)}
+
+
+def drawn(dtype: str, dims: str) -> Tensor:
+    shape = [SIZES[dim.strip("[]()?")] for dim in dims.split()]
+    kind = {"integer": "int64", "float": "float16", "as q": "float32"}.get(dtype, dtype)
+    return torch.arange(shape[-1]).expand(shape).to(getattr(torch, kind))
+
+
+def wrong(
+    x: Tensor, dims: str, free: tuple[str, ...] = ()
+) -> Iterator[tuple[type[Exception], Tensor]]:
+    """Tensors that differ from x in one thing, each with the error that it is refused by."""
+    yield TypeError, x.to(torch.int16)
+    yield ValueError, x.to("meta")
+    yield ValueError, x[(None,) * (5 - x.dim())]
+    if x.dim() > 1 and not {"[", "?"} & set(dims):  # a number is another form
+        yield ValueError, x[0]
+    for axis, dim in enumerate(dims.split()):
+        if dim not in free:
+            n = x.shape[axis]
+            other = {n + 1 if dim in ("2R+1", "H_q") else n + 2}
+            if dim[-1] not in ")]1":
+                other |= {1} - {n}
+            for size in other:
+                yield ValueError, x.new_zeros((*x.shape[:axis], size, *x.shape[axis + 1 :]))
+
+
+@pytest.mark.parametrize("field", [field for field in OF_ONE if field in TENSORS])
+def test_a_tensor_that_is_not_as_its_tags_say_is_refused_by_name(field: str) -> None:
+    q, k, v = (drawn("float32", dims) for dims in checks.DENSE)
+    name, (dtype, dims, _) = OF_ONE[field], EXPECTED[field]
+    row = OPTIONS[name]
+    others = {"causal": True} | {x: drawn(*EXPECTED[x][:2]) for x in (row.needs,) if x}
+
+    def call(x: Tensor) -> None:
+        given = {name: x}
+        if row.fields and "q_" in row.fields[0]:
+            parts = {part: drawn(*EXPECTED[part][:2]) for part in row.fields} | {field: x}
+            given = {name: tuple(parts.values())}
+        dense_options(q, k, v, **others, **given)
+
+    call(drawn(dtype, dims))
+    for error, x in wrong(drawn(dtype, dims), dims):
+        with pytest.raises(error, match=f"^({name}|{row.needs or name})"):
+            call(x)
+
+
+@pytest.mark.parametrize("layout", [checks.DENSE, checks.PACKED])
+def test_inputs_that_are_not_as_their_layout_says_are_refused(layout: checks.Layout) -> None:
+    qkv = [drawn("float32", dims) for dims in layout]
+    for n, dims in enumerate(layout):
+        for error, x in wrong(qkv[n], dims, ("T_q", "total_q", "D_v")):
+            given = [*qkv[:n], x, *qkv[n + 1 :]]
+            with pytest.raises(error, match=r"^[qkv]"):
+                checks.check_tensors(*given, layout)
+                checks.check_qkv(*given, layout)
 
 
 @pytest.mark.parametrize("name", TAKEN_BY)
@@ -283,11 +358,11 @@ def places(source: str, option: str) -> list[str]:
 # In how many places of how many files an option may be named at most, over all that is installed
 # but the stubs, which are written from the table. The numbers may only fall.
 MOST: dict[str, tuple[int, int]] = {
-    "keep_first": (65, 29),
-    "prefix_lengths": (24, 14),
+    "keep_first": (64, 29),
+    "prefix_lengths": (23, 14),
     "softcap": (53, 36),
     "alibi_slopes": (33, 22),
-    "sinks": (65, 44),
+    "sinks": (64, 43),
 }
 
 

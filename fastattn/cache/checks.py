@@ -16,11 +16,7 @@ Rotary = tuple[Tensor, Tensor]
 
 def check_sizes(**sizes: Any) -> list[int]:
     """Check sizes of at least 1, and return them as Python ints."""
-    for name, size in sizes.items():
-        sizes[name] = checks.check_int(name, size)
-        if sizes[name] < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
-    return list(sizes.values())
+    return [checks.check_count(name, size, 1) for name, size in sizes.items()]
 
 
 def check_ints(name: str, each: str, numbers: Any) -> list[int]:
@@ -82,20 +78,18 @@ def check_view_values(
     return room
 
 
-def check_window(window: int | None, keep_first: int, max_length: int) -> tuple[int | None, int]:
-    """Check that a ring has room for its window and first positions; return both as Python ints."""
-    keep_first = checks.check_int("keep_first", keep_first)
-    if keep_first < 0 or (keep_first and window is None):
-        raise ValueError(f"keep_first must be >= 0, and 0 without a window, got {keep_first}")
+def check_window(window: Any, keep_first: Any, room: int, name: str) -> tuple[int | None, int]:
+    """Check that a ring has room for its window and first positions; return both as Python ints.
+
+    name: of the room.
+    """
+    keep_first = checks.check_keep_first(keep_first, window is not None)
     if window is None:
         return None, keep_first
-    window = checks.check_int("window", window)
-    if window < 1:
-        raise ValueError(f"window must be >= 1, got {window}")
-    if keep_first + window > max_length:
+    window = checks.check_count("window", window, 1)
+    if keep_first + window > room:
         raise ValueError(
-            f"max_length must be at least keep_first + window = {keep_first + window}, "
-            f"got {max_length}"
+            f"{name} must be at least keep_first + window = {keep_first + window}, got {room}"
         )
     return window, keep_first
 
@@ -113,26 +107,15 @@ def check_tokens(
         ValueError: a shape, the dtype or the device disagrees.
         RuntimeError: one requires grad while grad mode is on.
     """
-    D = like_k.shape[-1] if head_dim is None else head_dim
-    for name, x, like, width in (("k", k, like_k, D), ("v", v, like_v, like_v.shape[-1])):
-        checks.check_tensor(name, x)
-        heads = like.shape[-3]
-        if x.dim() != 4 or (*x.shape[:2], x.shape[3]) != (batch, heads, width):
-            raise ValueError(
-                f"{name} must have shape [{batch}, {heads}, T, {width}] to match the cache, "
-                f"got {tuple(x.shape)}"
-            )
+    sizes = {"B": batch, "H_k": like_k.shape[-3], "D_v": like_v.shape[-1]}
+    sizes["D"] = like_k.shape[-1] if head_dim is None else head_dim
+    for name, x, dims in (("k", k, "B H_k T D"), ("v", v, "B H_k T D_v")):
+        checks.check_input(name, x, "", dims, like_k, sizes)
         if x.dtype != dtype:
             raise ValueError(
                 f"{name} must have the cache's dtype {dtype}, got {x.dtype}; "
                 "build the cache with the dtype that attention runs in"
             )
-        if x.device != like.device:
-            raise ValueError(f"{name} must be on the cache's device {like.device}, got {x.device}")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(
-            f"k and v must hold the same number of tokens, got {k.shape[2]} and {v.shape[2]}"
-        )
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         raise RuntimeError(
             "KVCache stores no graph, but k or v requires grad: append under torch.no_grad() "
@@ -158,17 +141,11 @@ def check_rotary(
     if not isinstance(rotary, tuple | list) or len(rotary) != 2:
         raise TypeError(f"rotary must be (cos, sin), got {checks.type_name(rotary)}")
     cos, sin = rotary
+    sizes: checks.Sizes = {}
     for name, x in (("cos", cos), ("sin", sin)):
-        checks.check_tensor(f"rotary {name}", x)
-        if x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > k.shape[3] or not x.shape[1]:
-            raise ValueError(
-                f"rotary {name} must have shape [N, R // 2] with 0 < R <= {k.shape[3]}, like the "
-                f"other table, got {tuple(x.shape)}"
-            )
-        if x.dtype != torch.float32 or x.device != k.device:
-            raise ValueError(
-                f"rotary {name} must be float32 on {k.device}, got {x.dtype} on {x.device}"
-            )
+        checks.check_input(f"rotary {name}", x, "float32", "N R//2", k, sizes)
+    if not 0 < 2 * sizes["R//2"] <= k.shape[3]:
+        raise ValueError(f"rotary must rotate up to {k.shape[3]} columns, got {2 * sizes['R//2']}")
     needed = max(bound, 1)
     if needed > cos.shape[0]:
         raise ValueError(
@@ -177,8 +154,5 @@ def check_rotary(
         )
     if q is None:
         return
-    B, _, T, D = k.shape
-    if checks.check_tensor("q", q).dim() != 4 or (q.shape[0], *q.shape[2:]) != (B, T, D):
-        raise ValueError(f"q must have shape [{B}, H_q, {T}, {D}], got {tuple(q.shape)}")
-    if q.dtype != k.dtype or q.device != k.device:
-        raise ValueError(f"q must be {k.dtype} on {k.device}, got {q.dtype} on {q.device}")
+    sizes = dict(zip(("B", "H_k", "T", "D"), k.shape, strict=True))
+    checks.check_input("q", q, "as k", "B H_q T D", k, sizes)

@@ -103,7 +103,7 @@ class KVCache:
             value_dim=head_dim if value_dim is None else value_dim,
         )
         self.max_length, self.head_dim = max_length, head_dim
-        self.window, self.keep_first = check_window(window, keep_first, max_length)
+        self.window, self.keep_first = check_window(window, keep_first, max_length, "max_length")
         self.quantize = quantize
         self.dtype = check_dtype(dtype)
         # Inference tensors are not writable outside inference mode.
@@ -226,7 +226,8 @@ class KVCache:
         `lengths` and not stored.
 
         Raises:
-            TypeError: `new_lengths` or `batch_index` is not int32 or int64.
+            TypeError: `new_lengths` or `batch_index` is not int32 or int64, a table not fp32, or q
+                not of k's dtype.
             ValueError: a shape, dtype or device does not match the cache, the tables are too short,
                 the tokens do not fit, or, on the CPU, an entry of `batch_index` is invalid or
                 repeated.
@@ -240,8 +241,7 @@ class KVCache:
         T = k.shape[2]
         first_slot = self._common_slot(new_lengths, batch_index)
         if new_lengths is not None:
-            checks.check_integers("new_lengths", new_lengths)
-            checks.check_placement("new_lengths", new_lengths, (B,), self.lengths)
+            checks.check_input("new_lengths", new_lengths, "integer", "B", self.lengths, {"B": B})
         bound, pads_fit = self._bound_after(T, new_lengths, batch_index)
         check_rotary(rotary, rotary_style, q, k, bound)
         with torch.no_grad():
@@ -340,14 +340,13 @@ class KVCache:
 
     def _check_row_integers(self, name: str, x: Tensor) -> None:
         """Check for int32 or int64 [rows] on the cache's device."""
-        checks.check_integers(name, x)
-        checks.check_placement(name, x, tuple(self.lengths.shape), self.lengths)
+        checks.check_input(name, x, "integer", "B", self.lengths, {"B": self.lengths.shape[0]})
 
     def _check_batch_index(self, batch_index: Tensor, *, distinct: bool = False) -> None:
-        checks.check_integers("batch_index", batch_index)
         rows = self.lengths.shape[0]
-        shape = (min(batch_index.numel(), rows),)
-        checks.check_placement("batch_index", batch_index, shape, self.lengths)
+        checks.check_input("batch_index", batch_index, "integer", "...", self.lengths, {})
+        sizes = {"B": min(batch_index.numel(), rows)}
+        checks.check_input("batch_index", batch_index, "", "B", self.lengths, sizes)
         check_row_values("batch_index", batch_index, rows, distinct=distinct)
 
     def _common_slot(self, new_lengths: Tensor | None, batch_index: Tensor | None) -> int | None:

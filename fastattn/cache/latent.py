@@ -251,9 +251,7 @@ class PagedLatentCache(_Latents, PagedKVCache):
 
 def _values(kv: Any, head_dim: int, width: int) -> Tensor:
     """The value columns of kv."""
-    if checks.check_tensor("kv", kv).dim() != 4 or kv.shape[-1] != head_dim:
-        raise ValueError(
-            f"kv must have shape [B, H_k, T, {head_dim}], the latent and then the rotary "
-            f"key, got {list(kv.shape)}"
-        )
-    return kv[..., :width]
+    values: Tensor = checks.check_input(
+        "kv", kv, "", "B H_k T latent+rope", kv, {"latent+rope": head_dim}
+    )
+    return values[..., :width]

@@ -61,8 +61,7 @@ def append_paged(
         RuntimeError: k or v requires grad while grad mode is on.
     """
     view = _view(cache)
-    checks.check_integers("slot_mapping", slot_mapping)
-    checks.check_placement("slot_mapping", slot_mapping, (slot_mapping.numel(),), view.k)
+    checks.check_input("slot_mapping", slot_mapping, "integer", "n", view.k, {})
     n = slot_mapping.shape[0]
     k, v, q = _taken("k", k, n), _taken("v", v, n), None if q is None else _taken("q", q, n)
     check_tokens(k, v, view.k, view.v, 1, view.dtype, view.head_dim)
@@ -117,8 +116,7 @@ def _positions(
         return None
     if positions is None:
         raise ValueError(f"rotary needs positions, one for each of {n} tokens, got None")
-    checks.check_integers("positions", positions)
-    checks.check_placement("positions", positions, (n,), like)
+    checks.check_input("positions", positions, "integer", "n", like, {"n": n})
     return positions.contiguous()
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..cache_view import CacheView
-from .checks import check_row_values
+from .checks import check_row_values, check_window
 
 
 def view_of_tensors(
@@ -47,25 +47,20 @@ def view_of_tensors(
         TypeError, ValueError: a tensor of the wrong dtype, shape, device or layout.
     """
     k_scale, v_scale = _check_buffers(k, v, k_scale, v_scale)
-    checks.check_integers("lengths", lengths)
-    rows, S = lengths.shape[0] if lengths.dim() == 1 else -1, k.shape[2]
-    checks.check_placement("lengths", lengths, (rows,), k)
-    if block_table is not None:
-        checks.check_integers("block_table", block_table)
-        columns = block_table.shape[-1]
-        checks.check_placement("block_table", block_table, (rows, columns), k)
-    elif k.shape[0] < rows:
+    sizes: checks.Sizes = {}
+    integers = {"lengths": (lengths, "rows"), "block_table": (block_table, "rows N")}
+    integers |= {"starts": (starts, "rows"), "batch_index": (batch_index, "B")}
+    for name, (x, dims) in integers.items():
+        if x is not None or x is lengths:
+            checks.check_input(name, x, "integer", dims, k, sizes)
+    rows, S = lengths.shape[0], k.shape[2]
+    if block_table is None and k.shape[0] < rows:
         raise ValueError(f"k must have a page for each of {rows} rows, got {k.shape[0]}")
-    if starts is not None:
-        checks.check_integers("starts", starts)
-        checks.check_placement("starts", starts, (rows,), k)
     if batch_index is not None:
-        checks.check_integers("batch_index", batch_index)
-        checks.check_placement("batch_index", batch_index, (batch_index.numel(),), k)
         check_row_values("batch_index", batch_index, rows)
     if window is not None and (block_table is not None or starts is not None):
         raise ValueError("window: a ring has neither a block_table nor starts")
-    window, keep_first = _ring(window, keep_first, S)
+    window, keep_first = check_window(window, keep_first, S, "slots of k")
     if length_bound is not None:
         length_bound = checks.check_count("length_bound", length_bound, 0)
     if dtype is not None:
@@ -82,20 +77,6 @@ def view_of_tensors(
     )  # fmt: skip
 
 
-def _ring(window: Any, keep_first: Any, slots: int) -> tuple[int | None, int]:
-    """Check window and keep_first of a view."""
-    keep_first = checks.check_keep_first(keep_first, window is not None)
-    if window is None:
-        return None, keep_first
-    window = checks.check_count("window", window, 1)
-    if keep_first + window > slots:
-        raise ValueError(
-            f"k must have a slot for each of keep_first + window = {keep_first + window} tokens, "
-            f"got {slots}"
-        )
-    return window, keep_first
-
-
 # Offsets within a block of keys are 32-bit.
 _FARTHEST_SLOTS = 2**31 // 512
 
@@ -104,15 +85,9 @@ def _check_buffers(
     k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> list[Tensor | None]:
     """Check buffers; return the scales of k and v as [P, H_k, S]."""
-    scales = []
+    scales, sizes = [], checks.Sizes()
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
-        if checks.check_tensor(name, x).dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [P, H_k, S, D], got {list(x.shape)}")
-        if x.shape[:3] != k.shape[:3] or x.dtype != k.dtype or x.device != k.device:
-            raise ValueError(
-                f"v must be {k.dtype} {list(k.shape[:3])} + [D_v] on {k.device}, as k is, "
-                f"got {x.dtype} {list(x.shape)} on {x.device}"
-            )
+        checks.check_input(name, x, "as k" if x is v else "", f"P H_k S D_{name}", k, sizes)
         if (x.stride(3) != 1 and x.shape[3] > 1) or x.stride(2) >= _FARTHEST_SLOTS:
             raise ValueError(
                 f"{name} must have rows whose numbers follow one another, and slots less than "
@@ -133,15 +108,14 @@ def _check_buffers(
 
 def _scale_of_slots(name: str, scale: Tensor, x: Tensor) -> Tensor:
     """Expand a scale to [P, H_k, S]."""
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
-    of_slots = tuple(x.shape[:3])
-    if scale.numel() == 1 and scale.dim() <= 1:
-        scale = scale.reshape(1, 1, 1).expand(of_slots)
-    elif scale.dim() == 1:
-        checks.check_placement(name, scale, of_slots[1:2], x)
-        scale = scale[:, None].expand(of_slots)
-    return checks.check_placement(name, scale, of_slots, x)
+    checks.check_input(name, scale, "float32", "...", x, {})
+    sizes = dict(zip(("P", "H_k", "S"), x.shape, strict=False))
+    if scale.dim() <= 1:
+        if scale.numel() != 1:
+            checks.check_input(name, scale, "", "H_k", x, sizes)
+        return scale.reshape(1, -1, 1).expand(x.shape[:3])
+    checks.check_input(name, scale, "", "P H_k S", x, sizes)
+    return scale
 
 
 def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | None]:

@@ -94,9 +94,8 @@ def _refuse_others(masks: dict[str, Any]) -> None:
 
 def _check_u(u: Tensor, q: Tensor) -> int:
     """Check that u is [hidden] or [H_q, hidden] on q's device; return hidden."""
-    checks.check_floats("u", u)
-    H_q = q.shape[1]
-    if u.dim() not in (1, 2) or u.shape[-1] == 0 or (u.dim() == 2 and u.shape[0] != H_q):
-        raise ValueError(f"u must have shape [hidden] or [{H_q}, hidden], got {list(u.shape)}")
-    checks.check_device("u", u, q)
-    return u.shape[-1]
+    sizes = checks.sizes_of(q)
+    hidden: int = checks.check_input("u", u, "float", "H_q? hidden", q, sizes).shape[-1]
+    if not hidden:
+        raise ValueError(f"u must have a hidden size of at least 1, got {list(u.shape)}")
+    return hidden

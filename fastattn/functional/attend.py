@@ -4,7 +4,6 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import checks, dispatch, tracing
@@ -175,7 +174,6 @@ def attention(
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
     q, k, v, checked, options = _checked(q, k, v, options)
-    _warn_of_layout(q, k, checked, options)
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = options is not arguments
@@ -290,8 +288,7 @@ def _checked(
     duals = inputs.duals(q, k, v, options)
     if duals:
         q, k, v, options = inputs.detached(q, k, v, options, duals)
-    check = checks.check_tensors if offsets is None else checks.check_packed
-    check(q, k, v)
+    checks.check_tensors(q, k, v, checks.DENSE if offsets is None else checks.PACKED)
     q, k, v, options = inputs.autocast(q, k, v, options)
     plain, mods = inputs.apart(options)
     if offsets is None:
@@ -303,21 +300,6 @@ def _checked(
     if duals:
         q, k, v, checked = inputs.restored(q, k, v, checked, duals)
     return q, k, v, checked, options
-
-
-def _warn_of_layout(q: Tensor, k: Tensor, checked: Options, options: dict[str, Any]) -> None:
-    """Warn once of tensors that look like [B, T, H, D], of which grouped heads are fewer keys."""
-    T_q, T_k = q.shape[2], k.shape[2]
-    if torch.compiler.is_compiling() or not checked.causal or not 0 < T_k < T_q or T_q % T_k:
-        return
-    # A transposed view was laid by someone who knows.
-    if q.stride(1) >= q.stride(2) and not options.keys() & {"query_offset", "positions"}:
-        dispatch.warn_once(
-            "attention takes [B, H, T, D]: of these causal queries, which are the last ones, most "
-            "come before the first key, and get 0. Of tensors [B, T, H, D] pass x.transpose(1, 2); "
-            "if the first query is at the first key, query_offset=0",
-            4,
-        )
 
 
 def compute(

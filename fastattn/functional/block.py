@@ -113,8 +113,7 @@ def attention_block_backward(
     if checked.score_mod is not None and checked.score_mod_grad is None:
         grad = score_checks.derived(checked.score_mod, checked.mod_tensors, f"in {name}")
         checked = checked._replace(score_mod_grad=grad)
-    rows = tuple(q.shape[:3]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
-    _check_results(do, o, lse, dlse, q, v, rows)
+    _check_results(do, o, lse, dlse, q, v)
     learned = _learned(options, checked)
     with torch.no_grad():
         choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS, training=True)
@@ -154,7 +153,7 @@ def _checked(
         checked = call_options.dense_options(q, k, v, **options)
     else:
         call_options.PACKED._replace(name=name).refuse_others(options)
-        checks.check_packed(q, k, v)
+        checks.check_tensors(q, k, v, checks.PACKED)
         checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     if checked.dropout and checked.dropout_seed is None:
         raise ValueError("dropout_seed must be given: all parts, and their gradients, share it")
@@ -167,24 +166,19 @@ def _checked(
 
 
 def _check_results(
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    v: Tensor,
-    rows: tuple[int, ...],
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, q: Tensor, v: Tensor
 ) -> None:
-    for name, x in (("do", do), ("o", o)):
-        checks.check_placement(name, x, (*q.shape[:-1], v.shape[-1]), q)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if x.dtype != q.dtype and (name == "do" or x.dtype != wide):
-            raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
-    statistics = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
-    for name, x in statistics.items():
-        checks.check_placement(name, x, rows, q)
-        if x.dtype not in (torch.float32, torch.promote_types(q.dtype, torch.float32)):
-            raise TypeError(f"{name} must be float32, got {x.dtype}")
+    sizes = checks.sizes_of(q) | {"D_v": v.shape[-1]}
+    dims, rows = (
+        ("B H_q T_q D_v", "B H_q T_q") if q.dim() == 4 else ("total_q H_q D_v", "H_q total_q")
+    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    checks.check_input("do", do, "as q", dims, q, sizes)
+    checks.check_input("o", o, "" if getattr(o, "dtype", None) == wide else "as q", dims, q, sizes)
+    for name, x in (("lse", lse), ("dlse", dlse)):
+        if x is not None:
+            dtype = "float32" if wide == torch.float32 else "float32 or float64"
+            checks.check_input(name, x, dtype, rows, q, sizes)
 
 
 def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, Tensor]]:

@@ -1,34 +1,18 @@
 """Check the keyword arguments of a call and make its `Options`."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from .. import checks
-from ..options import OPTIONS, Options, OptionSpec
+from .. import checks, dispatch
+from ..options import EXPECTED, OPTIONS, Options, OptionSpec
 from ..score_checks import Checking
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # o, or o and what flags ask for; the package's stub, `__init__.pyi`, has which.
 Results: TypeAlias = Any
-# Other libraries' names of arguments.
-FOREIGN = {
-    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "scale"),
-    **dict.fromkeys(("mask", "attention_mask"), "attn_mask"),
-    **dict.fromkeys(("bias", "attention_bias"), "attn_bias"),
-    **dict.fromkeys(("dropout_p", "p_dropout"), "dropout"),
-    **dict.fromkeys(("is_causal", "casual"), "causal"),
-    **dict.fromkeys(("window_size", "sliding_window"), "window"),
-    **dict.fromkeys(("soft_cap", "logits_soft_cap", "logit_softcapping"), "softcap"),
-    **dict.fromkeys(("s_aux", "attention_sinks", "learnable_sink"), "sinks"),
-    **dict.fromkeys(("seqused_k", "kv_lengths", "cache_seqlens"), "key_lengths"),
-    **dict.fromkeys(("document_ids", "segment_ids"), "documents"),
-    **dict.fromkeys(("position_ids",), "positions"),
-    **dict.fromkeys(("block_mask",), "mask_mod"),
-}
 
 
 class Callee(NamedTuple):
@@ -36,7 +20,7 @@ class Callee(NamedTuple):
 
     name: str
     taken: dict[str, OptionSpec]
-    why_not: Callable[[OptionSpec], str]
+    refusal: Callable[[OptionSpec], str]
     defaults: dict[str, Any]
 
     def default(self, name: str) -> Any:
@@ -48,13 +32,9 @@ class Callee(NamedTuple):
         if options.keys() <= self.taken.keys():
             return
         name = next(name for name in options if name not in self.taken)
-        reason = "there is no such argument"
-        if name in OPTIONS:
-            reason = self.why_not(OPTIONS[name])
-        elif FOREIGN.get(name) in self.taken:
-            reason = f"here it is {FOREIGN[name]}"
-        elif close := difflib.get_close_matches(name, self.taken, 1):
-            reason += f"; the closest is {close[0]}"
+        if name not in OPTIONS:
+            raise checks.unexpected(self.name, name, self.taken)
+        reason = self.refusal(OPTIONS[name])
         raise TypeError(f"{self.name} takes no {name}" + (f": {reason}" if reason else ""))
 
     def sign(self, function: Function) -> Function:
@@ -70,10 +50,10 @@ class Callee(NamedTuple):
 
 
 def _callee(
-    name: str, why_not: Callable[[OptionSpec], str] = lambda row: "", **defaults: Any
+    name: str, refusal: Callable[[OptionSpec], str] = lambda row: "", **defaults: Any
 ) -> Callee:
     taken = {option: row for option, row in OPTIONS.items() if name in row.calls}
-    return Callee(name, taken, why_not, defaults)
+    return Callee(name, taken, refusal, defaults)
 
 
 DENSE = _callee("attention")
@@ -87,64 +67,122 @@ ADDITIVE = _callee(
 )
 SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
 
+
+def _expected(name: str, row: OptionSpec) -> tuple[str, str, str] | None:
+    """What is expected of an option that is one tensor; rules of others check their parts."""
+    return EXPECTED[name] if row.type == Tensor | None and not row.fields else None
+
+
+_Rule = Callable[[Any, Checking], Any]
+
+
+def _rule(name: str, row: OptionSpec) -> _Rule | None:
+    """The rule of an option, or that of its type."""
+    of_type: dict[Any, _Rule] = {
+        bool: lambda x, call: checks.check_flag(name, x),
+        float | None: lambda x, call: checks.check_positive(name, x),
+    }
+    return row.rule or of_type.get(row.type)
+
+
 # Plain tuples, as named tuples look up every field by name.
-_OPTIONS = tuple((name, row.default, row.check, row.fields) for name, row in OPTIONS.items())
+_OPTIONS = {
+    name: (row.default, row.needs, _expected(name, row), _rule(name, row), row.fields)
+    for name, row in OPTIONS.items()
+}
+
+_place = {name: n for n, name in enumerate(_OPTIONS)}.__getitem__
 
 
 def _checked(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
-    arguments, fields = call.arguments, call.fields
-    for name, default, check, names in _OPTIONS:
-        if name in arguments:
-            x = arguments[name]
-            if x is default:
-                continue
-            value = check(x, call)
-            if names:
-                fields.update(zip(names, value))  # noqa: B905
-            else:
-                fields[name] = value
+    arguments, fields, sizes = call.arguments, call.fields, call.sizes
+    for name in arguments if len(arguments) < 2 else sorted(arguments, key=_place):
+        default, needs, expected, rule, names = _OPTIONS[name]
+        x = arguments[name]
+        if x is default:
+            continue
+        if needs and arguments.get(needs) is None:
+            raise ValueError(f"{name} needs {needs}, which is not given")
+        if expected is not None:
+            dtype, dims, packed = expected
+            dims = packed if "total_q" in sizes else dims
+            checks.check_input(name, x, dtype, dims, call.q, sizes)
+        value = x if rule is None else rule(x, call)
+        if names:
+            fields.update(zip(names, value))  # noqa: B905
+        else:
+            fields[name] = value
     return Options(**fields)
 
 
 def dense_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention`, after `checks.check_tensors`."""
-    checks.check_qkv(q, k, v)
-    return _checked(Checking(q, k, v, q.shape[0], options, _defaults(q, k)))
+    return _dense(q, k, v, checks.check_qkv(q, k, v), options)
 
 
 def fp8_options(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Options:
     """Options of a call of `attention_fp8`, with checked dtypes and devices."""
-    checks.check_shapes(q, k, v)
-    return _checked(Checking(q, k, v, q.shape[0], options, _defaults(q, k)))
+    return _dense(q, k, v, checks.check_qkv(q, k, v, dtype=""), options)
 
 
-def _defaults(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Fields that follow from the sizes: the last query is at the last key."""
-    offset, scale = k.shape[2] - q.shape[2], q.shape[3] ** -0.5
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, options: dict[str, Any]
+) -> Options:
+    """Options of checked tensors. By default the last query is at the last key."""
+    T_q, T_k = sizes["T_q"], sizes["T_k"]
+    offset, scale = T_k - T_q, sizes["D"] ** -0.5
     if isinstance(offset, Tensor):
         # torch.jit.trace records sizes as tensors, and an int would become a constant.
-        return {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
-    return {"query_offset": offset, "scale": scale}
+        fields = {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
+        return _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
+    fields = {"query_offset": offset, "scale": scale}
+    checked = _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
+    if checked.causal and type(offset) is int and offset < 0:
+        _warn_of_layout(q, T_q, T_k, options)
+    return checked
+
+
+def _warn_of_layout(q: Tensor, T_q: int, T_k: int, options: dict[str, Any]) -> None:
+    """Warn once of tensors that look like [B, T, H, D], of which grouped heads are fewer keys.
+
+    A transposed view was laid by someone who knows.
+    """
+    if T_k and not T_q % T_k and q.stride(1) >= q.stride(2):  # noqa: SIM102
+        if not options.keys() & {"query_offset", "positions"}:
+            dispatch.warn_once(
+                "attention takes [B, H, T, D]: of these causal queries, which are the last ones, "
+                "most come before the first key, and get 0. Of tensors [B, T, H, D], as flash-attn "
+                "has them, pass x.transpose(1, 2); if the first query is at the first key, "
+                "query_offset=0"
+            )
 
 
 def packed_options(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     **options: Any,
 ) -> Options:  # fmt: skip
-    """Options of a call of `attention_varlen`, after `checks.check_packed`."""
+    """Options of a call of `attention_varlen`, after `checks.check_tensors`."""
     PACKED.refuse_others(options)
-    checks.check_dtypes_and_devices(q, k, v)
-    return packed_fp8_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    sizes = checks.check_qkv(q, k, v, checks.PACKED)
+    return _packed(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k, options)
 
 
 def packed_fp8_options(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     **options: Any,
 ) -> Options:  # fmt: skip
-    """Options of a call of `attention_varlen_fp8`, with checked dtypes and devices."""
-    checks.check_packed_shapes(q, k, v)
+    """Options of a call of `attention_varlen_fp8`, with checked dtypes."""
+    sizes = checks.check_qkv(q, k, v, checks.PACKED, dtype="")
+    return _packed(q, k, v, sizes, cu_seqlens_q, cu_seqlens_k, options)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None, options: dict[str, Any],
+) -> Options:  # fmt: skip
     checks.check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
+    N = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k is None:
         if k.shape[0] != q.shape[0]:
             raise ValueError(
@@ -153,35 +191,38 @@ def packed_fp8_options(
             )
         cu_seqlens_k = cu_seqlens_q
     else:
-        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q)
-        checks.check_placement("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q)
+        checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], q, N=N)
     fields = {
         "query_offset": None,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "scale": q.shape[2] ** -0.5,
     }
-    return _checked(Checking(q, k, v, cu_seqlens_q.shape[0] - 1, options, fields))
+    sizes["B"] = N
+    return _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
 
 
 def paged_options(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, options: dict[str, Any]
 ) -> Options:
     """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
     PAGED.refuse_others(options)
-    B, fields = cu_seqlens.shape[0] - 1, {"query_offset": 0, "scale": q.shape[2] ** -0.5}
-    return _checked(Checking(q, k, v, B, {"causal": True, **options}, fields))
+    fields = {"query_offset": 0, "scale": q.shape[2] ** -0.5}
+    return _checked(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes))
 
 
-def cache_options(q: Tensor, k: Tensor, v: Tensor, bound: int, options: dict[str, Any]) -> Options:
+def cache_options(
+    q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, bound: int, options: dict[str, Any]
+) -> Options:
     """Options of a call of `decode_attention`.
 
     Args:
         q: [B, H_q, T_q, D].
         k, v: [P, H_k, S, D or D_v], of the cache.
+        sizes: of the dims of q.
         bound: positions that a mask or bias must cover.
         options: causal by default.
     """
     CACHE.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}
-    return _checked(Checking(q, k, v, q.shape[0], {"causal": True, **options}, fields, bound))
+    return _checked(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes, bound))

@@ -220,21 +220,20 @@ def check_latent_scale(view: CacheView, options: dict[str, Any]) -> None:
 def _splits(num_splits: int | None, options: Options) -> int | None:
     """Check num_splits, which is not for calls with batch_invariant."""
     if num_splits is not None and options.batch_invariant:
-        raise ValueError("num_splits is given by batch_invariant: give one of them")
+        raise ValueError("num_splits cannot be combined with batch_invariant, which determines it")
     return None if num_splits is None else checks.check_count("num_splits", num_splits, 1)
 
 
 def _checked(
     q: Tensor, view: CacheView, new_lengths: Tensor | None, options: dict[str, Any]
 ) -> Options:
-    check_query(q, view)
+    sizes = check_query(q, view)
     if new_lengths is not None:
-        checks.check_integers("new_lengths", new_lengths)
-        checks.check_placement("new_lengths", new_lengths, (q.shape[0],), q)
+        checks.check_input("new_lengths", new_lengths, "integer", "B", q, sizes)
     check_latent_scale(view, options)
     if view.window is not None:
         options = _of_ring(view, q.shape[2], options)
-    checked = call_options.cache_options(q, view.k, view.v, view.length_bound, options)
+    checked = call_options.cache_options(q, view.k, view.v, sizes, view.length_bound, options)
     check_order(view, checked)
     refuse_gradients("decode_attention", q, checked)
     return checked
@@ -244,7 +243,8 @@ def check_order(view: CacheView, options: Options) -> None:
     """ValueError where keys of a cache stand in other blocks than without padding."""
     if options.batch_invariant and view.starts is not None:
         raise ValueError(
-            "batch_invariant goes without padding on the left, which moves keys to other blocks"
+            "padding on the left cannot be combined with batch_invariant: it moves keys to other "
+            "blocks"
         )
 
 
@@ -257,26 +257,14 @@ def refuse_gradients(call: str, q: Tensor, options: Options) -> None:
         )
 
 
-def check_query(q: Tensor, view: CacheView) -> None:
-    checks.check_tensor("q", q)
-    B, D = view.batch_size, view.head_dim
-    if q.dim() != 4 or q.shape[0] != B or q.shape[3] != D:
-        raise ValueError(
-            f"q must have shape [{B}, H_q, T_q, {D}] to match the cache, got {list(q.shape)}"
-        )
-    check_like_cache(q, view)
-
-
-def check_like_cache(q: Tensor, view: CacheView) -> None:
-    """Check the number of heads, the dtype and the device of q, whose heads are its dim 1."""
-    H_k = view.k.shape[1]
-    if q.shape[1] % H_k:
-        raise ValueError(
-            f"q must have a number of heads that the cache's {H_k} divide, got {q.shape[1]}"
-        )
+def check_query(q: Tensor, view: CacheView, dims: str = "B H_q T_q D") -> checks.Sizes:
+    """Check q by a cache; return the sizes of its dims and B."""
+    sizes = {"B": view.batch_size, "D": view.head_dim}
+    checks.check_input("q", q, "", dims, view.k, sizes)
+    checks.check_group("cache", "q", q.shape[1], view.k.shape[1])
     if q.dtype != view.dtype:
         raise TypeError(f"q must have the cache's dtype {view.dtype}, got {q.dtype}")
-    checks.check_device("q", q, view.k)
+    return sizes
 
 
 def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -124,12 +124,6 @@ def projected(name: str, w: Tensor | None, of: str, x: Tensor, width: int) -> Te
                 f"{name} must be given where {of} is not as wide as u, got widths {D} and {width}"
             )
         return x
-    checks.check_floats(name, w)
-    if w.dtype != x.dtype and not tracing.autocasting(x.device):
-        raise TypeError(f"{name} must have the dtype of {of} ({x.dtype}), got {w.dtype}")
-    if tuple(w.shape) not in ((width, D), (H, width, D)):
-        raise ValueError(
-            f"{name} must have shape [{width}, {D}] or [{H}, {width}, {D}], got {list(w.shape)}"
-        )
-    checks.check_device(name, w, x)
+    dtype = "float" if tracing.autocasting(x.device) else f"as {of}"
+    checks.check_input(name, w, dtype, "H? width D", x, {"H": H, "width": width, "D": D})
     return x @ w.mT

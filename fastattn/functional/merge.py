@@ -82,15 +82,13 @@ def _weighted(o: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
-    for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
-        checks.check_floats(name, x)
-    if o1.dim() < 1 or o2.dtype != o1.dtype:
-        raise TypeError(f"o2 must have the dtype of o1 ({o1.dtype}), got {o2.dtype}")
-    checks.check_placement("o2", o2, tuple(o1.shape), o1)
-    for name, x in (("lse1", lse1), ("lse2", lse2)):
-        if x.dtype not in (torch.float32, torch.float64) or x.dtype != lse1.dtype:
-            raise TypeError(f"{name} must be float32 or float64, as lse1 is, got {x.dtype}")
-        checks.check_placement(name, x, tuple(o1.shape[:-1]), o1)
+    if not checks.check_input("o1", o1, "float", "...", o1, {}).dim():
+        raise checks.wrong_shape("o1", o1, "... D_v", {})
+    rows = " ".join(f"T{n}" for n in range(o1.dim() - 1))
+    sizes = {f"T{n}": size for n, size in enumerate(o1.shape[:-1])} | {"D_v": o1.shape[-1]}
+    checks.check_input("o2", o2, "as o1", f"{rows} D_v", o1, sizes)
+    checks.check_input("lse1", lse1, "float32 or float64", rows, o1, sizes)
+    checks.check_input("lse2", lse2, "as lse1", rows, lse1, sizes)
 
 
 def cascade_attention(
@@ -201,14 +199,10 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
         what = "without pages" if view.block_table is None else "whose rows begin with padding"
         raise ValueError(f"cache must have pages that rows may share, got one {what}")
     B = view.batch_size
-    checks.check_integers("cu_seqlens_q", cu_seqlens_q)
-    checks.check_placement("cu_seqlens_q", cu_seqlens_q, (B + 1,), view.k)
-    checks.check_integers("rows", rows)
-    checks.check_placement("rows", rows, (max(1, rows.numel()),), view.k)
-    checks.check_integers("lengths", lengths)
-    checks.check_placement("lengths", lengths, (rows.numel() - 1,), view.k)
+    checks.check_input("cu_seqlens_q", cu_seqlens_q, "integer", "B+1", view.k, {"B+1": B + 1})
+    checks.check_offsets("rows", rows, B, view.k, least=1)
+    checks.check_input("lengths", lengths, "integer", "G", view.k, {"G": rows.numel() - 1})
     if tracing.host_knows(view.k):
-        checks.check_offset_values("rows", rows, B)
         _check_groups(view, cu_seqlens_q, rows.tolist(), lengths.tolist())
     rows = rows.clamp(0, B)
     listed = view.of_batch(view.block_table)
@@ -267,9 +261,9 @@ def check_shared(shared: SharedPages, view: CacheView, options: dict[str, Any]) 
             f"shared must be of this cache, of {view.lengths.shape[0]} rows in pages, got one of "
             f"{shared.starts.shape[0]}"
         )
-    checks.check_device("shared", shared.starts, view.k)
+    checks.check_input("shared", shared.starts, "", "...", view.k, {})
     if wrong := _by_position(options):
         raise ValueError(
-            f"shared goes without {', '.join(wrong)}: a tile over shared pages has queries of many "
-            "positions"
+            f"{', '.join(wrong)} cannot be combined with shared: a tile over shared pages has "
+            "queries of many positions"
         )

@@ -17,8 +17,8 @@ from ..torch_backend import paged as paged_torch
 from . import call_memo, call_options
 from .decode import (
     check_latent_scale,
-    check_like_cache,
     check_order,
+    check_query,
     choose,
     refuse_gradients,
     with_cache,
@@ -204,19 +204,15 @@ def _checked(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, longest: int | None, tree: TreeMask,
     out: Tensor | None, options: dict[str, Any],
 ) -> Options:  # fmt: skip
-    checks.check_tensor("q", q)
-    D = view.head_dim
-    if q.dim() != 3 or q.shape[2] != D:
-        raise ValueError(f"q must have shape [total, H_q, {D}], got {list(q.shape)}")
-    check_like_cache(q, view)
-    checks.check_integers("cu_seqlens_q", cu_seqlens)
-    checks.check_placement("cu_seqlens_q", cu_seqlens, (view.batch_size + 1,), q)
+    sizes = check_query(q, view, "total_q H_q D")
+    of_rows = {"B+1": sizes["B"] + 1}
+    checks.check_input("cu_seqlens_q", cu_seqlens, "integer", "B+1", q, of_rows)
     if longest is not None:
         longest = checks.check_count("max_seqlen_q", longest, 0)
     if out is not None:
-        _check_out(out, q, (*q.shape[:2], view.v.shape[3]))
+        _check_out(out, q, sizes | {"D_v": view.v.shape[3]})
     check_latent_scale(view, options)
-    checked = call_options.paged_options(q, view.k, view.v, cu_seqlens, options)
+    checked = call_options.paged_options(q, view.k, view.v, sizes, options)
     if tree is not None:
         checked = _with_tree(checked, tree, q, view.batch_size)
     check_order(view, checked)
@@ -250,11 +246,9 @@ def _check_values(
         _check_tree_reaches(tree, counts.tolist())
 
 
-def _check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
-    checks.check_placement("out", out, shape, q)
-    if out.dtype != q.dtype:
-        raise TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
-    steps = zip(shape, out.stride(), strict=True)
+def _check_out(out: Tensor, q: Tensor, sizes: checks.Sizes) -> None:
+    checks.check_input("out", out, "as q", "total_q H_q D_v", q, sizes)
+    steps = zip(out.shape, out.stride(), strict=True)
     negative = not tracing.may_be_traced(out) and out.is_neg()
     if out.stride(2) != 1 or negative or any(n > 1 and step == 0 for n, step in steps):
         raise ValueError(
@@ -267,24 +261,15 @@ def _check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
 
 def _with_tree(options: Options, tree: TreeMask, q: Tensor, B: int) -> Options:
     """Add a tree mask to the options."""
-    total, starts = q.shape[0], None
-    if isinstance(tree, tuple):
-        if len(tree) != 2:
-            raise TypeError(f"tree_mask must be (flat, starts), got a tuple of {len(tree)}")
-        tree, starts = tree
-        checks.check_integers("tree_mask[1]", starts)
-        checks.check_placement("tree_mask[1]", starts, (B,), q)
-    name = "tree_mask" if starts is None else "tree_mask[0]"
-    if not isinstance(tree, Tensor) or tree.dtype != torch.bool:
-        raise TypeError(f"{name} must be a bool tensor, got {checks.kind(tree)}")
-    checks.check_device(name, tree, q)
-    if starts is None and (tree.dim() != 2 or tree.shape[0] != total):
-        raise ValueError(f"tree_mask must have shape [{total}, W], got {list(tree.shape)}")
-    if starts is not None and tree.dim() != 1:
-        raise ValueError(f"tree_mask[0] must have shape [M], got {list(tree.shape)}")
-    if starts is not None:
-        tree = tree.contiguous()
-    return options._replace(tree_mask=tree, tree_starts=starts)
+    if not isinstance(tree, tuple):
+        checks.check_input("tree_mask", tree, "bool", "total_q W", q, {"total_q": q.shape[0]})
+        return options._replace(tree_mask=tree)
+    if len(tree) != 2:
+        raise TypeError(f"tree_mask must be (flat, starts), got a tuple of {len(tree)}")
+    flat, starts = tree
+    checks.check_input("tree_mask[1]", starts, "integer", "B", q, {"B": B})
+    checks.check_input("tree_mask[0]", flat, "bool", "M", q, {})
+    return options._replace(tree_mask=flat.contiguous(), tree_starts=starts)
 
 
 def _check_tree_reaches(tree: Tensor | tuple[Tensor, Tensor], counts: list[int]) -> None:

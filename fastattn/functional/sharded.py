@@ -104,14 +104,12 @@ def _check(inputs: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
             sizes = zip(mesh.shape, placed.placements, strict=True)
             _check_placement(name, x, one, of_q, math.prod(n for n, other in sizes if other == one))
         if name != "q":
-            checks.check_group(name, q.shape[1], x.shape[1])
+            checks.check_group(name, "q", q.shape[1], x.shape[1])
         _check_order(name, placed, q)
     if any(one.is_shard(0) for one in q.placements):
         for name in COUNTING:
             if arguments.get(name):
-                raise ValueError(
-                    f"{name} counts the rows of the batch, and cannot go with q sharded by them"
-                )
+                raise ValueError(f"{name} is not supported with q sharded by rows, which it counts")
 
 
 def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, ranks: int) -> None:

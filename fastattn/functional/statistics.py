@@ -156,8 +156,7 @@ def _prepared(
     options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **arguments)
     options = options._replace(batch_invariant=False)  # a promise of o and lse
     if lse is not None:
-        checks.check_floats("lse", lse)
-        checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
+        checks.check_input("lse", lse, "float", "B H_q T_q", q, checks.sizes_of(q))
         lse = lse.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     if options.key2 is not None and options.relative_keys is None:
         q, k, options = one_product(q, k, options)
@@ -194,7 +193,9 @@ def _of_cache(
 def check_max(options: Options) -> None:
     """ValueError where a maximum changes the order of the sum that is promised."""
     if options.batch_invariant and options.sinks is not None:
-        raise ValueError("batch_invariant goes without return_max beside sinks, which come last")
+        raise ValueError(
+            "return_max cannot be combined with batch_invariant and sinks, which come last"
+        )
 
 
 def attention_with_max(

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import as_python, check_int, check_tensor, type_name
+from ..checks import Sizes, as_python, check_input, check_int, type_name
 from ..models.gpt import GPT
 from ..models.sampling import Sampling
 from ..models.transfer import to_device
@@ -255,14 +255,9 @@ def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
         TypeError: mask is not bool.
         ValueError: tokens is not 2-d, or mask has another shape.
     """
-    if check_tensor("tokens", tokens).dim() != 2:
-        raise ValueError(f"tokens must have shape [B, T], got {tuple(tokens.shape)}")
-    if check_tensor("mask", mask).dtype != torch.bool:
-        raise TypeError(f"mask must be bool, got {mask.dtype}")
-    if mask.shape != tokens.shape:
-        raise ValueError(
-            f"mask must have tokens' shape {tuple(tokens.shape)}, got {tuple(mask.shape)}"
-        )
+    sizes: Sizes = {}
+    check_input("tokens", tokens, "", "B T", tokens, sizes)
+    check_input("mask", mask, "bool", "B T", tokens, sizes)
     return [row[real].tolist() for row, real in zip(tokens, mask, strict=True)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_count, check_int, check_integers
+from ..checks import check_count, check_input, check_int
 from ..models.sampling import check_finite
 from ..models.seq2seq import Seq2Seq
 from ..models.stack import evaluating
@@ -166,7 +166,7 @@ class _Steps:
         for name, token in (("begin", begin), ("end", end)):
             if not 0 <= check_int(name, token) < V:
                 raise ValueError(f"{name} must be a token in 0..{V - 1}, got {token}")
-        check_integers("source", source)
+        check_input("source", source, "integer", "...", source, {})
         if source.dim() == 2 and source.shape[1] == 0:
             raise ValueError("source must hold at least one token a row, got none")
         with evaluating(model):

@@ -166,11 +166,11 @@ class TransformerConfig:
         own = ("num_kv_heads", "stride", "keep_first", "qk_norm", "output_gate", "batch_invariant")
         for name in own:
             if value := getattr(self, name):
-                raise ValueError(f"{name} cannot go with kv_latent_dim, got {value}")
+                raise ValueError(f"{name} is not supported with kv_latent_dim, got {value}")
         if self.scoring != "scaled_dot":
-            raise ValueError(f"scoring cannot go with kv_latent_dim, got {self.scoring!r}")
+            raise ValueError(f"scoring is not supported with kv_latent_dim, got {self.scoring!r}")
         if self.positions in (*RELATIVE, "alibi"):
-            raise ValueError(f"positions={self.positions!r} cannot go with kv_latent_dim")
+            raise ValueError(f"positions={self.positions!r} is not supported with kv_latent_dim")
         if self.positions == "rotary" and self.head_dim % 4:
             raise ValueError(
                 "embed_dim / num_heads must be a multiple of 4 for kv_latent_dim with "
@@ -216,11 +216,11 @@ class TransformerConfig:
             )
         if self.relative_values:
             for name, value in excluded("values", vars(self)):
-                raise ValueError(f"{name} cannot go with relative_values, got {value}")
+                raise ValueError(f"{name} is not supported with relative_values, got {value}")
         if self.scoring != "additive":
             return
         for name, value in excluded("additive", vars(self)):
-            raise ValueError(f"{name} cannot go with scoring='additive', got {value}")
+            raise ValueError(f"{name} is not supported with scoring='additive', got {value}")
         if self.positions in (*RELATIVE, "alibi"):
             raise ValueError(
                 "positions must be 'learned', 'sinusoidal', 'rotary' or 'none' with "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..cache.dense import KVCache
-from ..checks import check_integers, type_name
+from ..checks import check_input, type_name
 from ..functional.sharded import is_dtensor
 from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
@@ -212,9 +212,7 @@ class DecoderStack(TokenStack):
 
 def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> None:
     """Check that tokens are integers [B, T] and not too many."""
-    check_integers(name, tokens)
-    if tokens.dim() != 2:
-        raise ValueError(f"{name} must have shape [B, T], got {tuple(tokens.shape)}")
+    check_input(name, tokens, "integer", "B T", tokens, {})
     if tokens.shape[1] > length:
         raise ValueError(
             f"{name} must be at most {length_name}={length} long, got T={tokens.shape[1]}"

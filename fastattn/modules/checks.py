@@ -1,5 +1,6 @@
 """Checks of layers' arguments."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
 
@@ -13,7 +14,7 @@ from ..rotary import (
     RotaryTables,
     check_rotary_dim,
     check_rotary_style,
-    check_table_dtypes,
+    check_tables,
 )
 from .options import Scoring, excluded
 
@@ -47,12 +48,28 @@ class LayerCache(Protocol):
         """Write each row's new tokens after its last one."""
 
 
+def refuse_others(
+    layer: torch.nn.Module, unnamed: tuple[object, ...], others: Mapping[str, object]
+) -> None:
+    """Raise TypeError for arguments that a layer's forward does not take, with the ones meant."""
+    name, parameters = type(layer).__name__, inspect.signature(layer.forward).parameters.values()
+    taken = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
+    for other in others:
+        raise checks.unexpected(name, other, taken)
+    if unnamed:
+        mask = next((x for x in taken if x.endswith("padding_mask")), None)
+        hint = f": pass a mask as {mask}=mask, bool, True = attend" if mask else ""
+        own = " and ".join(x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD)
+        raise TypeError(f"{name}() takes {own} by position, the others by name{hint}")
+
+
 def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
     """Check for floats [B, T, width]; any kind of tensor that `torch.nn.Linear` takes."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a float tensor, got {checks.kind(x)}")
     if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(f"{name} must have shape [B, {length}, {width}], got {tuple(x.shape)}")
+        dim = "embed_dim" if length == "T" else "memory_dim"
+        raise checks.wrong_shape(name, x, f"B {length} {dim}", {dim: width})
 
 
 def checked_tables(
@@ -71,30 +88,22 @@ def checked_tables(
         raise ValueError("give positions or rotary_tables, not both: the tables hold positions")
     B, T, _ = x.shape
     if positions is not None:
-        shape = tuple(checks.check_tensor("positions", positions).shape)
-        if shape not in ((T,), (B, T)):
-            raise ValueError(
-                f"positions must have shape [{T}] or [{B}, {T}] to match x, got {shape}"
-            )
+        checks.check_input("positions", positions, "", "B? T", positions, {"B": B, "T": T})
     if isinstance(tables, Tensor) and tables.is_complex():
         tables = (tables.real, tables.imag)
     if tables is None:
         return None
-    if isinstance(tables, RotaryPositions):
-        columns = tables.rotary_dim // 2
-    elif isinstance(tables, tuple) and len(tables) == 2:
-        check_table_dtypes(*tables)
-        columns = tables[0].shape[-1] if tables[0].dim() else 0
-    else:
+    if isinstance(tables, tuple) and len(tables) == 2:
+        check_tables(*tables, x, {"B": B, "T": T, "R//2": rotary_dim // 2})
+    elif not isinstance(tables, RotaryPositions):
         got = tables.dtype if isinstance(tables, Tensor) else type(tables).__name__
         raise TypeError(
             "rotary_tables must be (cos, sin), a complex tensor cos + i sin or RotaryPositions, "
             f"got {got}"
         )
-    if 2 * columns != rotary_dim:
+    elif tables.rotary_dim != rotary_dim:
         raise ValueError(
-            f"rotary_tables must have {rotary_dim // 2} columns for rotary_dim = "
-            f"{rotary_dim}, got {columns}"
+            f"rotary_tables must have rotary_dim = {rotary_dim}, got {tables.rotary_dim}"
         )
     return tables
 
@@ -130,7 +139,7 @@ def check_cache_use(
     if cache.lengths.shape[0] != B:
         raise ValueError(f"cache must have {B} rows to match x, got {cache.lengths.shape[0]}")
     if key_lengths is not None:
-        checks.check_key_lengths(key_lengths, B, x)
+        checks.check_input("key_lengths", key_lengths, "integer", "B", x, {"B": B})
     if key_padding_mask is None:
         return
     n = cache.uniform_length
@@ -139,17 +148,8 @@ def check_cache_use(
             "key_padding_mask with a cache needs rows of one length: pad prompts on the left and "
             "pass the mask alone, or pad on the right and pass key_lengths alone"
         )
-    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool, got {checks.kind(key_padding_mask)}")
-    if key_padding_mask.shape != (B, n + T):
-        raise ValueError(
-            f"key_padding_mask must have shape [{B}, {n + T}], over {n} cached and {T} new tokens, "
-            f"got {tuple(key_padding_mask.shape)}"
-        )
-    if key_padding_mask.device != x.device:
-        raise ValueError(
-            f"key_padding_mask must be on x's device {x.device}, got {key_padding_mask.device}"
-        )
+    sizes = {"B": B, "cached+T": n + T}
+    checks.check_input("key_padding_mask", key_padding_mask, "bool", "B cached+T", x, sizes)
 
 
 def check_groups_in_cache(
@@ -161,16 +161,17 @@ def check_groups_in_cache(
     """Raise if documents are passed, or if the prefix enters the cache in several calls."""
     if documents is not None:
         raise ValueError(
-            "documents cannot go with a cache: each of its rows is one document; use a row for "
-            "each, or leave out the cache"
+            "documents is not supported with a cache, whose rows are one document each: use a row "
+            "for each, or leave out the cache"
         )
     if prefix_lengths is None:
         return
     B, T, _ = x.shape
     prefix_lengths = checks.as_python(prefix_lengths)
-    checks.check_prefix_lengths(prefix_lengths, B, True, x)
     n = cache.uniform_length
-    if isinstance(prefix_lengths, int) and n is not None:
+    if not checks.is_integer(prefix_lengths):
+        checks.check_input("prefix_lengths", prefix_lengths, "integer", "B", x, {"B": B})
+    elif checks.check_count("prefix_lengths", prefix_lengths, 0) and n is not None:
         end = n or T
         if prefix_lengths > end:
             raise ValueError(
@@ -217,7 +218,7 @@ def check_scoring(options: Mapping[str, Any]) -> None:
         raise ValueError(f"scale belongs to scoring='scaled_dot', got {scale} with {scoring!r}")
     if scoring == "additive":
         for name, value in excluded("additive", options):
-            raise ValueError(f"{name} cannot go with scoring='additive', got {value}")
+            raise ValueError(f"{name} is not supported with scoring='additive', got {value}")
 
 
 def check_relative(options: Mapping[str, Any]) -> None:
@@ -232,22 +233,23 @@ def check_relative(options: Mapping[str, Any]) -> None:
         raise ValueError(f"give relative or relative_bias, not both, got {relative_bias} buckets")
     if scheme.has_values:
         for name, value in excluded("values", options):
-            raise ValueError(f"{name} cannot go with relative terms on the values, got {value}")
+            raise ValueError(
+                f"{name} is not supported with relative terms on the values, got {value}"
+            )
 
 
 def check_whole_rows(prefix_lengths: object, documents: object) -> None:
     """Raise if relative terms on the values come with prefixes or documents."""
     for name, value in (("prefix_lengths", prefix_lengths), ("documents", documents)):
         if value is not None:
-            raise ValueError(f"{name} cannot go with relative terms on the values")
+            raise ValueError(f"{name} is not supported with relative terms on the values")
 
 
 def check_dropouts(dropout: float, attention_dropout: float) -> None:
     """Check the dropout probabilities of the output (<= 1) and of the weights (< 1)."""
     if not 0.0 <= checks.check_number("dropout", dropout) <= 1.0:
         raise ValueError(f"dropout must be a probability, got {dropout}")
-    if not 0.0 <= checks.check_number("attention_dropout", attention_dropout) < 1.0:
-        raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
+    checks.check_fraction("attention_dropout", attention_dropout)
 
 
 def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
@@ -256,8 +258,7 @@ def head_size(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int |
     if head_dim is not None:
         sizes["head_dim"] = head_dim
     for name, size in sizes.items():
-        if checks.check_int(name, size) < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
+        checks.check_count(name, size, 1)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
     if head_dim is not None:
@@ -276,7 +277,6 @@ def check_rotary(
     if rotary is not None:
         check_rotary_style(rotary)
         check_rotary_dim(head_dim if rotary_dim is None else rotary_dim, head_dim)
-        if not checks.check_number("rotary_base", rotary_base) > 0:
-            raise ValueError(f"rotary_base must be > 0, got {rotary_base}")
+        checks.check_positive("rotary_base", rotary_base)
     elif rotary_dim is not None:
         raise ValueError(f"rotary_dim needs rotary='half' or 'interleaved', got {rotary_dim}")

@@ -1,6 +1,6 @@
 """Cross-attention as a torch module: queries from one sequence, keys and values from another."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from einops import repeat
@@ -11,7 +11,7 @@ from ..cache.views import view_of_tensors
 from ..functional.additive import additive_attention
 from ..functional.attend import attention
 from ..functional.decode import decode_attention
-from .checks import check_unprojected, check_vectors
+from .checks import check_unprojected, check_vectors, refuse_others
 from .fused_weights import Fused
 from .layer import AttentionLayer
 from .options import SharedOptions, complete, shows_options
@@ -140,9 +140,10 @@ class CrossGQAttention(AttentionLayer):
         self,
         x: Tensor,
         memory: Tensor | ProjectedMemory,
-        *,
+        *unnamed: NoReturn,
         memory_lengths: Tensor | None = None,
         memory_padding_mask: Tensor | None = None,
+        **others: NoReturn,
     ) -> Tensor:
         """Attend to a memory.
 
@@ -158,6 +159,8 @@ class CrossGQAttention(AttentionLayer):
             TypeError: x, the memory, a mask or lengths are of the wrong dtype, or no tensors.
             ValueError: a shape disagrees, or a projected memory comes with lengths or a mask.
         """
+        if unnamed or others:
+            refuse_others(self, unnamed, others)
         check_vectors("x", x, self.embed_dim)
         if isinstance(memory, ProjectedMemory):
             check_unprojected(memory_lengths, memory_padding_mask)
@@ -177,7 +180,7 @@ class CrossGQAttention(AttentionLayer):
         if drop["dropout"] == 0 and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
                 lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
-            checks.check_key_lengths(lengths, k.shape[0], q)
+            checks.check_input("key_lengths", lengths, "integer", "B", q, {"B": k.shape[0]})
             view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
             out = decode_attention(q, view, causal=False, backend=backend, **scores)
         else:

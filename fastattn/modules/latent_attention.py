@@ -1,7 +1,7 @@
 """Multi-head latent attention: one latent per token gives keys and values of all heads."""
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +160,7 @@ class MultiheadLatentAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        *,
+        *unnamed: NoReturn,
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
         documents: Tensor | None = None,
@@ -168,6 +168,7 @@ class MultiheadLatentAttention(nn.Module):
         rotary_tables: RotaryTables | None = None,
         cache: LatentCache | None = None,
         absorbed: bool | None = None,
+        **others: NoReturn,
     ) -> Tensor:
         """Attend; with a cache, append x and attend to all its tokens.
 
@@ -187,6 +188,8 @@ class MultiheadLatentAttention(nn.Module):
                 widths; the cache is unchanged.
             RuntimeError: a cache is used while grad mode is on and the latents require grad.
         """
+        if unnamed or others:
+            module_checks.refuse_others(self, unnamed, others)
         module_checks.check_vectors("x", x, self.embed_dim)
         shared = module_checks.checked_tables(x, positions, rotary_tables, self.rope_dim or None)
         dropout = self.attention_dropout if self.training else 0

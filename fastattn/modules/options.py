@@ -106,7 +106,7 @@ def complete(kind: type, options: Mapping[str, Any], taker: str) -> dict[str, An
     rows = table(kind)
     for name in options:
         if name not in rows:
-            raise TypeError(f"{taker}.__init__() got an unexpected keyword argument {name!r}")
+            raise checks.unexpected(taker, name, rows)
     values = {}
     for name, row in rows.items():
         value = checks.as_python(options.get(name, row.default))

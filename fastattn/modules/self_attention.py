@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class GQAttention(SelfProjection):
     def forward(
         self,
         x: Tensor,
-        *,
+        *unnamed: NoReturn,
         key_padding_mask: Tensor | None = None,
         key_lengths: Tensor | None = None,
         prefix_lengths: int | Tensor | None = None,
@@ -165,6 +165,7 @@ class GQAttention(SelfProjection):
         positions: Tensor | None = None,
         rotary_tables: RotaryTables | None = None,
         cache: LayerCache | None = None,
+        **others: NoReturn,
     ) -> Tensor:
         """Attend; with a cache, append x and attend to all its tokens.
 
@@ -201,6 +202,8 @@ class GQAttention(SelfProjection):
                 cache, which is then unchanged.
             RuntimeError: a cache is used while grad mode is on and q, k, v require grad.
         """
+        if unnamed or others:
+            module_checks.refuse_others(self, unnamed, others)
         module_checks.check_vectors("x", x, self.embed_dim)
         rotary_tables = module_checks.checked_tables(
             x, positions, rotary_tables, None if self.rotary is None else self.rotary_dim

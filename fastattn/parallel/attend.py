@@ -186,11 +186,11 @@ def _checked_options(
         ids = arguments["documents"]
         if isinstance(ids, tuple):
             raise TypeError("documents must be one tensor: a sequence attends to itself")
-        checks.check_integers("documents", ids)
-        checks.check_placement("documents", ids, (B, plan.length), q)
+        checks.check_input("documents", ids, "integer", "B T", q, {"B": B, "T": plan.length})
         everything["documents"] = (ids, ids[:, :1].expand(-1, T))
     if "key_padding_mask" in arguments:
-        mask = checks.check_key_padding_mask(arguments["key_padding_mask"], k)
+        mask, sizes = arguments["key_padding_mask"], {"B": B, "T_k": k.shape[2]}
+        checks.check_input("key_padding_mask", mask, "bool", "B T_k", k, sizes)
         everything["key_padding_mask"] = mask[:, :1].expand(-1, T)
     call_options.dense_options(q, keys, values, **everything)
     return arguments

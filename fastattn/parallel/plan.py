@@ -230,9 +230,7 @@ def visible_keys(
     last = torch.minimum(last.clamp(max=T - 1), position) if causal else last.clamp(max=T - 1)
     if documents is None:
         return (last - first + 1).clamp(min=0)
-    checks.check_integers("documents", documents)
-    if documents.dim() != 2 or documents.shape[1] != T:
-        raise ValueError(f"documents must have shape [B, {T}], got {list(documents.shape)}")
+    checks.check_input("documents", documents, "integer", "B T", documents, {"T": T})
     total = torch.zeros_like(position)
     for row in documents.cpu().long():
         # Sort keys by document, to find a document's keys by bisection.

@@ -54,7 +54,7 @@ def keep_mask(
     Raises:
         TypeError, ValueError: a seed of another dtype or shape, or dropout out of range.
     """
-    checks.check_seed("seed", seed)
+    checks.check_input("seed", seed, "int64", "2", seed, {})
     dropout = checks.check_fraction("dropout", dropout)
     device = seed.device
 

@@ -71,7 +71,7 @@ def wrong_appends(B: int) -> Iterator[tuple[dict[str, Any], Any]]:
     yield {"k": k.clone().requires_grad_()}, RuntimeError
     yield {"v": v.clone().requires_grad_()}, RuntimeError
     yield {"rotary": short}, ValueError
-    yield {"rotary": (torch.ones(9, 2).double(),) * 2}, ValueError
+    yield {"rotary": (torch.ones(9, 2).double(),) * 2}, TypeError
     yield {"q": k}, ValueError
     yield {"rotary_style": "neox"}, ValueError
     yield {"backend": "cuda"}, ValueError

@@ -211,7 +211,7 @@ def test_what_cannot_be_shared_out(by_rank):
         assert said[1].startswith(f"q {wanted} S")
         assert said[2].startswith("k must be placed as q, S")
         assert said[3] == "k must have a multiple of 2 heads where 2 ranks share them, got 1"
-        assert said[4].startswith("dropout counts the rows of the batch")
+        assert said[4].startswith("dropout is not supported with q sharded by rows")
         assert said[5].startswith(f"q {wanted} P")
         assert said[6] == "q, k, v must all be DTensors or none, got torch.Tensor for k"
 

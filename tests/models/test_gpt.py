@@ -104,7 +104,7 @@ def test_packed_texts_do_not_see_each_other(positions):
         alone, _ = model(tokens[:, start:stop])
         torch.testing.assert_close(packed[:, start:stop], alone, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed[:, 5:11], model(tokens)[0][:, 5:11], atol=1e-2)
-    with pytest.raises(ValueError, match="documents cannot go with a cache"), torch.no_grad():
+    with pytest.raises(ValueError, match="documents is not supported with"), torch.no_grad():
         model(tokens, documents=ids, cache=model.new_cache(1))
 
 

@@ -108,16 +108,20 @@ def test_cache_errors_leave_the_cache_as_it_was():
         (ValueError, "needs 9 slots, but max_length is 8 .* room for 5", {"x": x[:, :6]}),
         (ValueError, "cache must have 3 rows to match x, got 2", {"x": torch.randn(3, 3, WIDTH)}),
         (TypeError, "key_lengths must be an int32 or int64", {"key_lengths": torch.ones(2)}),
-        (ValueError, r"key_lengths must have shape \[2\]", {"key_lengths": torch.tensor([1])}),
+        (
+            ValueError,
+            r"key_lengths must have shape \[B\] = \[2\]",
+            {"key_lengths": torch.tensor([1])},
+        ),
         (ValueError, "on the left .* or pad on", {**both, "key_padding_mask": ones.bool()}),
-        (TypeError, "key_padding_mask must be bool", {"key_padding_mask": ones}),
-        (TypeError, "key_padding_mask must be bool, got list", {"key_padding_mask": [True]}),
-        (ValueError, r"\[2, 6\], over 3 cached", {"key_padding_mask": ones[:, :3].bool()}),
+        (TypeError, "key_padding_mask must be a bool", {"key_padding_mask": ones}),
+        (TypeError, "key_padding_mask must be a bool .* got list", {"key_padding_mask": [True]}),
+        (ValueError, r"\[B, cached\+T\] = \[2, 6\], got", {"key_padding_mask": ones[:, :3].bool()}),
         (ValueError, "cpu, got meta", {"key_padding_mask": ones.to("meta").bool()}),
         (ValueError, "must be at most 3 here, got 7: .* and 3", {"prefix_lengths": 7}),
-        (ValueError, r"have shape \[2\], got \[1\]", {"prefix_lengths": torch.tensor([1])}),
-        (ValueError, "documents cannot go with a cache", {"documents": ones[:, :3].int()}),
-        (ValueError, r"k must have shape \[2, 2, T, 8\]", {"cache": KVCache(2, 2, 8, 8)}),
+        (ValueError, r"have shape \[B\] = \[2\], got \[1\]", {"prefix_lengths": torch.tensor([1])}),
+        (ValueError, "documents is not supported with a", {"documents": ones[:, :3].int()}),
+        (ValueError, r"k must have shape .* \[2, 2, T, 8\]", {"cache": KVCache(2, 2, 8, 8)}),
     ):
         with pytest.raises(error, match=match):
             layer(**{"x": x[:, 3:6], "cache": cache, **given})

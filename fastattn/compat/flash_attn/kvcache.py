@@ -148,9 +148,8 @@ def view_of(cache: Cache, B: int, new: int) -> CacheView:
 
 def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:
     """x as int32 [B], or [B, N] with dims=2, on the cache's device."""
-    checks.check_integers(name, x)
-    checks.check_placement(name, x, (B,) if dims == 1 else (B, *x.shape[-1:]), like)
-    positions: Tensor = x
+    places = "B" if dims == 1 else "B N"
+    positions: Tensor = checks.check_input(name, x, "integer", places, like, {"B": B})
     return positions.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
 
 

@@ -22,8 +22,7 @@ def used_keys(
     Positions then count from the last used key, as in flash-attn. Waits for the device.
     """
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], k)
-    checks.check_integers("seqused_k", used)
-    checks.check_placement("seqused_k", used, (cu_seqlens_k.shape[0] - 1,), k)
+    checks.check_input("seqused_k", used, "integer", "N", k, {"N": cu_seqlens_k.shape[0] - 1})
     lengths = torch.minimum(used.clamp(min=0), cu_seqlens_k.diff())
     ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     total = int(ends[-1])

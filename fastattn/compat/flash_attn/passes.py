@@ -105,8 +105,7 @@ def _flash_attn_backward(**call: Any) -> Tensor:
         fp32 [B, H_q, T_q]: dout.out.
     """
     tensors = [checked(name, call[name], 4).transpose(1, 2) for name in _OF_BACKWARD]
-    shape = tuple(tensors[1].shape[:3])
-    gradients = _backward(tensors, shape, (), call)
+    gradients = _backward(tensors, (), call)
     _write(call, [x.transpose(1, 2) for x in gradients[:3]])
     return gradients.delta
 
@@ -119,8 +118,7 @@ def _flash_attn_varlen_backward(**call: Any) -> Tensor:
     change nothing.
     """
     tensors = [checked(name, call[name], 3) for name in _OF_BACKWARD]
-    shape = (tensors[1].shape[1], tensors[1].shape[0])
-    gradients = _backward(tensors, shape, (call["cu_seqlens_q"], call["cu_seqlens_k"]), call)
+    gradients = _backward(tensors, (call["cu_seqlens_q"], call["cu_seqlens_k"]), call)
     _write(call, gradients[:3])
     return gradients.delta
 
@@ -150,12 +148,9 @@ def _forward(attend: Any, tensors: list[Tensor], call: dict[str, Any]) -> Forwar
 
 
 def _backward(
-    tensors: list[Tensor],
-    shape: tuple[int, ...],
-    offsets: tuple[Tensor, ...],
-    call: dict[str, Any],
+    tensors: list[Tensor], offsets: tuple[Tensor, ...], call: dict[str, Any]
 ) -> BlockGradients:
-    """Gradients of q, k and v; shape: of softmax_lse."""
+    """Gradients of q, k and v."""
     options, lse = _options(call), call["softmax_lse"]
     do, q, k, v, o = tensors
     with errors_of_flash_attn(), torch.no_grad():
@@ -163,13 +158,12 @@ def _backward(
             options["dropout_seed"] = call.get("rng_state")
             if options["dropout_seed"] is None:
                 raise ValueError("rng_state must be the one that the forward returned, got None")
+        sizes = checks.sizes_of(q) | {"D_v": v.shape[-1]}
+        dims = checks.DENSE[0] if q.dim() == 4 else checks.PACKED[0]
         for name, x in (("dout", do), ("out", o)):
-            checks.check_placement(name, x, (*q.shape[:-1], v.shape[-1]), q)
-            if x.dtype != q.dtype:
-                raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}")
-        checks.check_placement("softmax_lse", lse, shape, q)
-        if lse.dtype != torch.float32:
-            raise TypeError(f"softmax_lse must be float32, got {lse.dtype}")
+            checks.check_input(name, x, "as q", f"{dims}_v", q, sizes)
+        rows = "B H_q T_q" if q.dim() == 4 else "H_q total_q"
+        checks.check_input("softmax_lse", lse, "float32", rows, q, sizes)
         return attention_block_backward(do, q, k, v, o, lse, *offsets, **options)
 
 

@@ -72,9 +72,8 @@ def flash_mla_with_kvcache(
     for name, x in newer.items():
         if x is not None:
             raise NotImplementedError(f"{name} is not served by fastattn.compat.flash_mla")
-    for name, x in (("q", q), ("k_cache", k_cache)):
-        if checks.check_tensor(name, x).dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
+    checks.check_input("q", q, "", "B T_q H_q D", q, {})
+    checks.check_input("k_cache", k_cache, "", "P S H_k D", k_cache, {})
     (B, T_q, H_q, D), D_v = q.shape, checks.check_count("head_dim_v", head_dim_v, 1)
     if indices is not None:
         if causal:
@@ -95,7 +94,7 @@ def flash_mla_with_kvcache(
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     o, lse = decode_attention(q.transpose(1, 2), view, causal=causal, scale=scale, return_lse=True)
     if attn_sink is not None:
-        checks.check_placement("attn_sink", attn_sink, (H_q,), q)
+        checks.check_input("attn_sink", attn_sink, "", "H_q", q, {"H_q": H_q})
         # The sink adds exp(sink) to the denominator exp(lse).
         share = torch.sigmoid(lse - attn_sink.float()[:, None])
         o = (o * share.unsqueeze(-1)).to(o.dtype)
@@ -133,12 +132,10 @@ def flash_mla_sparse_fwd(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices disagree.
     """
-    for name, x in (("q", q), ("kv", kv), ("indices", indices)):
-        if checks.check_tensor(name, x).dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got {list(x.shape)}")
-    if kv.shape[1] != 1:
-        raise ValueError(f"kv must have shape [T_k, 1, D], got {list(kv.shape)}")
-    checks.check_placement("indices", indices, (q.shape[0], 1, indices.shape[2]), q)
+    sizes: checks.Sizes = {}
+    for name, x, dims in (("q", q, "T_q H_q D"), ("kv", kv, "T_k 1 D")):
+        checks.check_input(name, x, "", dims, x, sizes)
+    checks.check_input("indices", indices, "integer", "T_q 1 n", q, sizes)
     o, lse = flash_mla_with_kvcache(
         q.unsqueeze(1), kv.unsqueeze(0), None, None, d_v, softmax_scale=sm_scale, indices=indices,
         attn_sink=attn_sink, topk_length=topk_length,
@@ -151,18 +148,16 @@ def _chosen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cache in pages of one token, and for each query the table and number of its own."""
     P, S = k_cache.shape[:2]
-    checks.check_integers("indices", indices)
-    if indices.dim() != 3:
-        raise ValueError(f"indices must have shape [B, T_q, n], got {list(indices.shape)}")
+    sizes: checks.Sizes = {}
+    checks.check_input("indices", indices, "integer", "B T_q n", indices, sizes)
     if P > 1 and k_cache.stride(0) != S * k_cache.stride(1):
         raise ValueError(
             f"k_cache must have pages that follow one another, got strides {k_cache.stride()}"
         )
-    B, _, n = indices.shape
+    n = indices.shape[2]
     named = (indices >= 0) & (indices < P * S)
     if counts is not None:
-        checks.check_integers("topk_length", counts)
-        checks.check_placement("topk_length", counts, (B,), k_cache)
+        checks.check_input("topk_length", counts, "integer", "B", k_cache, sizes)
         named &= torch.arange(n, device=named.device) < counts[:, None, None]
     # Those that name a latent in front.
     order = named.int().argsort(dim=-1, descending=True, stable=True)

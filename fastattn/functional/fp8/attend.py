@@ -268,7 +268,7 @@ def _checked(
     for name, x in (("k", k), ("v", v)):
         codes = x.codes if isinstance(x, PackedValues) else x
         check_codes(name, codes, in_sequences and codes is x)
-        checks.check_device(name, codes, q)
+        checks.check_input(name, codes, "", "...", q, {})
     rows = (q, k, _view(v, in_sequences) if isinstance(v, PackedValues) else v)
     if offsets is None:
         checked, count = call_options.fp8_options(*rows, **options), q.shape[0]
@@ -279,7 +279,7 @@ def _checked(
         _check_length(v, checked.cu_seqlens_k)
     for (name, scale), x in zip(scales.items(), rows, strict=True):
         if scale is not None:
-            _check_scale(name, scale, (count, x.shape[1]), q)
+            _check_scale(name, scale, {"B": count, "H": x.shape[1]}, q)
     _refuse_gradients((*rows, *scales.values(), *checked.differentiable))
     return _Call(*rows, v, count, scales, checked)
 
@@ -303,10 +303,8 @@ def _check_length(v: PackedValues, cu_seqlens: Tensor | None) -> None:
         )
 
 
-def _check_scale(name: str, scale: object, shape: tuple[int, int], q: Tensor) -> None:
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be a float32 tensor, got {checks.kind(scale)}")
-    checks.check_placement(name, scale, shape, q)
+def _check_scale(name: str, scale: Tensor, sizes: checks.Sizes, q: Tensor) -> None:
+    checks.check_input(name, scale, "float32", "B H", q, sizes)
     if tracing.host_knows(scale):
         wrong = scale[~((scale > 0) & (scale < math.inf))]
         if wrong.numel():
@@ -362,4 +360,4 @@ def _why_slow(q: Tensor) -> str | None:
 def _say_once(choice: Explanation, device: torch.device) -> None:
     """Warn once per reason that an unforced GPU call is not computed in 8 bits."""
     message = f"attention_fp8 does not multiply in fp8: {choice.reasons['hopper']}"
-    dispatch.warn_once(message, 4, device)
+    dispatch.warn_once(message, device)

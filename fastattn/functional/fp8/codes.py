@@ -70,13 +70,11 @@ def quantize_fp8(
             lengths or cu_seqlens do not fit.
         RuntimeError: x requires grad while grad mode is on.
     """
-    checks.check_floats("x", x)
     packed = checks.check_flag("packed", packed)
-    _check_dims("x", x, cu_seqlens is not None)
+    checks.check_input("x", x, "float", _dims(cu_seqlens is not None), x, {})
     rows = _count_rows(x, cu_seqlens)
     if lengths is not None:
-        checks.check_integers("lengths", lengths)
-        checks.check_placement("lengths", lengths, (rows,), x)
+        checks.check_input("lengths", lengths, "integer", "B", x, {"B": rows})
     if packed:
         _check_packed_head_dim("x", x)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -202,19 +200,13 @@ def _count_rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_codes(name: str, x: object, in_sequences: bool) -> None:
+def check_codes(name: str, x: Tensor, in_sequences: bool) -> None:
     """Check that x is e4m3 [B, H, T, D], or packed [total, H, D]."""
-    if not isinstance(x, Tensor) or x.dtype != E4M3:
-        raise TypeError(f"{name} must be a float8_e4m3fn tensor, got {checks.kind(x)}")
-    _check_dims(name, checks.check_tensor(name, x), in_sequences)
+    checks.check_input(name, x, "float8_e4m3fn", _dims(in_sequences), x, {})
 
 
-def _check_dims(name: str, x: Tensor, in_sequences: bool) -> None:
-    dims = ("total", "H", "D") if in_sequences else ("B", "H", "T", "D")
-    if x.dim() != len(dims):
-        raise ValueError(
-            f"{name} must have {len(dims)} dimensions [{', '.join(dims)}], got {list(x.shape)}"
-        )
+def _dims(in_sequences: bool) -> str:
+    return "total H D" if in_sequences else "B H T D"
 
 
 def _check_packed_head_dim(name: str, x: Tensor) -> None:

@@ -146,8 +146,7 @@ def checked_lists(
 
 def check_block(block: Any) -> tuple[int, int]:
     """Check (block_q, block_k): two ints of at least 1."""
-    if not isinstance(block, tuple) or len(block) != 2:
-        raise TypeError(f"block must be a pair (block_q, block_k), got {block!r}")
+    checks.check_pair("block", block, "(block_q, block_k)")
     block_q, block_k = (checks.check_count(f"block[{n}]", x, 1) for n, x in enumerate(block))
     return block_q, block_k
 
@@ -159,19 +158,14 @@ def check_lists(
 
     whose: k, as a message names it.
     """
-    B, H_q, T_q, _ = q.shape
-    H_k, R = k.shape[1], -(-T_q // block_q)
-    checks.check_integers("indices", indices)
-    shape = tuple(indices.shape)
-    if len(shape) != 4 or (shape[0], shape[2]) != (B, R):
-        raise ValueError(f"indices must have shape [{B}, H_s, {R}, n], got {list(shape)}")
-    H_s = shape[1]
+    H_q, H_k = q.shape[1], k.shape[1]
+    sizes = {"B": q.shape[0], "R": -(-q.shape[2] // block_q)}
+    checks.check_input("indices", indices, "integer", "B H_s R n", q, sizes)
+    H_s = indices.shape[1]
     if H_s == 0 or not (H_k % H_s == 0 or (H_s % H_k == 0 and H_q % H_s == 0)):
         raise ValueError(
             f"indices must have a number of heads that divides {whose} {H_k}, or a multiple of "
             f"{H_k} that divides q's {H_q}, got {H_s}"
         )
-    checks.check_device("indices", indices, q)
     if counts is not None:
-        checks.check_integers("counts", counts)
-        checks.check_placement("counts", counts, shape[:3], q)
+        checks.check_input("counts", counts, "integer", "B H_s R", q, sizes)

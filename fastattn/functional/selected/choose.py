@@ -60,7 +60,7 @@ def select_blocks(
     """
     checks.check_tensors(q, k, k)
     q, k, _, _ = inputs.autocast(q, k, k, {})
-    checks.check_qkv(q, k, k)
+    sizes = checks.check_qkv(q, k, k)
     per_block = _check_pool(pool, block_k)
     numbers = {"n": n, "first": first, "latest": latest, "query_offset": query_offset}
     n, first, latest, offset = (checks.check_count(x, y, 0) for x, y in numbers.items())
@@ -68,7 +68,7 @@ def select_blocks(
     if q.shape[1] % H_s:
         raise ValueError(f"lists must divide q's {q.shape[1]} heads, got {H_s}")
     if lse is not None:
-        checks.check_placement("lse", lse, tuple(q.shape[:3]), q)
+        checks.check_input("lse", lse, "", "B H_q T_q", q, sizes)
         lse = lse.contiguous()
     scale = checks.check_scale(scale, q.shape[3])
     causal = checks.check_flag("causal", causal)
@@ -108,8 +108,7 @@ def _best(
 
 def _check_pool(pool: tuple[int, int], block_k: int) -> int:
     """Number of keys that begin in a block."""
-    if not isinstance(pool, tuple) or len(pool) != 2:
-        raise TypeError(f"pool must be a pair (tokens, step), got {pool!r}")
+    checks.check_pair("pool", pool, "(tokens, step)")
     tokens, step = (checks.check_count(f"pool[{i}]", x, 1) for i, x in enumerate(pool))
     block_k = checks.check_count("block_k", block_k, 1)
     if tokens % step:

@@ -108,9 +108,9 @@ def indexer_loss(
     _LOSS.refuse_others(arguments)
     q_index, k_index = _checked_index(q_index, k_index, w)
     checks.check_tensors(q, k, k)
-    for name, x, like in (("q", q, q_index), ("k", k, k_index)):
-        B, _, T, _ = like.shape
-        checks.check_placement(name, x, (B, x.shape[1], T, x.shape[3]), q_index)
+    sizes = {"B": q_index.shape[0], "T_q": q_index.shape[2], "T_k": k_index.shape[2]}
+    for name, x, dims in zip("qk", (q, k), checks.DENSE, strict=False):
+        checks.check_input(name, x, "", dims, q_index, sizes)
     q, k, _, _ = inputs.autocast(q, k, k, {})
     checked = call_options.dense_options(q, k, k, **arguments)
     lists = None
@@ -123,13 +123,10 @@ def indexer_loss(
 
 def _checked_index(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Checked q and k of the indexer, in autocast's dtype."""
-    for name, x in (("q_index", q), ("k_index", k), ("w", w)):
-        checks.check_floats(name, x)
-        if name != "w" and x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
-    checks.check_placement("k_index", k, (q.shape[0], 1, k.shape[2], q.shape[3]), q)
-    checks.check_placement("w", w, tuple(q.shape[:3]), q)
+    sizes: checks.Sizes = {}
+    all_dims = "B H_i T_q D_i", "B 1 T_k D_i", "B H_i T_q"
+    for name, x, dims in zip(("q_index", "k_index", "w"), (q, k, w), all_dims, strict=True):
+        checks.check_input(name, x, "float", dims, q, sizes)
     q, k, _, _ = inputs.autocast(q, k, k, {})
-    if k.dtype != q.dtype:
-        raise TypeError(f"k_index must have the dtype of q_index ({q.dtype}), got {k.dtype}")
+    checks.check_input("k_index", k, "as q_index", "...", q, sizes)
     return q, k

@@ -61,10 +61,7 @@ def block_indices(blocks: Any, *, most: int | None = None) -> Tensor:
 
 
 def _of_map(seen: Tensor) -> Tensor:
-    if seen.dtype != torch.bool or seen.dim() != 4:
-        raise TypeError(
-            f"blocks as a map must be bool [B, H_s, R, N], got {seen.dtype} of {list(seen.shape)}"
-        )
+    checks.check_input("blocks", seen, "bool", "B H_s R N", seen, {})
     return _packed(seen, torch.arange(seen.shape[3], device=seen.device).expand(seen.shape))
 
 
@@ -73,7 +70,7 @@ def _of_counts(*tensors: Tensor) -> Tensor:
         raise TypeError(f"blocks must be two tensors or four, got {len(tensors)}")
     counted = []
     for counts, numbers in zip(tensors[::2], tensors[1::2], strict=True):
-        checks.check_integers("blocks", numbers)
+        checks.check_input("blocks", numbers, "integer", "...", numbers, {})
         if tuple(counts.shape) != tuple(numbers.shape[:-1]):
             raise ValueError(
                 f"blocks must have a count for each list of {list(numbers.shape)}, got counts of "
@@ -93,8 +90,8 @@ def _packed(listed: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _of_rows(starts: Tensor, numbers: Tensor) -> Tensor:
-    checks.check_integers("blocks", starts)
-    checks.check_integers("blocks", numbers)
+    for x in (starts, numbers):
+        checks.check_input("blocks", x, "integer", "...", starts, {})
     lengths = starts.diff()
     R, n = lengths.shape[0], int(lengths.max()) if len(lengths) else 0
     rows = torch.arange(R, device=starts.device).repeat_interleave(lengths)

@@ -89,11 +89,11 @@ def native_sparse_attention(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     checks.check_tensors(q, k, v)
-    T = q.shape[2]
-    checks.check_placement("gates", gates, (*q.shape[:3], 3), q)
-    keys = max(0, (T - pool[0]) // pool[1] + 1)
-    for name, x, like in (("k_pooled", k_pooled, k), ("v_pooled", v_pooled, v)):
-        checks.check_placement(name, x, (*like.shape[:2], keys, like.shape[3]), q)
+    sizes = checks.check_qkv(q, k, v, dtype="")
+    sizes["T_p"] = max(0, (sizes["T_q"] - pool[0]) // pool[1] + 1)
+    checks.check_input("gates", gates, "", "B H_q T_q 3", q, sizes)
+    checks.check_input("k_pooled", k_pooled, "", "B H_k T_p D", q, sizes)
+    checks.check_input("v_pooled", v_pooled, "", "B H_k T_p D_v", q, sizes)
     compressed, lse = pooled_attention(q, k_pooled, v_pooled, pool, scale=scale, backend=backend)
     indices = select_blocks(
         q, k_pooled, n, block_k=block_k, lse=lse, pool=pool, first=first, latest=latest,

@@ -1,11 +1,11 @@
 """Base of causal self-attention layers that choose key blocks."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ...rotary import RotaryTables
-from ..checks import check_vectors, checked_tables
+from ..checks import check_vectors, checked_tables, refuse_others
 from ..options import SelfOptions, complete, table
 from ..projection import SelfProjection
 
@@ -37,8 +37,8 @@ class SparseLayer(SelfProjection):
         self.add_output_parameters(chosen)
 
     def forward(
-        self, x: Tensor, *, positions: Tensor | None = None,
-        rotary_tables: RotaryTables | None = None,
+        self, x: Tensor, *unnamed: NoReturn, positions: Tensor | None = None,
+        rotary_tables: RotaryTables | None = None, **others: NoReturn,
     ) -> Tensor:  # fmt: skip
         """Attend within rows of tokens.
 
@@ -49,6 +49,8 @@ class SparseLayer(SelfProjection):
         Returns:
             [B, T, C].
         """
+        if unnamed or others:
+            refuse_others(self, unnamed, others)
         check_vectors("x", x, self.embed_dim)
         dim = None if self.rotary is None else self.rotary_dim
         tables = self.rotation(x, positions, checked_tables(x, positions, rotary_tables, dim))
