@@ -79,7 +79,7 @@ def work(share: int, only: str) -> None:
     import posing  # before triton and fastattn
     import triton
 
-    from fastattn.ops import attend
+    from fastattn.ops import attention_ops
     from fastattn.testing import compare
 
     compiled: Counter[str] = Counter()
@@ -96,9 +96,9 @@ def work(share: int, only: str) -> None:
     for name, launch in itertools.islice(works(only), share, None, WORKERS):
         before = posing.count_of("launches")
         posing.stage.play(name, launch, launches=False)
-        if attend.uncompiled:  # other kernels went on; the next work has its own
-            failed[name] = attend.uncompiled[0]
-            attend.uncompiled.clear()
+        if attention_ops.uncompiled:  # other kernels went on; the next work has its own
+            failed[name] = attention_ops.uncompiled[0]
+            attention_ops.uncompiled.clear()
         elif posing.count_of("launches") == before:
             fault = "; ".join(posing.stage.scene.faults) or "launched nothing"
             if "cannot serve this call" not in fault:  # a verdict on the GPU too

@@ -35,9 +35,6 @@ if not _LATER:
     from .compat.swap.model import swap as swap
     from .dispatch import Explanation as Explanation
     from .functional.additive import additive_attention as additive_attention
-    from .functional.attend import attention as attention
-    from .functional.attend import attention_varlen as attention_varlen
-    from .functional.attend import explain as explain
     from .functional.block import BlockGradients as BlockGradients
     from .functional.block import attention_block_backward as attention_block_backward
     from .functional.block import attention_block_forward as attention_block_forward
@@ -49,6 +46,9 @@ if not _LATER:
     from .functional.fp8 import explain_fp8 as explain_fp8
     from .functional.fp8 import pack_values as pack_values
     from .functional.fp8 import quantize_fp8 as quantize_fp8
+    from .functional.fused_attention import attention as attention
+    from .functional.fused_attention import attention_varlen as attention_varlen
+    from .functional.fused_attention import explain as explain
     from .functional.merge import cascade_attention as cascade_attention
     from .functional.merge import merge as merge
     from .functional.merge import shared_pages as shared_pages

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastattn.kernels as kernels
 
 from . import checks, tracing
-from .ops import attend, call, spread
+from .ops import attention_ops, call, spread
 from .ops.derivatives import transforms
 from .ops.gradients import Kernels
 from .options import Options
@@ -114,8 +114,8 @@ def why_not_hopper(
     """
     if not on_hopper(device or q.device):
         return _NOT_HOPPER
-    if attend.uncompiled:
-        return attend.uncompiled[0]
+    if attention_ops.uncompiled:
+        return attention_ops.uncompiled[0]
     try:
         return kernels.hopper_host.why_not_hopper(q, k, v, options)
     except ImportError as error:
@@ -191,18 +191,18 @@ class Backend(NamedTuple):
 
 TRITON = Backend(
     "triton",
-    attend.PORTABLE,
+    attention_ops.PORTABLE,
     why_not_triton,
     lambda *call: None,
-    attend.why_not_one_pass,
+    attention_ops.why_not_one_pass,
     lambda device: True,
 )
 HOPPER = Backend(
     "hopper",
-    attend.HOPPER,
+    attention_ops.HOPPER,
     why_not_hopper,
     _why_hopper_is_slow,
-    attend.why_not_one_pass_on_hopper,
+    attention_ops.why_not_one_pass_on_hopper,
     lambda device: on_hopper(device),
 )
 # The fastest first. Torch serves all other calls.

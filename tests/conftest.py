@@ -251,16 +251,16 @@ def models_on_torch(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 @pytest.fixture
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every call of `attention` by `compat.transformers`."""
-    from fastattn.compat.transformers import attend
+    from fastattn.compat.transformers import hf_attention
 
     made = []
-    attention = attend.attention
+    attention = hf_attention.attention
 
     def record(q, k, v, **options):
         made.append(options)
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(attend, "attention", record)
+    monkeypatch.setattr(hf_attention, "attention", record)
     return made
 
 

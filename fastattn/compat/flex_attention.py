@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from ..functional.attend import attention
+from ..functional.fused_attention import attention
 
 # Untyped, as the overloads take only a literal return_lse.
 _attention: Any = attention

@@ -119,7 +119,7 @@ class _GivenCache:
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Tensor | None = None) -> None:
         before = [
-            None if cache is None else _checked(name, cache, new, self.length_bound)
+            None if cache is None else _checked_cache(name, cache, new, self.length_bound)
             for name, cache, new in zip(("cache_k", "cache_v"), self._given, (k, v), strict=True)
         ]
         # Contiguous in this order, for the decode kernels.
@@ -133,7 +133,7 @@ class _GivenCache:
         return view_of_tensors(self.k, self.v, self.lengths, length_bound=self.length_bound)
 
 
-def _checked(name: str, cache: Tensor, new: Tensor, n: int) -> Tensor:
+def _checked_cache(name: str, cache: Tensor, new: Tensor, n: int) -> Tensor:
     """Check that a cache is [B, n, H_k, D] and matches the new keys [B, H_k, T, D]."""
     B, H_k, _, D = new.shape
     if tuple(cache.shape) != (B, n, H_k, D):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import checks, tracing
-from ..functional import attend, call_options, statistics
+from ..functional import call_options, fused_attention, statistics
 from ..functional.inputs import autocast
 from ..options import Options
 from ..torch_backend import formula
@@ -180,7 +180,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             o, weights = _with_weights(self, q, k, v, masks, p)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            o = attend.attention(q, k, v, dropout=p, backend=_backend(self), **masks)
+            o = fused_attention.attention(q, k, v, dropout=p, backend=_backend(self), **masks)
         if weights is not None and not batched:
             weights = weights[0]
         return o.transpose(1, 2).flatten(2), weights, False
@@ -250,7 +250,9 @@ def _nested(layer: MultiheadAttention, x: Tensor) -> Tensor:
     q, k, v = _project(layer, padded, padded, padded)
     key_lengths = torch.tensor(lengths, device=padded.device)
     p = layer.dropout if layer.training else 0.0
-    o = attend.attention(q, k, v, key_lengths=key_lengths, dropout=p, backend=_backend(layer))
+    o = fused_attention.attention(
+        q, k, v, key_lengths=key_lengths, dropout=p, backend=_backend(layer)
+    )
     rows = o.transpose(1, 2).flatten(2)
     parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     return torch.nested.as_nested_tensor(parts)
@@ -312,7 +314,9 @@ def _with_weights(
     inputs = (q, k, v, masks.get("attn_bias"))
     wants_gradient = any(x is not None and x.requires_grad for x in inputs)
     if not p and not (wants_gradient and torch.is_grad_enabled()):
-        o, lse = attend.attention(q, k, v, return_lse=True, backend=_backend(layer), **masks)
+        o, lse = fused_attention.attention(
+            q, k, v, return_lse=True, backend=_backend(layer), **masks
+        )
         saved = None if q.dtype == torch.float64 else lse  # fp32, too coarse for fp64 weights
         weights = statistics.attention_weights(
             q, k, lse=saved, max_elements=2**63, backend=_backend(layer), **masks

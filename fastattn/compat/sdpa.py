@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import checks, dispatch
 from ..dispatch import Explanation
-from ..functional import attend
+from ..functional import fused_attention
 from ..options import Options
 from ..tracing import decided, in_forward_mode
 from .torch_sdpa import by_overrides, overridden
@@ -101,7 +101,7 @@ def served_attention(arguments: Arguments) -> Tensor | str:
     call = _translated(_decided(arguments))
     if isinstance(call, str):
         return call
-    return attend.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
+    return fused_attention.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
 def _decided(arguments: Arguments) -> Arguments:
@@ -137,7 +137,7 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
     call = _translated(Arguments.of_call(*arguments, **options))
     if isinstance(call, str):
         return Explanation("torch", {"triton": call})
-    return attend.explain(call.q, call.k, call.v, **call.options)
+    return fused_attention.explain(call.q, call.k, call.v, **call.options)
 
 
 def _translated(arguments: Arguments) -> _Call | str:

@@ -208,7 +208,7 @@ class _Backend:
         k, v = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         view = self._views.get(layer.layer_id)
         if view is None or view.k.data_ptr() != k.data_ptr() or view.dtype != dtype:
-            view = self._views[layer.layer_id] = self._checked(k, v, layer, dtype)
+            view = self._views[layer.layer_id] = self._checked_view(k, v, layer, dtype)
         return view._replace(
             lengths=step.lengths,
             block_table=step.table,
@@ -216,7 +216,7 @@ class _Backend:
             length_bound=step.table.shape[1] * self.page_size,
         )
 
-    def _checked(self, k: Tensor, v: Tensor, layer: Any, dtype: torch.dtype) -> CacheView:
+    def _checked_view(self, k: Tensor, v: Tensor, layer: Any, dtype: torch.dtype) -> CacheView:
         if k.dim() == 3:  # [slots, H_k, D], else [pages, H_k, page_size, D]
             whole = k.shape[0] // self.page_size * self.page_size
             sizes = (-1, self.page_size, *k.shape[1:2])

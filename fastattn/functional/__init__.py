@@ -1,5 +1,5 @@
 """Attention functions: check arguments, choose a backend, compute."""
 
-from .attend import attention as attention
-from .attend import attention_varlen as attention_varlen
-from .attend import explain as explain
+from .fused_attention import attention as attention
+from .fused_attention import attention_varlen as attention_varlen
+from .fused_attention import explain as explain

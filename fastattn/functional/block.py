@@ -18,7 +18,7 @@ from ..ops.gradients import Kernels, as_batch, as_packed, gradients_and_delta, l
 from ..options import LEARNED, Options
 from ..torch_backend import block as formula
 from . import call_options, inputs
-from .attend import compute
+from .fused_attention import compute
 
 
 class BlockGradients(NamedTuple):
@@ -64,7 +64,7 @@ def attention_block_forward(
         TypeError, ValueError: as `attention`.
     """
     name = "attention_block_forward"
-    checked = _checked(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
+    checked = _checked_block(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
     with torch.no_grad():
         o, lse = compute(q, k, v, checked, True, backend, None, options)
     return o, lse
@@ -109,7 +109,7 @@ def attention_block_backward(
         TypeError, ValueError: as `attention`, or o or lse does not fit the call.
     """
     name = "attention_block_backward"
-    checked = _checked(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
+    checked = _checked_block(name, q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, options)
     if checked.score_mod is not None and checked.score_mod_grad is None:
         grad = score_checks.derived(checked.score_mod, checked.mod_tensors, f"in {name}")
         checked = checked._replace(score_mod_grad=grad)
@@ -134,7 +134,7 @@ def attention_block_backward(
     return BlockGradients(dq, dk, dv, delta, dict(zip(names, rest, strict=True)))
 
 
-def _checked(
+def _checked_block(
     name: str,
     q: Tensor,
     k: Tensor,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch, tracing
-from ..ops import attend, spread
+from ..ops import attention_ops, spread
 from ..ops.call import TRITON_INSTALLED, from_compiler
 from ..options import Options
 from ..torch_backend import dropout
@@ -41,7 +41,7 @@ class KnownCall(NamedTuple):
 
     run: a prepared launch, or torch's function with its flags; takes the call's tensors and
     options. dtype: of q in the kernels. cast: autocast changes a tensor's dtype. device_key:
-    `ops.attend.device_key` at preparation; None: no device's kernels or findings were asked.
+    `ops.attention_ops.device_key` at preparation; None: no device's kernels or findings were asked.
     """
 
     options: Options
@@ -142,7 +142,7 @@ def find(key: list[Any] | None) -> KnownCall | None:
     if not slot:
         return None
     known = slot[0]
-    if known.device_key is None or known.device_key == attend.device_key(known.dtype):
+    if known.device_key is None or known.device_key == attention_ops.device_key(known.dtype):
         return known
     return None
 
@@ -186,7 +186,7 @@ def _keep(
     fields = list(options)
     for source in sources:
         fields[source.field] = None
-    device_key = None if by_torch and q.is_cpu else attend.device_key(q.dtype)
+    device_key = None if by_torch and q.is_cpu else attention_ops.device_key(q.dtype)
     _slot(tuple(key))[:] = [
         KnownCall(Options(*fields), sources, run, q.device, q.dtype, cast, device_key)
     ]

@@ -94,7 +94,7 @@ _OPTIONS = {
 _place = {name: n for n, name in enumerate(_OPTIONS)}.__getitem__
 
 
-def _checked(call: Checking) -> Options:
+def _checked_options(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
     arguments, fields, sizes = call.arguments, call.fields, call.sizes
     for name in arguments if len(arguments) < 2 else sorted(arguments, key=_place):
@@ -135,9 +135,9 @@ def _dense(
     if isinstance(offset, Tensor):
         # torch.jit.trace records sizes as tensors, and an int would become a constant.
         fields = {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
-        return _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
+        return _checked_options(Checking(q, k, v, EXPECTED, options, fields, sizes))
     fields = {"query_offset": offset, "scale": scale}
-    checked = _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
+    checked = _checked_options(Checking(q, k, v, EXPECTED, options, fields, sizes))
     if checked.causal and type(offset) is int and offset < 0:
         _warn_of_layout(q, T_q, T_k, options)
     return checked
@@ -199,7 +199,7 @@ def _packed(
         "scale": q.shape[2] ** -0.5,
     }
     sizes["B"] = N
-    return _checked(Checking(q, k, v, EXPECTED, options, fields, sizes))
+    return _checked_options(Checking(q, k, v, EXPECTED, options, fields, sizes))
 
 
 def paged_options(
@@ -208,7 +208,7 @@ def paged_options(
     """Options of a call of `attention_paged`: `cache_options` for q [total, H_q, D]."""
     PAGED.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[2] ** -0.5}
-    return _checked(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes))
+    return _checked_options(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes))
 
 
 def cache_options(
@@ -225,4 +225,6 @@ def cache_options(
     """
     CACHE.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}
-    return _checked(Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes, bound))
+    return _checked_options(
+        Checking(q, k, v, EXPECTED, {"causal": True, **options}, fields, sizes, bound)
+    )

@@ -102,7 +102,7 @@ def decode_attention(
         )
         result: Any = sharded.attend(part, {"q": q}, {"new_lengths": new_lengths, **options})
         return result
-    checked = _checked(q, view, new_lengths, options)
+    checked = _checked_decode(q, view, new_lengths, options)
     num_splits = _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
@@ -139,7 +139,7 @@ def attend_to_part(
         how: dict[str, Any] = {"num_splits": num_splits, "backend": backend, **options}
         return decode_attention(q, cache, return_lse=True, **how)
     view, uniform = view_of_cache(cache)
-    checked = _checked(q, view, None, options)
+    checked = _checked_decode(q, view, None, options)
     _splits(num_splits, checked)
     choose(q, view, checked, backend)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def explain_decode(
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
     view, _ = view_of_cache(cache)
-    checked = _checked(q, view, new_lengths, dict(options))
+    checked = _checked_decode(q, view, new_lengths, dict(options))
     _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
@@ -224,7 +224,7 @@ def _splits(num_splits: int | None, options: Options) -> int | None:
     return None if num_splits is None else checks.check_count("num_splits", num_splits, 1)
 
 
-def _checked(
+def _checked_decode(
     q: Tensor, view: CacheView, new_lengths: Tensor | None, options: dict[str, Any]
 ) -> Options:
     sizes = check_query(q, view)

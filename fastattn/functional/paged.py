@@ -117,7 +117,7 @@ def attention_paged(
     if known is not None:
         _check_values(q, view, cu_seqlens_q, max_seqlen_q, tree_mask)
         return known.run(q, view, cu_seqlens_q, out, known.options_of(arguments))
-    checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
+    checked = _checked_step(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     given = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
@@ -159,7 +159,7 @@ def explain_paged(
     view = view_of_step(cache)
     if shared is not None:
         check_shared(shared, view, dict(options))
-    checked = _checked(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
+    checked = _checked_step(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, dict(options))
     choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
 
@@ -190,7 +190,7 @@ def _part(
     if getattr(q, "dtype", None) != torch.float64:
         return attention_paged(q, view, cu_seqlens, return_lse=True, **how, **options)
     longest, tree, out, backend = (how[x] for x in ("max_seqlen_q", "tree_mask", "out", "backend"))
-    checked = _checked(q, view, cu_seqlens, longest, tree, out, options)
+    checked = _checked_step(q, view, cu_seqlens, longest, tree, out, options)
     choice = choose(q, view, checked, backend)
     if not q.is_cpu:
         dispatch.warn_if_slow(choice, q.device)
@@ -200,7 +200,7 @@ def _part(
     return results
 
 
-def _checked(
+def _checked_step(
     q: Tensor, view: CacheView, cu_seqlens: Tensor, longest: int | None, tree: TreeMask,
     out: Tensor | None, options: dict[str, Any],
 ) -> Options:  # fmt: skip

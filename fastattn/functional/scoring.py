@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .. import checks
-from . import attend, inputs
+from . import fused_attention, inputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,5 +84,5 @@ def _unscaled(
         raise TypeError(f"{name} takes no scale: its score is not scaled")
     options["scale"] = 1.0
     if checks.check_flag("return_lse", return_lse):
-        return attend.attention(q, k, v, return_lse=True, backend=backend, **options)
-    return attend.attention(q, k, v, backend=backend, **options)
+        return fused_attention.attention(q, k, v, return_lse=True, backend=backend, **options)
+    return fused_attention.attention(q, k, v, backend=backend, **options)

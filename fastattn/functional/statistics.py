@@ -9,11 +9,11 @@ from .. import checks, dispatch
 from ..cache.views import view_of_cache
 from ..ops import statistics as kernels
 from ..options import Options
-from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
 from ..torch_backend import statistics as formula
-from ..torch_backend.attend import one_product
+from ..torch_backend import torch_attention as torch_backend
 from ..torch_backend.decode import in_order
+from ..torch_backend.torch_attention import one_product
 from . import call_options, inputs
 from .decode import check_query
 

@@ -14,8 +14,8 @@ from ..cache_view import CacheView
 from ..rotary import rotary_tables
 from ..tuned import choices
 from . import call_options
-from .attend import attention, attention_varlen
 from .decode import decode_attention
+from .fused_attention import attention, attention_varlen
 from .merge import shared_pages
 from .paged import attention_paged
 

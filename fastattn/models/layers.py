@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional.attend import attention
+from ..functional.fused_attention import attention
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.fused_weights import Fused, SeparateProjections
 from ..modules.latent_attention import MultiheadLatentAttention

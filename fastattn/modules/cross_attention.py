@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from .. import checks
 from ..cache.views import view_of_tensors
 from ..functional.additive import additive_attention
-from ..functional.attend import attention
 from ..functional.decode import decode_attention
+from ..functional.fused_attention import attention
 from .checks import check_unprojected, check_vectors, refuse_others
 from .fused_weights import Fused
 from .layer import AttentionLayer

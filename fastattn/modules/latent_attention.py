@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..cache.latent import LatentCache, LatentQuantize
-from ..functional.attend import attention
 from ..functional.decode import decode_attention
+from ..functional.fused_attention import attention
 from ..options import Window
 from ..rotary import (
     RotaryPositions,

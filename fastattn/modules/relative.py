@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import tracing
-from ..functional.attend import attention
+from ..functional.fused_attention import attention
 
 
 class RelativeTerms(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..functional.additive import additive_attention
-from ..functional.attend import attention
 from ..functional.decode import decode_attention
+from ..functional.fused_attention import attention
 from ..options import Window
 from ..position_tables import alibi_slopes, t5_relative_bias
 from ..rotary import RotaryPositions, RotaryTables

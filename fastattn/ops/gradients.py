@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..options import LAID_AS, LEARNED, TENSORS, Options
 from ..torch_backend import block, formula
-from ..torch_backend.attend import one_product
 from ..torch_backend.double_backward import gradients_by_formula
+from ..torch_backend.torch_attention import one_product
 from .schema import PLACES
 
 NAMES = ("q", "k", "v", *LEARNED)
@@ -48,7 +48,7 @@ Prepare: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options, Forward], Forwar
 class Kernels(NamedTuple):
     """Operators of attention and its gradients, or their launchers.
 
-    prepare: makes a forward for calls of one signature, or None; see `ops.attend.prepare`.
+    prepare: makes a forward for calls of one signature, or None; see `ops.attention_ops.prepare`.
     operators: for launchers, the corresponding operators for tracers.
     """
 

@@ -11,7 +11,7 @@ import fastattn.kernels as kernels
 
 from ..options import Options
 from . import flops
-from .attend import HOPPER, PORTABLE, by_hopper, setup_context
+from .attention_ops import HOPPER, PORTABLE, by_hopper, setup_context
 from .call import contiguous, fake_output, operator
 from .derivatives.second_order import gradients
 from .gradients import Kernels, as_batch, as_packed, laid, needed_of, placed

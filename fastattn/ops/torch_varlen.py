@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..options import Options
-from ..torch_backend import attend as torch_backend
 from ..torch_backend import tangents
-from .attend import setup_context
+from ..torch_backend import torch_attention as torch_backend
+from .attention_ops import setup_context
 from .call import refuse_tangents
 from .flops import attended
 from .gradients import (

@@ -3,9 +3,9 @@
 from typing import NoReturn
 
 from ..removed import raise_missing
-from .attend import context_attention as context_attention
-from .attend import explain_context as explain_context
 from .choose import MethodExplanation as MethodExplanation
+from .context_parallel_attention import context_attention as context_attention
+from .context_parallel_attention import explain_context as explain_context
 from .decode import decode_attention as decode_attention
 from .plan import ContextPlan as ContextPlan
 from .shard import roll as roll

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..cache_view import CacheView, as_bytes
 from ..options import Options
 from ..quantization import dequantize_rows
-from . import attend as torch_backend
+from . import torch_attention as torch_backend
 
 
 def attend(

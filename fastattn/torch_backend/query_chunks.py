@@ -46,7 +46,7 @@ def _of_rows(options: Options, rows: slice) -> Options:
     return options._replace(query_offset=offset + rows.start, query_offsets=None, **own)
 
 
-class Part(NamedTuple):
+class QueryPart(NamedTuple):
     """A part of a call whose scores are in memory at once."""
 
     first_row: int  # b of the first batch row; of a packed call the sequence
@@ -56,7 +56,9 @@ class Part(NamedTuple):
     options: Options
 
 
-def parts(q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0) -> Iterator[Part]:
+def parts(
+    q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0
+) -> Iterator[QueryPart]:
     """Parts of a call in the order of their rows; packed q and k have a batch of one.
 
     limit: approximate number of scores in memory at once.
@@ -70,7 +72,7 @@ def parts(q: Tensor, k: Tensor, options: Options, limit: int, first_row: int = 0
         size = B * H_q * (keys.stop - keys.start)
         for part, of_part in chunks(own, rows.stop - rows.start, size, limit):
             of_whole = slice(rows.start + part.start, rows.start + part.stop)
-            yield Part(n, part.start, of_whole, keys, of_part)
+            yield QueryPart(n, part.start, of_whole, keys, of_part)
 
 
 # Of `attention_in_tiles`: queries of a tile, and keys of a block.

@@ -21,8 +21,8 @@ from ..launch.arguments import (
 )
 from ..launch.arrivals import arrival_counters
 from ..launch.decode_splits import (
+    KeySplit,
     PackedSplit,
-    Split,
     decode_tile,
     in_one_page,
     load_bytes,
@@ -148,7 +148,7 @@ def kernel_launch(
     arguments: Sequence[Any],
     options: Options,
     tile: TileConfig,
-    split: Split,
+    split: KeySplit,
     packed: PackedSplit | None = None,
 ) -> Launch:
     """The cached launch of `decode_kernel`.
@@ -168,7 +168,7 @@ def kernel_launch(
 def _plan(
     kind: type[Options],
     tile: TileConfig,
-    split: Split,
+    split: KeySplit,
     packed: PackedSplit | None,
     arguments: list[Any],
 ) -> Launch:

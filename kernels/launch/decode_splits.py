@@ -54,7 +54,7 @@ _LOADS_OF_A_LAUNCH = 8
 SPLIT_CALLS = ((1, MANY_KEYS), (16, 4096))
 
 
-class Split(NamedTuple):
+class KeySplit(NamedTuple):
     """The split of a call's keys.
 
     capacity: exclusive bound of key positions. parts: the most parts. plan: see `splits.Plan`;
@@ -68,23 +68,23 @@ class Split(NamedTuple):
 
 def split_keys(
     q: Tensor, cache: CacheTensors, options: Options, tile: TileConfig, count: int | None
-) -> Split:
+) -> KeySplit:
     """Split each row's keys into `count`; None: by the work of all rows."""
     capacity = _capacity(cache, options)
     B, H_q, T_q, _ = q.shape
     if options.batch_invariant:
         count = 1
     if count is not None:
-        return Split(capacity, B * count, (0, count) if count > 1 else None)
+        return KeySplit(capacity, B * count, (0, count) if count > 1 else None)
     H_k = cache.k.shape[1]
     heads = H_k * blocks(T_q * H_q // H_k, tile.BLOCK_M)
     visits = max(1, _visits(capacity, T_q, options, tile.BLOCK_N))
     shares = _shares(B, heads, visits, _at_once(q, cache))
     if shares is None and cache.lengths is not None:
-        return Split(capacity, B, None)
+        return KeySplit(capacity, B, None)
     shares = shares or B
     # A row may have one part more than its shares, but no empty part among several.
-    return Split(capacity, min(shares + B, B * visits), (shares, 0))
+    return KeySplit(capacity, min(shares + B, B * visits), (shares, 0))
 
 
 def _at_once(q: Tensor, cache: CacheTensors) -> int:
@@ -93,7 +93,7 @@ def _at_once(q: Tensor, cache: CacheTensors) -> int:
     return programs * tiles.multiprocessors(q.device)
 
 
-def merges_alone(B: int, rows: int, cache: CacheTensors, tile: TileConfig, split: Split) -> bool:
+def merges_alone(B: int, rows: int, cache: CacheTensors, tile: TileConfig, split: KeySplit) -> bool:
     """Whether the last program of a tile to finish merges its parts, and no further launch.
 
     It has to be tuned (`tiles.one_launch`). B: batch rows; rows: the most rows of queries that
@@ -115,7 +115,7 @@ class PackedSplit(NamedTuple):
     """
 
     tile: TileConfig
-    split: Split
+    split: KeySplit
     fewest: int
     most: int
     places: int
@@ -171,7 +171,7 @@ def _packed(
     shares = _shares(least, cache.k.shape[1], visits, _at_once(q, cache))
     if shares is None or options.batch_invariant:
         # One share holds each row whole.
-        return PackedSplit(tile, Split(capacity, most, (1, 0)), *tokens, 0)
+        return PackedSplit(tile, KeySplit(capacity, most, (1, 0)), *tokens, 0)
     # A tile is split only if each part takes more than half of a share.
     split = Split(capacity, min(shares + most, most * visits), (shares, 0))
     return PackedSplit(tile, split, *tokens, min(2 * shares, most * visits))

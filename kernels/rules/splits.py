@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     places: int | None = None
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """The work of one program: a tile of the queries of batch row b, and a part of its keys.
 
     row: facts of the batch row, which reads cache_row. count: its number of queries; packed ones
@@ -181,7 +181,7 @@ def part_of(
     part, tile, B, T_q, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """`Part` number `part` of a tile of all batch rows. Without SPLIT: batch row `part`."""
+    """`KeyPart` number `part` of a tile of all batch rows. Without SPLIT: batch row `part`."""
     m_first, m_last = tile_rows(tile, G, T_q, BLOCK_M)
     b = part
     begin = part
@@ -207,14 +207,14 @@ def part_of(
     cache_row, row = cache_row_of(b, T_q, lengths, mask)
     splits = splits_of(size, m_first, m_last, row, mask, plan, BLOCK_N)
     split = part - begin
-    return Part(exists, b, cache_row, row, 0, T_q, tile, split, splits, begin, 0)
+    return KeyPart(exists, b, cache_row, row, 0, T_q, tile, split, splits, begin, 0)
 
 
 @triton.jit
 def packed_part(
     part, parts, B, total, G, lengths, mask, plan, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """`Part` number `part` of `parts` of packed queries, `total` in all; a row's last tile comes
+    """`KeyPart` number `part` of `parts` of packed queries, `total` in all; a row's last tile comes
     first.
 
     Its queries and places are within bounds, even with invalid offsets and lengths, and either all
@@ -236,7 +236,7 @@ def packed_part(
     exists = exists & (tile < tiles) & ((splits == 1) | (begin + splits <= places))
     exists = exists & (first + (tile + 1) * splits <= parts)
     tile = tiles - 1 - tile
-    return Part(exists, b, cache_row, row, token, row.T_q, tile, split, splits, begin, free)
+    return KeyPart(exists, b, cache_row, row, token, row.T_q, tile, split, splits, begin, free)
 
 
 @triton.jit

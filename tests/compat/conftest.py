@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fastattn
 from fastattn import dispatch
-from fastattn.functional import attend as functional
 from fastattn.functional import call_memo
+from fastattn.functional import fused_attention as functional
 from fastattn.ops.schema import flat, unflat
 from fastattn.torch_backend import formula
 

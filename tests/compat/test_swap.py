@@ -399,7 +399,7 @@ def test_without_transformers_its_models_are_left(swap, monkeypatch):
     from transformers_models import GQA, build
 
     model = build(transformers.AutoModel, transformers.LlamaConfig(**GQA), "cpu")
-    monkeypatch.setitem(sys.modules, "fastattn.compat.transformers.attend", None)
+    monkeypatch.setitem(sys.modules, "fastattn.compat.transformers.hf_attention", None)
     done = swap(model)
     assert done.replaced == {}
     assert "cannot be registered with transformers" in done.left[""]

@@ -31,7 +31,7 @@ from transformers_models import (
     tokens,
 )
 
-from fastattn.compat.transformers import attend
+from fastattn.compat.transformers import hf_attention
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 # A model's argument for its cache: past_key_values until transformers 5.23.
@@ -67,8 +67,8 @@ def test_blocks_that_an_indexer_chose(device, monkeypatch):
         index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "dense"],
         layer_types=["minimax_m3_sparse", "full_attention"],
     )  # fmt: skip
-    selected = mock.Mock(side_effect=attend.selected_attention)
-    monkeypatch.setattr(attend, "selected_attention", selected)
+    selected = mock.Mock(side_effect=hf_attention.selected_attention)
+    monkeypatch.setattr(hf_attention, "selected_attention", selected)
     mask = padded([(0, 18), (0, 13)], 18, device)
     inputs = {"input_ids": tokens(2, 18, device), "attention_mask": mask}
     model = build(tr.AutoModel, config, device)
@@ -184,17 +184,17 @@ def test_missing_transformers_names_the_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r'pip install "fastattn\[hf\]"'):
-        attend.register()
+        hf_attention.register()
 
 
 def test_other_versions_warn_once():
-    attend._check_version.cache_clear()
+    hf_attention._check_version.cache_clear()
     with pytest.warns(UserWarning, match=r"4\.57\.1 is outside .* 5\.23 to 5\.24"):
-        attend._check_version("4.57.1")
+        hf_attention._check_version("4.57.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attend._check_version("4.57.1")
-        attend._check_version("5.23.4.dev0")
+        hf_attention._check_version("4.57.1")
+        hf_attention._check_version("5.23.4.dev0")
 
 
 def test_compiled_model(device):

@@ -9,7 +9,7 @@ from nightly import gate_cases
 from transformers_models import GQA, SIZES, build, heads, layer, tokens
 
 from fastattn import decode_attention
-from fastattn.compat.transformers import attend
+from fastattn.compat.transformers import hf_attention
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("models_on_torch")
 def test_a_missing_mask_is_refused_where_positions_are_unknown():
     q, k, v = heads(2, 6)
     with pytest.raises(ValueError, match="None for 2 queries and 6 keys of a causal layer"):
-        attend.attention_forward(layer(), q, k, v, None)
-    o, weights = attend.attention_forward(layer(False), q, k, v, None)
+        hf_attention.attention_forward(layer(), q, k, v, None)
+    o, weights = hf_attention.attention_forward(layer(False), q, k, v, None)
     assert o.shape == (1, 2, 2, 8) and weights is None
-    one, _ = attend.attention_forward(layer(), q[:, :, :1], k, v, None)
+    one, _ = hf_attention.attention_forward(layer(), q[:, :, :1], k, v, None)
     torch.testing.assert_close(one, o[:, :1])
 
 
@@ -40,18 +40,18 @@ def test_masks_and_options_in_other_words(name):
     mask, options, other_mask, others = TWINS[name]
     # The queries of one row may be shared.
     shared = q[: 1 + (name != "scaling")]
-    o, weights = attend.attention_forward(layer(), shared, k, v, mask, **options)
+    o, weights = hf_attention.attention_forward(layer(), shared, k, v, mask, **options)
     assert weights is None
     same = shared.expand(2, -1, -1, -1)
-    wanted, _ = attend.attention_forward(layer(), same, k, v, other_mask, **others)
+    wanted, _ = hf_attention.attention_forward(layer(), same, k, v, other_mask, **others)
     torch.testing.assert_close(o, wanted)
 
 
 def test_window_holds_without_a_mask():
     q, k, v = heads(7, 7)
-    o, _ = attend.attention_forward(layer(), q, k, v, None, sliding_window=3)
+    o, _ = hf_attention.attention_forward(layer(), q, k, v, None, sliding_window=3)
     seen = torch.ones(1, 1, 7, 7).tril().triu(-2).bool()
-    wanted, _ = attend.attention_forward(layer(), q, k, v, seen)
+    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, seen)
     torch.testing.assert_close(o, wanted)
 
 
@@ -97,23 +97,25 @@ def test_one_new_token_is_decoded(way, monkeypatch):
     chosen = {"indices": torch.tensor([[[2, 5, 8]], [[0, 3, 4]]])}
     given = {
         "none": (None, {}),
-        "padding": (attend.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
+        "padding": (hf_attention.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
         "mask": (keys[:, None, None], {"softcap": 2.0}),
         "bias": (None, {"position_bias": torch.randn(1, 2, 1, 9), "s_aux": torch.ones(2)}),
         "window": (None, {"sliding_window": 4}),
-        "static": (attend.attention_mask(2, 1, 9, torch.tensor(5)), {}),
+        "static": (hf_attention.attention_mask(2, 1, 9, torch.tensor(5)), {}),
         "chosen": (None, chosen),
         "chosen of padded": (keys, chosen),
     }
     mask, options = given[way]
     decoded = []
     monkeypatch.setattr(
-        attend, "decode_attention", lambda *a, **o: decoded.append(o) or decode_attention(*a, **o)
+        hf_attention,
+        "decode_attention",
+        lambda *a, **o: decoded.append(o) or decode_attention(*a, **o),
     )
-    wanted, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
+    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **options)
     assert not decoded
     with torch.no_grad():
-        actual, _ = attend.attention_forward(layer(), q, k, v, mask, **options)
+        actual, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **options)
     assert len(decoded) == 1 and actual.shape == (2, 1, 2, 8) and actual.is_contiguous()
     torch.testing.assert_close(actual, wanted)
 
@@ -122,8 +124,8 @@ def test_one_new_token_over_other_memory_is_not_decoded(attention_calls):
     q, k, v = heads(1, 9)
     wide = k.transpose(1, 2).contiguous().transpose(1, 2)
     with torch.no_grad():
-        attend.attention_forward(layer(), q, wide, v, None)
-        attend.attention_forward(layer(), q, k, v, None, dropout=0.5)
+        hf_attention.attention_forward(layer(), q, wide, v, None)
+        hf_attention.attention_forward(layer(), q, k, v, None, dropout=0.5)
     assert len(attention_calls) == 2
 
 
@@ -131,12 +133,13 @@ def test_what_is_refused():
     q, k, v = heads(4, 4)
     chosen = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="block_indices needs the size of a block"):
-        attend.attention_forward(layer(), q, k, v, None, block_indices=chosen)
+        hf_attention.attention_forward(layer(), q, k, v, None, block_indices=chosen)
     with pytest.raises(ValueError, match="both choose keys"):
-        attend.attention_forward(layer(), q, k, v, None, block_indices=chosen, indices=chosen[0])
+        both = {"block_indices": chosen, "indices": chosen[0]}
+        hf_attention.attention_forward(layer(), q, k, v, None, **both)
     offsets = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="batch of 1, got 2"):
-        attend.attention_forward(layer(), *heads(4, 4, B=2), None, cu_seq_lens_q=offsets)
+        hf_attention.attention_forward(layer(), *heads(4, 4, B=2), None, cu_seq_lens_q=offsets)
 
 
 def among(lists, T_k, size=1):
@@ -155,12 +158,12 @@ def test_keys_that_an_indexer_chose(mask):
     chosen = torch.tensor([lists], dtype=torch.int32)
     seen = torch.ones(1, 1, 4, 6).bool().tril(2)
     lowest = torch.zeros(1, 1, 4, 6).masked_fill(~seen, torch.finfo(q.dtype).min)
-    given = {None: attend.attention_mask(1, 4, 6, 2), "bool": seen, "numbers": lowest}[mask]
-    o, _ = attend.attention_forward(layer(), q, k, v, given, indices=chosen)
-    wanted, _ = attend.attention_forward(layer(), q, k, v, seen & among(lists, 6))
+    given = {None: hf_attention.attention_mask(1, 4, 6, 2), "bool": seen, "numbers": lowest}[mask]
+    o, _ = hf_attention.attention_forward(layer(), q, k, v, given, indices=chosen)
+    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, seen & among(lists, 6))
     torch.testing.assert_close(o, wanted)
     with pytest.raises(RuntimeError, match="out of bounds"):
-        attend.attention_forward(layer(), q, k, v, given, indices=chosen + 1)
+        hf_attention.attention_forward(layer(), q, k, v, given, indices=chosen + 1)
 
 
 @pytest.mark.parametrize("way", ["blocks", "blocks, mask", "tokens", "tokens, sinks"])
@@ -174,15 +177,15 @@ def test_lists_of_few_keys(way, monkeypatch):
     given = {"block_indices": chosen} if size > 1 else {"indices": chosen[0]}
     beside = {"sinks": torch.randn(1, 2, 5, 1)} if "sinks" in way else {}
     seen = torch.ones(1, 1, 5, 11).bool().tril(6)
-    mask = seen if "mask" in way else attend.attention_mask(1, 5, 11, 6)
-    selected = attend.selected_attention
+    mask = seen if "mask" in way else hf_attention.attention_mask(1, 5, 11, 6)
+    selected = hf_attention.selected_attention
     monkeypatch.setattr(
-        attend, "selected_attention", lambda *a, **o: by_lists.append(1) or selected(*a, **o)
+        hf_attention, "selected_attention", lambda *a, **o: by_lists.append(1) or selected(*a, **o)
     )
-    o, _ = attend.attention_forward(module, q, k, v, mask, **given, **beside)
+    o, _ = hf_attention.attention_forward(module, q, k, v, mask, **given, **beside)
     assert len(by_lists) == ("mask" not in way)
     both = seen & among(lists, 11, size)
-    wanted, _ = attend.attention_forward(layer(), q, k, v, both, **beside)
+    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, both, **beside)
     torch.testing.assert_close(o, wanted)
 
 
@@ -192,7 +195,7 @@ def test_a_sink_for_each_query():
     scores = (q @ k.mT * 8**-0.5).masked_fill(~torch.ones(4, 4).tril().bool(), -torch.inf)
     weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
     wanted = (weights @ v).transpose(1, 2)
-    o, actual = attend.attention_forward(
+    o, actual = hf_attention.attention_forward(
         layer(), q, k, v, None, sinks=sinks, output_attentions=True
     )
     torch.testing.assert_close(o, wanted)
@@ -200,5 +203,6 @@ def test_a_sink_for_each_query():
     grad, wanted_grad = (torch.autograd.grad(x.square().sum(), sinks)[0] for x in (o, wanted))
     torch.testing.assert_close(grad, wanted_grad)
     with torch.no_grad():
-        one, _ = attend.attention_forward(layer(), q[:, :, 3:], k, v, None, sinks=sinks[:, :, 3:])
+        last = {"sinks": sinks[:, :, 3:]}
+        one, _ = hf_attention.attention_forward(layer(), q[:, :, 3:], k, v, None, **last)
     torch.testing.assert_close(one, wanted[:, 3:])

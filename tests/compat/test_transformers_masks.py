@@ -7,7 +7,7 @@ import torch
 from transformers import masking_utils as masking
 from transformers_models import heads, layer
 
-from fastattn.compat.transformers import attend, lazy_mask, masks
+from fastattn.compat.transformers import hf_attention, lazy_mask, masks
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -37,14 +37,14 @@ def test_masks_agree_with_those_of_transformers():
     cases.append((narrower, 6, 6, 0, 0, None))
     for function, T_q, T_k, q_offset, k_offset, padding in cases:
         sizes = (1, T_q, T_k, q_offset, k_offset)
-        mask = attend.attention_mask(*sizes, function, padding, None, False, device="cpu")
+        mask = hf_attention.attention_mask(*sizes, function, padding, None, False, device="cpu")
         assert isinstance(mask, lazy_mask.LazyMask)
         q, k, v = heads(T_q, T_k)
         # A layer's `is_causal` may say otherwise, and a missing mask cannot.
         both = (layer(), layer(causal=False))
-        outputs = [attend.attention_forward(module, q, k, v, mask)[0] for module in both]
+        outputs = [hf_attention.attention_forward(module, q, k, v, mask)[0] for module in both]
         assert mask._made is None, "the rule was not used"
-        plain, _ = attend.attention_forward(layer(), q, k, v, mask.entries())
+        plain, _ = hf_attention.attention_forward(layer(), q, k, v, mask.entries())
         for o in outputs:
             torch.testing.assert_close(o, plain)
         wanted = masking.sdpa_mask(*sizes, function, padding, allow_is_causal_skip=False)
@@ -56,7 +56,7 @@ def test_unknown_mask_functions_are_computed():
         return (q - k) % 2 == 0
 
     for function in (every_other, masking.and_masks(masking.causal_mask_function, every_other)):
-        mask = attend.attention_mask(1, 4, 4, mask_function=function)
+        mask = hf_attention.attention_mask(1, 4, 4, mask_function=function)
         assert type(mask) is torch.Tensor
         assert mask[0, 0, 3].tolist()[1] is True and mask[0, 0, 3].tolist()[2] is False
     remapped = masking.remap_positions_for_packed_sequence(
@@ -70,20 +70,20 @@ def test_chunks_are_documents_where_queries_are_the_keys():
     for padding, T in ((None, 8), (keys, 8), (keys[:, :3], 3)):
         left = torch.zeros(2).long() if padding is None else (~padding).sum(dim=1)
         function = masking.chunked_causal_mask_function(3, left)
-        mask = attend.attention_mask(2, T, T, mask_function=function, attention_mask=padding)
+        mask = hf_attention.attention_mask(2, T, T, mask_function=function, attention_mask=padding)
         assert (mask.rule().documents is None) is (T == 3)
         q, k, v = heads(T, T, B=2)
-        o, _ = attend.attention_forward(layer(), q, k, v, mask)
+        o, _ = hf_attention.attention_forward(layer(), q, k, v, mask)
         assert mask._made is None, "the rule was not used"
-        plain, _ = attend.attention_forward(layer(), q, k, v, mask.entries())
+        plain, _ = hf_attention.attention_forward(layer(), q, k, v, mask.entries())
         seen = mask.entries().any(dim=-1)[:, 0]
         torch.testing.assert_close(o[seen], plain[seen])
     # Behind a cache the chunks are read from the entries.
-    assert type(attend.attention_mask(2, 2, 8, 6, mask_function=function)) is torch.Tensor
+    assert type(hf_attention.attention_mask(2, 2, 8, 6, mask_function=function)) is torch.Tensor
 
 
 def test_a_mask_that_is_moved_keeps_its_rule_and_one_that_is_changed_is_obeyed():
-    mask = attend.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4).bool())
+    mask = hf_attention.attention_mask(1, 4, 4, attention_mask=torch.ones(1, 4).bool())
     for moved in (mask.to("cpu"), mask.to(torch.bool), mask.to(device="cpu", non_blocking=True)):
         assert isinstance(moved, lazy_mask.LazyMask) and moved.rule() is mask.rule()
     elsewhere = mask.to("meta")
@@ -93,7 +93,7 @@ def test_a_mask_that_is_moved_keeps_its_rule_and_one_that_is_changed_is_obeyed()
     mask.logical_and_(torch.eye(4).bool())
     q, k, v = heads(4, 4)
     for changed in (mask, mask.to("cpu")):
-        o, _ = attend.attention_forward(layer(), q, k, v, changed)
+        o, _ = hf_attention.attention_forward(layer(), q, k, v, changed)
         torch.testing.assert_close(o, v.transpose(1, 2))
 
 
@@ -125,13 +125,13 @@ def test_what_wrappers_ask_of_arguments_makes_no_entries():
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils.checkpoint import checkpoint
 
-    mask = attend.attention_mask(1, 4, 4)
+    mask = hf_attention.attention_mask(1, 4, 4)
     q, k, v = (x.requires_grad_() for x in heads(4, 4))
 
     def call(q, k, v, mask):
         assert isinstance(mask, lazy_mask.LazyMask)
         masks_seen.append(mask)
-        return attend.attention_forward(layer(), q, k, v, mask)[0]
+        return hf_attention.attention_forward(layer(), q, k, v, mask)[0]
 
     masks_seen = []
     _apply_to_tensors(lambda x: x.half() if torch.is_floating_point(x) else x, {"mask": mask})

@@ -6,7 +6,7 @@ import transformers as tr
 from transformers_models import GQA, SIZES, VISION, build, compare, padded, tokens
 
 import fastattn
-from fastattn.compat.transformers import attend
+from fastattn.compat.transformers import hf_attention
 from fastattn.compat.transformers import models as families
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
@@ -56,7 +56,7 @@ def test_swap_leaves_what_no_registered_function_reaches(swap, name, device):
 @pytest.mark.parametrize("name", ["bloom", "longformer", "mpt", "xglm"])
 def test_models_that_would_misread_a_mask_are_refused(name, device):
     """Their own code adds to its scores what is registered as a mask."""
-    attend.register()
+    hf_attention.register()
     config = UNSERVED[name]()
     model = tr.AutoModel.from_config(config, attn_implementation="fastattn").to(device)
     with pytest.raises(ValueError, match=f"cannot serve models of {type(config).__name__}: "):
@@ -152,7 +152,7 @@ def test_a_config_that_turns_layers_and_not_the_mask(compiled, device):
 
 
 def test_modules_whose_config_was_not_changed_are_left(device):
-    attend.register()
+    hf_attention.register()
     model = build(tr.AutoModel, tr.LlamaConfig(**GQA), device)
     why = "its config keeps attn_implementation='eager' on a model that is built"
     left = {f"layers.{i}.self_attn": why for i in range(2)}

@@ -20,7 +20,7 @@ from transformers_models import (
     tokens,
 )
 
-from fastattn.compat.transformers import attend
+from fastattn.compat.transformers import hf_attention
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
 CACHE = "cache" if "cache" in signature(tr.LlamaModel.forward).parameters else "past_key_values"
@@ -91,10 +91,10 @@ def test_what_does_not_go_with_offsets_is_refused():
     mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, -1] = 0
     with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
-        attend.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
+        hf_attention.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
     with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
         mask = torch.ones(1, 1, 2, 12).bool()
-        attend.attention_forward(layer(), q[:, :, :2], k, v, mask, cu_seq_lens_q=OFFSETS)
+        hf_attention.attention_forward(layer(), q[:, :, :2], k, v, mask, cu_seq_lens_q=OFFSETS)
 
 
 def test_compiled_model_with_offsets(device):
@@ -122,7 +122,7 @@ def test_chunks_with_offsets_are_not_compiled():
 
     @torch.compile(backend="eager")
     def call(q, k, v):
-        return attend.attention_forward(module, q, k, v, mask, cu_seq_lens_q=OFFSETS)
+        return hf_attention.attention_forward(module, q, k, v, mask, cu_seq_lens_q=OFFSETS)
 
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q with the entries of a mask"):
         call(*heads(12, 12))
@@ -137,7 +137,7 @@ def test_offsets_hold_beside_what_else_is_given(way, with_keys):
     q, k, v = heads(12, 12)
     seen = torch.ones(12, 12).tril().bool()
     numbers = torch.zeros(12, 12).masked_fill(~seen, torch.finfo(q.dtype).min)
-    chunked = attend.attention_mask(1, 12, 12, mask_function=chunks(3))
+    chunked = hf_attention.attention_mask(1, 12, 12, mask_function=chunks(3))
     mask = {"mask": seen[None, None], "numbers": numbers[None, None], "chunks": chunked}.get(way)
     options = {
         "bias": {"position_bias": torch.randn(1, 2, 12, 12)},
@@ -145,12 +145,12 @@ def test_offsets_hold_beside_what_else_is_given(way, with_keys):
         "sinks": {"sinks": torch.randn(1, 2, 12, 1)},
     }.get(way, {})
     offsets = {"cu_seq_lens_q": OFFSETS, **({"cu_seq_lens_k": OFFSETS} if with_keys else {})}
-    o, weights = attend.attention_forward(layer(), q, k, v, mask, **offsets, **options)
+    o, weights = hf_attention.attention_forward(layer(), q, k, v, mask, **offsets, **options)
     if way == "chunks":
         parts = (torch.block_diag(*(torch.ones(3, 3),) * 4)[:n, :n] for n in LENGTHS)
         seen = seen & torch.block_diag(*parts).bool()
     both = (seen & SEPARATE)[None, None]
-    wanted, wanted_weights = attend.attention_forward(layer(), q, k, v, both, **options)
+    wanted, wanted_weights = hf_attention.attention_forward(layer(), q, k, v, both, **options)
     torch.testing.assert_close(o, wanted)
     if way == "weights":
         torch.testing.assert_close(weights, wanted_weights)
@@ -160,13 +160,13 @@ def test_offsets_take_the_place_of_sequences_found_in_positions():
     q, k, v = heads(12, 12)
     actual = masking.packed_sequence_mask_function(torch.tensor([[0] * 4 + [1] * 8]))
     both = masking.and_masks(masking.causal_mask_function, actual)
-    mask = attend.attention_mask(1, 12, 12, mask_function=both)
+    mask = hf_attention.attention_mask(1, 12, 12, mask_function=both)
     assert mask.rule().documents is not None
     seen = SEPARATE.tril()[None, None]
-    wanted, _ = attend.attention_forward(layer(), q, k, v, seen)
+    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, seen)
     for bias in (None, torch.zeros(1, 2, 12, 12)):  # by offsets, and by a number for each token
         given = {"cu_seq_lens_q": OFFSETS, "position_bias": bias}
-        o, _ = attend.attention_forward(layer(), q, k, v, mask, **given)
+        o, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **given)
         torch.testing.assert_close(o, wanted)
 
 

@@ -14,7 +14,7 @@ from fastattn import (
     attention_varlen,
     reference,
 )
-from fastattn.ops import attend, schema
+from fastattn.ops import attention_ops, schema
 from fastattn.options import Options
 from fastattn.testing import assert_within_budget, worst_naive
 
@@ -158,9 +158,9 @@ def test_tracers_know_that_results_are_fp32(device):
     v, do = (torch.nn.functional.pad(x, (0, 4)) for x in (v, do))
     flat = schema.flat(Options(fp32_results=True, relative_query=q, relative_keys=k[0, :, :7]))
     check = partial(torch.library.opcheck, test_utils="test_faketensor")
-    check(attend.attention_forward.op, (q, k, v, *flat))
-    o, lse = attend.attention_forward.op(q, k, v, *flat)
-    check(attend.attention_backward.op, (do, None, q, k, v, o.bfloat16(), lse, "qkv", *flat))
+    check(attention_ops.attention_forward.op, (q, k, v, *flat))
+    o, lse = attention_ops.attention_forward.op(q, k, v, *flat)
+    check(attention_ops.attention_backward.op, (do, None, q, k, v, o.bfloat16(), lse, "qkv", *flat))
 
 
 def test_tracers_see_the_operators_of_its_gradients(device: str) -> None:

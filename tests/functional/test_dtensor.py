@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import local_map
 
 import fastattn
 from fastattn.compat import flash_attn
-from fastattn.compat.transformers import attend
+from fastattn.compat.transformers import hf_attention
 
 pytestmark = pytest.mark.usefixtures("on_torch")
 
@@ -61,7 +61,7 @@ REFUSED = r"one device, got a DTensor: fastattn\.attention and .*"
 TAKEN: dict[str, Callable[..., Any]] = {
     "attention": fastattn.attention,
     "flash_attn": flash_attn.flash_attn_func,
-    "transformers": lambda *qkv: attend.attention_forward(torch.nn.Module(), *qkv, None),
+    "transformers": lambda *qkv: hf_attention.attention_forward(torch.nn.Module(), *qkv, None),
 }
 
 

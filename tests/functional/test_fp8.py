@@ -10,8 +10,8 @@ from torch import Tensor
 import fastattn
 from fastattn import dispatch, quantize_fp8
 from fastattn.functional.fp8 import PackedValues
-from fastattn.functional.fp8 import attend as attend8
 from fastattn.functional.fp8 import codes as codes_of_heads
+from fastattn.functional.fp8 import fp8_attention as attend8
 from fastattn.functional.fp8.codes import E4M3
 from fastattn.kernels.fp8.values import launch_pack_values
 from fastattn.ops import fp8 as fp8_ops

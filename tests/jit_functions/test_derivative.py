@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 import fastattn
 from fastattn.jit_functions import derivative, stand_ins
 from fastattn.kernels.launch.tiles import TileConfig, forced
-from fastattn.ops import attend, schema
+from fastattn.ops import attention_ops, schema
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv, worst_naive
 from fastattn.testing.budget import assert_all_within_budget
@@ -251,8 +251,10 @@ def test_tensors_that_learn_by_operator(device: str) -> None:
     function, loads = derivative.load_gradients(arithmetic, tensors, [True, False])
     assert loads == [0]
     options = Options(**how | {"mod_tensors": tensors}, score_mod_grad=function, scale=0.25)
-    inputs = (o.detach(), None, q, k, v, *attend.attend(q, k, v, options), loads)
-    torch.library.opcheck(attend.attention_backward_mods.op, (*inputs, *schema.flat(options)))
+    inputs = (o.detach(), None, q, k, v, *attention_ops.attend(q, k, v, options), loads)
+    torch.library.opcheck(
+        attention_ops.attention_backward_mods.op, (*inputs, *schema.flat(options))
+    )
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

@@ -18,7 +18,7 @@ from fastattn.functional.call_options import dense_options
 from fastattn.kernels.hopper import backward, forward, host
 from fastattn.kernels.hopper.host import why_not_hopper
 from fastattn.kernels.launch import tiles
-from fastattn.ops import attend as ops
+from fastattn.ops import attention_ops as ops
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import fastattn
 from fastattn import dispatch
 from fastattn.kernels.launch import tiles
-from fastattn.ops import attend, schema
+from fastattn.ops import attention_ops, schema
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, assert_within_budget, make_qkv
 from fastattn.testing.inputs import draw
@@ -108,7 +108,7 @@ def directly(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
 
 def by_op(q: Tensor, k: Tensor, v: Tensor, deterministic: bool = True) -> None:
     options = Options(causal=True, scale=0.25, atomic_dq=not deterministic)
-    o, _ = attend.attention_forward.op(q, k, v, *schema.flat(options))
+    o, _ = attention_ops.attention_forward.op(q, k, v, *schema.flat(options))
     torch.autograd.grad(o.sum(), (q, k, v))
 
 

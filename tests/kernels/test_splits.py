@@ -46,7 +46,7 @@ class Part(NamedTuple):
         return self.last - self.first
 
 
-def parts_of(lengths: list[int], split: decode_splits.Split, device: str) -> list[Part]:
+def parts_of(lengths: list[int], split: decode_splits.KeySplit, device: str) -> list[Part]:
     """The parts that exist."""
     mend()
     B = len(lengths)
@@ -64,7 +64,7 @@ def parts_of(lengths: list[int], split: decode_splits.Split, device: str) -> lis
 
 def split_of(
     B: int, heads: int, capacity: int, count: int | None = None, sms: int = 132
-) -> decode_splits.Split:
+) -> decode_splits.KeySplit:
     """The launcher's split of one token a row on a GPU of so many multiprocessors."""
     k = torch.empty(1, heads, capacity, 64, device="meta")
     cache = CacheTensors(k, k, None, None, None, k, None, None, None)
@@ -133,7 +133,7 @@ def test_equal_rows_fill_the_device(
 ) -> None:
     split = split_of(B, heads, capacity)
     if expected is None:
-        assert split == decode_splits.Split(capacity, B, None)
+        assert split == decode_splits.KeySplit(capacity, B, None)
     else:
         parts = parts_of([capacity] * B, split, device)
         assert len(parts) == expected

@@ -38,7 +38,7 @@ from fastattn import (
     attention,
     patch_sdpa,
 )
-from fastattn.compat.transformers import attend
+from fastattn.compat.transformers import hf_attention
 from fastattn.compat.transformers.context_parallel import check_model
 from fastattn.models.context_parallel import ContextParallel
 from fastattn.parallel import ContextPlan, roll, shard
@@ -479,7 +479,7 @@ UNSERVED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_models_that_mix_tokens_otherwise_are_refused(name):
     config, message = UNSERVED[name]
     model = build(tr.AutoModelForCausalLM, config(), "cpu")
-    model.config._attn_implementation_internal = attend.NAME
+    model.config._attn_implementation_internal = hf_attention.NAME
     with pytest.raises(ValueError, match=message):
         check_model(model, T)
 
@@ -488,11 +488,11 @@ def test_models_with_other_attention_are_refused():
     model = decoder("llama-gqa")
     with pytest.raises(ValueError, match=r'want attn_implementation="fastattn", got \'eager\''):
         check_model(model, T)
-    model.config._attn_implementation_internal = attend.NAME
+    model.config._attn_implementation_internal = hf_attention.NAME
     model.model.mixer = nn.Conv1d(2, 2, 3)
     with pytest.raises(ValueError, match="it has Conv1d, which sees the tokens of one rank"):
         check_model(model, T)
     t5 = build(tr.AutoModelForSeq2SeqLM, tr.T5Config(**SIZES, d_model=32, num_heads=4), "cpu")
-    t5.config._attn_implementation_internal = attend.NAME
+    t5.config._attn_implementation_internal = hf_attention.NAME
     with pytest.raises(ValueError, match="it has two sequences"):
         check_model(t5, T)

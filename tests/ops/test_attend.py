@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
-from fastattn.ops import attend, schema, torch_varlen
+from fastattn.ops import attention_ops, schema, torch_varlen
 from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 
@@ -85,19 +85,19 @@ def test_a_traced_function_must_have_a_name(device: str) -> None:
 
     q, k, v = make_qkv(**SIZES, device=device)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="top level"):
-        attend.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
+        attention_ops.attention_forward.op(q, k, v, *schema.flat(Options(mask_mod=local)))
 
 
 def test_tracers_see_the_op(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The kernels themselves would be invisible to these, or fail in them."""
     seen = []
-    op = attend.attention_forward.op
+    op = attention_ops.attention_forward.op
 
     def counted(*arguments):
         seen.append("op")
         return op(*arguments)
 
-    monkeypatch.setattr(attend.attention_forward, "op", counted)
+    monkeypatch.setattr(attention_ops.attention_forward, "op", counted)
     inputs = [x.detach() for x in make_qkv(**SIZES, device=device)]
     causal(*inputs)
     assert seen == []

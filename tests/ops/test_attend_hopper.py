@@ -15,7 +15,7 @@ from fastattn.kernels.hopper import backward as hopper_backward
 from fastattn.kernels.hopper import forward as hopper_forward
 from fastattn.kernels.hopper import tile_table
 from fastattn.kernels.launch import tiles
-from fastattn.ops import attend
+from fastattn.ops import attention_ops
 from fastattn.options import Options
 from fastattn.testing import make_qkv
 
@@ -35,7 +35,7 @@ def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None, hopper_ran: Non
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
-    monkeypatch.setattr(attend, "uncompiled", [])
+    monkeypatch.setattr(attention_ops, "uncompiled", [])
     return launches
 
 
@@ -86,7 +86,7 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
 
     # What ran and failed is no reason to go on.
     call_memo.forget()
-    monkeypatch.setattr(attend, "uncompiled", [])
+    monkeypatch.setattr(attention_ops, "uncompiled", [])
     error = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory"):
         run(inputs, None)
@@ -110,10 +110,10 @@ def test_a_function_that_no_compiler_takes_leaves_hopper_on(
     def refuse() -> None:
         raise triton.TritonError("a name in mask_mod is not defined")
 
-    monkeypatch.setattr(attend, "uncompiled", [])
+    monkeypatch.setattr(attention_ops, "uncompiled", [])
     with pytest.raises(triton.TritonError):
-        attend.by_hopper(refuse, refuse)
-    assert not attend.uncompiled
+        attention_ops.by_hopper(refuse, refuse)
+    assert not attention_ops.uncompiled
 
 
 def test_a_tuned_shape_that_does_not_compile_is_taken_back(
@@ -125,11 +125,11 @@ def test_a_tuned_shape_that_does_not_compile_is_taken_back(
         return forward.launch_forward(*arguments)
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch)
-    monkeypatch.setattr(attend, "uncompiled", [])
+    monkeypatch.setattr(attention_ops, "uncompiled", [])
     monkeypatch.setattr(tiles, "_installed", {})
     row = {"kernel": "hopper_forward", "element_size": 2, "BLOCK_D": 64, "BLOCK": 64, "STAGES": 2}
     tiles.install([row | {"D": 64}], tiles.current_device())
     q, k, v = make_qkv(B=1, H_q=1, H_k=1, T_q=16, D=64, dtype=torch.bfloat16, device=device)
-    attend.hopper_forward.direct(q, k, v, Options(scale=0.125))
-    assert not attend.uncompiled
+    attention_ops.hopper_forward.direct(q, k, v, Options(scale=0.125))
+    assert not attention_ops.uncompiled
     assert tile_table.forward_config(64, False).BLOCK == 128

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastattn.functional.call_options import dense_options
-from fastattn.ops import attend, schema
+from fastattn.ops import attention_ops, schema
 from fastattn.options import LEARNED, Options
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import to_device
@@ -36,8 +36,8 @@ def test_both_ways_to_the_kernels_give_the_same_bits(which: str, device: str) ->
         return (o, lse, *torch.autograd.grad(loss, leaves))
 
     short, op = (
-        run(attend.attend, options),
-        run(attend.attention_forward.op, *schema.flat(options)),
+        run(attention_ops.attend, options),
+        run(attention_ops.attention_forward.op, *schema.flat(options)),
     )
     for ours, theirs in zip(short, op, strict=True):
         assert torch.equal(ours, theirs)
@@ -49,12 +49,17 @@ def test_ops_with_every_option_are_registered_right(device: str) -> None:
     flat = tuple(
         x.detach() if isinstance(x, torch.Tensor) else x for x in schema.flat(everything(device))
     )
-    torch.library.opcheck(attend.attention_forward.op, (q, k, v, *flat))
-    o, lse = attend.attention_forward.op(q, k, v, *flat)
+    torch.library.opcheck(attention_ops.attention_forward.op, (q, k, v, *flat))
+    o, lse = attention_ops.attention_forward.op(q, k, v, *flat)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    torch.library.opcheck(attend.attention_backward.op, (do, dlse, q, k, v, o, lse, "qkv", *flat))
-    delta = attend.attention_backward.op(do, dlse, q, k, v, o, lse, "d", *flat)[3]
-    for op in (attend.attention_backward_bias.op, attend.attention_backward_relative.op):
+    torch.library.opcheck(
+        attention_ops.attention_backward.op, (do, dlse, q, k, v, o, lse, "qkv", *flat)
+    )
+    delta = attention_ops.attention_backward.op(do, dlse, q, k, v, o, lse, "d", *flat)[3]
+    for op in (
+        attention_ops.attention_backward_bias.op,
+        attention_ops.attention_backward_relative.op,
+    ):
         torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
 
 
@@ -67,8 +72,8 @@ def test_second_derivatives(way: str, device: str) -> None:
 
     def ours(q, k, v):
         if way == "short":
-            return attend.attend(q, k, v, options)
-        return attend.attention_forward.op(q, k, v, *schema.flat(options))
+            return attention_ops.attend(q, k, v, options)
+        return attention_ops.attention_forward.op(q, k, v, *schema.flat(options))
 
     def plain(dtype):
         return lambda q, k, v: formula.attention(
@@ -107,7 +112,7 @@ def test_many_gradients_at_once(which: str, outputs: str, device: str) -> None:
     if which == "packed":
         inputs = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs]
     leaves = [x for x in (*inputs, *options.differentiable) if x is not None]
-    o, lse = attend.attend(*inputs, options)
+    o, lse = attention_ops.attend(*inputs, options)
     wanted = {"lse": (lse,), "both": (o, lse)}[outputs]
     dout = [torch.randn(3, *x.shape, device=device) for x in wanted]
 

@@ -52,7 +52,7 @@ assert "torch.utils.flop_counter" not in sys.modules and "triton" not in sys.mod
 from torch.utils.flop_counter import FlopCounterMode
 with FlopCounterMode(display=False) as counter:
     q = torch.empty(2, 4, 5, 16, device="meta")
-    fastattn.ops.attend.attention_forward.by_op(q, q, q, fastattn.options.Options(scale=1.0))
+    fastattn.ops.attention_ops.attention_forward.by_op(q, q, q, fastattn.options.Options(scale=1.0))
 assert counter.get_total_flops() == 4 * 2 * 4 * 5 * 5 * 16
 """
     subprocess.run([sys.executable, "-c", program], check=True)

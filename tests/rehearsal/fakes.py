@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import fastattn.kernels
 from fastattn import attention, tracing
-from fastattn.ops import attend as ops
+from fastattn.ops import attention_ops as ops
 from fastattn.options import Options
 
 _launched: list[str] = []
@@ -77,7 +77,8 @@ def gpu(direct: bool) -> Iterator[None]:
     ]
     if direct:
         patches.append(mock.patch.object(tracing, "may_be_traced", lambda x: False))
-        patches.append(mock.patch("fastattn.ops.attend.is_in_torch_dispatch_mode", lambda: False))
+        mode = "fastattn.ops.attention_ops.is_in_torch_dispatch_mode"
+        patches.append(mock.patch(mode, lambda: False))
     # The mode would try a device that is there when it is made.
     with FakeTensorMode(), ExitStack() as stack:
         for patch in patches:

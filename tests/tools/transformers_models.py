@@ -79,7 +79,7 @@ def decoder(name: str, device: str) -> Any:
 
 def build(auto: Any, config: Any, device: str) -> Any:
     """An fp32 model in eval mode with fixed random weights, by a transformers Auto class."""
-    from fastattn.compat.transformers.attend import register
+    from fastattn.compat.transformers.hf_attention import register
 
     register()
     torch.manual_seed(0)

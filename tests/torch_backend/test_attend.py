@@ -6,7 +6,7 @@ import torch
 import fastattn
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
-from fastattn.torch_backend import attend as torch_backend
+from fastattn.torch_backend import torch_attention as torch_backend
 
 
 def torch_attention(q, k, v, **arguments):

@@ -7,7 +7,7 @@ from torch import Tensor
 import fastattn.kernels as kernels
 from fastattn import dispatch
 from fastattn.kernels.launch.launches import Launch
-from fastattn.ops import attend, call
+from fastattn.ops import attention_ops, call
 from fastattn.options import Options
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ Pair = tuple[Tensor, Tensor]
 
 def steps(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     assert_type(dispatch.HOPPER.kernels.forward(q, k, v, options), Pair)
-    assert_type(attend.attend(q, k, v, options), Pair)
-    assert_type(attend.attention_forward(q, k, v, options), Pair)
-    assert_type(attend.attention_forward.direct(q, k, v, options), Pair)
-    attend.attention_forward(q, k, options)  # type: ignore
+    assert_type(attention_ops.attend(q, k, v, options), Pair)
+    assert_type(attention_ops.attention_forward(q, k, v, options), Pair)
+    assert_type(attention_ops.attention_forward.direct(q, k, v, options), Pair)
+    attention_ops.attention_forward(q, k, options)  # type: ignore
     assert_type(call.by_shipped_shapes(kernels.forward.launch_forward, q, k, v, options), Pair)
     assert_type(kernels.forward.launch_forward(q, k, v, options), Pair)
     launch = kernels.decode.kernel_launch((q,), options, kernels.tiles.TileConfig(16, 16), split())

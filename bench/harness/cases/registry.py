@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import reference
-from ...functional.attend import attention, explain
 from ...functional.decode import decode_attention, explain_decode
+from ...functional.fused_attention import attention, explain
 from .case import Case
 from .fp8 import EIGHT_BITS
 from .inputs import Attention, Implementation, Inputs, Unserved

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...cache.views import view_of_tensors
-from ...functional import attend, call_memo, decode
+from ...functional import call_memo, decode, fused_attention
 from ...kernels.launch import launches, tiles
 from ...testing.compiling.cross_compile import compiling_for
 from .samples import Function
@@ -81,8 +81,8 @@ def calls_by_backend() -> dict[str, Function]:
     leaves = [torch.randn(_SHAPE, **how) for _ in range(3)]
     do = torch.randn_like(leaves[0])
     attends: dict[str, Callable[..., Tensor]] = {
-        "fastattn": partial(attend.attention, causal=True),
-        "fastattn-triton": partial(attend.attention, causal=True, backend="triton"),
+        "fastattn": partial(fused_attention.attention, causal=True),
+        "fastattn-triton": partial(fused_attention.attention, causal=True, backend="triton"),
         "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
     }
 
@@ -112,13 +112,15 @@ Call = tuple[Callable[..., Any], list[Tensor]]
 def _dense(device: str, **options: Tensor) -> Call:
     on_device: dict[str, Any] = {name: x.to(device) for name, x in options.items()}
     tensors = [torch.randn(_SHAPE, device=device, dtype=torch.bfloat16) for _ in range(3)]
-    return partial(attend.attention, causal=True, backend="triton", **on_device), tensors
+    return partial(fused_attention.attention, causal=True, backend="triton", **on_device), tensors
 
 
 def _packed(device: str) -> Call:
     _, tensors = _dense(device)
     offsets = torch.tensor([0, 30, _SHAPE[2]], dtype=torch.int32, device=device)
-    call = partial(attend.attention_varlen, cu_seqlens_q=offsets, causal=True, backend="triton")
+    call = partial(
+        fused_attention.attention_varlen, cu_seqlens_q=offsets, causal=True, backend="triton"
+    )
     return call, [x[0].transpose(0, 1).contiguous() for x in tensors]
 
 

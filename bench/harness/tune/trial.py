@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ...kernels.launch import tiles
-from ...ops import attend
+from ...ops import attention_ops
 from ...testing.supervision import PREPARES, RUNS
 from ..cases.case import Case
 from ..cases.correctness import Expected, all_heads, expect
@@ -51,9 +51,9 @@ def trial(case: Case, bench: Bench) -> Trial:
         issued = partial(bench.announce, candidate.name, RUNS)
         with tiles.forced(**candidate.forced):
             work, _ = prepare(ours, case, inputs, expected, issued=issued)
-        if attend.uncompiled:
+        if attention_ops.uncompiled:
             # The portable kernels served the call in place of the shape.
-            raise RuntimeError(attend.uncompiled.pop())
+            raise RuntimeError(attention_ops.uncompiled.pop())
 
         def call() -> object:
             with tiles.forced(**candidate.forced):

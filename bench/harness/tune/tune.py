@@ -19,7 +19,7 @@ import torch
 
 from ... import dispatch
 from ...kernels.launch import tiles
-from ...ops import attend
+from ...ops import attention_ops
 from ...testing.supervision import WAITS, ChildProcess, Message, Tell, python, talk, variables
 from ...testing.verify import verification
 from ...testing.verify.verdicts import RIGHT
@@ -186,7 +186,7 @@ def gpu_of(device: torch.device) -> Gpu:
     """Properties of the current CUDA device for a plan."""
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * 1024)
-    hopper = dispatch.on_hopper(device) and not attend.uncompiled
+    hopper = dispatch.on_hopper(device) and not attention_ops.uncompiled
     return Gpu(tiles.current_arch(), shared, properties.multi_processor_count, hopper)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from ...functional.attend import attention, attention_varlen
 from ...functional.block import BlockGradients, attention_block_backward
+from ...functional.fused_attention import attention, attention_varlen
 from ...torch_backend import dropout
 from .argument_order import of_version
 from .conventions import checked, errors_of_flash_attn, options_of

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...functional.attend import attention, attention_varlen
 from ...functional.fp8 import attention_fp8, attention_varlen_fp8
+from ...functional.fused_attention import attention, attention_varlen
 from . import packed
 from .conventions import (
     Result,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...functional.attend import attention
+from ...functional.fused_attention import attention
 from ..calls import running
 from ..sdpa import bounded_bias
 

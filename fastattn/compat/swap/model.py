@@ -178,7 +178,7 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    adapters = _checked(adapters)
+    adapters = _checked_adapters(adapters)
     done = Swap()
     captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
     for name, module in list(_matches(model, "", done, set(), adapters)):
@@ -208,7 +208,7 @@ def swap(
     return done
 
 
-def _checked(adapters: Any) -> Mapping[type[nn.Module], Adapter]:
+def _checked_adapters(adapters: Any) -> Mapping[type[nn.Module], Adapter]:
     adapters = {} if adapters is None else adapters
     expected = "adapters must map classes of torch.nn.Module to functions"
     if not isinstance(adapters, Mapping):
@@ -280,7 +280,7 @@ def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> boo
     Adds served modules to `seen`; other modules are swapped as usual.
     """
     try:
-        from ..transformers.attend import NAME, register
+        from ..transformers.hf_attention import NAME, register
         from ..transformers.models import looks_up, restorer, unserved
     except ImportError as error:
         done._left[name] = f"fastattn cannot be registered with transformers: {error}"

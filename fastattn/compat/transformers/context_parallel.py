@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...parallel import ContextPlan, roll, shard
 from ...parallel.ranks import Mesh, Ranks, agree, gather_sequence
-from . import attend, packing
+from . import hf_attention, packing
 from .models import unserved
 
 _SERVED_KINDS = {"full_attention", "sliding_attention"}
@@ -47,14 +47,15 @@ class SpreadModels:
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Owner, name and new value of each patched attribute."""
-        yield attend, "attention", self.attention
+        yield hf_attention, "attention", self.attention
         yield packing, "restarts", self._packed(packing.restarts)
         for name, reason in (
             ("attention_varlen", f"cu_seq_lens_q: {_REFUSED['cu_seq_lens_q']}"),
             ("attention_weights", f"output_attentions: {_REFUSED['output_attentions']}"),
             ("decode_attention", "one token a rank cannot be told from a step of decoding"),
         ):
-            yield attend, name, partial(_refuse, f"not served under ContextParallel: {reason}")
+            refusal = f"not served under ContextParallel: {reason}"
+            yield hf_attention, name, partial(_refuse, refusal)
         if self._told:
             from transformers import PreTrainedModel, masking_utils
 
@@ -186,10 +187,10 @@ def check_model(model: Any, T: int) -> None:
     """Raise on a model that mixes T tokens in another way than our attention."""
     name, config = type(model).__name__, model.config
     chosen = config._attn_implementation
-    if chosen != attend.NAME:
+    if chosen != hf_attention.NAME:
         raise ValueError(
             f"under ContextParallel models of transformers want attn_implementation="
-            f'"{attend.NAME}", got {chosen!r} for {name}'
+            f'"{hf_attention.NAME}", got {chosen!r} for {name}'
         )
     if config.is_encoder_decoder:
         raise ValueError(f"{name} is not served under ContextParallel: it has two sequences")
@@ -202,7 +203,7 @@ def check_model(model: Any, T: int) -> None:
             f"{name} is not served under ContextParallel: it has {causes[0]}, which sees the "
             "tokens of one rank"
         )
-    for part, reason in unserved(model, attend.NAME)[1].items():
+    for part, reason in unserved(model, hf_attention.NAME)[1].items():
         raise ValueError(f"{name} is not served under ContextParallel: {part or name}: {reason}")
     for part in model.modules():
         longest = _frequencies_hold_until(part)

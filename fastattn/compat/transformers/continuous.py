@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...cache.slots import append_paged
 from ...cache.views import view_of_tensors
-from ...functional.attend import attention_varlen
+from ...functional.fused_attention import attention_varlen
 from ...functional.paged import attention_paged
 from .lazy_mask import LazyMask
 

@@ -1,7 +1,7 @@
 """Attention over selected key blocks."""
 
-from .attend import explain_selected as explain_selected
-from .attend import selected_attention as selected_attention
+from .block_sparse_attention import explain_selected as explain_selected
+from .block_sparse_attention import selected_attention as selected_attention
 from .choose import select_blocks as select_blocks
 from .decode import decode_selected as decode_selected
 from .indexer import indexer_loss as indexer_loss

@@ -8,9 +8,9 @@ from torch import Tensor
 from ... import checks
 from ...cache.views import view_of_cache, without_window
 from ...cache_view import CacheView
-from ...torch_backend.selected.attend import ordered_lists
+from ...torch_backend.selected.selected_formula import ordered_lists
 from ..decode import check_query, decode_attention
-from .attend import check_lists
+from .block_sparse_attention import check_lists
 
 
 @overload

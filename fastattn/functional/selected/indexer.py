@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import checks
 from ...torch_backend.selected import indexer as formula
 from .. import call_options, inputs
-from .attend import checked_lists
+from .block_sparse_attention import checked_lists
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

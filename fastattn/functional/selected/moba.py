@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ... import checks
-from .attend import selected_attention
+from .block_sparse_attention import selected_attention
 from .choose import select_blocks
 
 

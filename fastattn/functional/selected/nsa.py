@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ... import checks
 from ...ops import spread
-from ..attend import attention
-from .attend import selected_attention
+from ..fused_attention import attention
+from .block_sparse_attention import selected_attention
 from .choose import select_blocks
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from ...ops import attend, call
+from ...ops import attention_ops, call
 from ..budget import PastBudget
 from ..inputs import nan_filled_empty
 from ..supervision import PREPARES, RUNS, Tell, log, reason, talk
@@ -69,16 +69,16 @@ def run(subject: Subject, names: Iterable[str], device: torch.device, tell: Tell
 
 def outcome(case: Case, setting: Setting) -> Outcome:
     """Run a case and return its outcome."""
-    result = _checked(case, setting)
-    if not attend.uncompiled:
+    result = _checked_outcome(case, setting)
+    if not attention_ops.uncompiled:
         return result
     # Other kernels served this call or the one before.
-    why = attend.uncompiled[0]
-    attend.uncompiled.clear()
+    why = attention_ops.uncompiled[0]
+    attention_ops.uncompiled.clear()
     return Outcome(case.name, NO_COMPILE, None, why)
 
 
-def _checked(case: Case, setting: Setting) -> Outcome:
+def _checked_outcome(case: Case, setting: Setting) -> Outcome:
     try:
         with warnings.catch_warnings(), nan_filled_empty():
             warnings.simplefilter("ignore")

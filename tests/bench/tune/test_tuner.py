@@ -21,7 +21,7 @@ from fastattn.bench.tune.tune import VERIFICATION, Tuner, verification
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
-from fastattn.ops import attend
+from fastattn.ops import attention_ops
 from fastattn.tuned import choices
 from fastattn.tuned.environment import Environment
 from fastattn.tuned.store import Store
@@ -214,7 +214,7 @@ def wrong(case, inputs, expected):
 
 def replaced(*arguments):
     if tiles.lookup("forward", 4, 16) == B:
-        attend.uncompiled.append("no kernel")
+        attention_ops.uncompiled.append("no kernel")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_what_computes_something_else_or_elsewhere_is_not_timed(before, reason, 
     run = run_of(TIMES)
     (record,) = run.run(replace(choice(), cases=(replace(FORWARD, B=3, H_q=4, H_k=2),)))
     assert run.store.read("tiles")[0]["BLOCK_N"] == C.BLOCK_N
-    assert record["tried"][1]["reason"] == reason and not attend.uncompiled
+    assert record["tried"][1]["reason"] == reason and not attention_ops.uncompiled
 
 
 def test_what_is_not_right_is_not_timed_and_what_is_known_is_not_verified_again(run_of, prepares):

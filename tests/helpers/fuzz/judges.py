@@ -25,7 +25,7 @@ from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.testing.verify.scoring import assert_statistics
 from fastattn.torch_backend import additive, statistics
-from fastattn.torch_backend.selected import attend as selected
+from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
 from .cases import LAYOUTS, ORDERS, Case, drawn, legal

@@ -18,7 +18,7 @@ from fastattn.cli.main import main
 from fastattn.functional.call_options import dense_options
 from fastattn.kernels import forward
 from fastattn.kernels.hopper.host import why_not_hopper
-from fastattn.ops import attend
+from fastattn.ops import attention_ops
 from fastattn.testing.budget import PastBudget, assert_within_budget
 from fastattn.testing.inputs import draws, make_qkv
 from fastattn.testing.option_examples import option_examples
@@ -171,10 +171,10 @@ def test_a_hopper_kernel_that_was_left_did_not_compile(
     check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that meets it is served by other kernels, and the next one is refused."""
-    monkeypatch.setattr(attend, "uncompiled", ["a kernel of it does not compile here"])
+    monkeypatch.setattr(attention_ops, "uncompiled", ["a kernel of it does not compile here"])
     actual = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
     assert actual == ("x", "no compile", None, "a kernel of it does not compile here")
-    assert attend.uncompiled == []
+    assert attention_ops.uncompiled == []
 
 
 def test_the_scopes() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import checks
 from ..functional import call_options, inputs
-from ..functional.attend import attention
+from ..functional.fused_attention import attention
 from ..ops import spread
 from ..options import LEARNED, OPTIONS, along
 from ..torch_backend import dropout

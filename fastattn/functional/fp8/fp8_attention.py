@@ -29,7 +29,7 @@ from ...ops.gradients import as_batch, as_packed
 from ...options import Options
 from ...tuned import choices
 from ...tuned.families import of_call
-from .. import attend, call_options
+from .. import call_options, fused_attention
 from .codes import PackedValues, check_codes, dequantized, unpacked, viewed
 
 # Head dims at which 8 bits take less time than 16, the packing of values included: bench/results.
@@ -130,7 +130,7 @@ def attention_fp8(
         RuntimeError: an input requires grad while grad mode is on.
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    call = _checked(q, k, v, scales, out_dtype, options)
+    call = _checked_fp8(q, k, v, scales, out_dtype, options)
     return _compute(call, out_dtype, return_lse, backend, options)
 
 
@@ -176,7 +176,7 @@ def attention_varlen_fp8(
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    call = _checked(q, k, v, scales, out_dtype, options, offsets)
+    call = _checked_fp8(q, k, v, scales, out_dtype, options, offsets)
     return _compute(call, out_dtype, return_lse, backend, options)
 
 
@@ -199,7 +199,7 @@ def explain_fp8(
     Checks the arguments as `attention_fp8` does, and computes nothing.
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    call = _checked(q, k, v, scales, out_dtype, dict(options))
+    call = _checked_fp8(q, k, v, scales, out_dtype, dict(options))
     choice = _choose(call, out_dtype, backend)
     if choice.backend != "hopper":
         return choice
@@ -237,8 +237,8 @@ def _by_others(
     offsets = call.options.cu_seqlens_q
     with torch.no_grad():
         if offsets is None:
-            return attend.attention(q, k, v, **how)
-        return attend.attention_varlen(q, k, v, offsets, call.options.cu_seqlens_k, **how)
+            return fused_attention.attention(q, k, v, **how)
+        return fused_attention.attention_varlen(q, k, v, offsets, call.options.cu_seqlens_k, **how)
 
 
 def _by_hopper(call: _Call, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,7 @@ def _by_hopper(call: _Call, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (as_packed(o), lse[0]) if call.packed else (o, lse)
 
 
-def _checked(
+def _checked_fp8(
     q: Tensor, k: Tensor, v: Tensor | PackedValues, scales: dict[str, Tensor | None],
     out_dtype: torch.dtype, options: dict[str, Any],
     offsets: tuple[Tensor, Tensor | None] | None = None,

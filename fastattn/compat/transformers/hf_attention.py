@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...cache.views import view_of_tensors
-from ...functional.attend import attention, attention_varlen
 from ...functional.decode import decode_attention
+from ...functional.fused_attention import attention, attention_varlen
 from ...functional.selected import selected_attention
 from ...functional.statistics import attention_weights
 from ...options import OPTIONS

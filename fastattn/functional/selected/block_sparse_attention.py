@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ... import checks, dispatch, tracing
 from ...dispatch import Explanation
-from ...ops.selected import attend as ops
+from ...ops.selected import selected_ops as ops
 from ...options import Options
-from ...torch_backend.selected import attend as formula
+from ...torch_backend.selected import selected_formula as formula
 from .. import call_options, inputs
 
 
@@ -71,7 +71,9 @@ def selected_attention(
         torch.Size([1, 8, 256, 64])
     """
     return_lse = checks.check_flag("return_lse", return_lse)
-    q, k, v, lists, lengths, block, checked = _checked(q, k, v, indices, block, counts, options)
+    q, k, v, lists, lengths, block, checked = _checked_selection(
+        q, k, v, indices, block, counts, options
+    )
     choice = dispatch.choose(q, k, v, checked, backend, family="selected")
     if choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
@@ -101,7 +103,7 @@ def explain_selected(
 
     Checks the arguments as `selected_attention` does, and computes nothing.
     """
-    q, k, v, *_, checked = _checked(q, k, v, indices, block, counts, options)
+    q, k, v, *_, checked = _checked_selection(q, k, v, indices, block, counts, options)
     choice = dispatch.choose(q, k, v, checked, backend, family="selected")
     return dispatch.with_findings(choice, q, v, ("selected",))
 
@@ -116,7 +118,7 @@ class _Call(NamedTuple):
     options: Options
 
 
-def _checked(
+def _checked_selection(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: Any, counts: Any,
     arguments: dict[str, Any],
 ) -> _Call:  # fmt: skip

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from .. import checks, dispatch, tracing
 from ..dispatch import Explanation
-from ..ops import attend as ops
+from ..ops import attention_ops as ops
 from ..ops import spread, torch_varlen
 from ..options import Options
-from ..torch_backend import attend as torch_backend
 from ..torch_backend import dropout
+from ..torch_backend import torch_attention as torch_backend
 from ..tuned import choices
 from . import call_memo, call_options, inputs, sharded, statistics
 
@@ -173,7 +173,7 @@ def attention(
         call = partial(attention, return_lse=return_lse, return_max=return_max, backend=backend)
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
     call_options.DENSE.refuse_others(options)
-    q, k, v, checked, options = _checked(q, k, v, options)
+    q, k, v, checked, options = _checked_attention(q, k, v, options)
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = options is not arguments
@@ -235,7 +235,7 @@ def attention_varlen(
         if known.cast:
             q, k, v, arguments = inputs.autocast(q, k, v, arguments)
         return known.run(q, k, v, known.options_of(arguments))
-    q, k, v, checked, changed = _checked(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
+    q, k, v, checked, changed = _checked_attention(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
     cast = changed is not options
@@ -266,7 +266,7 @@ def explain(
     """
     arguments: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(arguments)
-    q, k, v, checked, _ = _checked(q, k, v, arguments)
+    q, k, v, checked, _ = _checked_attention(q, k, v, arguments)
     if return_max:
         statistics.check_max(checked)
     choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
@@ -277,7 +277,7 @@ def explain(
     return dispatch.with_backward(choice, q, k, v, checked)
 
 
-def _checked(
+def _checked_attention(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
     offsets: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Options, dict[str, Any]]:  # fmt: skip
