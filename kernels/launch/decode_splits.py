@@ -173,7 +173,7 @@ def _packed(
         # One share holds each row whole.
         return PackedSplit(tile, KeySplit(capacity, most, (1, 0)), *tokens, 0)
     # A tile is split only if each part takes more than half of a share.
-    split = Split(capacity, min(shares + most, most * visits), (shares, 0))
+    split = KeySplit(capacity, min(shares + most, most * visits), (shares, 0))
     return PackedSplit(tile, split, *tokens, min(2 * shares, most * visits))
 
 

@@ -29,4 +29,4 @@ def steps(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
 
 
 def split() -> kernels.decode_splits.Split:
-    return kernels.decode_splits.Split(0, 1, None)
+    return kernels.decode_splits.KeySplit(0, 1, None)

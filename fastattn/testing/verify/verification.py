@@ -84,7 +84,7 @@ def scope_of(
         "backends": backends, "families": families(backends), "dtypes": DTYPES,
         "head_dims": HEAD_DIMS,
     }  # fmt: skip
-    chosen = {name: _chosen_among(name, filters.get(name), every) for name, every in known.items()}
+    chosen = {name: _chosen(name, filters.get(name), every) for name, every in known.items()}
     return Scope(**chosen, quick=quick, interpreted=device.type == "cpu")
 
 
@@ -160,9 +160,7 @@ def families(backends: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(family for backend in backends for family in FAMILIES[backend]))
 
 
-def _chosen_among(
-    name: str, chosen: Iterable[Any] | None, allowed: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _chosen(name: str, chosen: Iterable[Any] | None, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
     cases = allowed if chosen is None else tuple(chosen)
     for x in cases:
         if x not in allowed:
