@@ -28,5 +28,5 @@ def steps(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     assert_type(launch, Launch)
 
 
-def split() -> kernels.decode_splits.Split:
+def split() -> kernels.decode_splits.KeySplit:
     return kernels.decode_splits.KeySplit(0, 1, None)
