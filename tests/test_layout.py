@@ -30,6 +30,13 @@ def test_every_module_is_used_and_a_planted_one_is_found(tmp_path):
     assert list(find_unused(tmp_path)) == ["fastattn.a is imported by nothing"]
 
 
+def test_a_planted_none_among_results_is_found(tmp_path):
+    kernel = "@triton.jit\ndef f(x):\n    y = None\n    return x, {}\n"
+    plant(tmp_path, {"kernels/a.py": kernel.format("y"), "kernels/b.py": kernel.format("x")})
+    found = [x for x in find_violations(tmp_path) if "None" in x]
+    assert found == ["fastattn.kernels.a:4 returns None among results"]
+
+
 def test_every_planted_fault_still_applies():
     listed = [sys.executable, str(CHECKOUT / "tests" / "faults"), "--list"]
     done = subprocess.run(listed, capture_output=True, text=True)

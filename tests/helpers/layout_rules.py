@@ -270,6 +270,24 @@ def find_full_folders(modules: dict[str, Path]) -> Iterator[str]:
             yield f"{folder.name}/ has {count} files, more than {MOST_FILES}"
 
 
+def find_none_results(modules: dict[str, Path]) -> Iterator[str]:
+    """Report kernels' functions that return None in a tuple or record, which Triton 3.6 refuses."""
+    for name in (name for name in modules if within(name, KERNELS)):
+        for function in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not any("jit" in ast.unparse(x) for x in function.decorator_list):
+                continue
+            assigned = [x for x in ast.walk(function) if isinstance(x, ast.Assign)]
+            absent = {ast.unparse(x.targets[0]) for x in assigned if ast.unparse(x.value) == "None"}
+            for node in ast.walk(function):
+                value = node.value if isinstance(node, ast.Return) else None
+                parts = value.elts if isinstance(value, ast.Tuple) else []
+                parts = value.args if isinstance(value, ast.Call) else parts
+                if (absent | {"None"}) & set(map(ast.unparse, parts)):
+                    yield f"{name}:{node.lineno} returns None among results"
+
+
 def find_unused(root: Path) -> Iterator[str]:
     """Report modules that nothing imports: tools of tests belong into tests/tools/.
 
@@ -304,4 +322,5 @@ def find_violations(root: Path) -> list[str]:
     violations.extend(find_cycles(arrows, modules))
     violations.extend(find_private_uses(modules))
     violations.extend(find_full_folders(modules))
+    violations.extend(find_none_results(modules))
     return violations
