@@ -71,7 +71,8 @@ def unexpected(taker: str, name: str, taken: Collection[str]) -> TypeError:
     meant = [x for x in FOREIGN.get(name, ()) if x in taken]
     meant = meant or difflib.get_close_matches(name, taken, 1)
     hint = f"; did you mean {meant[0]!r}?" if meant else ""
-    return TypeError(f"{taker}() got an unexpected argument {name!r}{hint}")
+    call = taker if " " in taker else f"{taker}()"
+    return TypeError(f"{call} got an unexpected argument {name!r}{hint}")
 
 
 def _places(layout: Layout) -> tuple[list[str], list[tuple[int, int]]]:

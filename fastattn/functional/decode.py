@@ -17,6 +17,8 @@ from ..torch_backend import decode as decode_torch
 from ..tuned import choices
 from . import call_memo, call_options, sharded
 
+_attend_by_torch = torch.no_grad()(decode_torch.attend)
+
 
 @call_options.CACHE.sign
 def decode_attention(
@@ -111,7 +113,7 @@ def decode_attention(
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
-            run = torch.no_grad()(partial(decode_torch.attend, return_lse=return_lse))
+            run = partial(_attend_by_torch, return_lse=return_lse)
             call = (q, view, new_lengths, checked, uniform)
             return call_memo.first(run, call, key, given, checked, by_torch=True)
         if key is not None:

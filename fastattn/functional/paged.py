@@ -29,6 +29,9 @@ from .merge import SharedPages, check_shared, merge_into
 TreeMask = Tensor | tuple[Tensor, Tensor] | None
 
 
+_attend_by_torch = torch.no_grad()(paged_torch.attend)
+
+
 @call_options.PAGED.sign
 def attention_paged(
     q: Tensor,
@@ -126,7 +129,7 @@ def attention_paged(
         if choice.backend == "torch":
             if not q.is_cpu:
                 dispatch.warn_if_slow(choice, q.device)
-            run = torch.no_grad()(partial(paged_torch.attend, return_lse=return_lse))
+            run = partial(_attend_by_torch, return_lse=return_lse)
             return call_memo.first(run, call, key, given, checked, by_torch=True)
         longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
         if key is not None:

@@ -77,7 +77,7 @@ def test_batched_tokens_are_those_of_requests_alone(name, enabled, monkeypatch):
         calls.append(args[0].shape[2])
         return continuous.attend_paged(module, *args)
 
-    monkeypatch.setattr(door.attend, "attend_paged", counted)
+    monkeypatch.setattr(door.hf_attention, "attend_paged", counted)
     actual = batched(built)
     assert kept == {"fastattn"}
     assert max(calls) == 8

@@ -335,7 +335,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "mask of torch": (
         masked_torch,
-        "ValueError: attn_mask must broadcast to [B, H_q, T_q, T_k] = [1, 4, 24, 90], got [24, 24]",
+        "ValueError: attn_mask must have 2 to 4 dimensions that broadcast to [B, H_q, T_q, T_k] = "
+        "[1, 4, 24, 90], got [24, 24]",
     ),
     "tables of a style": (
         tables_in_a_style, "ValueError: rotary_tables may have other positions"

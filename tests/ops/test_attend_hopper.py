@@ -34,6 +34,7 @@ def called(monkeypatch: pytest.MonkeyPatch, nothing_known: None, hopper_ran: Non
         return backward.launch_backward(*arguments)
 
     monkeypatch.setattr(hopper_forward, "launch_hopper_forward", launch_forward)
+    monkeypatch.setattr(hopper_forward, "prepare_hopper_forward", lambda *_: None)
     monkeypatch.setattr(hopper_backward, "launch_hopper_backward", launch_backward)
     monkeypatch.setattr(attention_ops, "uncompiled", [])
     return launches
@@ -74,6 +75,8 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
 
     owner = hopper_forward if "forward" in launcher else hopper_backward
     monkeypatch.setattr(owner, launcher, refuse)
+    if owner is hopper_forward:
+        monkeypatch.setattr(owner, "prepare_hopper_forward", lambda *_: refuse)
     with pytest.warns(UserWarning, match="goes on with triton: .*TritonError: no such instruction"):
         ours = run(inputs, None)
     assert all(map(torch.equal, ours, run(inputs, "triton")))

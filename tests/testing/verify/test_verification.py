@@ -57,6 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[...
 
     def replace(change: Callable[..., Any]) -> None:
         monkeypatch.setattr(forward, "launch_forward", lambda *x: change(*launch(*x)))
+        monkeypatch.setattr(forward, "prepare_forward", lambda *_: None)
 
     forget()
     yield replace
