@@ -148,7 +148,7 @@ def test_chosen_latents_of_a_prompt(
         ValueError, match=r"kv must have shape .* = \[T_k, 1, 24\], got \[9, 2, 24\]"
     ):
         flash_mla_sparse_fwd(q, kv.expand(9, 2, C + R), indices[:, None], 0.2, C)
-    with pytest.raises(ValueError, match=r"indices must have shape .* = \[4, 1, n\], got \[3, 1, 4\]"):
+    with pytest.raises(ValueError, match=r"indices must have shape .* = \[4, 1, n\]"):
         flash_mla_sparse_fwd(q, kv, indices[:3, None], 0.2, C)
 
 
