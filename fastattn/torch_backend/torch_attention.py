@@ -140,8 +140,8 @@ def _masked(
     return o
 
 
-# Most scores of a mask that is kept with a call, for each head: 256 KiB in fp32.
-_LASTING = 2**16
+# Most scores of a mask that is kept with a call: 64 KiB in fp32, for one of 1024 calls.
+_LASTING = 2**14
 
 
 def _lasting_mask(q: Tensor, k: Tensor, options: Options) -> Tensor | None:

@@ -79,3 +79,13 @@ def test_first_derivatives_stay_those_of_the_fused_kernel() -> None:
         strict=True,
     ):
         assert torch.equal(x, y)
+
+
+def test_a_mask_that_inference_made_serves_training() -> None:
+    """The mask of a window is kept with the call."""
+    q, k, v = make_qkv(1, 2, 2, 7, D=8)
+    with torch.inference_mode():
+        expected = torch_attention(*(x.detach() for x in (q, k, v)), causal=True, window=3)
+    o = torch_attention(q, k, v, causal=True, window=3)
+    assert torch.equal(o, expected)
+    assert all(x.any() for x in torch.autograd.grad(o.sin().sum(), (q, k, v)))
