@@ -69,7 +69,7 @@ SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go wit
 
 
 def _expected(name: str, row: OptionSpec) -> tuple[str, str, str] | None:
-    """What is expected of an option that is one tensor; rules of others check their parts."""
+    """Dtype, dims and packed dims of an option that is one tensor; rules of others check parts."""
     return EXPECTED[name] if row.type == Tensor | None and not row.fields else None
 
 
