@@ -89,3 +89,10 @@ def test_a_mask_that_inference_made_serves_training() -> None:
     o = torch_attention(q, k, v, causal=True, window=3)
     assert torch.equal(o, expected)
     assert all(x.any() for x in torch.autograd.grad(o.sin().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}], ids=["any", "invariant"])
+def test_a_call_that_sees_no_key_has_gradients(options: dict) -> None:
+    q, k, v = make_qkv(1, 2, 2, 7, D=8)
+    o = torch_attention(q, k, v, key_lengths=torch.tensor([0]), **options)
+    assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k, v)))
