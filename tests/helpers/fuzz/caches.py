@@ -110,7 +110,7 @@ def _of_a_server(draw: Draw, filled: Filled) -> Filled:
     scales: dict[str, Any] = {}
     if view.k_scale is not None:
         scales = {"k_scale": view.k_scale, "v_scale": view.v_scale}
-    elif draw.chance(0.3):
+    elif draw.chance(0.3) and k.numel():
         dims, largest, codes = draw.choice((0, 2, 3), (0, 1, 2, 3)), *draw.choice(*_CODES)
         numbers = []
         for name, x, pool in (("k", k, view.k), ("v", v, view.v)):
