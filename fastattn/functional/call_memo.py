@@ -82,7 +82,7 @@ def key_of(
 
     Args:
         inputs: tensors of every such call, q first. The launch depends on their alignment.
-        arguments: other arguments, named as for `keep`.
+        arguments: other arguments, named as for `first`.
         backend, return_lse: the caller's arguments.
     """
     for x in inputs:

@@ -109,16 +109,15 @@ def decode_attention(
     choice = choose(q, view, checked, backend)
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
     given = {name: x for name, x in arguments.items() if name != "new_lengths"}
+    call = (q, view, new_lengths, checked, uniform)
+    if choice.backend == "torch":
+        if not q.is_cpu:
+            dispatch.warn_if_slow(choice, q.device)
+        run = partial(_attend_by_torch, return_lse=return_lse)
+        return call_memo.first(run, call, key, given, checked, by_torch=True)
     with torch.no_grad():
-        if choice.backend == "torch":
-            if not q.is_cpu:
-                dispatch.warn_if_slow(choice, q.device)
-            run = partial(_attend_by_torch, return_lse=return_lse)
-            call = (q, view, new_lengths, checked, uniform)
-            return call_memo.first(run, call, key, given, checked, by_torch=True)
         if key is not None:
             prepared = decode_ops.prepare(q, view, new_lengths, checked, num_splits, return_lse)
-            call = (q, view, new_lengths, checked, uniform)
             results = call_memo.first(prepared, call, key, given, checked)
             if results is not None:
                 return results

@@ -125,13 +125,13 @@ def attention_paged(
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
     given = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
     call = (q, view, cu_seqlens_q, out, checked)
+    if choice.backend == "torch":
+        if not q.is_cpu:
+            dispatch.warn_if_slow(choice, q.device)
+        run = partial(_attend_by_torch, return_lse=return_lse)
+        return call_memo.first(run, call, key, given, checked, by_torch=True)
+    longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     with torch.no_grad():
-        if choice.backend == "torch":
-            if not q.is_cpu:
-                dispatch.warn_if_slow(choice, q.device)
-            run = partial(_attend_by_torch, return_lse=return_lse)
-            return call_memo.first(run, call, key, given, checked, by_torch=True)
-        longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
         if key is not None:
             prepared = decode_ops.prepare_packed(*call, longest, return_lse)
             results = call_memo.first(prepared, call, key, given, checked)

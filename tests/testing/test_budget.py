@@ -119,7 +119,7 @@ def test_sets_cover_every_pair_that_fits() -> None:
 
 
 def test_what_decoding_gives_is_compared() -> None:
-    """Of a cache and of packed queries, of which a row's newest tokens are real."""
+    """Results over a cache, and of packed queries; the newest tokens of a row are real."""
     q, k, v = make_qkv(2, 4, 2, 3, 9, 16, requires_grad=False)
     filled = fill("pages-of-3", k, v, torch.tensor([9, 5]))
     o, lse = decode_attention(q, filled.view, return_lse=True)
