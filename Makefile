@@ -15,6 +15,9 @@ ROWS ?=
 GPU_MINUTES ?= 30
 SECONDS ?= 60
 SEED ?=
+FILES ?=
+SINCE ?=
+COUNT ?= 100
 BACKEND ?=
 export PIP_ARGS PYTEST_ARGS TEST_WORKERS PYTHON_DIRS
 
@@ -34,12 +37,13 @@ contained_test := gpt
 # Two installs into one environment must not run at once.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz test-nightly test-versions test-servers lint format links typecheck docs dist test-wheel gpu clean
+.PHONY: help demo test fuzz mutants test-nightly test-versions test-servers lint format links typecheck docs dist test-wheel gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 5
 	@echo "make test-nightly   the suite with what the gate leaves out: more GPUs, head dims, dtypes, splits"
 	@echo "make fuzz   random calls of every function against the oracle, for SECONDS"
+	@echo "make mutants   COUNT lines of FILES, or of what changed SINCE, made wrong by rule: which does no test see?"
 	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
 	@echo "make test-servers   the doors into servers, on their own classes, from their distributions"
 	@echo "make lint   ruff check, ruff format --check, mypy, and pyright on what users write"
@@ -66,6 +70,12 @@ test-nightly: $(VENV)/.installed-test
 fuzz: $(VENV)/.installed-test
 	@bin=$$(cd "$(bin)" && pwd) && cd tests/helpers && PYTHONPATH=../tools "$$bin/python" -m fuzz \
 		--seconds "$(SECONDS)" $(if $(SEED),--seed "$(SEED)") $(if $(BACKEND),--backend "$(BACKEND)")
+
+# The first time, the suite runs under coverage: which test runs which line.
+mutants: $(VENV)/.installed-mutants
+	@test -f build/mutants/map/junit.xml || $(bin)/python tests/mutants --map
+	$(bin)/python tests/mutants --count "$(COUNT)" $(if $(SEED),--seed "$(SEED)") \
+		$(if $(SINCE),--since "$(SINCE)") $(FILES)
 
 # Each row of tests/versions.py has an environment of its own; ROWS picks some.
 test-versions:

@@ -1,7 +1,5 @@
 """The rules of `layout_rules`: kept by this tree, and broken by trees with planted violations."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from layout_rules import FLOORS, REQUIRED, find_imports, find_modules, find_unused, find_violations
@@ -35,12 +33,6 @@ def test_a_planted_none_among_results_is_found(tmp_path):
     plant(tmp_path, {"kernels/a.py": kernel.format("y"), "kernels/b.py": kernel.format("x")})
     found = [x for x in find_violations(tmp_path) if "None" in x]
     assert found == ["fastattn.kernels.a:4 returns None among results"]
-
-
-def test_every_planted_fault_still_applies():
-    listed = [sys.executable, str(CHECKOUT / "tests" / "faults"), "--list"]
-    done = subprocess.run(listed, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_every_floor_entry_exists():
