@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from layout_rules import FLOORS, REQUIRED, find_imports, find_modules, find_unused, find_violations
+from layout_rules import REQUIRED, find_imports, find_modules, find_unused, find_violations
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -33,12 +33,6 @@ def test_a_planted_none_among_results_is_found(tmp_path):
     plant(tmp_path, {"kernels/a.py": kernel.format("y"), "kernels/b.py": kernel.format("x")})
     found = [x for x in find_violations(tmp_path) if "None" in x]
     assert found == ["fastattn.kernels.a:4 returns None among results"]
-
-
-def test_every_floor_entry_exists():
-    modules = find_modules(CHECKOUT)
-    entries = [entry for floor in FLOORS for entry in floor.split() if entry != "fastattn.*"]
-    assert [entry for entry in entries if entry not in modules] == []
 
 
 def test_every_hard_dependency_is_used():

@@ -1,4 +1,4 @@
-"""Who may import whom, what names files may take from each other, and how full a folder may be.
+"""What files may import and take from each other beside the floors, and how full a folder may be.
 
 The rules are checked on the source text, so that a violation is found even in a branch that no test
 runs. `test_layout.py` asks them of this tree, and of trees with planted violations.
@@ -9,59 +9,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-# From the top floor to the bottom. A module belongs to the longest name that it starts with, and
-# may import from its own floor and from those below. "fastattn.*" are the files beside the folders.
-FLOORS: tuple[str, ...] = (
-    "fastattn.cli fastattn.__main__",
-    "fastattn.bench",
-    "fastattn.testing",
-    "fastattn.training fastattn.generation",
-    "fastattn.models",
-    "fastattn",
-    "fastattn.compat fastattn.mods",
-    "fastattn.modules",
-    "fastattn.parallel",
-    "fastattn.functional",
-    "fastattn.cache",
-    "fastattn.dispatch",
-    "fastattn.tuned",
-    "fastattn.ops",
-    "fastattn.torch_backend fastattn.reference",
-    "fastattn.*",
-    "fastattn.jit_functions",
-    "fastattn.files",
-    "fastattn.kernels",
-    "fastattn.kernels.launch",
-    "fastattn.kernels.rules",
-)
 # Folders, and what they are installed as.
 PACKAGES = {
     "fastattn": "fastattn",
     "kernels": "fastattn.kernels",
     "bench/harness": "fastattn.bench",
 }
-# The oracle and what it judges share no code and never stand in for each other.
-APART = {
-    ("fastattn.reference", "fastattn.torch_backend.formula"),
-    ("fastattn.torch_backend.formula", "fastattn.reference"),
-    ("fastattn.reference", "fastattn.ops"),
-    ("fastattn.reference", "fastattn.dispatch"),
-    ("fastattn.ops", "fastattn.reference"),
-}
 KERNELS = "fastattn.kernels"
-# The record of a call, whose fields launchers read. They name its type and do not import it.
-TYPED_BY_KERNELS = "fastattn.options"
-# Those that launch kernels, and those that ask what kernels serve and with which tiles.
-KERNEL_IMPORTERS = (
-    "fastattn.ops",
-    "fastattn.dispatch",
-    "fastattn.tuned",
-    "fastattn.testing",
-    "fastattn.bench",
-)
 KERNEL_DEPENDENCIES = {"torch", "triton", "numpy"}
 MOST_FILES = 15  # directly in one folder
 # What a user or a script imports, and what a process is started with.
@@ -100,7 +56,6 @@ class Import:
     line: int
     relative: bool
     eager: bool  # runs when the module is imported
-    typing: bool = False  # under TYPE_CHECKING: never runs
 
     def __str__(self) -> str:
         return f"{self.importer}:{self.line} imports {self.target}"
@@ -135,82 +90,43 @@ def find_imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Im
     """Yield the imports of one module, those inside functions and TYPE_CHECKING blocks included."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
 
-    def visit(node: ast.AST, eager: bool, typing: bool = False) -> Iterator[Import]:
+    def visit(node: ast.AST, eager: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(name, alias.name, node.lineno, False, eager, typing)
+                yield Import(name, alias.name, node.lineno, False, eager)
         elif isinstance(node, ast.ImportFrom):
             source = absolute(node, package)
             for alias in node.names:
                 member = f"{source}.{alias.name}"
                 target = member if member in modules else source
-                yield Import(name, target, node.lineno, node.level > 0, eager, typing)
+                yield Import(name, target, node.lineno, node.level > 0, eager)
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for child in node.body:
-                yield from visit(child, False, True)
+                yield from visit(child, False)
             for child in node.orelse:
                 yield from visit(child, eager)
         else:
             inner = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in ast.iter_child_nodes(node):
-                yield from visit(child, inner, typing)
+                yield from visit(child, inner)
 
     yield from visit(ast.parse(path.read_text(encoding="utf-8")), True)
 
 
-def floor_of(name: str, modules: dict[str, Path]) -> int | None:
-    """Return the index in FLOORS of the longest entry that covers the module, 0 being the top."""
-    file = name.count(".") == 1 and modules[name].name != "__init__.py"
-    actual = [
-        (len(entry), index)
-        for index, floor in enumerate(FLOORS)
-        for entry in floor.split()
-        if name == entry
-        or (entry == "fastattn.*" and file)
-        or (entry != "fastattn" and name.startswith(entry + "."))
-    ]
-    return max(actual)[1] if actual else None
-
-
-def check_inside(arrow: Import, modules: dict[str, Path]) -> Iterator[str]:
-    """Rules for an import of the project's own modules."""
-    if arrow.typing and arrow.target == TYPED_BY_KERNELS and within(arrow.importer, KERNELS):
-        return
-    source, target = (floor_of(name, modules) for name in (arrow.importer, arrow.target))
-    if source is not None and target is not None and target < source:
-        yield f"{arrow}, which is on a floor above"
-    if any(within(arrow.importer, a) and within(arrow.target, b) for a, b in APART):
-        yield f"{arrow}; the oracle and what it judges stay apart"
-    in_kernels = within(arrow.importer, "fastattn.kernels")
-    if in_kernels and not arrow.relative:
-        yield f"{arrow}; inside kernels/ import relatively"
-    permitted = in_kernels or any(within(arrow.importer, entry) for entry in KERNEL_IMPORTERS)
-    if within(arrow.target, "fastattn.kernels") and not permitted:
-        yield f"{arrow}; only {' and '.join(KERNEL_IMPORTERS)} may"
-
-
-def check_outside(arrow: Import) -> Iterator[str]:
-    """Rules for an import of a third party."""
+def check_import(arrow: Import) -> Iterator[str]:
+    """Rules for an import inside kernels/, and for one of a third party."""
     top = arrow.target.partition(".")[0]
     if top in sys.stdlib_module_names:
         return
-    if within(arrow.importer, "fastattn.kernels"):
+    if top == "fastattn":
+        of_types = arrow.target == "fastattn.options"  # the record of a call, for type checkers
+        if within(arrow.importer, KERNELS) and not (arrow.relative or of_types):
+            yield f"{arrow}; inside kernels/ import relatively"
+    elif within(arrow.importer, KERNELS):
         if top not in KERNEL_DEPENDENCIES:
             yield f"{arrow}; kernels/ may import {', '.join(sorted(KERNEL_DEPENDENCIES))} only"
     elif arrow.eager and top not in REQUIRED:
         yield f"{arrow} at import time; import it in the function that needs it"
-
-
-def find_cycles(arrows: list[Import], modules: dict[str, Path]) -> Iterator[str]:
-    """Report a circle of modules, over imports inside functions and for type checkers as well."""
-    graph: dict[str, set[str]] = {name: set() for name in modules}
-    for arrow in arrows:
-        if arrow.target in modules and arrow.target != arrow.importer:
-            graph[arrow.importer].add(arrow.target)
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        yield f"modules import each other: {' -> '.join(reversed(error.args[1]))}"
 
 
 def is_private(name: str) -> bool:
@@ -310,16 +226,10 @@ def find_unused(root: Path) -> Iterator[str]:
 def find_violations(root: Path) -> list[str]:
     """Return every broken rule of the tree under root, as readable lines."""
     modules = find_modules(root)
-    arrows: list[Import] = []
     violations = []
     for name, path in modules.items():
-        arrows += find_imports(name, path, modules)
-        if floor_of(name, modules) is None:
-            violations.append(f"{name} has no floor")
-    for arrow in arrows:
-        inside = within(arrow.target, "fastattn")
-        violations.extend(check_inside(arrow, modules) if inside else check_outside(arrow))
-    violations.extend(find_cycles(arrows, modules))
+        for arrow in find_imports(name, path, modules):
+            violations.extend(check_import(arrow))
     violations.extend(find_private_uses(modules))
     violations.extend(find_full_folders(modules))
     violations.extend(find_none_results(modules))

@@ -13,15 +13,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import tomllib
 import torch
 
 import fastattn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-from layout_rules import find_modules, floor_of  # type: ignore[import-not-found]
+from layout_rules import find_modules  # type: ignore[import-not-found]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULES = find_modules(_ROOT)
+_CONTRACTS = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+_FLOORS = {
+    name.strip(): floor
+    for floor, names in enumerate(_CONTRACTS["contracts"][0]["layers"])
+    for name in names.split(":")
+}
 _NAMES = {str(path.resolve()): name for name, path in _MODULES.items()}
 _LAUNCH = ("fastattn.kernels.launch.launches", "__call__")
 _INTERPRETER = "fastattn.kernels.launch.emulation"
@@ -68,7 +75,7 @@ def way(call: Callable[[], object]) -> Way:
         call()
     finally:
         sys.setprofile(None)
-    floors = [floor_of(name, _MODULES) or 0 for name in visits]
+    floors = [_FLOORS.get(name.split(".")[1], 0) for name in visits if "." in name]
     climbs = sum(after < before for before, after in pairwise(floors))  # the top is 0
     return Way(counts["calls"], len(visits), climbs, len(set(visits)), counts["frames"])
 
