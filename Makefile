@@ -146,7 +146,7 @@ typecheck: $(VENV)/.installed-dev links
 	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/mypy" \
 		--config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		fastattn ../../tests/typing ../../tests/tools
-	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/lint-imports" ../../pyproject.toml --no-cache
+	@bin=$$(cd "$(bin)" && pwd) && cd build/links && "$$bin/lint-imports" ../../pyproject.toml --no-cache --no-logo
 	@$(bin)/basedpyright --pythonpath $(bin)/python -p tests/typing
 
 docs: $(VENV)/.installed-docs links

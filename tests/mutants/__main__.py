@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -68,6 +69,7 @@ def enter(folder: Path) -> None:
 def make_map() -> None:
     """Run the suite once under coverage."""
     folder = BUILD / "map"
+    shutil.rmtree(folder, ignore_errors=True)
     enter(folder)
     settings = folder / "coveragerc"
     sources = "".join(f"\n    {folder / 'checkout' / x}" for x in MUTATED)
@@ -195,6 +197,8 @@ def main() -> None:
         known = {x.job_id for x in session.work_items}
         session.add_work_items(x for x in items if x.job_id not in known)
         done = dict(session.results)
+        for old in BUILD.glob("worker-*"):
+            shutil.rmtree(old)
         with ProcessPoolExecutor(given.workers, initializer=start_worker) as pool:
             for name, result in pool.map(judge, [x for x in items if x.job_id not in done]):
                 session.set_result(name, result)

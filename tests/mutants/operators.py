@@ -32,6 +32,7 @@ _PAIRS = (
 _TWINS = {a: b for pair in map(str.split, _PAIRS) for a, b in (pair, pair[::-1])}
 # Functions whose arguments differ in kind: exchanged, they fail at once.
 _OF_KINDS = ("isinstance", "cast", "getattr", "hasattr", "setattr", "partial", "map", "issubclass")
+_FOR_READERS = ("help", "description", "metavar", "doc")
 _COPIES = ("clone", "contiguous", "detach", "to", "float", "unsqueeze", "broadcast_to", "flip")
 
 # A place to change: the node, the text that is there, and the text that replaces it.
@@ -94,7 +95,8 @@ def dropped_keyword(node: NodeOrLeaf) -> Iterator[str]:
     """A call without one of its arguments by name."""
     if node.type == "arglist":
         for i, x in _entries(node):
-            if x.type == "argument" and x.children[1].get_code().strip() == "=":
+            by_name = x.type == "argument" and _text(x.children[1]) == "="
+            if by_name and _text(x.children[0]) not in _FOR_READERS:
                 yield _without(node, i)
 
 
