@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 # Folders, and what they are installed as.
@@ -61,6 +62,12 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.target}"
 
 
+@cache
+def parsed(path: Path) -> tuple[ast.AST, ...]:
+    """The tree of a file, and all that is in it."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
@@ -110,7 +117,7 @@ def find_imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[Im
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, inner)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), True)
+    yield from visit(parsed(path)[0], True)
 
 
 def check_import(arrow: Import) -> Iterator[str]:
@@ -133,10 +140,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def private_members(tree: ast.Module) -> set[str]:
+def private_members(tree: tuple[ast.AST, ...]) -> set[str]:
     """The private methods and attributes of a file's classes."""
     names: set[str] = set()
-    for node in (part for x in ast.walk(tree) if isinstance(x, ast.ClassDef) for part in x.body):
+    for node in (part for x in tree if isinstance(x, ast.ClassDef) for part in x.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             stored = (x for x in ast.walk(node) if isinstance(x, ast.Attribute))
             names |= {node.name, *(x.attr for x in stored if isinstance(x.ctx, ast.Store))}
@@ -151,13 +158,13 @@ def find_private_uses(modules: dict[str, Path]) -> Iterator[str]:
     A member is an attribute of something that is not the object itself, under a name that classes
     of other files have and none of this file has.
     """
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
+    trees = {name: parsed(path) for name, path in modules.items()}
     members = {name: private_members(tree) for name, tree in trees.items()}
     of_others = set().union(*members.values())
     for name, tree in trees.items():
         package = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
         imported: set[str] = set()
-        for node in ast.walk(tree):
+        for node in tree:
             if isinstance(node, ast.ImportFrom):
                 source = absolute(node, package)
                 for alias in node.names:
@@ -165,7 +172,7 @@ def find_private_uses(modules: dict[str, Path]) -> Iterator[str]:
                         imported.add(alias.asname or alias.name)
                     elif within(source, "fastattn") and is_private(alias.name):
                         yield f"{name}:{node.lineno} imports {alias.name}, a private name"
-        for node in ast.walk(tree):
+        for node in tree:
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 owner = ast.unparse(node.value)
                 other = node.attr in of_others and node.attr not in members[name]
@@ -174,7 +181,7 @@ def find_private_uses(modules: dict[str, Path]) -> Iterator[str]:
             elif isinstance(node, ast.Call) and len(node.args) > 1:
                 owner, attribute = node.args[:2]
                 value = attribute.value if isinstance(attribute, ast.Constant) else None
-                if ast.unparse(owner) in imported and is_private(str(value)):
+                if is_private(str(value)) and ast.unparse(owner) in imported:
                     yield f"{name}:{node.lineno} uses {ast.unparse(owner)}.{value}, a private name"
 
 
@@ -189,7 +196,7 @@ def find_full_folders(modules: dict[str, Path]) -> Iterator[str]:
 def find_none_results(modules: dict[str, Path]) -> Iterator[str]:
     """Report kernels' functions that return None in a tuple or record, which Triton 3.6 refuses."""
     for name in (name for name in modules if within(name, KERNELS)):
-        for function in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
+        for function in parsed(modules[name]):
             if not isinstance(function, ast.FunctionDef):
                 continue
             if not any("jit" in ast.unparse(x) for x in function.decorator_list):
