@@ -23,10 +23,10 @@ KINDS = [
 LATENT = {"positions": "rotary", "kv_latent_dim": 6, "window": 7, "sinks": True}
 # Models, and the seeds of the schedules that each of them serves.
 SCHEDULES = {
-    "learned": ({"num_kv_heads": 1}, range(20)),
-    "rotary": ({"num_kv_heads": 1, "positions": "rotary"}, range(20, 32)),
-    "latent": (LATENT, range(32, 42)),
-    "in order": ({"positions": "content", "relative_distance": 3}, range(42, 50)),
+    "learned": ({"num_kv_heads": 1}, range(8)),
+    "rotary": ({"num_kv_heads": 1, "positions": "rotary"}, range(20, 26)),
+    "latent": (LATENT, range(32, 37)),
+    "in order": ({"positions": "content", "relative_distance": 3}, range(42, 46)),
 }
 
 

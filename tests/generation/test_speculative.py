@@ -45,8 +45,8 @@ def test_a_model_accepts_its_own_drafts():
 @pytest.mark.parametrize("widths", [(2, 2), (1, 1)], ids=str)
 def test_tokens_follow_the_models_distribution(widths):
     """How often each token comes, less its probabilities, is a martingale of known variance."""
-    model, small = (make_gpt(4, context=620, num_layers=n, std=0.4) for n in (2, 1))
-    how, n = Sampling(temperature=1.2, top_k=3), 600
+    model, small = (make_gpt(4, context=320, num_layers=n, std=0.4) for n in (2, 1))
+    how, n = Sampling(temperature=1.2, top_k=3), 300
     tokens = list(speculative_tokens(model, small, [1], n, widths=widths, how=how, seed=1))
     p = how.probabilities(model(torch.tensor([[1, *tokens[:-1]]]))[0][0])
     left = torch.nn.functional.one_hot(torch.tensor(tokens), 4) - p
