@@ -172,13 +172,15 @@ SHAPE = {**OTHER, "D": 64, "BLOCK": 64, "STAGES": 2}
 @pytest.mark.parametrize(
     ("kernel", "changed"),
     [
-        *[("foreward", {}), ("decode", {"calls": "masked"}), ("forward", {"BLOCK_M": None})],
+        *[("foreward", {}), ("decode", {"calls": "masked"})],
+        *[("forward", {x: None}) for x in ("BLOCK_M", "BLOCK_N", "num_warps")],
+        *[("hopper_forward", {x: None}) for x in ("D", "BLOCK", "STAGES")],
         *[("forward", {"BLOCK_M": x}) for x in (48, "16", 2**40)],
         *[("forward", {"BLOCK_N": x}) for x in (8, 16.0)],
         *[("forward", {"num_warps": x}) for x in (64, True)],
         *[("forward", {x: y}) for x, y in {"num_stages": 2**40, "sum_parts": 3,
                                            "descriptors": "yes", "BLOCK_D": 48}.items()],
-        *[("hopper_forward", {x: y}) for x, y in {"CONSUMERS": 5, "D": None}.items()],
+        ("hopper_forward", {"CONSUMERS": 5}),
         *[("hopper_dq", {x: y}) for x, y in {"CONSUMERS": 3, "BLOCK": 2**40, "STAGES": 3,
                                              "CONSUMER_REGISTERS": 241, "D": 128}.items()],
     ],

@@ -18,12 +18,12 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
-from cosmic_ray.mutating import use_mutation
+from cosmic_ray.mutating import mutate_code, use_mutation
 from cosmic_ray.testing import run_tests
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
@@ -143,15 +143,17 @@ def start_worker() -> None:
 _sound: dict[str, bool] = {}
 
 
-def judge(item: WorkItem) -> tuple[str, WorkResult]:
+def judge(item: WorkItem) -> WorkResult:
     """Run the tests of one mutant's lines until one fails that passes without it."""
     (mutation,) = item.mutations
     operator = operators()[mutation.operator_name]
     file, first, last = mutation.module_path, mutation.start_pos[0], mutation.end_pos[0]
     batches = CoverageMap(BUILD / "map").batches(CHECKOUT, str(file), first, last)
+    old = (CHECKOUT / file).read_text(encoding="utf-8")
+    new = mutate_code(old, operator, mutation.occurrence)
     saw, ran = None, 0
     for tests in batches:
-        with use_mutation(file, operator, mutation.occurrence) as (old, new):
+        with use_mutation(file, operator, mutation.occurrence):
             saw = _first_failing(tests)
         ran += len(tests)
         if saw and saw not in _sound:
@@ -160,10 +162,10 @@ def judge(item: WorkItem) -> tuple[str, WorkResult]:
             break
     else:
         saw = None
-    pairs = zip(old.splitlines(), new.splitlines(), strict=False) if batches else ()
+    pairs = zip(old.splitlines(), new.splitlines(), strict=False)
     diff = "\n".join(f"- {a.strip()}\n+ {b.strip()}" for a, b in pairs if a != b)
     outcome = TestOutcome.KILLED if saw else TestOutcome.SURVIVED
-    return item.job_id, WorkResult(WorkerOutcome.NORMAL, saw or f"{ran} tests", outcome, diff)
+    return WorkResult(WorkerOutcome.NORMAL, saw or f"{ran} tests", outcome, diff)
 
 
 def _first_failing(tests: list[str]) -> str | None:
@@ -171,7 +173,7 @@ def _first_failing(tests: list[str]) -> str | None:
     listed = Path.cwd().parent / "tests.txt"
     listed.write_text("\n".join(tests), encoding="utf-8")
     command = shlex.join(_pytest(f"-x --tb=no -rfE @{listed}"))
-    outcome, output = run_tests(command, timeout=600)
+    outcome, output = run_tests(command, timeout=1800)
     if outcome is TestOutcome.SURVIVED:
         return None
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
@@ -200,10 +202,11 @@ def main() -> None:
         for old in BUILD.glob("worker-*"):
             shutil.rmtree(old)
         with ProcessPoolExecutor(given.workers, initializer=start_worker) as pool:
-            for name, result in pool.map(judge, [x for x in items if x.job_id not in done]):
-                session.set_result(name, result)
-                done[name] = result
-                say(next(x for x in items if x.job_id == name), result)
+            runs = {pool.submit(judge, x): x for x in items if x.job_id not in done}
+            for run in as_completed(runs):
+                done[runs[run].job_id] = result = run.result()
+                session.set_result(runs[run].job_id, result)
+                say(runs[run], result)
         survived = [x for x in items if not done[x.job_id].is_killed]
     print_line(f"{len(items) - len(survived)} of {len(items)} were seen")
     sys.exit(bool(survived))

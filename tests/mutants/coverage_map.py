@@ -15,6 +15,8 @@ from coverage import CoverageData
 from parso import parse
 from parso.tree import NodeOrLeaf
 
+# Compilers run in processes of their own, which coverage does not see.
+_COMPILED = ("tests/kernels/test_compile.py", "tests/kernels/test_assembly.py")
 _FIRST_FILES, _FIRST_SECONDS, _SECONDS = 4, 20.0, 150.0
 
 
@@ -50,7 +52,8 @@ class CoverageMap:
         nearest = sorted(by_file, key=lambda x: (not any(w in x for w in word), -len(by_file[x])))
         early = list(_within(_FIRST_SECONDS, self._spread(by_file, nearest[:_FIRST_FILES])))
         rest = list(_within(_SECONDS, self._spread(by_file, nearest, {x for x, _ in early})))
-        return [[x for x, _ in tests] for tests in (early, rest) if tests]
+        batches = [[x for x, _ in tests] for tests in (early, rest) if tests]
+        return [*batches, *([[*_COMPILED]] if file.startswith("kernels/") else [])]
 
     def _spread(
         self, by_file: dict[str, list[str]], files: list[str], seen: set[str] = frozenset()
