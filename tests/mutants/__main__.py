@@ -5,7 +5,7 @@
     python tests/mutants kernels/rules/mask.py fastattn/cache
     python tests/mutants --since main          on the lines that a change touches
 
-The same command goes on where it was interrupted. cr-report and cr-html read its session,
+The same command goes on where it was interrupted, and judges again what no test saw. cr-report and cr-html read its session,
 build/mutants/session.sqlite.
 """
 
@@ -21,6 +21,7 @@ from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
 from cosmic_ray.mutating import mutate_code, use_mutation
@@ -101,8 +102,15 @@ def drawn(files: list[Path], since: str | None, count: int, seed: int) -> list[W
             if len(items) == count:
                 break
             mutation = draws.choice(kinds[draws.choice(sorted(kinds))])
-            items.append(WorkItem.single(f"{seed}-{len(items)}", mutation))
+            items.append(WorkItem.single(_name(mutation), mutation))
     return items
+
+
+def _name(mutation: MutationSpec) -> str:
+    """What is changed where, in a file of which text."""
+    text = (CHECKOUT / mutation.module_path).read_bytes()
+    place = f"{mutation.module_path}:{mutation.start_pos[0]}"
+    return f"{place} {mutation.operator_name} {mutation.occurrence} of {crc32(text):x}"
 
 
 @cache
@@ -198,7 +206,7 @@ def main() -> None:
     with use_db(BUILD / "session.sqlite", WorkDB.Mode.create) as session:
         known = {x.job_id for x in session.work_items}
         session.add_work_items(x for x in items if x.job_id not in known)
-        done = dict(session.results)
+        done = {name: x for name, x in session.results if x.is_killed}
         for old in BUILD.glob("worker-*"):
             shutil.rmtree(old)
         with ProcessPoolExecutor(given.workers, initializer=start_worker) as pool:
@@ -214,10 +222,8 @@ def main() -> None:
 
 def say(item: WorkItem, result: WorkResult) -> None:
     """One mutant and what became of it."""
-    (mutation,) = item.mutations
-    where = f"{mutation.module_path}:{mutation.start_pos[0]} {mutation.operator_name}"
     word = "seen by" if result.is_killed else "SURVIVED"
-    print_line(f"{item.job_id} {where} {word} {result.output}\n{result.diff}")
+    print_line(f"{item.job_id} {word} {result.output}\n{result.diff}")
 
 
 def print_line(text: str) -> None:
