@@ -5,8 +5,8 @@
     python tests/mutants kernels/rules/mask.py fastattn/cache
     python tests/mutants --since main          on the lines that a change touches
 
-The same command goes on where it was interrupted, and judges again what no test saw. cr-report and cr-html read its session,
-build/mutants/session.sqlite.
+The same command goes on where it was interrupted, and judges again what no test saw. cr-report and
+cr-html read its session, build/mutants/session.sqlite.
 """
 
 import argparse
