@@ -45,6 +45,8 @@ class CoverageMap:
         file: below `root`. Tests that did not pass without a mutant are left out.
         """
         tests = self._passing(file, self._lines(root, file, first, last))
+        # What torch.compile traces, coverage does not see.
+        tests = tests or self._passing(file, list(self._contexts(file)))
         by_file: dict[str, list[str]] = {}
         for test in tests:
             by_file.setdefault(test.partition("::")[0], []).append(test)

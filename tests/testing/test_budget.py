@@ -73,6 +73,13 @@ def test_planted_bugs_alone_exceed_the_budget(bug: str | None, dtype: torch.dtyp
         assert_matches_reference(partial(blockwise, bug=bug), *inputs, causal=True)
 
 
+def test_uninitialised_memory_is_nan_in_tests() -> None:
+    x = torch.zeros(3)
+    made = [torch.empty(3), torch.empty_like(x), torch.empty_strided((3,), (1,))]
+    made += [x.new_empty(3), x.new_empty_strided((3,), (1,))]
+    assert torch.stack(made).isnan().all()
+
+
 def test_nan_and_infinities_are_named() -> None:
     ref = torch.tensor([1.0, -math.inf], dtype=torch.float64)
     good = ref.float()

@@ -266,6 +266,16 @@ def test_a_case_makes_calls_of_its_family(family: str, monkeypatch: pytest.Monke
     assert made == {"forward", direction, family}
 
 
+def test_what_learns_has_the_dtype_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        cases_of_families, "assert_matches_reference", lambda *x, **how: given.update(how)
+    )
+    setting = Setting(Subject("triton", "forward", "bfloat16", 64), torch.device("cpu"))
+    setting.compare(sinks=torch.zeros(4), alibi_slopes=torch.zeros(4))
+    assert given["sinks"].dtype is torch.bfloat16 and given["alibi_slopes"].dtype is torch.float32
+
+
 def test_many_sequences_are_held_to_the_reference(launched: Any) -> None:
     """Each of them: the error is in the rows of the last alone."""
     (case,) = (x for x in attention.packed() if x.name == "many sequences")
