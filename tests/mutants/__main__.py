@@ -156,8 +156,8 @@ def judge(item: WorkItem) -> WorkResult:
     (mutation,) = item.mutations
     operator = operators()[mutation.operator_name]
     file, first, last = mutation.module_path, mutation.start_pos[0], mutation.end_pos[0]
-    batches = CoverageMap(BUILD / "map").batches(CHECKOUT, str(file), first, last)
-    old = (CHECKOUT / file).read_text(encoding="utf-8")
+    batches = CoverageMap(BUILD / "map").batches(Path.cwd(), str(file), first, last)
+    old = file.read_text(encoding="utf-8")
     new = mutate_code(old, operator, mutation.occurrence)
     saw, ran = None, 0
     for tests in batches:
