@@ -174,7 +174,7 @@ def full_state(
     if fresh:
         # torch has filled the state by a step of rate 0, which AdamW would count.
         optimizer.state.clear()
-        filled: Any = moments["state"]
+        filled: Any = moments.get("state", {})  # other ranks get nothing
         for held in filled.values():
             held["step"].zero_()
     return weights, moments
