@@ -68,7 +68,7 @@ test-nightly: $(VENV)/.installed-test
 
 # Random legal calls against the oracle for SECONDS, or one SEED again; BACKEND: torch, triton, hopper.
 fuzz: $(VENV)/.installed-test
-	@bin=$$(cd "$(bin)" && pwd) && cd tests/helpers && PYTHONPATH=../tools "$$bin/python" -m fuzz \
+	@bin=$$(cd "$(bin)" && pwd) && cd tests/helpers && PYTHONPATH=../tools:../../examples "$$bin/python" -m fuzz \
 		--seconds "$(SECONDS)" $(if $(SEED),--seed "$(SEED)") $(if $(BACKEND),--backend "$(BACKEND)")
 
 # The first time, the suite runs under coverage: which test runs which line.

@@ -22,6 +22,7 @@ from ..rotary import (
 )
 from ..rotary_scaling import RotaryScaling
 from . import checks as module_checks
+from .layer import HeadNorm
 from .layer_cache import decodes
 
 _Tables = tuple[Tensor, Tensor] | None
@@ -141,11 +142,11 @@ class MultiheadLatentAttention(nn.Module):
         else:
             checks.check_count("q_latent_dim", q_latent_dim, 1)
             self.q_a_proj = nn.Linear(embed_dim, q_latent_dim, bias=bias, **factory)
-            self.q_a_layernorm = nn.RMSNorm(q_latent_dim, eps=norm_eps, **factory)
+            self.q_a_layernorm = HeadNorm(q_latent_dim, eps=norm_eps, **factory)
             self.q_b_proj = nn.Linear(q_latent_dim, of_queries, bias=False, **factory)
         width = kv_latent_dim + self.rope_dim
         self.kv_a_proj_with_mqa = nn.Linear(embed_dim, width, bias=bias, **factory)
-        self.kv_a_layernorm = nn.RMSNorm(kv_latent_dim, eps=norm_eps, **factory)
+        self.kv_a_layernorm = HeadNorm(kv_latent_dim, eps=norm_eps, **factory)
         of_heads = num_heads * (nope_dim + self.v_head_dim)
         self.kv_b_proj = nn.Linear(kv_latent_dim, of_heads, bias=False, **factory)
         self.o_proj = nn.Linear(num_heads * self.v_head_dim, embed_dim, bias=bias, **factory)

@@ -19,7 +19,7 @@ _SCORE_OPTIONS = passed_as(SharedOptions, "score")
 
 
 class HeadNorm(nn.RMSNorm):
-    """`nn.RMSNorm` over the channels of a head, in the dtype of its input.
+    """`nn.RMSNorm` over the channels of a head or a latent, in the dtype of its input.
 
     Under autocast the weight has another dtype. torch's own norm then warns and is slow.
     """

@@ -78,8 +78,9 @@ class GQAttention(SelfProjection):
         relative_max_distance: this and larger distances share the last bucket; default 128.
         relative: a module of terms by relative position, such as those of
             `fastattn.models.positions`; see `fastattn.modules.relative`.
-        scoring: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q; or "additive",
-            u^T tanh(q + k), with q_proj and k_proj as its matrices (`fastattn.functional.scoring`).
+        scoring: "scaled_dot", q.k * scale; "dot", q.k; "multiplicative", k^T W q, where W q takes
+            q's place before the rotation; or "additive", u^T tanh(q + k), with q_proj and k_proj as
+            its matrices (`fastattn.functional.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
         sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
         batch_invariant: passed to `fastattn.attention`, which then gives a token the same bits in
@@ -132,7 +133,7 @@ class GQAttention(SelfProjection):
         causal = checks.check_flag("causal", causal)
         window, stride = chosen["window"], chosen["stride"]
         sides = checks.check_window(window)
-        windowed = window is not None or stride is not None
+        windowed = sides != (None, None) or stride is not None
         chosen["keep_first"] = checks.check_keep_first(chosen["keep_first"], windowed)
         buckets, max_distance = chosen["relative_bias"], chosen["relative_max_distance"]
         module_checks.check_relative_bias(buckets, max_distance, causal)

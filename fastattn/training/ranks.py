@@ -169,7 +169,15 @@ def full_state(
     from torch.distributed.checkpoint import state_dict
 
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return state_dict.get_state_dict(model, optimizer, options=options)
+    fresh = not optimizer.state
+    weights, moments = state_dict.get_state_dict(model, optimizer, options=options)
+    if fresh:
+        # torch has filled the state by a step of rate 0, which AdamW would count.
+        optimizer.state.clear()
+        filled: Any = moments.get("state", {})  # other ranks get nothing
+        for held in filled.values():
+            held["step"].zero_()
+    return weights, moments
 
 
 def load_full_state(

@@ -337,7 +337,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [x for x in parameters if x.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [x for x in parameters if x.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
+    betas = (float(config.beta1), float(config.beta2))
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
 

@@ -1,14 +1,16 @@
 """`fastattn generate`: prompts, stop strings, beams, and what it refuses."""
 
+import dataclasses
 import re
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from fastattn.cli.main import main
+from fastattn.cli.main import build_parser, main
 from fastattn.generation.generate import generate_texts
 from fastattn.models.sampling import Sampling
 from fastattn.training.checkpoint import load_model
@@ -127,11 +129,46 @@ def test_a_removed_option_says_what_takes_its_place(capsys):
 
 
 def test_examples_serve_a_run(finished_run, monkeypatch, capsys):
-    run = str(finished_run)
-    for name, words in (
-        ("engine.py", ["--checkpoint", run, "--count", "5"]),
-        ("speculative.py", [run, run]),
-    ):
-        monkeypatch.setattr("sys.argv", [name, *words, "def ", "class "])
+    """Equal prompts get texts of their own."""
+
+    def written(name, *words):
+        monkeypatch.setattr("sys.argv", [name, *map(str, words)])
         runpy.run_path(str(Path(__file__).parents[2] / "examples" / name), run_name="__main__")
-        assert "def " in capsys.readouterr().out
+        return capsys.readouterr().out
+
+    lines = written("engine.py", "--checkpoint", finished_run, "--count", 9, "d", "d").splitlines()
+    assert lines[0].startswith("'d' -> ") and lines[0] != lines[1]
+    alone, both = (written("speculative.py", *[finished_run] * 2, *["d"] * n) for n in (1, 2))
+    assert both.startswith(alone) and both != alone * 2
+
+
+def test_a_number_that_is_0_is_not_absent(monkeypatch, capsys):
+    """Each reaches what it is for as 0, or is refused by its name."""
+    given = {}
+
+    def recorded(*positional, **named):
+        given.update({"tokens": positional[3], **named})
+        given.update(dataclasses.asdict(named["sampling"]) if "sampling" in named else {})
+        return [("", types.SimpleNamespace(tokens=[]))] if "beams" in named else iter([])
+
+    monkeypatch.setattr("fastattn.training.checkpoint.load_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr("fastattn.generation.generate.generate_texts", recorded)
+    monkeypatch.setattr("fastattn.generation.search.beam_texts", recorded)
+    commands = build_parser("generate")._subparsers._group_actions[0].choices
+    numbers = [x for x in commands["generate"]._actions if x.type in (int, float)]
+    assert {x.dest for x in numbers} > {"tokens", "seed", "beams", "length_penalty", "min_p"}
+    for number in numbers:
+        given.clear()
+        command = [
+            "generate",
+            "--checkpoint",
+            "x",
+            "--device",
+            "cpu",
+            number.option_strings[0],
+            "0",
+        ]
+        command += ["--beams", "2"] * (number.dest == "length_penalty")
+        main(command)
+        told = capsys.readouterr().err
+        assert given.get(number.dest) == 0 or number.dest in told, (number.dest, told)

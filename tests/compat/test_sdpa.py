@@ -23,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from fastattn import dispatch
 from fastattn.compat import diffusers, sdpa, xformers
 from fastattn.compat.transformers import attention_forward
+from fastattn.testing.calls import Draw
 from fastattn.testing.inputs import to_device
 
 torch_attention = F.scaled_dot_product_attention
@@ -128,6 +129,41 @@ def test_equals_torch_over_its_arguments(served, kwargs):
         assert_equals_torch(kwargs)
     else:
         assert torch.allclose(o, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def of_any_rank(draw: Draw) -> dict[str, Any]:
+    """Arguments of 3 to 6 dims, each of which may be 1, and a mask of fewer, which may not fit."""
+    dims = draw.integer(3, 6)
+    sizes = [draw.choice(2, 2, 3) for _ in range(dims - 2)] + [3, 4]
+
+    def thin(shape: list[int], share: float) -> list[int]:
+        return [1 if draw.chance(share) else size for size in shape]
+
+    tensors = {
+        name: draw.normal(*thin(sizes[:-2], 0.25), rows, 5)
+        for name, rows in (("query", 3), ("key", 4), ("value", 4))
+    }
+    shape = thin(sizes, 0.3)[-draw.integer(2, dims) :]
+    if draw.chance(0.1):
+        shape[draw.integer(0, len(shape) - 1)] = 5
+    mask = draw.normal(*shape)
+    return {**tensors, "attn_mask": mask > -1 if draw.chance(0.5) else mask}
+
+
+def test_masks_of_any_rank_are_torchs(served):
+    """Masks have their own dims, of which leading ones may be missing."""
+    met = 0
+    for seed in range(400):
+        call = of_any_rank(Draw(f"{seed}/mask"))
+        try:
+            expected = plain(**call)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                sdpa.scaled_dot_product_attention(**call)
+            continue
+        torch.testing.assert_close(sdpa.scaled_dot_product_attention(**call), expected)
+        met += 1
+    assert met > 250 and len(served) > 250
 
 
 def qkv(L: int = 5, S: int = 7, H_k: int = 4) -> dict[str, Tensor]:

@@ -1,15 +1,12 @@
-"""CausalGQAttention against the same layer written naively in the dtype asked for."""
+"""CausalGQAttention: what it passes on, dropout, dtypes, copies, compilation."""
 
 import copy
 
 import pytest
 import torch
 from naive_layers import (
-    LAYER_CASES,
-    TRITON_LAYER_CASES,
     WIDTH,
     assert_checkpointing_changes_nothing,
-    assert_layer_equals_naive,
     exact_and_naive,
     make_layer,
 )
@@ -18,7 +15,6 @@ from torch import nn
 
 import fastattn.modules
 from fastattn import CausalGQAttention, alibi_slopes
-from fastattn.rotary import rotary_tables
 from fastattn.testing import assert_within_budget
 
 ALL_SCORES = {
@@ -35,99 +31,6 @@ ALL_SCORES = {
     "sinks": True,
     "output_gate": "element",
 }
-GROUPS = {
-    "window-first-rotary": {"num_heads": 2, "window": 3, "keep_first": 1, "rotary": "half"},
-    "all-scores": ALL_SCORES,
-}
-
-
-@pytest.mark.parametrize("kwargs", LAYER_CASES.values(), ids=LAYER_CASES)
-def test_output_and_gradients_equal_the_naive_layer(kwargs, device):
-    x = torch.randn(3, 9, WIDTH, device=device)
-    mask = torch.rand(3, 9, device=device) < 0.6
-    mask[0] = False
-    lengths = torch.tensor([9, 0, 4], device=device)
-    for padding in ({"key_padding_mask": mask}, {"key_lengths": lengths}):
-        assert_layer_equals_naive(make_layer(device, **kwargs), x, **padding)
-
-
-@pytest.mark.parametrize("kwargs", TRITON_LAYER_CASES.values(), ids=TRITON_LAYER_CASES)
-def test_triton_output_and_gradients_equal_the_naive_layer(kwargs, device):
-    layer = make_layer(device, backend="triton", **kwargs)
-    lengths = torch.tensor([19, 7], device=device)
-    assert_layer_equals_naive(layer, torch.randn(2, 19, WIDTH, device=device), key_lengths=lengths)
-
-
-def test_nan_in_padding_reaches_no_real_token(device):
-    layer = make_layer(device, num_heads=4, num_kv_heads=2, rotary="half")
-    x = torch.randn(2, 8, WIDTH, device=device)
-    real = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0]], device=device).bool()
-    poisoned = x.masked_fill(~real[..., None], torch.nan)
-    y = layer(poisoned, key_padding_mask=real)
-    assert torch.equal(y[real], layer(x, key_padding_mask=real)[real])
-    lengths = torch.tensor([8, 3], device=device)
-    x[0], poisoned[0] = 1.0, 1.0
-    y = layer(poisoned, key_lengths=lengths)
-    assert y[0].isfinite().all()
-    assert torch.equal(y[1, :3], layer(x, key_lengths=lengths)[1, :3])
-    layer = make_layer(device, **ALL_SCORES)
-    ids = torch.tensor([[0, 0, -1, 1, 1, -1, 1, 1]] * 2, device=device)
-    poisoned = x.masked_fill((ids < 0)[..., None], torch.nan)
-    got, expected = (layer(part, documents=ids)[ids >= 0] for part in (poisoned, x))
-    assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("style", ["half", "interleaved"])
-@pytest.mark.parametrize("per_row", [False, True])
-@torch.no_grad()
-def test_positions_and_tables_move_the_rotation(style, per_row, device):
-    layer = make_layer(device, num_heads=2, rotary=style, rotary_base=100.0)
-    x = torch.randn(2, 6, WIDTH, device=device)
-    positions = torch.tensor([0, 2, 3, 9, 10, 50], device=device)
-    positions = torch.stack((positions, positions.flip(0))) if per_row else positions
-    y = layer(x, positions=positions)
-    expected = exact_and_naive(layer, x, positions=positions)
-    assert_within_budget("output", y, *expected)
-    assert (y - layer(x)).abs().max() > 1e-3
-    tables = rotary_tables(positions, layer.rotary_dim, base=100.0)
-    assert torch.equal(layer(x, rotary_tables=tables), y)
-    freqs_cis = torch.complex(*tables)
-    assert torch.equal(layer(x, rotary_tables=freqs_cis), y)
-    cache = layer.new_cache(batch_size=2, max_length=6)
-    steps = [
-        layer(x[:, t : t + 1], rotary_tables=freqs_cis[..., t : t + 1, :], cache=cache)
-        for t in range(6)
-    ]
-    assert_within_budget("steps", torch.cat(steps, 1), *expected)
-
-
-@pytest.mark.parametrize("kwargs", GROUPS.values(), ids=GROUPS)
-def test_prefixes_and_documents_equal_the_naive_layer(kwargs, device):
-    layer = make_layer(device, **kwargs)
-    x = torch.randn(3, 9, WIDTH, device=device)
-    prefixes = torch.tensor([0, 6, 9], device=device)
-    assert_layer_equals_naive(layer, x, prefix_lengths=prefixes)
-    ids = torch.tensor([[0] * 9, [0, 0, 0, 1, 1, 1, 1, 2, 2], [3, 3, 3, 3, -1, -1, 7, 7, -1]])
-    assert_layer_equals_naive(layer, x, documents=ids.to(device))
-    y = layer(x, prefix_lengths=4)
-    fours = prefixes.new_full((3,), 4)
-    assert_within_budget("output", y, *exact_and_naive(layer, x, prefix_lengths=fours))
-
-
-@pytest.mark.parametrize("kwargs", GROUPS.values(), ids=GROUPS)
-@torch.no_grad()
-def test_a_prefix_enters_a_cache_whole(kwargs, device):
-    layer = make_layer(device, **kwargs)
-    x = torch.randn(2, 9, WIDTH, device=device)
-    cache = layer.new_cache(2, 9)
-    for prefixes, first, later in ((torch.tensor([5, 3]), 5, {}), (5, 6, {"prefix_lengths": 5})):
-        of_rows = torch.as_tensor(prefixes).expand(2).to(device)
-        cache.reset()
-        given = prefixes if later else of_rows
-        steps = [layer(x[:, :first], prefix_lengths=given, cache=cache)]
-        steps += [layer(part, cache=cache, **later) for part in x[:, first:].split(2, dim=1)]
-        expected = exact_and_naive(layer, x, prefix_lengths=of_rows)
-        assert_within_budget("output", torch.cat(steps, dim=1), *expected)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,46 +15,11 @@ from fastattn.models.positions import RelativeScalar, RelativeTransformerXL
 from fastattn.modules.cross_attention import CrossGQAttention
 from fastattn.modules.layer import AttentionLayer
 from fastattn.modules.self_attention import CausalGQAttention, GQAttention
-from fastattn.testing.budget import assert_within_budget
+from fastattn.rotary_scaling import RotaryScaling
 from fastattn.testing.orders import worst_naive
 
 WIDTH = 32
 _Layer = TypeVar("_Layer", bound=AttentionLayer)
-
-# Constructor arguments beside the width; each case takes another path through the layer.
-LAYER_CASES: dict[str, dict[str, Any]] = {
-    "mha": {"num_heads": 4},
-    "gqa-bias": {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "out_bias": True},
-    "mqa-window": {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16, "window": 4},
-    "wide-values-rotary": {"num_heads": 2, "num_kv_heads": 1, "v_head_dim": 24, "rotary": "half"},
-    "narrow-values-bias": {"num_heads": 4, "num_kv_heads": 2, "v_head_dim": 4, "qkv_bias": True},
-    "rotary-half": {"num_heads": 2, "rotary": "half", "rotary_base": 100.0},
-    "rotary-interleaved-partial-gqa-window-scale": {
-        "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "qkv_bias": True, "window": 5,
-        "rotary": "interleaved", "rotary_dim": 6, "scale": 0.5,
-    },
-    "first-softcap-gqa-gate": {
-        "num_heads": 4, "num_kv_heads": 2, "window": 3, "keep_first": 2, "softcap": 1.5,
-        "output_gate": "head",
-    },
-    "alibi-sinks": {"num_heads": 3, "head_dim": 16, "alibi": True, "sinks": True},
-    "norm-rotary-buckets": {
-        "num_heads": 2, "qk_norm": True, "rotary": "half", "relative_bias": 6,
-        "relative_max_distance": 10,
-    },
-}  # fmt: skip
-
-# Few and small: without a GPU these run in Triton's interpreter.
-TRITON_LAYER_CASES: dict[str, dict[str, Any]] = {
-    "mqa-rotary": {"num_heads": 2, "num_kv_heads": 1, "rotary": "half"},
-    "narrow-values": {"num_heads": 2, "num_kv_heads": 1, "v_head_dim": 8, "rotary": "half"},
-    "mha-window": {"num_heads": 2, "window": 4, "qkv_bias": True},
-    "mqa-all-scores": {
-        "num_heads": 2, "num_kv_heads": 1, "window": 3, "keep_first": 1, "qk_norm": True,
-        "alibi": True, "relative_bias": 6, "relative_max_distance": 10, "softcap": 2.0,
-        "sinks": True,
-    },
-}  # fmt: skip
 
 
 def make_layer(
@@ -75,28 +40,49 @@ def make_layer(
 def naive_layer(
     layer: GQAttention,
     x: Tensor,
-    key_padding_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
     positions: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    documents: Tensor | None = None,
+    turned: Tensor | None = None,
+    **masks: Tensor | None,
 ) -> Tensor:
     """`layer(x, ...)` computed naively: no fusion, no shared heads, no cache.
 
     Every step runs in the dtype of the layer's parameters, but rotary embedding in fp64.
     Dropout is left out. Arguments and result are those of `GQAttention.forward`.
+
+    Args:
+        turned: from `turns`, in place of positions. masks: of `visible_pairs`.
     """
-    B, T, _ = x.shape
-    q, k, v = _heads(layer, x, x)
-    step = torch.arange(T, device=x.device)
+    q, k, v = heads_of(layer, x, x)
     if layer.rotary is not None:
-        q, k = (
-            _rotated(heads, step if positions is None else positions, layer) for heads in (q, k)
-        )
+        q, k = turned_heads(layer, q, k, positions, turned)
+    return _attended(layer, x, q, k, v, visible_pairs(layer, x, **masks))
+
+
+def turned_heads(
+    layer: Any, q: Tensor, k: Tensor, positions: Tensor | None, turned: Tensor | None
+) -> list[Tensor]:
+    """q and k [B, T, H, D] rotated to positions, or by `turns`."""
+    if turned is None:
+        places = torch.arange(q.shape[1], device=q.device) if positions is None else positions
+        turned = turns(places, layer.rotary_dim, layer.rotary_base)
+    return [rotated(heads, turned, layer.rotary) for heads in (q, k)]
+
+
+def visible_pairs(
+    layer: Any,
+    x: Tensor,
+    key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """The pairs of tokens of x [B, T, C] that see each other, bool [B, 1, T, T]."""
+    B, T, _ = x.shape
+    step = torch.arange(T, device=x.device)
     i, j = step[:, None], step
     behind = j <= i if layer.causal else torch.ones_like(j <= i)
     if prefix_lengths is not None:
-        behind = behind | (j < prefix_lengths[:, None, None, None])
+        behind = behind | (j < torch.as_tensor(prefix_lengths).view(-1, 1, 1, 1))
     visible = (_near(layer, i, j) & behind).expand(B, 1, T, T)
     if documents is not None:
         same = documents[:, :, None] == documents[:, None, :]
@@ -105,16 +91,16 @@ def naive_layer(
         visible = visible & key_padding_mask[:, None, None, :]
     if key_lengths is not None:
         visible = visible & (j < key_lengths[:, None, None, None])
-    return _attended(layer, x, q, k, v, visible)
+    return visible
 
 
 def naive_cross(layer: CrossGQAttention, x: Tensor, memory: Tensor, seen: Tensor) -> Tensor:
     """A cross-attention in the way of `naive_layer`; seen: bool [B, S]."""
-    q, k, v = _heads(layer, x, memory)
+    q, k, v = heads_of(layer, x, memory)
     return _attended(layer, x, q, k, v, seen[:, None, None])
 
 
-def _heads(layer: AttentionLayer, x: Tensor, memory: Tensor) -> list[Tensor]:
+def heads_of(layer: AttentionLayer, x: Tensor, memory: Tensor) -> list[Tensor]:
     """q, k, v [B, T, H_q, D], normalised, with key/value heads repeated."""
     H_q, H_k = layer.num_heads, layer.num_kv_heads
     split = []
@@ -124,23 +110,25 @@ def _heads(layer: AttentionLayer, x: Tensor, memory: Tensor) -> list[Tensor]:
         if layer.qk_norm and name != "v":
             weight = getattr(layer, f"{name}_norm").weight
             y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+        if layer.scoring == "multiplicative" and name == "q":
+            y = torch.einsum("hde,bihe->bihd", layer.score_weight, y)
         split.append(repeat(y, "b t h d -> b t (h group) d", group=H_q // heads))
     return split
 
 
-def _near(layer: GQAttention, i: Tensor, j: Tensor) -> Tensor:
+def _near(layer: Any, i: Tensor, j: Tensor) -> Tensor:
     """The pairs that window, stride and first keys leave, bool [T, T]."""
-    window = layer.window
+    window, stride = layer.window, getattr(layer, "stride", None)
     left, right = (window - 1, window - 1) if isinstance(window, int) else window or (None, None)
     near = torch.ones_like(i == j)
     if left is not None:
         near = near & (i - j <= left)
     if right is not None and (not layer.causal or not isinstance(window, int)):
         near = near & (j - i <= right)
-    if layer.stride is not None:
-        on_stride = (i - j) % layer.stride == 0
+    if stride is not None:
+        on_stride = (i - j) % stride == 0
         near = on_stride if window is None else near | on_stride
-    return near | (j < layer.keep_first)
+    return near | (j < getattr(layer, "keep_first", 0))
 
 
 def _attended(
@@ -158,6 +146,11 @@ def _attended(
     if relative is not None and relative.has_values:
         vectors = _by_pair(relative, relative.values(), q.shape[1])
         out = out + torch.einsum("bhij,hijd->bihd", weights, vectors.expand(q.shape[2], -1, -1, -1))
+    return gated_output(layer, x, out)
+
+
+def gated_output(layer: AttentionLayer, x: Tensor, out: Tensor) -> Tensor:
+    """[B, T, H_q, D_v] through gates and the output projection."""
     if layer.output_gate is not None:
         proj, H_q = layer.output_gate_proj, layer.num_heads
         weight = rearrange(proj.weight, "(h gate) c -> h gate c", h=H_q)
@@ -173,8 +166,6 @@ def _scores(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
     if layer.scoring == "additive":
         sums = (q[:, :, None] + k[:, None]).tanh()
         scores = torch.einsum("hd,bijhd->bhij", layer.score_vector, sums)
-    elif layer.scoring == "multiplicative":
-        scores = torch.einsum("bjhd,hde,bihe->bhij", k, layer.score_weight, q)
     else:
         scores = torch.einsum("bihd,bjhd->bhij", q, k)
     scheme, T = getattr(layer, "relative", None), q.shape[1]
@@ -187,8 +178,6 @@ def _scores(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
             scores = scores + torch.einsum("hd,hijd->hij", scheme.v, vectors)
     if layer.scoring == "scaled_dot":
         scores = scores * (q.shape[-1] ** -0.5 if layer.scale is None else layer.scale)
-    if isinstance(scheme, RelativeScalar):
-        scores = scores + _by_pair(scheme, scheme.bias[..., None], T)[..., 0]
     return _modified_scores(layer, scores)
 
 
@@ -205,6 +194,8 @@ def _modified_scores(layer: AttentionLayer, scores: Tensor) -> Tensor:
     if not isinstance(layer, GQAttention):
         return scores
     T = scores.shape[-1]
+    if isinstance(layer.relative, RelativeScalar):
+        scores = scores + _by_pair(layer.relative, layer.relative.bias[..., None], T)[..., 0]
     step = torch.arange(T, device=scores.device)
     distance = step[:, None] - step
     if layer.alibi_slopes is not None:
@@ -232,19 +223,29 @@ def _bucket(distance: int, buckets: int, last: int) -> int:
     return sum(start <= distance for start in starts) - 1
 
 
-def _rotated(x: Tensor, positions: Tensor, layer: GQAttention) -> Tensor:
-    """Rotary embedding of x [B, T, H, D]: each channel pair as a complex number, in fp64."""
-    pairs = layer.rotary_dim // 2
+def turns(
+    positions: Tensor, rotary_dim: int, base: float, scaling: RotaryScaling | None = None
+) -> Tensor:
+    """e^(i angle) of every pair and position, fp32 as in tables: complex [..., T, pairs]."""
+    pairs = rotary_dim // 2
+    index = torch.arange(pairs, device=positions.device, dtype=torch.float64)
+    rate, length = base ** (-index / pairs), 1.0
+    if scaling is not None:
+        rate, length = scaling.frequencies(rotary_dim, base, positions.device), scaling.amplitude
+    angle = positions.double()[..., None] * rate
+    return torch.polar(torch.full_like(angle, length), angle).to(torch.complex64)
+
+
+def rotated(x: Tensor, turned: Tensor, style: str | None) -> Tensor:
+    """Rotary embedding of x [B, T, H, D]: each channel pair turned, in fp64."""
+    pairs = turned.shape[-1]
     rotary, rest = x[..., : 2 * pairs].double(), x[..., 2 * pairs :]
-    index = torch.arange(pairs, device=x.device, dtype=torch.float64)
-    angle = positions.double()[..., None, None] * layer.rotary_base ** (-index / pairs)
-    halves = layer.rotary == "half"
+    halves = style == "half"
     shape = (*x.shape[:-1], *((2, pairs) if halves else (pairs, 2)))
     by_pair = rotary.reshape(shape).mT if halves else rotary.reshape(shape)
-    product = torch.view_as_complex(by_pair.contiguous()) * torch.polar(
-        torch.ones_like(angle), angle
-    )
-    real = torch.view_as_real(product)
+    (a, b), (cos, sin) = by_pair.unbind(-1), (turned.real, turned.imag)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    real = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
     return torch.cat(((real.mT if halves else real).flatten(-2).to(x.dtype), rest), dim=-1)
 
 
@@ -274,40 +275,6 @@ def assert_checkpointing_changes_nothing(layer: nn.Module, x: Tensor) -> None:
         grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
     for direct, recomputed in zip(*grads, strict=True):
         assert torch.equal(direct, recomputed)
-
-
-def assert_layer_equals_naive(
-    layer: AttentionLayer,
-    *inputs: Tensor,
-    forward: Callable[..., Tensor] | None = None,
-    naive: Callable[..., Tensor] = naive_layer,
-    **kwargs: Any,
-) -> None:
-    """Check a layer and its gradients by inputs and every parameter by the error budget.
-
-    Args:
-        layer: any.
-        inputs: of the layer and the naive one.
-        forward: in place of the layer's own call.
-        naive: called with a layer and the inputs.
-        kwargs: of both.
-    """
-    upstream = torch.randn_like(inputs[0])
-
-    def run(
-        call: Callable[..., Tensor], layer: AttentionLayer, xs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        xs = [x.detach().requires_grad_() for x in xs]
-        y = call(layer, *xs, **kwargs)
-        wanted = [*xs, *layer.parameters()]
-        return [y.detach(), *torch.autograd.grad(y, wanted, upstream.to(y.dtype))]
-
-    got = run(forward or (lambda layer, *xs, **arguments: layer(*xs, **arguments)), layer, inputs)
-    exact = run(naive, copy.deepcopy(layer).double(), [x.double() for x in inputs])
-    plain = worst_naive(exact, lambda: run(naive, layer, inputs))
-    names = ["output", *(f"input {i}" for i in range(len(inputs))), *dict(layer.named_parameters())]
-    for name, *triple in zip(names, got, exact, plain, strict=True):
-        assert_within_budget(name, *triple)
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument(
         "--backend", default="", help="torch, triton or hopper; default: both others"
     )
-    parser.add_argument("--call", default="", help="cases of this function alone")
+    parser.add_argument("--call", default="", help="cases of this function alone, or layer")
     given = parser.parse_args()
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ["FASTATTN_TUNED"] = "0"
@@ -26,8 +26,8 @@ def main() -> int:
     import torch
 
     from .cases import drawn
-    from .judges import check
-    from .shrink import smallest
+    from .layers import drawn_layer
+    from .shrink import check_any, smallest
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "attention takes .B, H, T, D.")  # said of legal calls too
@@ -44,19 +44,20 @@ def main() -> int:
     made = wrong = 0
     seed = first
     while made < count if count is not None else not over:
-        for case in (drawn(seed, backend) for backend in backends):
-            if given.call and case.call != given.call:
-                continue
+        cases = [drawn(seed, backend) for backend in backends]
+        layers = [drawn_layer(seed, backend) for backend in backends if backend != "hopper"]
+        cases = [x for x in cases if given.call in ("", x.call)]
+        for case in [*cases, *(x for x in layers if given.call in ("", "layer"))]:
             made += 1
             try:
-                check(case)
+                check_any(case)
             except Exception:
                 wrong += 1
                 say(f"\nseed {seed}: make fuzz SEED={seed} BACKEND={case.backend}\n{case}")
                 case = smallest(case)
                 say(f"the smallest that was found to fail:\n{case}")
                 try:
-                    check(case)
+                    check_any(case)
                 except Exception:
                     say("".join(traceback.format_exc().splitlines(True)[-6:]))
             if made % 500 == 0:
