@@ -10,6 +10,7 @@ from torch import Tensor
 import fastattn
 from fastattn import view_of_tensors
 from fastattn.cache_view import as_bytes
+from fastattn.ops.decode import one_memory
 from fastattn.quantization import codes_within
 from fastattn.testing.calls import Draw
 from fastattn.testing.decoding import KINDS, Filled, assert_decoded, assert_paged, fill
@@ -29,27 +30,29 @@ def decode(case: Case, how: dict[str, Any]) -> None:
     """o and lse of the newest tokens of every row."""
     draw = case.random("decode")
     kind = draw.choice(*KINDS)
-    ring = "window" in KINDS[kind]
-    T_q = min(case.T_q, 3 if ring else draw.choice(1, 1, 2, 3, 17))
+    T_q = min(case.T_q, 3 if "window" in KINDS[kind] else draw.choice(1, 1, 2, 3, 17))
+    _, k, v = inputs(case)
+    attend(replace(case, T_q=T_q), draw, fill(kind, k, v, _lengths(case, draw)), how)
+
+
+def attend(case: Case, draw: Draw, filled: Filled, how: dict[str, Any]) -> None:
+    """Judge a call of `decode_attention` on a cache of any kind and history."""
+    T_q, view = case.T_q, filled.view
     options = drawn_options(case, case.B)
-    if ring:
+    if view.window is not None:
         options = {name: x for name, x in options.items() if name not in _OF_RINGS}
-    for name in ("attn_mask", "attn_bias"):
-        if name in options and options[name].shape[-2] not in (1, T_q):
-            options[name] = options[name][..., :T_q, :]
-    q, k, v = inputs(case)
-    q = q[:, :, :T_q]
-    lengths = _lengths(case, draw)
-    filled = fill(kind, k, v, lengths)
+    if view.starts is not None:
+        options.pop("batch_invariant", None)
+    if case.D_v < case.D and one_memory(view.k, view.v, view.k_scale, view.v_scale):
+        options.setdefault("scale", 0.3)
     counts = torch.full((case.B,), T_q)
     if draw.chance(0.3):
         counts = draw.integers(-1, T_q + 1, case.B)
         how = {**how, "new_lengths": counts}
-    if "starts" in KINDS[kind]:
-        options.pop("batch_invariant", None)
     splits = draw.choice({}, {}, {}, {"num_splits": draw.choice(1, 2, 3, 40)})
     splits = {} if "batch_invariant" in options else splits
-    o, lse = fastattn.decode_attention(q, filled.view, return_lse=True, **how, **splits, **options)
+    q = inputs(case)[0]
+    o, lse = fastattn.decode_attention(q, view, return_lse=True, **how, **splits, **options)
     how = {"counts": counts.clamp(0, T_q), "orders": ORDERS}
     assert_decoded((o, lse), q, filled, **how, **options)
 

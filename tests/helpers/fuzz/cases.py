@@ -43,8 +43,8 @@ _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
 # Of caches there is none of no rows, and packed sequences are those of a first row.
 _OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
 _HIDING = frozenset(
-    ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask", "attn_bias",
-     "key_padding_mask", "documents", "positions")
+    ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask",
+     "attn_bias", "key_padding_mask", "documents", "positions")
 )  # fmt: skip
 _SECOND, _RELATIVE = ("query2", "key2"), ("relative_keys", "relative_query")
 _APART = (
