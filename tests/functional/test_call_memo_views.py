@@ -80,6 +80,8 @@ def changed_views(view: CacheView) -> Iterator[CacheView]:
             yield view._replace(**{name: y})
         if x is not None and name in ADDED:
             yield view._replace(**{name: None})
+    # Its values are its keys, in one memory.
+    yield view._replace(v=view.k, v_scale=view.k_scale)
     if view.window is None and view.block_table is None and view.starts is None:
         yield view._replace(window=4, keep_first=0)
 
