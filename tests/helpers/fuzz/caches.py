@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import fastattn
 from fastattn import view_of_tensors
@@ -124,11 +125,14 @@ def _of_a_server(draw: Draw, filled: Filled) -> Filled:
         k, v = numbers
     bytes_of = torch.cat((as_bytes(view.k), as_bytes(view.v)), -1)
     layout, layers = draw.choice("own", "heads first", "tokens first"), draw.choice(1, 3)
+    # Rows that start anywhere, between multiples of 16 bytes too.
+    before, behind = draw.choice((0, 0), (0, 1), (1, 0), (1, 1), (0, 16))
+    bytes_of = pad(bytes_of, (before, behind))
     if layout == "tokens first":
         bytes_of = bytes_of.transpose(1, 2).contiguous().transpose(1, 2)
     bytes_of = torch.stack((bytes_of,) * layers, 1)[:, -1]
-    D = view.k.shape[3]
-    pools = [x.view(view.k.dtype) for x in (bytes_of[..., :D], bytes_of[..., D:])]
+    D, D_v = view.k.shape[3], view.v.shape[3]
+    pools = bytes_of[..., before : before + D + D_v].view(view.k.dtype).split((D, D_v), -1)
     return replace(filled, k=k, v=v, view=view_of_tensors(
         *((view.k, view.v) if layout == "own" else pools), view.lengths, **scales,
         block_table=view.block_table, batch_index=view.batch_index, dtype=view.dtype,

@@ -60,8 +60,8 @@ ORDERS = 40
 # Batch rows times heads that the interpreter has time for.
 _HEADS = 6
 LAYOUTS = (
-    "plain", "plain", "bthd", "wide", "shifted", "every-second", "columns", "negative", "one-row",
-    "one-head", "one-token",
+    "plain", "plain", "bthd", "wide", "odd", "shifted", "every-second", "columns", "negative",
+    "one-row", "one-head", "one-token",
 )  # fmt: skip
 TRAITS = {
     "hot": 0.08,  # scores of up to 10^4
