@@ -1,4 +1,4 @@
-"""Repairs of Triton's interpreter: bfloat16, TF32, NaN, memory checks, cheap helper calls.
+"""Repairs of Triton's interpreter: bfloat16, TF32, NaN, checks of memory, cheap helper calls.
 
 Triton's interpreter runs a kernel's Python source; every tl operation ends in a method of one
 `InterpreterBuilder`, on handles that pair a NumPy array with a Triton dtype. NumPy has no bfloat16:
@@ -6,9 +6,12 @@ such a handle carries the bits as uint16. The classes here each fix one aspect o
 which `install` replaces. Valid for Triton 3.6 to 3.9.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,6 +32,10 @@ _TF32_MASK = np.uint32(0xFFFFE000)  # sign, 8 exponent bits, 10 of the 23 mantis
 
 class OutOfBoundsError(IndexError):
     """An interpreted kernel accessed memory outside its tensor arguments."""
+
+
+class MisalignedError(ValueError):
+    """An interpreted kernel accessed memory, or got a tensor, at an address that a GPU refuses."""
 
 
 def bf16_bits(x: Array) -> Array:
@@ -169,7 +176,9 @@ _launches: list[_Launch] = []
 
 
 class _CheckedMemory(InterpreterBuilder):  # type: ignore[misc]
-    """Check that every unmasked address is in the storage of a tensor argument."""
+    """Check that every unmasked address is in the storage of a tensor argument, and a multiple of
+    its element's bytes.
+    """
 
     def create_masked_load(self, ptrs: TensorHandle, mask: Any, *args: Any, **kwargs: Any) -> Any:
         self._check("load", ptrs, mask)
@@ -198,6 +207,10 @@ class _CheckedMemory(InterpreterBuilder):  # type: ignore[misc]
             return
         launch = _launches[-1]
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        if size > 1 and int(np.bitwise_or.reduce(addresses, axis=None)) % size:
+            raise MisalignedError(
+                f"{launch.kernel}: {access} of elements of {size} bytes between their multiples"
+            )
         low, high = int(addresses.min()), int(addresses.max())
         if any(extent.first <= low and high + size <= extent.end for extent in launch.extents):
             return
@@ -243,7 +256,7 @@ class _GridExecutor(stock.GridExecutor):  # type: ignore[misc]
                 super().__call__(*args_dev, **kwargs)
         except InterpreterError as error:
             cause = _first_cause(error)
-            if isinstance(cause, OutOfBoundsError):
+            if isinstance(cause, (OutOfBoundsError, MisalignedError)):
                 raise cause from None
             raise
         finally:
@@ -264,16 +277,64 @@ _one_at_a_time = threading.RLock()
 _stock_run = stock.InterpretedFunction.run
 
 
-def _run(self: Any, *args: Any, **kwargs: Any) -> None:
+def _run(self: Any, *args: Any, **kwargs: Any) -> _Compiled | None:
     """Launch an interpreted kernel, one at a time in the process."""
     with _one_at_a_time:
         _stock_run(self, *args, **kwargs)
+    return None if kwargs["warmup"] else _Compiled(self, args, kwargs)
+
+
+class _Compiled:
+    """The kernel of a launch, for others of the same grid: as a compiled one it takes tensors for
+    what they were, of a dtype and at a multiple of 16 bytes.
+    """
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._kernel, self._options = kernel, options
+        self._tensors = list(_specialised(args))
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return partial(self._launch, {**self._options, "grid": grid})
+
+    def _launch(self, options: dict[str, Any], *args: Any) -> None:
+        for index, (then, now) in enumerate(zip(self._tensors, _specialised(args), strict=True)):
+            if then[0] != now[0] or (then[1] and not now[1]):
+                raise MisalignedError(
+                    f"{self._kernel.__name__}: compiled for tensor {index} of {then[0]}"
+                    f"{' at a multiple of 16 bytes' if then[1] else ''}, got it of {now[0]}"
+                    f"{'' if now[1] else ' elsewhere'}"
+                )
+        _run(self._kernel, *args, **options)
+
+
+def _specialised(arg: Any) -> Iterator[tuple[Any, bool]]:
+    """Dtype of each tensor, and whether it is at a multiple of 16 bytes."""
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from _specialised(item)
+    elif hasattr(arg, "data_ptr"):
+        yield arg.dtype, arg.data_ptr() % 16 == 0
 
 
 def _first_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def _multiple_of(input: Any, values: Any) -> Any:
+    """Make a promise true that a stride, or an offset, is a multiple: compiled code takes it for
+    one, and a broken promise reads elsewhere. Of what is multiplied by 0 none is read.
+    """
+    if not isinstance(input, tl.tensor):
+        return input
+    values = values if isinstance(values, (list, tuple)) else [values]
+    (factor,) = {x.value if isinstance(x, tl.constexpr) else x for x in values}
+    data = input.handle.data
+    rest = data % factor
+    if not rest.any():
+        return input
+    return tl.tensor(TensorHandle(data - rest, input.handle.dtype), input.type)
 
 
 _stock_patch_lang = stock._patch_lang
@@ -291,6 +352,8 @@ def _patch_lang(fn: Any) -> Any:
     scope = _stock_patch_lang(_whole_language)
     # int() of a one-element array fails since NumPy 2.4, which broke `range` over a loaded bound in
     # Triton 3.6.
+    for module in (tl, tl.core):
+        scope.set_attr(module, "multiple_of", _multiple_of)
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     if _launches:
         _launches[-1].language_is_patched = True

@@ -1,6 +1,6 @@
 """Which key blocks queries choose, and attention by that choice: NSA and MoBA."""
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import pytest
@@ -15,82 +15,80 @@ from fastattn.functional.selected import (
     pooled_attention,
     select_blocks,
 )
+from fastattn.kernels.launch import tiles
 from fastattn.testing import make_qkv
+from fastattn.testing.calls import Draw
 from fastattn.testing.compare import assert_all_near
 from fastattn.testing.inputs import draws
 
 BACKENDS = ("torch", "triton")
 
 
-def chosen(indices: Tensor) -> list[Any]:
-    """Blocks of each list, in order, without -1."""
-    return [sorted(x for x in one.tolist() if x >= 0) for one in indices.flatten(0, 2)]
+def scores_of_blocks(x: Tensor, weights: bool, how: dict[str, Any], T: int) -> list[float]:
+    """Scores of a query's blocks, of those of its keys [heads, keys], -inf where it sees none.
+
+    NSA's sum of p[(l'/d) j + m - n] over m < l'/d and n < l/d, or the largest.
+    """
+    length, step = how["pool"]
+    begun, overlaps = how["block_k"] // step, length // step
+    scores = []
+    for j in range(-(-T // how["block_k"])):
+        places = [begun * j + m - o for m in range(begun) for o in range(overlaps)]
+        own = x[:, [i for i in places if 0 <= i < x.shape[1]]]
+        own = own[:, (own > -torch.inf).all(0)]
+        best = (own.exp().sum() if weights else own.max()) if own.numel() else -torch.inf
+        scores.append(float(best))
+    return scores
 
 
-def best_blocks(scores: Tensor, n: int, always: Callable[[int], set[int]]) -> list[list[int]]:
-    """The n best of each query's blocks, of scores [B, H_s, T_q, N], one after another."""
-    chosen = []
-    for b, h, t in ((b, h, t) for b, h, t in torch.ones(scores.shape[:3]).nonzero().tolist()):
-        row = scores[b, h, t].tolist()
-        taken = always(t)
-        others = [j for j in range(len(row)) if j not in taken and row[j] != -torch.inf]
-        others.sort(key=lambda j: -row[j])
-        chosen.append(sorted([*taken, *others][:n] if len(taken) < n else sorted(taken)[:n]))
-    return chosen
+def assert_best(indices: list[int], scores: list[float], own: int, how: dict[str, Any]) -> None:
+    """Blocks that are always taken, then the best; of causal queries those that began."""
+    always = {*range(how["first"]), *range(own - how["latest"] + 1, own + 1)}
+    scores = [torch.inf if j in always else x for j, x in enumerate(scores)]
+    if how["causal"]:
+        scores = [x if j <= own else -torch.inf for j, x in enumerate(scores)]
+    listed = [j for j in indices if j >= 0]
+    expected = [x for x in sorted(scores, reverse=True) if x > -torch.inf][: len(indices)]
+    assert [scores[j] for j in listed] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert len({*listed}) == len(listed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_of_overlapping_keys_choose(
-    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seed", range(24))
+def test_generated_choices(
+    seed: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
-    """NSA's sum: p[(l'/d) j + m - n] over m < l'/d and n < l/d, and over the heads of a group."""
-    monkeypatch.setattr(choose, "_AT_ONCE", 2**10)
-    length, step, block, T, n = 8, 4, 8, 45, 3
-    keys = (T - length) // step + 1
-    q, k, _ = make_qkv(2, 4, 2, T, keys, 16, device=device, requires_grad=False)
-    t, i = torch.arange(T)[:, None], torch.arange(keys)
-    seen = (i * step + length - 1 <= t).to(device)
-    lse = reference.attention(q, k, k, attn_mask=seen[None, None], return_lse=True)[1].float()
-    x = torch.einsum("bhgtd,bhid->bhgti", q.unflatten(1, (2, 2)).double(), k.double()) / 4
-    p = torch.where(seen, (x - lse.unflatten(1, (2, 2))[..., None]).exp(), 0.0).sum(2)
-    blocks = -(-T // block)
-    scores = torch.full((2, 2, T, blocks), -torch.inf, dtype=torch.float64)
-    for query in range(T):
-        for j in range(blocks):
-            places = [block // step * j + m - o for m in range(block // step) for o in range(2)]
-            there = [x for x in places if 0 <= x < keys and seen[query, x]]
-            if there:
-                scores[:, :, query, j] = p[:, :, query, there].sum(-1).cpu()
-    actual = select_blocks(
-        q, k, n, block_k=block, lse=lse, pool=(length, step), first=1, latest=1, backend=backend
-    )
-    expected = best_blocks(scores, n, lambda query: {0, query // block})
-    # Blocks that begin behind the query are none of its.
-    assert chosen(actual) == [
-        [j for j in x if j <= place % T // block] for place, x in enumerate(expected)
-    ]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_largest_scores_choose(backend: str, causal: bool, device: str) -> None:
-    """The best of two, with a list for all heads; queries behind tokens that are there already."""
-    T_q, offset, block, n = 9, 24, 8, 2
-    T = T_q + offset
-    q, k, _ = make_qkv(2, 4, 2, T_q, T, 16, device=device, requires_grad=False)
-    x = torch.einsum("bhtd,bhjd->bhtj", q.double(), k.double().repeat_interleave(2, 1)).cpu()
-    if causal:
-        x = x.masked_fill(torch.arange(T) > torch.arange(T_q)[:, None] + offset, -torch.inf)
-    x = torch.nn.functional.pad(x, (0, -T % block), value=-torch.inf)
-    scores = x.unflatten(-1, (-1, block)).amax((1, -1))[:, None]
-    actual = select_blocks(
-        q, k, n, block_k=block, lists=1, causal=causal, latest=1, query_offset=offset,
-        backend=backend,
-    )  # fmt: skip
-    assert chosen(actual) == best_blocks(scores, n, lambda t: {(t + offset) // block})
-    few = select_blocks(q, k, 9, block_k=block, lists=1, query_offset=offset, backend=backend)
-    assert few.shape == (2, 1, T_q, 9) and few.dtype == torch.int32
-    assert bool((few[..., 5:] == -1).all()) and bool((few[:, :, -1, :5] >= 0).all())
+    """Weights or scores, over the heads of a list; queries behind tokens that are there already."""
+    random = Draw(f"choice {seed}")
+    step, T_q = random.choice(1, 1, 4, 3), random.choice(1, 15, 16, 17, 40)
+    length = step * random.choice(1, 1, 2)
+    how: dict[str, Any] = {
+        "block_k": step * random.choice(1, 2, 8, 16, 32), "pool": (length, step),
+        "query_offset": random.choice(0, random.integer(1, 70), 33),
+        "causal": random.chance(0.7), "first": random.integer(0, 2), "latest": random.integer(0, 2),
+    }  # fmt: skip
+    T, n = T_q + how["query_offset"], random.integer(1, 5)
+    H_k, G = random.choice((1, 2), (2, 1), (2, 2))
+    how["lists"], weights = random.choice(H_k, 1, H_k * G), random.chance(0.5)
+    sizes = (1, H_k * G, H_k, T_q, max(1, (T - length) // step + 1), 16)
+    q, k, _ = make_qkv(*sizes, device=device, requires_grad=False, seed=seed)
+    x = torch.einsum("bhtd,bhid->bhti", q.double(), k.double().repeat_interleave(G, 1))[0].cpu() / 4
+    t, i = torch.arange(T_q)[:, None] + how["query_offset"], torch.arange(x.shape[2])
+    if how["causal"]:
+        x = x.masked_fill(i * step + length - 1 > t, -torch.inf)
+    if weights:
+        lse = x.logsumexp(-1, keepdim=True)
+        x = torch.where(lse.isfinite(), x - lse, -torch.inf)
+        how["lse"] = lse[None, ..., 0].float().to(device)
+    monkeypatch.setattr(choose, "_AT_ONCE", random.choice(2**9, 2**24))
+    with tiles.forced(backward_dq=tiles.TileConfig(16, 16)):
+        actual = select_blocks(q, k, n, backend=backend, **how)
+    assert actual.shape == (1, how["lists"], T_q, n) and actual.dtype == torch.int32
+    x = x.unflatten(0, (how["lists"], -1))
+    for h, query in itertools.product(range(len(x)), range(T_q)):
+        scores = scores_of_blocks(x[h, :, query], weights, how, T)
+        own = (query + how["query_offset"]) // how["block_k"]
+        assert_best(actual[0, h, query].tolist(), scores, own, how)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:

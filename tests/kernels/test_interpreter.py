@@ -1,5 +1,5 @@
 """The interpreter's repairs, seen through small kernels that a GPU would run the same, its short
-ways beside Triton's own, and what it refuses: accesses outside of all arguments.
+ways beside Triton's own, and what it refuses: accesses outside of all arguments or misaligned.
 """
 
 import math
@@ -20,7 +20,7 @@ from triton.runtime import interpreter as stock
 
 from fastattn import attention
 from fastattn.kernels.launch import emulation
-from fastattn.kernels.launch.emulation import OutOfBoundsError
+from fastattn.kernels.launch.emulation import MisalignedError, OutOfBoundsError
 from fastattn.kernels.launch.interpreter import mend
 
 pytestmark = pytest.mark.skipif(
@@ -149,6 +149,42 @@ def test_an_access_outside_every_argument_raises(kind: str, offset: int) -> None
     )
     with pytest.raises(OutOfBoundsError, match=message):
         access_kernel[(1,)](x, out, offset, kind)
+
+
+@triton.jit
+def rows_kernel(x_ptr, out_ptr, stride, rows, N: tl.constexpr):
+    start = x_ptr + rows * tl.multiple_of(stride.to(tl.int64), 4)
+    tl.store(out_ptr + tl.arange(0, N), tl.load(start + tl.arange(0, N)))
+
+
+def test_a_broken_promise_reads_elsewhere() -> None:
+    """As on a GPU, whose loads of 16 bytes want it kept; of what is multiplied by 0 none is."""
+    x, out = torch.arange(32.0), torch.empty(4)
+    for stride, rows, first in ((8, 2, 16), (9, 2, 16), (9, 0, 0)):
+        rows_kernel[(1,)](x, out, stride, rows, 4)
+        assert out.tolist() == [first, first + 1, first + 2, first + 3]
+
+
+@triton.jit
+def halves_kernel(x_ptr, out_ptr):
+    tl.store(out_ptr, tl.load(x_ptr.to(tl.pointer_type(tl.int16))))
+
+
+def test_elements_between_multiples_of_their_size_are_refused() -> None:
+    x, out = torch.zeros(8, dtype=torch.int8), torch.empty(1, dtype=torch.int16)
+    halves_kernel[(1,)](x[2:], out)
+    with pytest.raises(MisalignedError, match="load of elements of 2 bytes between"):
+        halves_kernel[(1,)](x[1:], out)
+
+
+def test_a_kernel_compiled_for_other_tensors_is_refused() -> None:
+    x, out = torch.arange(16.0), torch.empty(4)
+    compiled = rows_kernel[(1,)](x, out, 4, 1, 4)[(1,)]
+    compiled(x[4:], out, 4, 1, 4)
+    assert out.tolist() == [8, 9, 10, 11]
+    for wrong in (x[1:], x.int()):
+        with pytest.raises(MisalignedError, match=r"tensor 0 of torch\.float32 at a multi"):
+            compiled(wrong, out, 4, 1, 4)
 
 
 @triton.jit

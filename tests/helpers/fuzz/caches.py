@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import fastattn
 from fastattn import view_of_tensors
 from fastattn.cache_view import as_bytes
+from fastattn.ops.decode import one_memory
 from fastattn.quantization import codes_within
 from fastattn.testing.calls import Draw
 from fastattn.testing.decoding import KINDS, Filled, assert_decoded, assert_paged, fill
@@ -29,27 +31,29 @@ def decode(case: Case, how: dict[str, Any]) -> None:
     """o and lse of the newest tokens of every row."""
     draw = case.random("decode")
     kind = draw.choice(*KINDS)
-    ring = "window" in KINDS[kind]
-    T_q = min(case.T_q, 3 if ring else draw.choice(1, 1, 2, 3, 17))
+    T_q = min(case.T_q, 3 if "window" in KINDS[kind] else draw.choice(1, 1, 2, 3, 17))
+    _, k, v = inputs(case)
+    attend(replace(case, T_q=T_q), draw, fill(kind, k, v, _lengths(case, draw)), how)
+
+
+def attend(case: Case, draw: Draw, filled: Filled, how: dict[str, Any]) -> None:
+    """Judge a call of `decode_attention` on a cache of any kind and history."""
+    T_q, view = case.T_q, filled.view
     options = drawn_options(case, case.B)
-    if ring:
+    if view.window is not None:
         options = {name: x for name, x in options.items() if name not in _OF_RINGS}
-    for name in ("attn_mask", "attn_bias"):
-        if name in options and options[name].shape[-2] not in (1, T_q):
-            options[name] = options[name][..., :T_q, :]
-    q, k, v = inputs(case)
-    q = q[:, :, :T_q]
-    lengths = _lengths(case, draw)
-    filled = fill(kind, k, v, lengths)
+    if view.starts is not None:
+        options.pop("batch_invariant", None)
+    if case.D_v < case.D and one_memory(view.k, view.v, view.k_scale, view.v_scale):
+        options.setdefault("scale", 0.3)
     counts = torch.full((case.B,), T_q)
     if draw.chance(0.3):
         counts = draw.integers(-1, T_q + 1, case.B)
         how = {**how, "new_lengths": counts}
-    if "starts" in KINDS[kind]:
-        options.pop("batch_invariant", None)
     splits = draw.choice({}, {}, {}, {"num_splits": draw.choice(1, 2, 3, 40)})
     splits = {} if "batch_invariant" in options else splits
-    o, lse = fastattn.decode_attention(q, filled.view, return_lse=True, **how, **splits, **options)
+    q = inputs(case)[0]
+    o, lse = fastattn.decode_attention(q, view, return_lse=True, **how, **splits, **options)
     how = {"counts": counts.clamp(0, T_q), "orders": ORDERS}
     assert_decoded((o, lse), q, filled, **how, **options)
 
@@ -121,11 +125,14 @@ def _of_a_server(draw: Draw, filled: Filled) -> Filled:
         k, v = numbers
     bytes_of = torch.cat((as_bytes(view.k), as_bytes(view.v)), -1)
     layout, layers = draw.choice("own", "heads first", "tokens first"), draw.choice(1, 3)
+    # Rows that start anywhere, between multiples of 16 bytes too.
+    before, behind = draw.choice((0, 0), (0, 1), (1, 0), (1, 1), (0, 16))
+    bytes_of = pad(bytes_of, (before, behind))
     if layout == "tokens first":
         bytes_of = bytes_of.transpose(1, 2).contiguous().transpose(1, 2)
     bytes_of = torch.stack((bytes_of,) * layers, 1)[:, -1]
-    D = view.k.shape[3]
-    pools = [x.view(view.k.dtype) for x in (bytes_of[..., :D], bytes_of[..., D:])]
+    D, D_v = view.k.shape[3], view.v.shape[3]
+    pools = bytes_of[..., before : before + D + D_v].view(view.k.dtype).split((D, D_v), -1)
     return replace(filled, k=k, v=v, view=view_of_tensors(
         *((view.k, view.v) if layout == "own" else pools), view.lengths, **scales,
         block_table=view.block_table, batch_index=view.batch_index, dtype=view.dtype,

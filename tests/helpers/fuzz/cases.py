@@ -43,8 +43,8 @@ _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
 # Of caches there is none of no rows, and packed sequences are those of a first row.
 _OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
 _HIDING = frozenset(
-    ("window", "stride", "mask_mod", "key_lengths", "query_offset", "attn_mask", "attn_bias",
-     "key_padding_mask", "documents", "positions")
+    ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask",
+     "attn_bias", "key_padding_mask", "documents", "positions")
 )  # fmt: skip
 _SECOND, _RELATIVE = ("query2", "key2"), ("relative_keys", "relative_query")
 _APART = (
@@ -60,8 +60,8 @@ ORDERS = 40
 # Batch rows times heads that the interpreter has time for.
 _HEADS = 6
 LAYOUTS = (
-    "plain", "plain", "bthd", "wide", "shifted", "every-second", "columns", "negative", "one-row",
-    "one-head", "one-token",
+    "plain", "plain", "bthd", "wide", "odd", "shifted", "every-second", "columns", "negative",
+    "one-row", "one-head", "one-token",
 )  # fmt: skip
 TRAITS = {
     "hot": 0.08,  # scores of up to 10^4

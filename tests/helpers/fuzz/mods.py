@@ -49,8 +49,21 @@ def bent_grad(dx, x, b, h, q_pos, k_pos):
 
 
 @triton.jit
+def hiding(x, b, h, q_pos, k_pos):
+    """-inf in runs that fill whole blocks of keys, which no mask announces."""
+    return tl.where((k_pos // 32 + q_pos + h) % 2 == 0, float("-inf"), 2 * x)
+
+
+@triton.jit
+def hiding_grad(dx, x, b, h, q_pos, k_pos):
+    return 2 * dx
+
+
+@triton.jit
 def by_table(x, b, h, q_pos, k_pos, floats, integers):
-    return x * tl.load(floats + h % TABLE) + tl.load(floats + k_pos % TABLE)
+    hidden = tl.load(integers + (k_pos // 32 + h) % TABLE) % 3 == 0
+    y = x * tl.load(floats + h % TABLE) + tl.load(floats + k_pos % TABLE)
+    return tl.where(hidden, float("-inf"), y)
 
 
 @triton.jit
@@ -61,5 +74,5 @@ def by_table_grad(dx, x, b, h, q_pos, k_pos, floats, integers):
 # (function, whether b matters, whether h does)
 MASKS: list[tuple[Any, bool, bool]] = [(striped, True, False), (ahead_or_near, False, True)]
 MASKS_OF_TENSORS: list[tuple[Any, bool, bool]] = [(within_table, False, True)]
-SCORES: list[tuple[Any, Any]] = [(halved, halved_grad), (bent, bent_grad)]
+SCORES: list[tuple[Any, Any]] = [(halved, halved_grad), (bent, bent_grad), (hiding, hiding_grad)]
 SCORES_OF_TENSORS: list[tuple[Any, Any]] = [(by_table, by_table_grad)]

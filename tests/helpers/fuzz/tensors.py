@@ -52,8 +52,8 @@ def laid(x: Tensor, layout: str) -> Tensor:
     """x [B, H, T, D] in another layout; of `_EXPANDED` it is expanded already."""
     if layout == "bthd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "wide":
-        return pad(x, (0, 8))[..., : x.shape[-1]]
+    if layout in ("wide", "odd"):
+        return pad(x, (0, 8 if layout == "wide" else 1))[..., : x.shape[-1]]
     if layout == "shifted":
         memory = x.new_zeros(x.numel() + 1)
         return memory[1:].view(x.shape).copy_(x)
