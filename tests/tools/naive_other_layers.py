@@ -85,5 +85,5 @@ def naive_sparse(
         parts = [(y[:, :, i : i + length] + places).flatten(-2) @ weight.mT for i in starts]
         pooled.append(torch.stack(parts, 2) if parts else y[:, :, :0])
     how |= {"pool": layer.pool, **layer.how}
-    out = native_sparse_attention(q, k, v, *pooled, gates, **how)
+    out = native_sparse_attention(q, k, v, pooled[0], pooled[1], gates, **how)
     return gated_output(layer, x, out.transpose(1, 2))
