@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 import fastattn
 from fastattn import reference
 from fastattn.kernels.launch import tiles
-from fastattn.options import LEARNED
+from fastattn.ops import attention_ops
+from fastattn.options import LEARNED, Options
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.inputs import draw, draws, to_device
@@ -185,6 +186,15 @@ def test_the_kernel_where_some_have_no_tangent(moved: str, dtype: torch.dtype, d
         assert_tangents_within_budget(
             partial(attend, **how), partial(reference.attention, **how), tensors, names
         )
+
+
+def test_the_kernel_with_wide_heads(device: str) -> None:
+    """In fp32, whose products are in parts past 64 and past 128 channels."""
+    q, k, v = (draw(1, 1, T, 136).to(device) for T in (5, 9, 9))
+    how: dict[str, Any] = {"causal": True, "return_lse": True}
+    attend = partial(fastattn.attention, backend="triton", **how)
+    oracle = partial(reference.attention, **how)
+    assert_tangents_within_budget(attend, oracle, {"q": q, "k": k, "v": v}, "qkv")
 
 
 def of_x(attend: Function, x: Tensor, **how: Any) -> Tensor:
@@ -374,6 +384,18 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         o = fastattn.attention(dual, dual, dual, causal=True, backend="torch")
         assert forward_ad.unpack_dual(o).tangent is not None
     assert held.largest == 4 * 256
+
+
+def test_an_operator_alone_refuses_tangents_of_tensors_and_options() -> None:
+    q, k, v = qkv(torch.float32).values()
+    run = attention_ops.attention_forward.by_op
+    slopes = draw(H_q)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="q has a tangent"):
+            run(forward_ad.make_dual(q, q), k, v, Options(scale=1.0))
+        dual = forward_ad.make_dual(slopes, slopes)
+        with pytest.raises(NotImplementedError, match="alibi_slopes has a tangent"):
+            run(q, k, v, Options(scale=1.0, alibi_slopes=dual))
 
 
 def test_what_has_no_tangent_is_refused() -> None:

@@ -127,7 +127,7 @@ def drawn(seed: int, backend: str) -> Case:
     T_q, T_k = (_length(draw, block) for block in tile)
     if draw.chance(0.15):
         T_q = T_k
-    D = draw.choice(8, 16, 16, 24, 32, 5, 64, 1, 80)
+    D = draw.choice(8, 16, 16, 24, 32, 5, 64, 1, 80, 136)
     case = Case(
         seed=seed,
         call=call,
