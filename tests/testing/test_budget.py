@@ -73,6 +73,14 @@ def test_planted_bugs_alone_exceed_the_budget(bug: str | None, dtype: torch.dtyp
         assert_matches_reference(partial(blockwise, bug=bug), *inputs, causal=True)
 
 
+def test_the_budget_is_its_formula() -> None:
+    ref = torch.tensor([1.0, -4.0, math.inf], dtype=torch.float64)
+    naive = torch.tensor([1.25, -4.0, math.inf])
+    eps = torch.finfo(torch.bfloat16).eps
+    expected = 2 * 0.25 + 4 * eps + 64 * torch.finfo(torch.float32).eps
+    assert error_budget(ref, naive, torch.bfloat16) == pytest.approx(expected, rel=1e-12)
+
+
 def test_uninitialised_memory_is_nan_in_tests() -> None:
     x = torch.zeros(3)
     made = [torch.empty(3), torch.empty_like(x), torch.empty_strided((3,), (1,))]
