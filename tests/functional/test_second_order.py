@@ -21,9 +21,9 @@ from fastattn.testing.inputs import draws, to_device
 from fastattn.testing.option_examples import option_examples, sets_that_cover_pairs, together
 
 B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
-TILE = tiles.TileConfig(16, 16)
-KINDS = ("forward", "relative", "backward_dq", "backward_dkv", "decode", "decode_chunk")
-by_tile = partial(tiles.forced, **dict.fromkeys(KINDS, TILE))
+TILE, OF_ROWS = tiles.TileConfig(16, 32), tiles.TileConfig(16, 16)
+KINDS = ("forward", "relative", "backward_dq", "backward_dkv")
+by_tile = partial(tiles.forced, **dict.fromkeys(KINDS, TILE), decode=OF_ROWS, decode_chunk=OF_ROWS)
 EXAMPLES = {
     name: x
     for name, x in option_examples(H_q, H_k, T_q, T_k, D, reach=6).items()
