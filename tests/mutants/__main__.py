@@ -160,12 +160,12 @@ def judge(item: WorkItem) -> WorkResult:
     old = file.read_text(encoding="utf-8")
     new = mutate_code(old, operator, mutation.occurrence)
     saw, ran = None, 0
-    for tests in batches:
+    for tests, limit in batches:
         with use_mutation(file, operator, mutation.occurrence):
-            saw = _first_failing(tests)
+            saw = _first_failing(tests, limit)
         ran += len(tests)
         if saw and saw not in _sound:
-            _sound[saw] = "::" not in saw or _first_failing([saw]) is None
+            _sound[saw] = "::" not in saw or _first_failing([saw], limit) is None
         if saw and _sound[saw]:
             break
     else:
@@ -176,18 +176,18 @@ def judge(item: WorkItem) -> WorkResult:
     return WorkResult(WorkerOutcome.NORMAL, saw or f"{ran} tests", outcome, diff)
 
 
-def _first_failing(tests: list[str]) -> str | None:
-    """The first of these tests that fails, or how pytest ended without one."""
+def _first_failing(tests: list[str], limit: float) -> str | None:
+    """The first of these tests that fails, or how pytest ended without one: "timeout", too."""
     listed = Path.cwd().parent / "tests.txt"
     listed.write_text("\n".join(tests), encoding="utf-8")
     command = shlex.join(_pytest(f"-x --tb=no -rfE @{listed}"))
-    outcome, output = run_tests(command, timeout=1800)
+    outcome, output = run_tests(command, limit)
     if outcome is TestOutcome.SURVIVED:
         return None
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if not failed and "no tests ran" in output and any("::" in x for x in tests):
         # Names of cases that are made of the file's own values are others now.
-        return _first_failing(sorted({x.partition("::")[0] for x in tests}))
+        return _first_failing(sorted({x.partition("::")[0] for x in tests}), 8 * limit)
     return failed[0] if failed else output[-300:].strip()
 
 

@@ -39,8 +39,11 @@ class CoverageMap:
             if len(case) == 0  # neither failed nor skipped
         }
 
-    def batches(self, root: Path, file: str, first: int, last: int) -> list[list[str]]:
-        """Arguments of pytest: some tests of these lines, spread over test files, then others.
+    def batches(
+        self, root: Path, file: str, first: int, last: int
+    ) -> list[tuple[list[str], float]]:
+        """Arguments of pytest, and seconds that they may take at most: some tests of these lines,
+        spread over test files, then others.
 
         file: below `root`. Tests that did not pass without a mutant are left out.
         """
@@ -54,8 +57,9 @@ class CoverageMap:
         nearest = sorted(by_file, key=lambda x: (not any(w in x for w in word), -len(by_file[x])))
         early = list(_within(_FIRST_SECONDS, self._spread(by_file, nearest[:_FIRST_FILES])))
         rest = list(_within(_SECONDS, self._spread(by_file, nearest, {x for x, _ in early})))
-        batches = [[x for x, _ in tests] for tests in (early, rest) if tests]
-        return [*batches, *([[*_COMPILED]] if file.startswith("kernels/") else [])]
+        chosen = [zip(*tests, strict=True) for tests in (early, rest) if tests]
+        batches = [([*names], 60 + 8 * sum(seconds)) for names, seconds in chosen]
+        return [*batches, *([([*_COMPILED], 3600)] if file.startswith("kernels/") else [])]
 
     def _spread(
         self, by_file: dict[str, list[str]], files: list[str], seen: set[str] = frozenset()
