@@ -148,32 +148,39 @@ def start_worker() -> None:
     subprocess.run(_pytest("--collect-only"), check=False, stdout=subprocess.DEVNULL)
 
 
-_sound: dict[str, bool] = {}
-
-
 def judge(item: WorkItem) -> WorkResult:
     """Run the tests of one mutant's lines until one fails that passes without it."""
     (mutation,) = item.mutations
     operator = operators()[mutation.operator_name]
     file, first, last = mutation.module_path, mutation.start_pos[0], mutation.end_pos[0]
-    batches = CoverageMap(BUILD / "map").batches(Path.cwd(), str(file), first, last)
     old = file.read_text(encoding="utf-8")
     new = mutate_code(old, operator, mutation.occurrence)
-    saw, ran = None, 0
-    for tests, limit in batches:
-        with use_mutation(file, operator, mutation.occurrence):
-            saw = _first_failing(tests, limit)
-        ran += len(tests)
-        if saw and saw not in _sound:
-            _sound[saw] = "::" not in saw or _first_failing([saw], limit) is None
-        if saw and _sound[saw]:
-            break
-    else:
-        saw = None
+    batches = CoverageMap(BUILD / "map").batches(Path.cwd(), str(file), first, last)
+    found = (_seen_by(mutation, tests, limit) for tests, limit in batches)
+    saw = next(filter(None, found), None)
     pairs = zip(old.splitlines(), new.splitlines(), strict=False)
     diff = "\n".join(f"- {a.strip()}\n+ {b.strip()}" for a, b in pairs if a != b)
     outcome = TestOutcome.KILLED if saw else TestOutcome.SURVIVED
-    return WorkResult(WorkerOutcome.NORMAL, saw or f"{ran} tests", outcome, diff)
+    ran = f"{sum(len(tests) for tests, _ in batches)} tests"
+    return WorkResult(WorkerOutcome.NORMAL, saw or ran, outcome, diff)
+
+
+_sound: dict[str, bool] = {}
+
+
+def _seen_by(mutation: MutationSpec, tests: list[str], limit: float) -> str | None:
+    """The first of these tests that fails with the mutant and passes without it."""
+    operator = operators()[mutation.operator_name]
+    tests = [x for x in tests if _sound.get(x, True)]
+    while tests:
+        with use_mutation(mutation.module_path, operator, mutation.occurrence):
+            saw = _first_failing(tests, limit)
+        if saw and saw not in _sound:
+            _sound[saw] = "::" not in saw or _first_failing([saw], limit) is None
+        if saw is None or _sound[saw]:
+            return saw
+        tests = [x for x in tests if _sound.get(x, True)]
+    return None
 
 
 def _first_failing(tests: list[str], limit: float) -> str | None:
