@@ -177,9 +177,9 @@ def _seen_by(mutation: MutationSpec, tests: list[str], limit: float) -> str | No
             saw = _first_failing(tests, limit)
         if saw and saw not in _sound:
             _sound[saw] = "::" not in saw or _first_failing([saw], limit) is None
-        if saw is None or _sound[saw]:
-            return saw
-        tests = [x for x in tests if _sound.get(x, True)]
+        if saw is None or _sound[saw] or saw not in tests:
+            return saw if saw and _sound[saw] else None
+        tests.remove(saw)
     return None
 
 
