@@ -195,7 +195,7 @@ def _first_failing(tests: list[str], limit: float) -> str | None:
     if not failed and "no tests ran" in output and any("::" in x for x in tests):
         # Names of cases that are made of the file's own values are others now.
         return _first_failing(sorted({x.partition("::")[0] for x in tests}), 8 * limit)
-    return failed[0] if failed else output[-300:].strip()
+    return failed[0] if failed else output[-300:].strip() or "pytest, which did not start"
 
 
 def main() -> None:
