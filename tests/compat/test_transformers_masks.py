@@ -1,6 +1,7 @@
 """Masks for transformers: the rule that they keep, and their entries."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ def test_masks_agree_with_those_of_transformers():
             torch.testing.assert_close(o, plain)
         wanted = masking.sdpa_mask(*sizes, function, padding, allow_is_causal_skip=False)
         assert torch.equal(mask.entries(), wanted)
+
+
+def test_a_traced_call_lets_no_mask_fall_that_hides(monkeypatch):
+    """None only where the mask is all of `is_causal`, whatever else may be skipped."""
+    monkeypatch.setattr("transformers.utils.import_utils.is_tracing", lambda *x: True)
+    causal, whole = masking.causal_mask_function, masking.bidirectional_mask_function
+    sliding = masking.sliding_window_causal_mask_function(2)
+    for function, skips_causal, skips_whole in product(
+        (causal, whole, sliding), (False, True), (False, True)
+    ):
+        skips = {causal: skips_causal, whole: skips_whole}.get(function, False)
+        may = {"allow_is_causal_skip": skips_causal, "allow_is_bidirectional_skip": skips_whole}
+        mask = hf_attention.attention_mask(1, 4, 4, mask_function=function, **may)
+        assert (mask is None) == skips, (function, may)
+        expected = masking.sdpa_mask(1, 4, 4, mask_function=function, allow_is_causal_skip=False)
+        assert mask is None or torch.equal(mask, expected)
 
 
 def test_unknown_mask_functions_are_computed():
