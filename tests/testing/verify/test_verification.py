@@ -266,6 +266,16 @@ def test_a_case_makes_calls_of_its_family(family: str, monkeypatch: pytest.Monke
     assert made == {"forward", direction, family}
 
 
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_every_case_passes_by_torchs_formula(backend: str, one_thread: None) -> None:
+    """Or the case is wrong, which only a GPU's time would tell; two ask for a GPU themselves."""
+    for family in FAMILIES[backend]:
+        setting = Setting(Subject("torch", family, "float32", 64), torch.device("cpu"))
+        for one in Scope().cases(Subject(backend, family, "float32", 64)):
+            if one.name not in ("more tiles than multiprocessors", "codes"):
+                one.check(setting)
+
+
 def test_what_learns_has_the_dtype_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(
