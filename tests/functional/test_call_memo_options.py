@@ -11,7 +11,7 @@ import torch
 from fuzz.cases import Case, legal
 from fuzz.tensors import inputs
 from fuzz.values import drawn_options
-from outcomes import forget, others, outcome
+from outcomes import forget, others, outcome, succeeded
 from torch import Tensor
 
 from fastattn import attention, attention_varlen, decode_attention
@@ -131,6 +131,7 @@ def assert_none_is_forgotten(call: str, calls: list[Arguments]) -> None:
     for n, given in enumerate(calls):
         actual = outcome(partial(run, call), **given)
         assert actual == expected[n], difference(calls[0], given)
+    assert succeeded(expected[0]), expected[0]
     assert any(x != expected[0] for x in expected)
 
 

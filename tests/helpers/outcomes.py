@@ -76,6 +76,12 @@ def outcome(call: Callable[..., Any], **arguments: Any) -> list[Any]:
     return [*parts(results), *launched]
 
 
+def succeeded(outcome: list[Any]) -> bool:
+    """Whether it is not that of an error."""
+    first = outcome[0]
+    return not (isinstance(first, type) and issubclass(first, Exception))
+
+
 @contextmanager
 def _zero_filled_integers() -> Iterator[None]:
     """Uninitialised integers, as of counters and lists that no kernel writes, are the same."""
