@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from fuzz.judges import check_by_kernels
 from held import Held
+from nightly import gate_cases
 from torch import Tensor
 
 import fastattn
@@ -61,8 +62,9 @@ def make(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tenso
     return q, k
 
 
-@pytest.mark.parametrize("seed", [*range(12), 59])  # the last has positions
+@pytest.mark.parametrize("seed", gate_cases([2, 3, 5, 59], [0, 1, 4, *range(6, 12)]))
 def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
+    """One of the gate's with positions, one with sinks, one with heads that share keys."""
     check_by_kernels("attention_statistics", seed, device)
 
 

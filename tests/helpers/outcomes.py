@@ -100,7 +100,7 @@ def parts(x: Any) -> Iterator[Any]:
     if isinstance(x, Tensor):
         numbers = as_bytes(x.detach()).cpu().clone(memory_format=torch.contiguous_format)
         memory = numbers.resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
-        yield x.shape, x.stride(), x.dtype, x.data_ptr() % 16, memory
+        yield x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.is_neg(), memory
     elif isinstance(x, (list, tuple)):
         yield type(x)
         for part in x:
