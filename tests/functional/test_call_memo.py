@@ -11,7 +11,7 @@ import torch
 import triton
 from stays import way
 
-from fastattn import attention, attention_varlen, decode_attention, view_of_tensors
+from fastattn import attention, attention_varlen
 from fastattn.bench.time import overhead
 from fastattn.functional import call_memo, decode
 from fastattn.kernels.launch import launches as plan
@@ -26,26 +26,6 @@ SIZES = {"B": 1, "H_q": 2, "H_k": 1, "T_q": 9, "T_k": 9, "D": 16}
 
 def inputs(device: str, **changes) -> tuple[torch.Tensor, ...]:
     return make_qkv(**{**SIZES, "dtype": torch.float32, "device": device, **changes})
-
-
-@pytest.mark.parametrize(
-    ("first", "wrong"),
-    [
-        ({"causal": True}, {"causal": 1}),
-        ({"window": 1}, {"window": True}),
-        ({"deterministic": False}, {"deterministic": 0}),
-        ({"window": (1, 0)}, {"window": (True, 0)}),
-        ({}, {"window": [1, 0]}),
-        ({}, {"mod_tensors": (torch.zeros(1),)}),
-        ({}, {"backend": "none"}),
-    ],
-    ids=str,
-)
-def test_what_is_equal_but_wrong_is_still_refused(device: str, first: dict, wrong: dict) -> None:
-    q, k, v = inputs(device)
-    attention(q, k, v, **{"backend": "triton", **first})
-    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
-        attention(q, k, v, **{"backend": "triton", **first, **wrong})
 
 
 def test_a_known_packed_call_has_gradients_of_its_lse(device: str) -> None:
@@ -107,54 +87,6 @@ def test_tensors_that_start_between_16_bytes_are_copied(
     monkeypatch.setattr(plan.Launch, "__call__", recorded)
     assert torch.equal(attention(shifted, k, v, backend="triton"), expected)
     assert launched == [[0] * 5]
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_a_known_call_with_other_strides(device: str, index: int) -> None:
-    """Rows of one tensor lie apart."""
-    tensors = [x.detach() for x in inputs(device)]
-    expected = attention(*tensors, backend="triton")
-    D = tensors[index].shape[-1]
-    tensors[index] = torch.nn.functional.pad(tensors[index], (0, 8))[..., :D]
-    assert torch.equal(attention(*tensors, backend="triton"), expected)
-
-
-def under_autocast(
-    dtype: torch.dtype, *tensors: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, ...]:
-    """o and the gradients of the tensors."""
-    call = partial(by_triton, causal=True)
-    if "cu_seqlens_q" in options:
-        call = partial(attention_varlen, causal=True, backend="triton")
-    with torch.autocast(tensors[0].device.type, dtype):
-        o = call(
-            *tensors[:3], **dict(zip(("relative_keys",), tensors[3:], strict=False)), **options
-        )
-    return o, *torch.autograd.grad(o, tensors, torch.ones_like(o))
-
-
-@pytest.mark.parametrize("kind", ["dense", "relative_keys", "packed"])
-def test_autocast_keeps_the_memo(kind: str, device: str, checked: list[str]) -> None:
-    """Known calls cast as the first one did: leaves of fp32 get gradients in fp32."""
-    actual = []
-    tensors = list(inputs(device))
-    options = {}
-    if kind == "relative_keys":
-        tensors.append(torch.randn(2, 5, 16, device=device, requires_grad=True))
-    if kind == "packed":
-        tensors = [x.detach()[0].transpose(0, 1).clone().requires_grad_() for x in tensors]
-        options["cu_seqlens_q"] = torch.tensor([0, 4, 9], device=device)
-    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
-        actual.append(under_autocast(dtype, *tensors, **options))
-        assert actual[-1][0].dtype == dtype
-        assert {x.dtype for x in actual[-1][1:]} == {torch.float32}
-    assert len(checked) == 2
-    assert all(map(torch.equal, actual[0], actual[1])) and all(
-        map(torch.equal, actual[0], actual[3])
-    )
-    if kind == "dense":
-        expected = by_triton(*(x.bfloat16() for x in tensors), causal=True)
-        assert torch.equal(expected, actual[0][0])
 
 
 LENGTHS = torch.tensor([60])
@@ -285,23 +217,3 @@ def test_four_frames_lead_to_the_launch_of_a_known_call(device: str) -> None:
     call = partial(by_triton, q, k, v, causal=True)
     assert way(call).frames > 4
     assert way(call).frames == 4
-
-
-def test_the_environment_is_asked_at_each_call(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its variable names the backend of calls that leave it open, known ones too."""
-    q, k, v = inputs(device, requires_grad=False)
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    offsets = torch.tensor([0, 9], device=device)
-    view = view_of_tensors(k, v, torch.tensor([9], dtype=torch.int32, device=device))
-    for call in (
-        lambda: attention(q, k, v),
-        lambda: attention_varlen(*packed, offsets),
-        lambda: decode_attention(q, view),
-    ):
-        monkeypatch.setenv("FASTATTN_BACKEND", "triton")
-        call()
-        monkeypatch.setenv("FASTATTN_BACKEND", "none")
-        with pytest.raises(ValueError, match="FASTATTN_BACKEND must be one of"):
-            call()

@@ -1,19 +1,16 @@
 """Known calls over caches: whatever part of a view or call differs alone, the outcome is its."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from outcomes import forget, others, outcome
 
 from fastattn import attention_paged, decode_attention
-from fastattn.cache_view import CacheView, as_bytes
-from fastattn.functional import call_memo
-from fastattn.kernels.launch import launches
+from fastattn.cache_view import CacheView
 from fastattn.testing.decoding import KINDS, fill
-from fastattn.testing.inputs import draw, nan_filled_empty, to_device
+from fastattn.testing.inputs import draw, to_device
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -45,30 +42,10 @@ GIVEN: dict[Any, dict[str, Callable[[], Any]]] = {
 }
 # `page_size` is the shape of k; no reader asks for `counters`.
 FIXED = {"page_size", "counters"}
-OTHER_DTYPE = {
-    torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.int32: torch.int64,
-    torch.int64: torch.int32, torch.int8: torch.uint8, torch.float8_e4m3fn: torch.uint8,
-    torch.bool: torch.uint8,
-}  # fmt: skip
 
 
-def others(x: Any) -> Iterator[Any]:
-    """Values that differ from x in one way: of tensors the layout, of numbers the value."""
-    if isinstance(x, Tensor):
-        raw = as_bytes(x)
-        yield torch.stack((raw, raw), 1)[:, 0].view(x.dtype)
-        yield torch.cat((raw, raw[-1:])).view(x.dtype)
-        memory = raw.new_zeros(raw.numel() + 1)
-        yield memory[1:].view(raw.shape).copy_(raw).view(x.dtype)
-        yield x.to(OTHER_DTYPE[x.dtype])
-        if x.is_floating_point():
-            yield x.clone().requires_grad_()
-    elif isinstance(x, bool):
-        yield not x
-    elif isinstance(x, torch.dtype):
-        yield OTHER_DTYPE[x]
-    elif isinstance(x, int):
-        yield from (x + 1, x - 1)
+def of_its_type(x: Any) -> Iterator[Any]:
+    return (y for y in others(x) if type(y) is type(x))
 
 
 def changed_views(view: CacheView) -> Iterator[CacheView]:
@@ -76,7 +53,8 @@ def changed_views(view: CacheView) -> Iterator[CacheView]:
     for name, x in view._asdict().items():
         if name in FIXED:
             continue
-        for y in [ADDED[name](view)] if x is None else others(x):
+        # Caches make views, and their fields have the right types.
+        for y in [ADDED[name](view)] if x is None else of_its_type(x):
             yield view._replace(**{name: y})
         if x is not None and name in ADDED:
             yield view._replace(**{name: None})
@@ -97,39 +75,6 @@ def changed_calls(call: Any, arguments: dict[str, Any]) -> Iterator[dict[str, An
     for name, x in arguments.items():
         for y in others(x):
             yield {**arguments, name: y}
-
-
-def outcome(call: Callable[..., Any], **arguments: Any) -> list[Any]:
-    """o and lse and what was launched, tensors as layouts and numbers; or the error."""
-    launched: list[Any] = []
-
-    def launch(self: launches.Launch, inputs: Sequence[object], *tensors: Tensor | None) -> None:
-        arguments = self._with(inputs) if self._bound else self._arguments
-        launched.append((self._kernel.fn, self._grid, self._meta, *tensors, *arguments))
-
-    with nan_filled_empty(), mock.patch.object(launches.Launch, "__call__", launch):
-        try:
-            results = call(**arguments)
-        except Exception as error:
-            return [type(error), str(error)]
-    return list(parts([results, launched]))
-
-
-def parts(x: Any) -> Iterator[Any]:
-    """x without its lists and tuples, as what can be compared."""
-    if isinstance(x, Tensor):
-        yield x.shape, x.stride(), x.dtype, x.data_ptr() % 16, as_bytes(x).tolist().__repr__()
-    elif isinstance(x, (list, tuple)):
-        yield type(x)
-        for part in x:
-            yield from parts(part)
-    else:
-        yield x
-
-
-def forget() -> None:
-    call_memo.forget()
-    launches.forget()
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
