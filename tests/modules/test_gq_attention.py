@@ -59,6 +59,11 @@ def test_a_swap_leaves_them_alone():
     assert set(swap(model).left.values()) == {"it is fastattn's already"}
 
 
+def test_a_score_vector_begins_with_length_1():
+    vectors = make_self(scoring="additive").score_vector
+    assert 0.5 < vectors.norm(dim=-1).mean() < 1.5
+
+
 @pytest.mark.parametrize("scoring", ["scaled_dot", "multiplicative", "additive"])
 @pytest.mark.parametrize(("B", "T", "S"), [(0, 3, 4), (2, 0, 4), (2, 1, 0), (2, 3, 0)])
 @pytest.mark.parametrize("training", [True, False])
