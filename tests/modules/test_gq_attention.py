@@ -60,7 +60,7 @@ def test_a_swap_leaves_them_alone():
 
 
 def test_a_score_vector_begins_with_length_1():
-    vectors = make_self(scoring="additive").score_vector
+    vectors = GQAttention(C, num_heads=H_q, scoring="additive").score_vector
     assert 0.5 < vectors.norm(dim=-1).mean() < 1.5
 
 
