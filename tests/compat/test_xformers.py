@@ -156,6 +156,10 @@ def test_added_tensors_and_groups():
     with pytest.raises(ValueError, match=r"query must be \[1, 10"):
         kind = type("BlockDiagonalMask", (), _blocks("BlockDiagonalMask")[0])
         door.memory_efficient_attention(q, k, v, kind())
+    fields, _, total = _blocks("BlockDiagonalMask")
+    q, k, v = _inputs(1, sum(QUERIES), total + 1)
+    with pytest.raises(ValueError, match=rf"key must have {total} rows .* got {total + 1}"):
+        door.memory_efficient_attention(q, k, v, _bias("BlockDiagonalMask", fields))
 
 
 @pytest.mark.parametrize("name", [None, "BlockDiagonalCausalFromBottomRightMask"])
