@@ -1,10 +1,13 @@
 """Operators with every option at once: as registered, the bits of a direct call, derived twice."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from fastattn.functional.call_options import dense_options
 from fastattn.ops import attention_ops, schema
+from fastattn.ops.derivatives import second_order
 from fastattn.options import LEARNED, Options
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import to_device
@@ -61,6 +64,17 @@ def test_ops_with_every_option_are_registered_right(device: str) -> None:
         attention_ops.attention_backward_relative.op,
     ):
         torch.library.opcheck(op, (do, q, k, v, lse, delta, *flat))
+
+
+def test_operators_of_tangents_have_fakes(device: str) -> None:
+    q, k, v = (x.detach() for x in make_qkv(**SIZES, device=device, layout="bthd"))
+    flat = schema.flat(Options(scale=0.3))
+    o, lse = attention_ops.attention_forward.op(q, k, v, *flat)
+    check = partial(torch.library.opcheck, test_utils="test_faketensor")
+    moved = (q, k, v, *map(torch.cos, (q, k, v)), None, None)
+    check(second_order.attention_tangent.op, (*moved, None, o, lse, *flat))
+    grads = torch.cos(o), torch.cos(lse), torch.sin(o), torch.sin(lse)
+    check(second_order.attention_tangent_backward.op, (*grads, *moved, o, lse, o, lse, *flat))
 
 
 @pytest.mark.parametrize("way", ["short", "op"])
