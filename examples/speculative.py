@@ -116,6 +116,5 @@ if __name__ == "__main__":
     (model, tokenizer), (small, _) = map(load_model, sys.argv[1:3])
     for seed, prompt in enumerate(sys.argv[3:]):
         ids = tokenizer.encode(prompt)
-        count = min(60, model.config.context_length - len(ids) - 9)
-        tokens = speculative_tokens(model, small, ids, count, seed=seed)
-        print(prompt + tokenizer.decode(list(tokens)))
+        n = min(60, model.config.context_length - len(ids) - 9)
+        print(prompt + tokenizer.decode([*speculative_tokens(model, small, ids, n, seed=seed)]))
