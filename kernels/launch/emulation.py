@@ -350,10 +350,10 @@ def _patch_lang(fn: Any) -> Any:
     if _launches and _launches[-1].language_is_patched:
         return stock._LangPatchScope()
     scope = _stock_patch_lang(_whole_language)
-    # int() of a one-element array fails since NumPy 2.4, which broke `range` over a loaded bound in
-    # Triton 3.6.
     for module in (tl, tl.core):
         scope.set_attr(module, "multiple_of", _multiple_of)
+    # int() of a one-element array fails since NumPy 2.4, which broke `range` over a loaded bound in
+    # Triton 3.6.
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
     if _launches:
         _launches[-1].language_is_patched = True

@@ -11,7 +11,7 @@ import torch
 from fuzz.cases import Case, legal
 from fuzz.tensors import inputs
 from fuzz.values import drawn_options
-from outcomes import forget, others, outcome, succeeded
+from outcomes import differing, forget, others, outcome, succeeded
 from torch import Tensor
 
 from fastattn import attention, attention_varlen, decode_attention
@@ -130,14 +130,9 @@ def assert_none_is_forgotten(call: str, calls: list[Arguments]) -> None:
     forget()
     for n, given in enumerate(calls):
         actual = outcome(partial(run, call), **given)
-        assert actual == expected[n], difference(calls[0], given)
+        assert actual == expected[n], differing(calls[0], given)
     assert succeeded(expected[0]), expected[0]
     assert any(x != expected[0] for x in expected)
-
-
-def difference(given: Arguments, other: Arguments) -> Arguments:
-    """What differs, for the message."""
-    return {name: x for name, x in other.items() if x is not given.get(name)}
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

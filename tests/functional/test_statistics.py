@@ -64,7 +64,7 @@ def make(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tenso
 
 @pytest.mark.parametrize("seed", gate_cases([0, 2, 5, 59, 74], [1, 3, 4, *range(6, 12)]))
 def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
-    """Of the gate's, one has positions and sinks, one a query of relative keys, one wide heads."""
+    """In the gate, one has positions and sinks, one a query of relative keys, one wide heads."""
     check_by_kernels("attention_statistics", seed, device)
 
 

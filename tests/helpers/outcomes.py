@@ -109,6 +109,11 @@ def parts(x: Any) -> Iterator[Any]:
         yield x
 
 
+def differing(given: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the other call that differ, for the message."""
+    return {name: x for name, x in other.items() if x is not given.get(name)}
+
+
 def forget() -> None:
     """Forget all calls and launches."""
     call_memo.forget()

@@ -158,7 +158,7 @@ def rows_kernel(x_ptr, out_ptr, stride, rows, N: tl.constexpr):
 
 
 def test_a_broken_promise_reads_elsewhere() -> None:
-    """As on a GPU, whose loads of 16 bytes want it kept; of what is multiplied by 0 none is."""
+    """Kept as on a GPU, whose loads of 16 bytes want it; of what is multiplied by 0 none is."""
     x, out = torch.arange(32.0), torch.empty(4)
     for stride, rows, first in ((8, 2, 16), (9, 2, 16), (9, 0, 0)):
         rows_kernel[(1,)](x, out, stride, rows, 4)

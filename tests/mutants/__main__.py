@@ -107,7 +107,7 @@ def drawn(files: list[Path], since: str | None, count: int, seed: int) -> list[W
 
 
 def _name(mutation: MutationSpec) -> str:
-    """What is changed where, in a file of which text."""
+    """A name of the change and its place, and of the file's text."""
     text = (CHECKOUT / mutation.module_path).read_bytes()
     place = f"{mutation.module_path}:{mutation.start_pos[0]}"
     return f"{place} {mutation.operator_name} {mutation.occurrence} of {crc32(text):x}"

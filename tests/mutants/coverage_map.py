@@ -32,8 +32,8 @@ class CoverageMap:
         self._data = CoverageData(str(folder / "coverage"))
         self._data.read()
         self._seconds = {
-            (case.get("classname", "").rpartition(".")[2], case.get("name", "")): float(
-                case.get("time", "0")
+            f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}": float(
+                case.attrib["time"]
             )
             for case in ElementTree.parse(folder / "junit.xml").iter("testcase")
             if len(case) == 0  # neither failed nor skipped
@@ -71,16 +71,12 @@ class CoverageMap:
         for number in range(max(map(len, shuffled), default=0)):
             for tests in shuffled:
                 if number < len(tests):
-                    yield tests[number], self._time_of(tests[number])
-
-    def _time_of(self, test: str) -> float:
-        file, _, name = test.partition("::")
-        return self._seconds.get((Path(file).stem, name), -1.0)
+                    yield tests[number], self._seconds[tests[number]]
 
     def _passing(self, file: str, lines: list[int]) -> list[str]:
         contexts = self._contexts(file)
         found = (x.rpartition("|")[0] for line in lines for x in contexts.get(line, ()))
-        return [x for x in dict.fromkeys(found) if x and self._time_of(x) >= 0]
+        return [x for x in dict.fromkeys(found) if x in self._seconds]
 
     @lru_cache(maxsize=8)  # noqa: B019
     def _contexts(self, file: str) -> dict[int, list[str]]:

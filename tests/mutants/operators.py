@@ -35,9 +35,6 @@ _OF_KINDS = ("isinstance", "cast", "getattr", "hasattr", "setattr", "partial", "
 _FOR_READERS = ("help", "description", "metavar", "doc")
 _COPIES = ("clone", "contiguous", "detach", "to", "float", "unsqueeze", "broadcast_to", "flip")
 
-# A place to change: the node, the text that is there, and the text that replaces it.
-Change = tuple[NodeOrLeaf, str]
-
 
 class _Rule(Operator):
     """An operator of cosmic-ray by a function from a node to the changes that begin there."""
@@ -69,7 +66,7 @@ def _text(*nodes: NodeOrLeaf) -> str:
 
 
 def _entries(node: BaseNode) -> Iterator[tuple[int, NodeOrLeaf]]:
-    """What lies between the commas of a list."""
+    """Entries of a list, and their places among its commas."""
     return ((i, x) for i, x in enumerate(node.children) if x.type != "operator" or x.value != ",")
 
 

@@ -45,7 +45,7 @@ def of_positions(layer: Any, positions: Tensor) -> Tensor:
 
 
 def _positions(case: LayerCase, draw: Draw, layer: Any) -> tuple[Tensor, Tensor]:
-    """Those that a call implies, or others, for all rows or each."""
+    """Positions that a call implies, or others, for all rows or each."""
     positions = torch.arange(case.T)
     if draw.chance(0.7):
         positions = draw.integers(0, 60, case.T)
