@@ -205,7 +205,8 @@ class Tags(NamedTuple):
         a bias ("bias"), another test or change ("scores"), a bias with a test or change ("heavy",
         only of several options), or vectors for distances ("relative").
     table: launchers convert it to a tensor.
-    weighs: changes scores or weights in a way that torch's own attention lacks.
+    weighs: changes scores or weights in a way that torch's own attention lacks ("more"), or that it
+        has as a bias ("bias").
     """
 
     dims: str = ""
@@ -214,7 +215,7 @@ class Tags(NamedTuple):
     strided: bool = False
     registers: Registers = ""
     table: bool = False
-    weighs: bool = False
+    weighs: Literal["", "bias", "more"] = ""
 
 
 class Options(NamedTuple):
@@ -233,7 +234,7 @@ class Options(NamedTuple):
         Tensor | None, Tags("[B] [H_q] (T_q) (T_k)", "bool", strided=True, registers="scores")
     ] = None  # bool
     alibi_slopes: Annotated[
-        Tensor | None, Tags("B? H_q", "float32", registers="masked", weighs=True)
+        Tensor | None, Tags("B? H_q", "float32", registers="masked", weighs="bias")
     ] = None
     dropout_seed: Annotated[Tensor | None, Tags("2", "int64")] = None  # given if dropout > 0
     cu_seqlens_q: Annotated[Tensor | None, Tags("N+1", "integer")] = (
@@ -252,22 +253,22 @@ class Options(NamedTuple):
         Tags("[B] [H_q] (T_q) (T_k)", "float", learned=True, strided=True, registers="bias"),
     ] = None
     relative_bias: Annotated[
-        Tensor | None, Tags("H_q 2R+1", "float", learned=True, registers="scores", weighs=True)
+        Tensor | None, Tags("H_q 2R+1", "float", learned=True, registers="scores", weighs="bias")
     ] = None
     relative_keys: Annotated[
-        Tensor | None, Tags("H 2R+1 D", "as q", learned=True, registers="relative", weighs=True)
+        Tensor | None, Tags("H 2R+1 D", "as q", learned=True, registers="relative", weighs="more")
     ] = None  # H one of H_q, H_k and 1
     relative_query: Annotated[
         Tensor | None, Tags("B H_q T_q D", "as q", learned=True, strided=True)
     ] = None
     # A second product, which is added to q.k.
     query2: Annotated[
-        Tensor | None, Tags("B H_q T_q D2", "as q", learned=True, strided=True, weighs=True)
+        Tensor | None, Tags("B H_q T_q D2", "as q", learned=True, strided=True, weighs="more")
     ] = None
     key2: Annotated[
-        Tensor | None, Tags("B H_k2 T_k D2", "as q", learned=True, strided=True, weighs=True)
+        Tensor | None, Tags("B H_k2 T_k D2", "as q", learned=True, strided=True, weighs="more")
     ] = None  # H_k2 divides H_k
-    sinks: Annotated[Tensor | None, Tags("H_q", "float", learned=True, weighs=True)] = None
+    sinks: Annotated[Tensor | None, Tags("H_q", "float", learned=True, weighs="more")] = None
 
     mod_tensors: tuple[Tensor, ...] = ()
     query_offset: int | None = 0  # None: packed, each sequence has its own
@@ -277,9 +278,9 @@ class Options(NamedTuple):
     keep_first: Annotated[int, Tags(registers="masked")] = 0
     stride: Annotated[int | None, Tags(registers="scores", table=True)] = None
     scale: float = 1.0
-    softcap: Annotated[float | None, Tags(registers="masked", weighs=True)] = None
+    softcap: Annotated[float | None, Tags(registers="masked", weighs="more")] = None
     # An int: torch.compile would make a float default dynamic.
-    dropout: Annotated[float, Tags(registers="scores", weighs=True)] = 0
+    dropout: Annotated[float, Tags(registers="scores", weighs="more")] = 0
     # Whether atomics may accumulate dQ, in an order that varies between runs.
     atomic_dq: bool = False
     # Whether o and lse of a token have the same bits in any batch, in chunks and over caches.
@@ -290,7 +291,7 @@ class Options(NamedTuple):
     first_head: int = 0
     all_heads: int | None = None
     mask_mod: Annotated[Any, Tags(registers="scores")] = None
-    score_mod: Annotated[Any, Tags(registers="scores", weighs=True)] = None
+    score_mod: Annotated[Any, Tags(registers="scores", weighs="more")] = None
     score_mod_grad: Any = None
 
     @property
@@ -341,6 +342,11 @@ class Options(NamedTuple):
     def weighs(self) -> bool:
         """Whether an option changes scores or weights in a way that torch's own attention lacks."""
         return self._has(_WEIGHS)
+
+    @property
+    def biases(self) -> bool:
+        """Whether an option other than attn_bias is added to scores."""
+        return self._has(_BIASES)
 
     def _has(self, fields: "_Fields") -> bool:
         """Whether one of the fields differs from its default."""
@@ -393,7 +399,7 @@ def _fields(**tags: Any) -> _Fields:
     return tuple((_place(name), Options._field_defaults[name]) for name in _tagged(**tags))
 
 
-_WEIGHS = _fields(weighs=True)
+_WEIGHS, _BIASES = _fields(weighs="more"), _fields(weighs="bias")
 _REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
 
 # Tensors whose dims may all be 1, to broadcast.

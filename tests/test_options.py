@@ -328,7 +328,8 @@ WITHOUT_EFFECT = {
 
 
 def test_every_field_is_a_mask_or_weighs_or_changes_no_result() -> None:
-    weighing = {field for field in Options._fields if Options()._replace(**{field: 4}).weighs}
+    given = {field: Options()._replace(**{field: 4}) for field in Options._fields}
+    weighing = {field for field, options in given.items() if options.weighs or options.biases}
     assert not weighing & (AS_MASKS | WITHOUT_EFFECT)
     assert weighing | AS_MASKS | WITHOUT_EFFECT == set(Options._fields)
 

@@ -12,6 +12,7 @@ from ..functional import call_options, fused_attention, statistics
 from ..functional.inputs import autocast
 from ..options import Options
 from ..torch_backend import formula
+from ..torch_backend.masks import existing_keys
 from .calls import Calls
 from .sdpa import bounded_bias
 
@@ -335,7 +336,7 @@ def _formula_with_weights(
             return _formula_with_weights(q, k, v, options, p, narrow)
     weights, _ = formula.normalised(formula.scores(q, k, options), None)
     weights = F.dropout(weights, p)
-    exists = formula.existing_keys(options, k.shape[2], q.device)
+    exists = existing_keys(options, k.shape[2], q.device)
     shown = v.to(weights.dtype)
     if exists is not None:
         shown = torch.where(exists[:, None, :, None], shown, 0.0)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import checks, dispatch
 from ..ops import spread
-from ..torch_backend import additive, formula
+from ..torch_backend import additive
+from ..torch_backend.masks import existing_keys
 from . import call_options, inputs
 
 
@@ -66,7 +67,7 @@ def additive_attention(
     # Detach: a NaN in padded-out keys would otherwise reach the gradient of W_k.
     keys = k.detach().new_empty(()).expand(*k.shape[:3], hidden)
     options = call_options.dense_options(q, keys.to(q.dtype), v.to(q.dtype), **masks)
-    exists = formula.existing_keys(options, k.shape[2], k.device)
+    exists = existing_keys(options, k.shape[2], k.device)
     if w_key is not None and exists is not None:
         k = torch.where(exists[:, None, :, None], k, 0.0)
     k = inputs.projected("w_key", w_key, "k", k, hidden)

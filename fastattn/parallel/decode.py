@@ -13,7 +13,7 @@ from ..functional import call_options, decode
 from ..functional.merge import merge
 from ..ops import spread
 from ..options import Options
-from ..torch_backend import formula
+from ..torch_backend.masks import distances, visible
 from .parts import add_sinks, wide
 from .ranks import all_gather
 
@@ -113,13 +113,13 @@ def _by_position(
     )
     # This rank's positions.
     T = view.length_bound * group.size() + page * group.size()
-    seen = formula.visible(places, B, H_q, T_q, T, q.device)
+    seen = visible(places, B, H_q, T_q, T, q.device)
     masks = {}
     if seen is not None:
         seen = seen.index_select(-1, keys)
         mask = options.get("attn_mask")
         masks["attn_mask"] = seen if mask is None else seen & mask[..., : len(keys)]
-    distance = formula.distances(places, T_q, T, q.device).index_select(-1, keys)
+    distance = distances(places, T_q, T, q.device).index_select(-1, keys)
     biases = [options["attn_bias"][..., : len(keys)]] if "attn_bias" in options else []
     if (slopes := options.get("alibi_slopes")) is not None:
         biases.append(-slopes[..., None, None] * distance.abs())

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import tracing
 from ..options import Options
-from . import formula
+from . import formula, masks
 from .query_chunks import chunks
 
 # Numbers of tanh in memory at once: 64 MiB in fp32.
@@ -38,7 +38,7 @@ def attention(
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, u = (x.to(wide) for x in (q, k, v, u))
-    exists = formula.existing_keys(options, T_k, q.device)
+    exists = masks.existing_keys(options, T_k, q.device)
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
     outputs, lses = [], []
@@ -65,7 +65,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tup
     hidden = q.reshape(B, H_k, G, T_q, 1, D) + k[:, :, None, None]
     # Not by einsum: a compiler fuses this sum and its gradients with tanh.
     x = (hidden.tanh() * u.reshape(H_k, G, 1, 1, D)).sum(-1).reshape(B, H_q, T_q, T_k)
-    keep = formula.visible(options, B, H_q, T_q, T_k, q.device)
+    keep = masks.visible(options, B, H_q, T_q, T_k, q.device)
     if keep is not None:
         x = torch.where(keep, x, float("-inf"))
     weights, lse = formula.normalised(x, None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..options import LAID_AS, Options
-from . import formula
+from . import formula, masks
 from .query_chunks import parts
 
 # Scores in memory at once: 256 MiB in fp32.
@@ -139,7 +139,7 @@ def _score_gradient(
 ) -> Tensor:  # fmt: skip
     """Gradient of scores [B, H_q, T_q, T_k] with these weights, 0 where masked."""
     (B, H_q, T_q, D_v), (_, H_k, T_k, _) = do.shape, v.shape
-    v = formula.wide(v, formula.existing_keys(options, T_k, v.device))
+    v = formula.wide(v, masks.existing_keys(options, T_k, v.device))
     grouped = do.to(v.dtype).reshape(B, H_k, H_q // H_k, T_q, D_v)
     dw = torch.einsum("bhgqd,bhkd->bhgqk", grouped, v).reshape(weights.shape)
     dw = formula.dropped(dw, options, first_row=first_row, first_query=first_query)

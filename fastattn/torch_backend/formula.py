@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks, tracing
 from ..options import LAID_AS, Options, along
-from . import dropout, triton_language
+from . import dropout, masks, triton_language
 
 
 def attention(
@@ -47,7 +47,7 @@ def attention(
     _, H_k, T_k, D_v = v.shape
     weights, lse = normalised(scores(q, k, options, first_row=first_row), options.sinks)
     weights = dropped(weights, options, first_row=first_row, first_query=first_query)
-    v = wide(v, existing_keys(options, T_k, q.device))
+    v = wide(v, masks.existing_keys(options, T_k, q.device))
     o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, H_q // H_k, T_q, T_k), v)
     o = o.reshape(B, H_q, T_q, D_v)
     o = o if options.fp32_results else o.to(q.dtype)
@@ -80,17 +80,17 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
     """Scores [B, H_q, T_q, T_k] in fp32 or wider, -inf where masked."""
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
-    q, k = wide(q, None), wide(k, existing_keys(options, T_k, q.device))
+    q, k = wide(q, None), wide(k, masks.existing_keys(options, T_k, q.device))
     products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, H_q // H_k, T_q, D), k)
     products = products.reshape(B, H_q, T_q, T_k)
     if options.query2 is not None and options.key2 is not None:
         q2, k2 = (
             wide(options.query2, None),
-            wide(options.key2, existing_keys(options, T_k, q.device)),
+            wide(options.key2, masks.existing_keys(options, T_k, q.device)),
         )
         q2 = q2.reshape(B, k2.shape[1], H_q // k2.shape[1], T_q, q2.shape[-1])
         products = products + torch.einsum("bhgqd,bhkd->bhgqk", q2, k2).reshape(products.shape)
-    keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
+    keep = masks.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
     x = _scores(products, q, H_k, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
 
@@ -113,20 +113,14 @@ def _scores(
     x = x * options.scale
     if options.softcap is not None:
         x = options.softcap * torch.tanh(x / options.softcap)
-    if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(x.dtype)
-        x = x - slopes[..., None, None] * distances(options, T_q, T_k, q.device).abs()
-    if options.relative_bias is not None:
-        bias = options.relative_bias.to(x.dtype)
-        index = _table_index(options, T_q, T_k, bias.shape[1], q.device)[:, 0]
-        x = x + bias[:, index].transpose(0, 1)
-    if options.attn_bias is not None:
-        x = x + options.attn_bias.to(x.dtype)
+    bias = masks.bias(options, T_q, T_k, q.device, x.dtype)
+    if bias is not None:
+        x = x + bias
     if options.score_mod is not None:
         if keep is not None:
             # Gradients at masked keys, such as of log 0, must not propagate.
             x = torch.where(keep, x, 0.0)
-        places = _places(options, B, H_q, T_q, T_k, q.device, first_row)
+        places = masks.places(options, B, H_q, T_q, T_k, q.device, first_row)
         x = triton_language.score_mod(options.score_mod, x, places, options.mod_tensors)
     return x
 
@@ -137,7 +131,7 @@ def _relative_products(query: Tensor, keys: Tensor, T_k: int, H_k: int, options:
     if keys.shape[0] == H_k:
         keys = keys.repeat_interleave(H_q // H_k, dim=0)
     every = query @ keys.mT  # [B, H_q, T_q, 2 R + 1]
-    index = _table_index(options, T_q, T_k, keys.shape[1], query.device)
+    index = masks.table_index(options, T_q, T_k, keys.shape[1], query.device)
     return every.gather(-1, index.expand(B, H_q, T_q, T_k))
 
 
@@ -187,138 +181,6 @@ def weighed_by_column(column: Tensor, lse: Tensor, x: Tensor) -> Tensor:
     weight = torch.exp(column.to(lse.dtype)[:, None] - lse)
     # Only those rows have no score at all. Their x may be undefined.
     return torch.where(lse == float("-inf"), 0.0, weight * x).sum((0, 2))
-
-
-def visible(
-    options: Options,
-    B: int,
-    H_q: int,
-    T_q: int,
-    T_k: int,
-    device: torch.device,
-    *,
-    first_row: int = 0,
-) -> Tensor | None:
-    """bool, broadcasting to [B, H_q, T_q, T_k], as small as possible; None = all visible."""
-    exists = existing_keys(options, T_k, device)
-    parts = [_near(options, T_q, T_k, device), options.attn_mask]
-    parts.append(None if exists is None else exists[:, None, None, :])
-    if options.q_documents is not None and options.k_documents is not None:
-        same = options.q_documents[:, :, None] == options.k_documents[:, None, :]
-        parts.append(same[:, None])
-    if options.mask_mod is not None:
-        places = _places(options, B, H_q, T_q, T_k, device, first_row)
-        parts.append(triton_language.mask_mod(options.mask_mod, places, options.mod_tensors))
-    keep = None
-    for part in parts:
-        if part is not None:
-            keep = part if keep is None else keep & part
-    return keep
-
-
-def _near(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor | None:
-    """Mask by position: bool [B or 1, 1, T_q, T_k], or None if all is visible."""
-    if options.band is None:
-        return _pattern(options, T_q, T_k, device)
-    (left, right), offset = options.band, options.query_offset
-    if left is None and right is None:
-        return None
-    if options.query_offsets is not None or options.q_positions is not None or offset is None:
-        return _window(distances(options, T_q, T_k, device), left, right)
-    if sees_all(options, T_q, T_k):
-        return None
-    near = torch.ones(1, 1, T_q, T_k, dtype=torch.bool, device=device)
-    if right is not None:
-        near = near.tril(offset + right)
-    return near if left is None else near.triu(offset - left)
-
-
-def sees_all(options: Options, T_q: int, T_k: int) -> bool:
-    """Whether the band alone hides no key, as from the query of a decoding step."""
-    if options.band is None or options.query_offset is None:
-        return False
-    (left, right), offset = options.band, options.query_offset
-    reaches_last = right is None or offset + right >= T_k - 1
-    return reaches_last and (left is None or T_q - 1 + offset - left <= 0)
-
-
-def _window(distance: Tensor, left: int | None, right: int | None) -> Tensor:
-    near = torch.ones_like(distance, dtype=torch.bool)
-    if right is not None:
-        near = near & (distance >= -right)
-    return near if left is None else near & (distance <= left)
-
-
-def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
-    """Mask by patterns other than a band: strides, kept first keys, bidirectional prefixes."""
-    distance = distances(options, T_q, T_k, device)
-    key = _key_positions(options, T_k, device)
-    near = _window(distance, options.left, options.right)
-    if options.stride is not None:
-        if options.left is None and options.right is None:
-            near = torch.zeros_like(near)
-        near = near | (distance % options.stride == 0)
-    if options.keep_first:
-        near = near | (key < options.keep_first)
-    if options.causal:
-        past = distance >= 0
-        if options.prefix_lengths is not None:
-            past = past | (key < options.prefix_lengths[:, None, None, None])
-        near = near & past
-    return near
-
-
-def existing_keys(options: Options, T_k: int, device: torch.device) -> Tensor | None:
-    """bool [B, T_k]: keys except padding; None = all exist."""
-    exists = options.key_padding_mask
-    if options.key_lengths is not None:
-        inside = torch.arange(T_k, device=device) < options.key_lengths[:, None]
-        exists = inside if exists is None else exists & inside
-    if options.k_documents is not None:
-        real = options.k_documents >= 0
-        exists = real if exists is None else exists & real
-    return exists
-
-
-def distances(options: Options, T_q: int, T_k: int, device: torch.device) -> Tensor:
-    """p - j, int64 [B or 1, 1, T_q, T_k]."""
-    return _query_positions(options, T_q, device) - _key_positions(options, T_k, device)
-
-
-def _query_positions(options: Options, T_q: int, device: torch.device) -> Tensor:
-    """Position of each query among the keys, int64 [B or 1, 1, T_q, 1]."""
-    if options.q_positions is not None:
-        return options.q_positions.long()[:, None, :, None]
-    rows = torch.arange(T_q, device=device)[None, None, :, None]
-    if options.query_offsets is not None:
-        offsets = options.query_offsets.clamp(-checks.FARTHEST, checks.FARTHEST)
-        return rows + offsets[:, None, None, None]
-    assert options.query_offset is not None, "packed calls are split before"
-    return rows + options.query_offset
-
-
-def _key_positions(options: Options, T_k: int, device: torch.device) -> Tensor:
-    """Position of each key, int64 [B or 1, 1, 1, T_k]."""
-    if options.k_positions is not None:
-        return options.k_positions.long()[:, None, None, :]
-    return torch.arange(T_k, device=device)[None, None, None]
-
-
-def _table_index(
-    options: Options, T_q: int, T_k: int, entries: int, device: torch.device
-) -> Tensor:
-    """Index in a table of 2 R + 1 distances: int64 [B or 1, 1, T_q, T_k]."""
-    R = entries // 2
-    return distances(options, T_q, T_k, device).clamp(-R, R) + R
-
-
-def _places(
-    options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int
-) -> triton_language.Places:
-    """Indices of a call's scores, for the user's functions."""
-    q_pos = _query_positions(options, T_q, device).to(torch.int32)
-    k_pos = _key_positions(options, T_k, device).to(torch.int32)
-    return triton_language.Places(first_row, B, options.first_head, H_q, q_pos, k_pos)
 
 
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]

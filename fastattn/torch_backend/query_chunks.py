@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import tracing
 from ..checks import FARTHEST
 from ..options import BROADCAST, Options, along
-from . import formula
+from . import formula, masks
 
 
 def chunks(
@@ -164,7 +164,7 @@ def _of_tile(
         p = (x - _finite(m_next)[..., None]).exp()
         rescale = (m - _finite(m_next)).exp()
         l, m = l * rescale + p.sum(-1), m_next
-        wide = formula.wide(v_block, formula.existing_keys(own, _KEYS, q.device))
+        wide = formula.wide(v_block, masks.existing_keys(own, _KEYS, q.device))
         groups = p.view(1, H_k, H_q // H_k * _ROWS, _KEYS)
         acc = acc * rescale[..., None] + (groups @ wide).view(acc.shape)
     blind = l == 0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import tracing
 from ..options import LEARNED, Options
-from . import formula
+from . import formula, masks
 from .query_chunks import chunks
 
 # Scores in memory at once: 256 MiB in fp32.
@@ -50,7 +50,7 @@ def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Option
     if options.sinks is not None:
         sink = options.sinks.to(x.dtype)[:, None]
         entropy = entropy + _surprise((sink - lse).exp(), sink, lse)
-    apart = formula.distances(options, q.shape[2], k.shape[2], q.device).abs()
+    apart = masks.distances(options, q.shape[2], k.shape[2], q.device).abs()
     # Sort by score, as small weights round to 0; stable, to keep the lowest position.
     order = x.sort(dim=-1, descending=True, stable=True).indices[..., :top]
     listed = seen.gather(-1, order)

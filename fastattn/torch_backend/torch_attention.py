@@ -6,6 +6,7 @@ propagate their NaN; rows without keys give 0, and rows with visible NaN give Na
 only if torch has no flag for them.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
@@ -19,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
 from ..options import Options
-from . import formula, tangents
+from . import formula, masks, tangents
 from .double_backward import gradients_by_formula
 from .query_chunks import attention_in_tiles
 
@@ -38,12 +39,15 @@ def attention(
 
 
 def bind(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0
-) -> Attend:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False,
+    first_row: int = 0, *, lasts: bool = False,
+) -> Attend:  # fmt: skip
     """The function that computes calls with these layouts and options, whatever tensors hold.
 
-    torch's function returns no lse, supports only a bias on scores, and no tangents. Other calls
-    run the formula, in fp32 or wider, with all scores in memory.
+    torch's function supports a mask and a bias on scores, no tangents, and an lse on a CPU without
+    gradients. Other calls run the formula, in fp32 or wider, with all scores in memory.
+
+    lasts: the function serves many calls, so it keeps a small mask by position.
     """
     how: dict[str, Any] = {"return_lse": return_lse, "first_row": first_row}
     ordered = options.batch_invariant and q.numel() and k.numel()
@@ -55,17 +59,24 @@ def bind(
         return partial(formula.each_sequence, attention, return_lse=return_lse)
     if ordered:
         return partial(_in_tiles, **how)
-    if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
-        return partial(_by_formula, **how)
     known = tracing.host_knows(q)
-    is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
-    if not (is_causal or (options.plain and formula.sees_all(options, q.shape[2], k.shape[2]))):
-        shown = _lasting_mask(q, k, options) if known and options.plain else None
-        if shown is not None:
+    with_lse = known and q.shape[3] == v.shape[3] and not options.fp32_results
+    if return_lse > with_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
+        return partial(_by_formula, **how)
+    is_causal = _is_causal(options)
+    bare = is_causal or (options.plain and masks.sees_all(options, q.shape[2], k.shape[2]))
+    kept: masks.Kept | None = {} if lasts and known and _keeps(q, k, options) else None
+    if return_lse:
+        return partial(_with_lse, is_causal=is_causal, bare=bare, kept=kept, first_row=first_row)
+    gqa = not tracing.always(q.shape[1] == k.shape[1])
+    if bare:
+        short = q.is_cpu and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
+        return partial(_fused, is_causal=is_causal, gqa=gqa, short=short, known=known)
+    if options.plain and kept is not None:
+        shown, _ = masks.quickly(q, k, options, None, first_row, kept)
+        if shown is not None and (shown == 0).any(-1).all():
             return partial(_fused, shown=shown, gqa=gqa)
-        return partial(_masked, gqa=gqa, first_row=first_row, known=known)
-    short = q.device.type == "cpu" and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
-    return partial(_fused, is_causal=is_causal, gqa=gqa, short=short, known=known)
+    return partial(_masked, gqa=gqa, first_row=first_row, known=known, kept=kept)
 
 
 def _with_one_product(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
@@ -116,48 +127,64 @@ def _fused(
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, gqa: bool, first_row: int, known: bool
-) -> Tensor:
-    """o of a call with a mask or bias. known: as for `_fused`."""
-    B, H_q, T_q, _ = q.shape
-    T_k = k.shape[2]
-    mask = formula.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    exists = formula.existing_keys(options, T_k, q.device)
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, gqa: bool, first_row: int, known: bool,
+    kept: masks.Kept | None,
+) -> Tensor:  # fmt: skip
+    """o of a call with a mask or bias. known: as for `_fused`. kept: of the call's positions."""
+    exists = masks.existing_keys(options, k.shape[2], q.device)
+    if known:
+        shown, hides = masks.quickly(q, k, options, exists, first_row, kept)
+        o = _fused(q, k, v, options, gqa=gqa, shown=shown)
+        if not hides or _is_sound(o, k, v, exists):
+            return o
+    shown, mask = masks.exactly(q, k, options, first_row)
     if exists is not None:
-        k, v = _harmless(k, exists, known), _harmless(v, exists, known)
-    if mask is not None:
-        mask = mask.expand(*mask.shape[:2], T_q, T_k)
-    bias = options.attn_bias
-    if bias is not None:
-        bias = bias.expand(*bias.shape[:2], T_q, T_k)
-        bias = bias if mask is None else torch.where(mask, bias, float("-inf"))
-    shown = mask if bias is None else bias
+        k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
     o = _fused(q, k, v, options, gqa=gqa, shown=shown)
-    if mask is not None and not (known and _is_tame(o)):
+    if mask is not None:
         # On a CPU torch gives 0 for rows without keys, unless there is NaN elsewhere; its CUDA
         # kernels differ.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
 
 
+def _with_lse(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, is_causal: bool, bare: bool,
+    first_row: int, kept: masks.Kept | None,
+) -> Results:  # fmt: skip
+    """o and lse of torch's CPU kernel. bare: without a mask but is_causal."""
+    inputs = (q, k, v, *options.differentiable)
+    exactly = partial(_by_formula, q, k, v, options, return_lse=True, first_row=first_row)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return exactly()
+    shown = None
+    if not bare:
+        exists = masks.existing_keys(options, k.shape[2], q.device)
+        shown, _ = masks.quickly(q, k, options, exists, first_row, kept)
+        if shown is not None and shown.dtype == torch.bool:
+            shown = masks.added(shown, q.dtype)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=shown, scale=options.scale
+    )
+    # The lse is 0 in rows without keys, and where NaN is missed: see `_WIDEST_VECTOR`.
+    if not (_is_finite(o) and torch.count_nonzero(lse).item() == lse.numel()):
+        sound = o.isfinite().all(-1) & (lse != 0)
+        exact_o, exact_lse = exactly()
+        o = torch.where(sound[..., None], o, exact_o)
+        lse = torch.where(sound, lse, exact_lse)
+    return o, lse.float().contiguous()
+
+
 # Most scores of a mask that is kept with a call: 64 KiB in fp32, for one of 1024 calls.
 _LASTING = 2**14
 
 
-def _lasting_mask(q: Tensor, k: Tensor, options: Options) -> Tensor | None:
-    """The mask of all calls with these sizes and plain options, to be added to scores.
-
-    None if it is large, or if a row sees no key.
-    """
-    B, H_q, T_q, _ = q.shape
-    T_k = k.shape[2]
-    if T_q * T_k > _LASTING:
-        return None
-    with torch.inference_mode(False):  # no graph could save what inference mode makes
-        mask = formula.visible(options, B, H_q, T_q, T_k, q.device)
-        if mask is None or not mask.any(-1).all():
-            return None
-        return torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+def _keeps(q: Tensor, k: Tensor, options: Options) -> bool:
+    """Whether positions are those of all such calls, and the mask by them is small."""
+    if q.shape[2] * k.shape[2] > _LASTING:
+        return False
+    placed = options.query_offsets is not None or options.q_positions is not None
+    return options.plain or (options.band is not None and not placed)
 
 
 def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
@@ -227,9 +254,8 @@ def _allow_second_derivatives(
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:
-    """Whether the call has more than masks and a bias in q's dtype."""
-    bias = options.attn_bias
-    return options.weighs or (bias is not None and bias.dtype != q.dtype)
+    """Whether the call has more than masks and biases, which off a CPU are in q's dtype."""
+    return options.weighs or not (q.is_cpu or masks.dtype_of_bias(q, options) == q.dtype)
 
 
 def _is_causal(options: Options) -> bool:
@@ -246,14 +272,20 @@ def _is_causal(options: Options) -> bool:
 _LARGE = 1e9
 
 
-def _harmless(x: Tensor, exists: Tensor, known: bool) -> Tensor:
-    """x [B, H, T_k, D] with hidden rows zeroed, as their weight of 0 does not remove NaN.
+def _is_sound(o: Tensor, k: Tensor, v: Tensor, exists: Tensor | None) -> bool:
+    """Whether no hidden number has reached o, or can reach gradients by a weight of 0.
 
-    Zeroing costs a copy. Eagerly on a CPU it is cheaper to check first.
+    A NaN or infinity would be in o. Gradients multiply all keys and values by numbers.
     """
-    if known and _is_tame(x):
-        return x
-    return torch.where(exists[:, None, :, None], x, 0.0)
+    if not _is_finite(o):
+        return False
+    return exists is None or not o.requires_grad or (_is_finite(k) and _is_tame(v))
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether x has no NaN or infinity, and no overflow in its sum."""
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    return math.isfinite(x.detach().sum(dtype=dtype).item())
 
 
 def _is_tame(x: Tensor) -> bool:

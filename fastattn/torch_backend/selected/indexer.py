@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import tracing
 from ...options import Options
-from .. import formula
+from .. import formula, masks
 from ..query_chunks import chunks
 from .choose import best
 
@@ -72,10 +72,10 @@ def loss(
 def _scores(q: Tensor, k: Tensor, w: Tensor, options: Options) -> Tensor:
     """[B, T_q, T_k] in fp32 or wider, -inf where masked."""
     (B, _, T_q, _), T_k = q.shape, k.shape[2]
-    q, k = formula.wide(q, None), formula.wide(k, formula.existing_keys(options, T_k, q.device))
+    q, k = formula.wide(q, None), formula.wide(k, masks.existing_keys(options, T_k, q.device))
     x = torch.einsum("bhqd,bkd->bhqk", q, k[:, 0]).relu()
     x = torch.einsum("bhqk,bhq->bqk", x, w.to(x.dtype))
-    keep = formula.visible(options, B, 1, T_q, T_k, q.device)
+    keep = masks.visible(options, B, 1, T_q, T_k, q.device)
     return x if keep is None else torch.where(keep[:, 0], x, float("-inf"))
 
 

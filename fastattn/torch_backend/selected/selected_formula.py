@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import checks, tracing
 from ...options import Options
-from .. import formula
+from .. import formula, masks
 
 # Numbers gathered or computed at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
@@ -51,7 +51,7 @@ def attention(
     if 0 in (q.shape[0], T_q, k.shape[2]):
         o, lse = formula.attention(q, k, v, options, return_lse=True)
         return o, lse
-    exists = formula.existing_keys(options, k.shape[2], q.device)
+    exists = masks.existing_keys(options, k.shape[2], q.device)
     q, (k, v) = formula.wide(q, None), (formula.wide(x, exists) for x in (k, v))
     B, _, R, n = lists.shape
     of_row = B * max(k.shape[1], lists.shape[1]) * n * block[1]
