@@ -23,6 +23,9 @@ from ..tuned import choices
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
+# The dictionary inside os.environ, which encodes a name at each access: a tenth of a known call.
+_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_FORCED = os.environ.encodekey(dispatch.ENVIRONMENT)
 
 
 class _Source(NamedTuple):
@@ -90,8 +93,10 @@ def key_of(
             return None
     if tracing.may_be_traced(inputs[0]) or tracing.in_forward_mode():
         return None
-    cast = tracing.autocast_dtype(inputs[0].device)
-    key: list[Any] = [backend, return_lse, os.environ.get(dispatch.ENVIRONMENT), cast]
+    cast = None
+    if torch._C._is_any_autocast_enabled():
+        cast = tracing.autocast_dtype(inputs[0].device)
+    key: list[Any] = [backend, return_lse, _ENVIRONMENT.get(_FORCED), cast]
     try:
         for x in inputs:
             if x.is_neg():

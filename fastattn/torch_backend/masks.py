@@ -106,6 +106,12 @@ def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tens
     return near
 
 
+def lacks_keys(options: Options) -> bool:
+    """Whether some keys may be padding."""
+    given = (options.key_lengths, options.key_padding_mask, options.k_documents)
+    return any(x is not None for x in given)
+
+
 def existing_keys(options: Options, T_k: int, device: torch.device) -> Tensor | None:
     """bool [B, T_k]: keys except padding; None = all exist."""
     exists = options.key_padding_mask
@@ -196,22 +202,36 @@ def bias(
 
 
 def quickly(
-    q: Tensor, k: Tensor, options: Options, exists: Tensor | None, first_row: int,
-    kept: Kept | None,
-) -> tuple[Tensor | None, bool]:  # fmt: skip
+    q: Tensor, k: Tensor, options: Options, first_row: int, kept: Kept | None
+) -> tuple[Tensor | None, bool]:
     """(A mask or bias broadcasting to [B, H_q, T_q, T_k], whether it hides keys).
 
-    NaN and infinity in a hidden bias stay. exists: `existing_keys`. kept: of calls like this one.
+    NaN and infinity in a hidden bias stay. kept: of calls like this one.
     """
     (B, H_q, T_q, _), T_k, dtype = q.shape, k.shape[2], dtype_of_bias(q, options)
     near = _kept(kept, "near", lambda: added(by_position(options, T_q, T_k, q.device), dtype))
-    if exists is not None:
-        # A sum of numbers is faster than a choice, and few are made.
-        shown = added(exists[:, None, None, :], dtype)
-        near = shown if near is None else near + shown
+    if lacks_keys(options):
+        # A sum of numbers takes less time than a choice.
+        existing = _existing(options, T_k, q.device, dtype, kept)
+        near = existing if near is None else near + existing
     keep = by_value(options, None, B, H_q, T_q, T_k, q.device, first_row=first_row)
     x = bias(options, T_q, T_k, q.device, dtype, near, kept)
     return _with_mask(x, keep, T_q, T_k), keep is not None or near is not None
+
+
+def _existing(
+    options: Options, T_k: int, device: torch.device, dtype: torch.dtype, kept: Kept | None
+) -> Tensor:
+    """[B, 1, 1, T_k]: 0, or -inf at keys of padding."""
+    zeros = _kept(kept, "zeros", lambda: torch.zeros(T_k, dtype=dtype, device=device))
+    lengths = options.key_lengths
+    if lengths is not None and options.key_padding_mask is None and options.k_documents is None:
+        keys = _kept(kept, "keys", lambda: torch.arange(T_k, device=device))
+        hidden = keys >= lengths.view(-1, 1, 1, 1)
+    else:
+        exists = existing_keys(options, T_k, device)
+        hidden = exists.logical_not().unsqueeze(1).unsqueeze(1)
+    return zeros.masked_fill(hidden, float("-inf"))
 
 
 def exactly(

@@ -72,8 +72,10 @@ def bind(
     if bare:
         short = q.is_cpu and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
         return partial(_fused, is_causal=is_causal, gqa=gqa, short=short, known=known)
+    if _has_bias_alone(q, k, options):
+        return partial(_fused, gqa=gqa, biased=True)
     if options.plain and kept is not None:
-        shown, _ = masks.quickly(q, k, options, None, first_row, kept)
+        shown, _ = masks.quickly(q, k, options, first_row, kept)
         if shown is not None and (shown == 0).any(-1).all():
             return partial(_fused, shown=shown, gqa=gqa)
     return partial(_masked, gqa=gqa, first_row=first_row, known=known, kept=kept)
@@ -110,12 +112,15 @@ def _fused(
     is_causal: bool = False,
     short: bool = False,
     known: bool = False,
+    biased: bool = False,
 ) -> Tensor:
     """o of torch's function.
 
-    shown: a mask or bias. short: without, there are few keys, on a CPU. known: whether the host
-    knows what tensors hold.
+    shown: a mask or bias; biased: it is attn_bias. short: without, there are few keys, on a CPU.
+    known: whether the host knows what tensors hold.
     """
+    if biased:
+        shown = options.attn_bias
     o = scaled_dot_product_attention(
         q, k, v, attn_mask=shown, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
     )
@@ -131,13 +136,13 @@ def _masked(
     kept: masks.Kept | None,
 ) -> Tensor:  # fmt: skip
     """o of a call with a mask or bias. known: as for `_fused`. kept: of the call's positions."""
-    exists = masks.existing_keys(options, k.shape[2], q.device)
     if known:
-        shown, hides = masks.quickly(q, k, options, exists, first_row, kept)
+        shown, hides = masks.quickly(q, k, options, first_row, kept)
         o = _fused(q, k, v, options, gqa=gqa, shown=shown)
-        if not hides or _is_sound(o, k, v, exists):
+        if not hides or _is_sound(o, k, v, options):
             return o
     shown, mask = masks.exactly(q, k, options, first_row)
+    exists = masks.existing_keys(options, k.shape[2], q.device)
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
     o = _fused(q, k, v, options, gqa=gqa, shown=shown)
@@ -159,8 +164,7 @@ def _with_lse(
         return exactly()
     shown = None
     if not bare:
-        exists = masks.existing_keys(options, k.shape[2], q.device)
-        shown, _ = masks.quickly(q, k, options, exists, first_row, kept)
+        shown, _ = masks.quickly(q, k, options, first_row, kept)
         if shown is not None and shown.dtype == torch.bool:
             shown = masks.added(shown, q.dtype)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -258,6 +262,15 @@ def _needs_formula(q: Tensor, options: Options) -> bool:
     return options.weighs or not (q.is_cpu or masks.dtype_of_bias(q, options) == q.dtype)
 
 
+def _has_bias_alone(q: Tensor, k: Tensor, options: Options) -> bool:
+    """Whether attn_bias is all that is added to scores, in q's dtype and with all their columns."""
+    bias, sizes = options.attn_bias, (q.shape[2], k.shape[2])
+    if bias is None or bias.dtype != q.dtype or tuple(bias.shape[2:]) != sizes:
+        return False
+    alone = options._replace(attn_bias=None)
+    return alone.plain and masks.sees_all(alone, *sizes)
+
+
 def _is_causal(options: Options) -> bool:
     """Whether the mask is torch's is_causal."""
     return (
@@ -272,14 +285,16 @@ def _is_causal(options: Options) -> bool:
 _LARGE = 1e9
 
 
-def _is_sound(o: Tensor, k: Tensor, v: Tensor, exists: Tensor | None) -> bool:
+def _is_sound(o: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether no hidden number has reached o, or can reach gradients by a weight of 0.
 
     A NaN or infinity would be in o. Gradients multiply all keys and values by numbers.
     """
     if not _is_finite(o):
         return False
-    return exists is None or not o.requires_grad or (_is_finite(k) and _is_tame(v))
+    if not (o.requires_grad and masks.lacks_keys(options)):
+        return True
+    return _is_finite(k) and _is_tame(v)
 
 
 def _is_finite(x: Tensor) -> bool:
