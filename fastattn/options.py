@@ -207,6 +207,7 @@ class Tags(NamedTuple):
     table: launchers convert it to a tensor.
     weighs: changes scores or weights in a way that torch's own attention lacks ("more"), or that it
         has as a bias ("bias").
+    placing: the mask by positions, or the positions, depend on it.
     """
 
     dims: str = ""
@@ -216,6 +217,7 @@ class Tags(NamedTuple):
     registers: Registers = ""
     table: bool = False
     weighs: Literal["", "bias", "more"] = ""
+    placing: bool = False
 
 
 class Options(NamedTuple):
@@ -226,8 +228,11 @@ class Options(NamedTuple):
 
     key_padding_mask: Annotated[Tensor | None, Tags("B T_k", "bool", registers="masked")] = None
     key_lengths: Annotated[Tensor | None, Tags("B", "integer")] = None
-    query_offsets: Annotated[Tensor | None, Tags("B", "integer")] = None  # in place of query_offset
-    prefix_lengths: Annotated[Tensor | None, Tags("B", "integer", registers="masked")] = None
+    # In place of query_offset
+    query_offsets: Annotated[Tensor | None, Tags("B", "integer", placing=True)] = None
+    prefix_lengths: Annotated[
+        Tensor | None, Tags("B", "integer", registers="masked", placing=True)
+    ] = None
     q_documents: Annotated[Tensor | None, Tags("B T_q", "integer", registers="masked")] = None
     k_documents: Annotated[Tensor | None, Tags("B T_k", "integer")] = None
     attn_mask: Annotated[
@@ -245,8 +250,10 @@ class Options(NamedTuple):
     tree_mask: Annotated[Tensor | None, Tags(dtype="bool", strided=True, registers="scores")] = None
     tree_starts: Annotated[Tensor | None, Tags("B", "integer")] = None
     # Positions rise by 1 within each block of 128
-    q_positions: Annotated[Tensor | None, Tags("(B) T_q", "int32", registers="masked")] = None
-    k_positions: Annotated[Tensor | None, Tags("(B) T_k", "int32")] = None
+    q_positions: Annotated[
+        Tensor | None, Tags("(B) T_q", "int32", registers="masked", placing=True)
+    ] = None
+    k_positions: Annotated[Tensor | None, Tags("(B) T_k", "int32", placing=True)] = None
     # The next fields have gradients.
     attn_bias: Annotated[
         Tensor | None,
@@ -271,12 +278,13 @@ class Options(NamedTuple):
     sinks: Annotated[Tensor | None, Tags("H_q", "float", learned=True, weighs="more")] = None
 
     mod_tensors: tuple[Tensor, ...] = ()
-    query_offset: int | None = 0  # None: packed, each sequence has its own
-    left: Annotated[int | None, Tags(registers="masked")] = None
-    right: int | None = None
-    causal: bool = False
-    keep_first: Annotated[int, Tags(registers="masked")] = 0
-    stride: Annotated[int | None, Tags(registers="scores", table=True)] = None
+    # None: packed, each sequence has its own
+    query_offset: Annotated[int | None, Tags(placing=True)] = 0
+    left: Annotated[int | None, Tags(registers="masked", placing=True)] = None
+    right: Annotated[int | None, Tags(placing=True)] = None
+    causal: Annotated[bool, Tags(placing=True)] = False
+    keep_first: Annotated[int, Tags(registers="masked", placing=True)] = 0
+    stride: Annotated[int | None, Tags(registers="scores", table=True, placing=True)] = None
     scale: float = 1.0
     softcap: Annotated[float | None, Tags(registers="masked", weighs="more")] = None
     # An int: torch.compile would make a float default dynamic.
@@ -344,6 +352,14 @@ class Options(NamedTuple):
         return self._has(_WEIGHS)
 
     @property
+    def placing(self) -> tuple[int | None, ...] | None:
+        """The numbers that the mask by positions depends on; None if it depends on tensors."""
+        for index in _PLACING_TENSORS:
+            if self[index] is not None:
+                return None
+        return tuple([self[index] for index in _PLACING_NUMBERS])
+
+    @property
     def biases(self) -> bool:
         """Whether an option other than attn_bias is added to scores."""
         return self._has(_BIASES)
@@ -399,8 +415,20 @@ def _fields(**tags: Any) -> _Fields:
     return tuple((_place(name), Options._field_defaults[name]) for name in _tagged(**tags))
 
 
+_PLACING = _tagged(placing=True)
+_PLACING_TENSORS = tuple(_place(name) for name in _PLACING if name in TENSORS)
+_PLACING_NUMBERS = tuple(_place(name) for name in _PLACING if name not in TENSORS)
 _WEIGHS, _BIASES = _fields(weighs="more"), _fields(weighs="bias")
 _REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
+
+
+def placed(numbers: tuple[int | None, ...]) -> Options:
+    """Options with these `Options.placing`."""
+    fields: list[Any] = list(Options())
+    for index, number in zip(_PLACING_NUMBERS, numbers, strict=True):
+        fields[index] = number
+    return Options(*fields)
+
 
 # Tensors whose dims may all be 1, to broadcast.
 BROADCAST = tuple(name for name, tags in TAGS.items() if "(T_q)" in tags.dims)

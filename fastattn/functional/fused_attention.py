@@ -319,7 +319,7 @@ def compute(
     if choice.backend == "torch":
         if torch_varlen.serves(options):
             return torch_varlen.attend(q, k, v, options, return_lse)
-        run = torch_backend.bind(q, k, v, options, return_lse, lasts=key is not None)
+        run = torch_backend.bind(q, k, v, options, return_lse)
         call = (q, k, v, options)
         return call_memo.first(run, call, key, arguments, options, cast=cast, by_torch=True)
     kernels, options = dispatch.launched(choice, q, k, v, options)

@@ -113,7 +113,7 @@ def _scores(
     x = x * options.scale
     if options.softcap is not None:
         x = options.softcap * torch.tanh(x / options.softcap)
-    bias = masks.bias(options, T_q, T_k, q.device, x.dtype)
+    bias = masks.bias(options, masks.anew(T_q, T_k, q.device), x.dtype)
     if bias is not None:
         x = x + bias
     if options.score_mod is not None:

@@ -1,12 +1,14 @@
 """The mask of a call, and what is added to its scores, as torch tensors."""
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..options import Options
+from ..options import Options, placed
 from . import triton_language
 
 
@@ -106,6 +108,15 @@ def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tens
     return near
 
 
+def shows_each_query_a_key(q: Tensor, k: Tensor, options: Options) -> bool:
+    """Whether no mask but one by numbers hides keys, and each query sees a key."""
+    added = added_to(q, k, options, 0, is_causal=False)
+    if added.padded or added.chosen or options.placing is None:
+        return False
+    near = by_position(options, added.T_q, added.T_k, q.device)
+    return near is None or bool(near.any(-1).all())
+
+
 def lacks_keys(options: Options) -> bool:
     """Whether some keys may be padding."""
     given = (options.key_lengths, options.key_padding_mask, options.k_documents)
@@ -163,85 +174,159 @@ def places(
     return triton_language.Places(first_row, B, options.first_head, H_q, q_pos, k_pos)
 
 
-# Tensors that follow from positions alone, by name: those of the calls that keep them.
-Kept = dict[str, Tensor | None]
+# Most elements of a tensor by position that is kept for later calls, and how many are kept.
+_SMALL, _KEPT = 2**18, 48
+_Make = Callable[[Options, int, int, torch.device, Any], Any]
 
 
-def _kept(kept: Kept | None, name: str, make: Callable[[], Tensor | None]) -> Tensor | None:
-    """The tensor of this name, made at its first use."""
-    if kept is None:
-        return make()
-    if name not in kept:
-        with torch.inference_mode(False):  # no graph could save what inference mode makes
-            kept[name] = make()
-    return kept[name]
+@lru_cache(_KEPT)
+def _lasting(
+    make: _Make, placing: tuple[Any, ...], T_q: int, T_k: int, device: torch.device, of: Any
+) -> Any:
+    with torch.inference_mode(False):  # no graph could save what inference mode makes
+        return make(placed(placing), T_q, T_k, device, of)
+
+
+def _near(
+    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    return added(by_position(options, T_q, T_k, device), dtype)
+
+
+def _not_before(
+    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """`_near` without the right edge of the band."""
+    return _near(options._replace(causal=False, right=None), T_q, T_k, device, dtype)
+
+
+def _ramp(options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """-|p - j|, which ALiBi multiplies by slopes."""
+    return -distances(options, T_q, T_k, device).abs().to(dtype)
+
+
+def _index(options: Options, T_q: int, T_k: int, device: torch.device, entries: int) -> Tensor:
+    return table_index(options, T_q, T_k, entries, device)[:, 0]
+
+
+def _keys(
+    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The keys' numbers, and zeros, [T_k]."""
+    return torch.arange(T_k, device=device), torch.zeros(T_k, dtype=dtype, device=device)
+
+
+class Added(NamedTuple):
+    """Masks and biases of calls with the same layouts as one tensor, which is added to scores.
+
+    placing: `Options.placing`, if tensors by position are small and so kept. is_causal: the caller
+    adds the right edge of the band. padded: some keys may not exist. chosen: a mask depends on more
+    than positions and keys. biased: there is a bias.
+    """
+
+    B: int
+    H_q: int
+    T_q: int
+    T_k: int
+    device: torch.device
+    dtype: torch.dtype
+    first_row: int
+    placing: tuple[int | None, ...] | None
+    is_causal: bool
+    padded: bool
+    chosen: bool
+    biased: bool
+
+    def __call__(self, options: Options) -> Tensor | None:
+        """Mask or bias that broadcasts to [B, H_q, T_q, T_k] but in the last two dims.
+
+        For eager calls on a CPU. NaN and infinity in a hidden bias stay.
+        """
+        x = self._by_position(_not_before if self.is_causal else _near, options, self.dtype)
+        if self.padded:
+            existing = self._existing(options)
+            x = existing if x is None else x + existing
+        if self.biased:
+            x = bias(options, self._by_position, self.dtype, x)
+        if self.chosen:
+            sizes = (self.B, self.H_q, self.T_q, self.T_k, self.device)
+            keep = by_value(options, None, *sizes, first_row=self.first_row)
+            assert keep is not None
+            x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
+        return None if x is None else x.expand(-1, -1, self.T_q, self.T_k)
+
+    def _by_position(self, make: _Make, options: Options, of: Any) -> Any:
+        sizes = (self.T_q, self.T_k, self.device, of)
+        if self.placing is None:
+            return make(options, *sizes)
+        return _lasting(make, self.placing, *sizes)
+
+    def _existing(self, options: Options) -> Tensor:
+        """[B, 1, 1, T_k]: 0, or -inf at keys of padding."""
+        keys, zeros = self._by_position(_keys, options, self.dtype)
+        lengths = options.key_lengths
+        if lengths is not None and options.key_padding_mask is None and options.k_documents is None:
+            hidden = keys >= lengths.view(-1, 1, 1, 1)
+        else:
+            exists = existing_keys(options, self.T_k, self.device)
+            assert exists is not None
+            hidden = exists.logical_not().unsqueeze(1).unsqueeze(1)
+        return zeros.masked_fill(hidden, float("-inf"))
+
+
+def added_to(q: Tensor, k: Tensor, options: Options, first_row: int, *, is_causal: bool) -> Added:
+    """What is added to the scores of calls with these layouts and options."""
+    (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
+    masks = (options.attn_mask, options.q_documents, options.mask_mod)
+    return Added(
+        *(B, H_q, T_q, T_k, q.device, dtype_of_bias(q, options), first_row),
+        placing=options.placing if T_q * T_k <= _SMALL else None,
+        is_causal=is_causal,
+        padded=lacks_keys(options),
+        chosen=any(x is not None for x in masks),
+        biased=options.biases or options.attn_bias is not None,
+    )
 
 
 def bias(
-    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype,
-    near: Tensor | None = None, kept: Kept | None = None,
+    options: Options, by_position: Callable[[_Make, Options, Any], Any], dtype: torch.dtype,
+    near: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Sum in `dtype` of what is added to scores, broadcasting to [B, H_q, T_q, T_k]; None: nothing.
 
-    near: the first summand. ALiBi adds -slope |p - j|, relative_bias its entry for p - j.
+    by_position: calls a function of the positions of the call. near: the first summand.
     """
     x = near
     if options.alibi_slopes is not None:
-        ramp = _kept(kept, "ramp", lambda: -distances(options, T_q, T_k, device).abs().to(dtype))
-        slopes = options.alibi_slopes.to(dtype)[..., None, None]
+        ramp, slopes = by_position(_ramp, options, dtype), options.alibi_slopes.to(dtype)
+        slopes = slopes.unsqueeze(-1).unsqueeze(-1)
         x = slopes * ramp if x is None else torch.addcmul(x, slopes, ramp)
     if options.relative_bias is not None:
         table = options.relative_bias.to(dtype)
-        entries = table.shape[1]
-        index = _kept(kept, "index", lambda: table_index(options, T_q, T_k, entries, device)[:, 0])
-        shift = table[:, index].transpose(0, 1)
+        shift = table[:, by_position(_index, options, table.shape[1])].transpose(0, 1)
         x = shift if x is None else x + shift
     if options.attn_bias is not None:
         x = options.attn_bias.to(dtype) if x is None else x + options.attn_bias.to(dtype)
     return x
 
 
-def quickly(
-    q: Tensor, k: Tensor, options: Options, first_row: int, kept: Kept | None
-) -> tuple[Tensor | None, bool]:
-    """(A mask or bias broadcasting to [B, H_q, T_q, T_k], whether it hides keys).
-
-    NaN and infinity in a hidden bias stay. kept: of calls like this one.
-    """
-    (B, H_q, T_q, _), T_k, dtype = q.shape, k.shape[2], dtype_of_bias(q, options)
-    near = _kept(kept, "near", lambda: added(by_position(options, T_q, T_k, q.device), dtype))
-    if lacks_keys(options):
-        # A sum of numbers takes less time than a choice.
-        existing = _existing(options, T_k, q.device, dtype, kept)
-        near = existing if near is None else near + existing
-    keep = by_value(options, None, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = bias(options, T_q, T_k, q.device, dtype, near, kept)
-    return _with_mask(x, keep, T_q, T_k), keep is not None or near is not None
-
-
-def _existing(
-    options: Options, T_k: int, device: torch.device, dtype: torch.dtype, kept: Kept | None
-) -> Tensor:
-    """[B, 1, 1, T_k]: 0, or -inf at keys of padding."""
-    zeros = _kept(kept, "zeros", lambda: torch.zeros(T_k, dtype=dtype, device=device))
-    lengths = options.key_lengths
-    if lengths is not None and options.key_padding_mask is None and options.k_documents is None:
-        keys = _kept(kept, "keys", lambda: torch.arange(T_k, device=device))
-        hidden = keys >= lengths.view(-1, 1, 1, 1)
-    else:
-        exists = existing_keys(options, T_k, device)
-        hidden = exists.logical_not().unsqueeze(1).unsqueeze(1)
-    return zeros.masked_fill(hidden, float("-inf"))
+def anew(T_q: int, T_k: int, device: torch.device) -> Callable[[_Make, Options, Any], Any]:
+    """`bias`'s by_position for one call."""
+    return lambda make, options, of: make(options, T_q, T_k, device, of)
 
 
 def exactly(
     q: Tensor, k: Tensor, options: Options, first_row: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(What `quickly` returns, -inf wherever a key is hidden, and the mask alone, as bool)."""
+    """(`Added` of a call, -inf wherever a key is hidden, or a mask; the mask alone)."""
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
     keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = bias(options, T_q, T_k, q.device, dtype_of_bias(q, options))
-    return _with_mask(x, keep, T_q, T_k), keep
+    x = bias(options, anew(T_q, T_k, q.device), dtype_of_bias(q, options))
+    if x is None or keep is None:
+        x = keep if x is None else x
+    else:
+        x = torch.where(keep, x, float("-inf"))
+    return None if x is None else x.expand(-1, -1, T_q, T_k), keep
 
 
 def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:
@@ -257,10 +342,3 @@ def added(keep: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if keep is None:
         return None
     return torch.zeros_like(keep, dtype=dtype).masked_fill_(~keep, float("-inf"))
-
-
-def _with_mask(x: Tensor | None, keep: Tensor | None, T_q: int, T_k: int) -> Tensor | None:
-    if x is not None and keep is not None:
-        x = torch.where(keep, x, float("-inf"))
-    x = keep if x is None else x
-    return None if x is None else x.expand(*x.shape[:2], T_q, T_k)

@@ -40,14 +40,12 @@ def attention(
 
 def bind(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False,
-    first_row: int = 0, *, lasts: bool = False,
+    first_row: int = 0,
 ) -> Attend:  # fmt: skip
     """The function that computes calls with these layouts and options, whatever tensors hold.
 
     torch's function supports a mask and a bias on scores, no tangents, and an lse on a CPU without
     gradients. Other calls run the formula, in fp32 or wider, with all scores in memory.
-
-    lasts: the function serves many calls, so it keeps a small mask by position.
     """
     how: dict[str, Any] = {"return_lse": return_lse, "first_row": first_row}
     ordered = options.batch_invariant and q.numel() and k.numel()
@@ -60,25 +58,23 @@ def bind(
     if ordered:
         return partial(_in_tiles, **how)
     known = tracing.host_knows(q)
-    with_lse = known and q.shape[3] == v.shape[3] and not options.fp32_results
-    if return_lse > with_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
+    fits = known and _fits_cpu_kernel(q, k, v, options)
+    if return_lse > fits or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
         return partial(_by_formula, **how)
-    is_causal = _is_causal(options)
-    bare = is_causal or (options.plain and masks.sees_all(options, q.shape[2], k.shape[2]))
-    kept: masks.Kept | None = {} if lasts and known and _keeps(q, k, options) else None
+    causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
+    lower = causal and options.left is None
+    bare = options.plain and (lower or masks.sees_all(options, q.shape[2], k.shape[2]))
+    added = None
+    if known and not bare:
+        added = masks.added_to(q, k, options, first_row, is_causal=causal and fits)
     if return_lse:
-        return partial(_with_lse, is_causal=is_causal, bare=bare, kept=kept, first_row=first_row)
-    gqa = not tracing.always(q.shape[1] == k.shape[1])
+        return partial(_with_lse, added=added, is_causal=causal, first_row=first_row)
     if bare:
         short = q.is_cpu and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
-        return partial(_fused, is_causal=is_causal, gqa=gqa, short=short, known=known)
-    if _has_bias_alone(q, k, options):
-        return partial(_fused, gqa=gqa, biased=True)
-    if options.plain and kept is not None:
-        shown, _ = masks.quickly(q, k, options, first_row, kept)
-        if shown is not None and (shown == 0).any(-1).all():
-            return partial(_fused, shown=shown, gqa=gqa)
-    return partial(_masked, gqa=gqa, first_row=first_row, known=known, kept=kept)
+        bound = partial(_short, known=known) if short else _fused
+        return partial(bound, is_causal=lower, gqa=gqa)
+    sure = known and masks.shows_each_query_a_key(q, k, options)
+    return partial(_masked, added=added, sure=sure, gqa=gqa, first_row=first_row)
 
 
 def _with_one_product(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
@@ -102,50 +98,52 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -
 
 
 def _fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    *,
-    gqa: bool,
-    shown: Tensor | None = None,
-    is_causal: bool = False,
-    short: bool = False,
-    known: bool = False,
-    biased: bool = False,
-) -> Tensor:
-    """o of torch's function.
-
-    shown: a mask or bias; biased: it is attn_bias. short: without, there are few keys, on a CPU.
-    known: whether the host knows what tensors hold.
-    """
-    if biased:
-        shown = options.attn_bias
-    o = scaled_dot_product_attention(
-        q, k, v, attn_mask=shown, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
-    )
+    q: Tensor, k: Tensor, v: Tensor, options: Options, shown: Tensor | None = None, *,
+    is_causal: bool, gqa: bool,
+) -> Tensor:  # fmt: skip
+    """o of torch's function with a mask or bias, or is_causal; of its CPU kernel with both."""
+    if is_causal and shown is not None:
+        o, _ = _cpu_kernel(q, k, v, 0.0, True, attn_mask=shown, scale=options.scale)
+    else:
+        o = scaled_dot_product_attention(
+            q, k, v, attn_mask=shown, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
+        )
     if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
-    if not short or (known and torch.count_nonzero(o).item() == o.numel()):
+    return o
+
+
+def _short(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, is_causal: bool, gqa: bool, known: bool
+) -> Tensor:
+    """o of a call without a mask that has few keys, on a CPU.
+
+    known: whether the host knows what tensors hold.
+    """
+    o = _fused(q, k, v, options, is_causal=is_causal, gqa=gqa)
+    if known and torch.count_nonzero(o).item() == o.numel():
         return o
     return _with_nan(o, q, k, is_causal)
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, gqa: bool, first_row: int, known: bool,
-    kept: masks.Kept | None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.Added | None, sure: bool,
+    gqa: bool, first_row: int,
 ) -> Tensor:  # fmt: skip
-    """o of a call with a mask or bias. known: as for `_fused`. kept: of the call's positions."""
-    if known:
-        shown, hides = masks.quickly(q, k, options, first_row, kept)
-        o = _fused(q, k, v, options, gqa=gqa, shown=shown)
-        if not hides or _is_sound(o, k, v, options):
+    """o of a call with a mask or bias.
+
+    added: None if the host does not know what tensors hold. sure: no key is padding, and each query
+    sees one.
+    """
+    if added is not None:
+        o = _fused(q, k, v, options, added(options), is_causal=added.is_causal, gqa=gqa)
+        if sure or _is_sound(o, k, v, options):
             return o
     shown, mask = masks.exactly(q, k, options, first_row)
     exists = masks.existing_keys(options, k.shape[2], q.device)
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
-    o = _fused(q, k, v, options, gqa=gqa, shown=shown)
+    o = _fused(q, k, v, options, shown, is_causal=False, gqa=gqa)
     if mask is not None:
         # On a CPU torch gives 0 for rows without keys, unless there is NaN elsewhere; its CUDA
         # kernels differ.
@@ -154,22 +152,15 @@ def _masked(
 
 
 def _with_lse(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, is_causal: bool, bare: bool,
-    first_row: int, kept: masks.Kept | None,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.Added | None,
+    is_causal: bool, first_row: int,
 ) -> Results:  # fmt: skip
-    """o and lse of torch's CPU kernel. bare: without a mask but is_causal."""
-    inputs = (q, k, v, *options.differentiable)
+    """o and lse of torch's CPU kernel; of the formula for gradients."""
     exactly = partial(_by_formula, q, k, v, options, return_lse=True, first_row=first_row)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return exactly()
-    shown = None
-    if not bare:
-        shown, _ = masks.quickly(q, k, options, first_row, kept)
-        if shown is not None and shown.dtype == torch.bool:
-            shown = masks.added(shown, q.dtype)
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=shown, scale=options.scale
-    )
+    shown = None if added is None else added(options)
+    o, lse = _cpu_kernel(q, k, v, 0.0, is_causal, attn_mask=shown, scale=options.scale)
     # The lse is 0 in rows without keys, and where NaN is missed: see `_WIDEST_VECTOR`.
     if not (_is_finite(o) and torch.count_nonzero(lse).item() == lse.numel()):
         sound = o.isfinite().all(-1) & (lse != 0)
@@ -179,16 +170,18 @@ def _with_lse(
     return o, lse.float().contiguous()
 
 
-# Most scores of a mask that is kept with a call: 64 KiB in fp32, for one of 1024 calls.
-_LASTING = 2**14
+# torch's function has an argument for a mask or is_causal alone, and returns no lse.
+_cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def _keeps(q: Tensor, k: Tensor, options: Options) -> bool:
-    """Whether positions are those of all such calls, and the mask by them is small."""
-    if q.shape[2] * k.shape[2] > _LASTING:
-        return False
-    placed = options.query_offsets is not None or options.q_positions is not None
-    return options.plain or (options.band is not None and not placed)
+def _fits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether torch's CPU kernel, which does not check this, serves the layouts.
+
+    It has no gradients of a bias.
+    """
+    learned = any(x is not None and x.requires_grad for x in options.differentiable)
+    strided = all(x.stride(3) == 1 for x in (q, k, v))
+    return strided and q.shape[3] == v.shape[3] and not (learned or options.fp32_results)
 
 
 def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
@@ -262,20 +255,13 @@ def _needs_formula(q: Tensor, options: Options) -> bool:
     return options.weighs or not (q.is_cpu or masks.dtype_of_bias(q, options) == q.dtype)
 
 
-def _has_bias_alone(q: Tensor, k: Tensor, options: Options) -> bool:
-    """Whether attn_bias is all that is added to scores, in q's dtype and with all their columns."""
-    bias, sizes = options.attn_bias, (q.shape[2], k.shape[2])
-    if bias is None or bias.dtype != q.dtype or tuple(bias.shape[2:]) != sizes:
-        return False
-    alone = options._replace(attn_bias=None)
-    return alone.plain and masks.sees_all(alone, *sizes)
-
-
 def _is_causal(options: Options) -> bool:
-    """Whether the mask is torch's is_causal."""
+    """Whether torch's is_causal is the right edge of the band."""
     return (
-        options.plain
-        and options.band == (None, 0)
+        options.band is not None
+        and options.band[1] == 0
+        and options.query_offsets is None
+        and options.q_positions is None
         and options.query_offset is not None
         and tracing.always(options.query_offset == 0)
     )
@@ -299,8 +285,9 @@ def _is_sound(o: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 def _is_finite(x: Tensor) -> bool:
     """Whether x has no NaN or infinity, and no overflow in its sum."""
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
-    return math.isfinite(x.detach().sum(dtype=dtype).item())
+    x = x.detach() if x.requires_grad else x
+    total = x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
+    return math.isfinite(total.item())
 
 
 def _is_tame(x: Tensor) -> bool:
