@@ -176,6 +176,8 @@ def places(
 
 # Most elements of a tensor by position that is kept for later calls, and how many are kept.
 _SMALL, _KEPT = 2**18, 48
+# Numbers that heads' biases have at once: 256 MiB in fp32.
+LARGE = 2**26
 _Make = Callable[[Options, int, int, torch.device, Any], Any]
 
 
@@ -221,7 +223,7 @@ class Added(NamedTuple):
 
     placing: `Options.placing`, if tensors by position are small and so kept. is_causal: the caller
     adds the right edge of the band. padded: some keys may not exist. chosen: a mask depends on more
-    than positions and keys. biased: there is a bias.
+    than positions and keys. biased: there is a bias, by_head: one by position and head.
     """
 
     B: int
@@ -236,6 +238,12 @@ class Added(NamedTuple):
     padded: bool
     chosen: bool
     biased: bool
+    by_head: bool
+
+    @property
+    def large(self) -> bool:
+        """Whether there are many numbers, others for each head."""
+        return self.by_head and self.T_q * self.T_k * self.H_q > LARGE
 
     def __call__(self, options: Options) -> Tensor | None:
         """Mask or bias that broadcasts to [B, H_q, T_q, T_k] but in the last two dims.
@@ -285,6 +293,7 @@ def added_to(q: Tensor, k: Tensor, options: Options, first_row: int, *, is_causa
         padded=lacks_keys(options),
         chosen=any(x is not None for x in masks),
         biased=options.biases or options.attn_bias is not None,
+        by_head=options.biases,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
-from ..options import Options
+from ..options import Options, along
 from . import formula, masks, tangents
 from .double_backward import gradients_by_formula
 from .query_chunks import attention_in_tiles
@@ -136,7 +136,8 @@ def _masked(
     sees one.
     """
     if added is not None:
-        o = _fused(q, k, v, options, added(options), is_causal=added.is_causal, gqa=gqa)
+        attend = _few_heads_at_once if added.large and not _records(q, k, v, options) else _added
+        o = attend(q, k, v, options, added, gqa)
         if sure or _is_sound(o, k, v, options):
             return o
     shown, mask = masks.exactly(q, k, options, first_row)
@@ -151,13 +152,49 @@ def _masked(
     return o
 
 
+def _added(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, added: masks.Added, gqa: bool
+) -> Tensor:
+    return _fused(q, k, v, options, added(options), is_causal=added.is_causal, gqa=gqa)
+
+
+_BY_HEAD = along("H_q")
+
+
+def _few_heads_at_once(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, added: masks.Added, gqa: bool
+) -> Tensor:
+    """`_added` without biases of all heads in memory."""
+    count, group = k.shape[1], q.shape[1] // k.shape[1]
+    step = max(1, masks.LARGE // (added.T_q * added.T_k * group))
+    parts = []
+    for first in range(0, count, step):
+        keys, heads = slice(first, first + step), slice(first * group, (first + step) * group)
+        own: dict[str, Any] = {"first_head": options.first_head + heads.start}
+        for name, behind in _BY_HEAD.items():
+            x = getattr(options, name)
+            if x is not None and x.shape[-1 - behind] > 1:
+                own[name] = x[(..., heads, *(slice(None),) * behind)]
+        some = q[:, heads]
+        of_heads = added._replace(H_q=some.shape[1])
+        part = _added(some, k[:, keys], v[:, keys], options._replace(**own), of_heads, gqa)
+        parts.append(part)
+    return torch.cat(parts, 1)
+
+
+def _records(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether autograd records the call."""
+    inputs = (q, k, v, *options.differentiable)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
 def _with_lse(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.Added | None,
     is_causal: bool, first_row: int,
 ) -> Results:  # fmt: skip
     """o and lse of torch's CPU kernel; of the formula for gradients."""
     exactly = partial(_by_formula, q, k, v, options, return_lse=True, first_row=first_row)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if _records(q, k, v, options):
         return exactly()
     shown = None if added is None else added(options)
     o, lse = _cpu_kernel(q, k, v, 0.0, is_causal, attn_mask=shown, scale=options.scale)
