@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,12 @@ _LIMITS = (
 _RATIOS = (
     f"Speed of the first of {OURS}, {named('hopper')} and {PORTABLE} that was timed, as a multiple "
     "of others' in the same run. If they were timed in other runs alone, the commit is behind.\n\n"
+)
+_ON_CPU = (
+    "### On a CPU\n\n{started}, {cpu}, torch {torch}, one thread: `{command}`. Our time as a "
+    "multiple of torch's for the same results, forward, and forward and backward, the median of "
+    "samples in turns; in brackets the least microseconds of both. torch has masks and biases "
+    "ready.\n\n"
 )
 # Words in GPU names that do not distinguish GPUs.
 _OF_MANY = re.compile(r"nvidia|amd|geforce|instinct|radeon|\d+gb|hbm\w+|sxm\d*|pcie", re.I)
@@ -136,8 +143,24 @@ def page(folder: Path) -> str:
     parts = [before, "## Measured"]
     for gpu in dict.fromkeys(map(gpu_of, every)):
         parts.append(_measured([data for data in every if gpu_of(data) == gpu]))
+    parts += [_on_cpu(path) for path in sorted((folder / "cpu").glob("*.json"))]
     parts += [_tuned(path) for path in sorted((folder / "tuned").glob("*.json"))]
     return "\n\n".join(part.strip() for part in [*parts, _ran(every), behind] if part) + "\n"
+
+
+def cpu_table(report: Mapping[str, Any]) -> str:
+    """Times of calls on a CPU as multiples of torch's, of what `bench/compare_cpu.py` wrote."""
+    rows: Rows = defaultdict(dict)
+    for record in report["rows"]:
+        case, _, way = record["name"].rpartition("; ")
+        rows[case][way] = f"{record['ratio']:.2f} ({record['us']:.0f} / {record['torch_us']:.0f})"
+    return _by_case(rows, ["forward", "both"])
+
+
+def _on_cpu(path: Path) -> str:
+    report = json.loads(path.read_text("utf-8"))
+    versions = report["environment"]["versions"]
+    return _ON_CPU.format_map({**report, "torch": versions["torch"]}) + cpu_table(report)
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ def output_of(command: list[str]) -> str:
     """Output of a command."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip()
+
+
+def cpu_name() -> str:
+    """The CPU's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.processor()
 
 
 def collect() -> dict[str, Any]:
