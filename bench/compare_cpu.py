@@ -24,6 +24,7 @@ import fastattn
 from fastattn import attention
 from fastattn.bench.results.tables import cpu_table
 from fastattn.bench.time.environment import collect, cpu_name
+from fastattn.testing.option_examples import option_examples
 
 Call = Callable[..., Any]
 B, H, H_K, D = 2, 8, 2, 64
@@ -58,7 +59,8 @@ def dense(T: int, dtype: torch.dtype) -> Iterator[tuple[str, int, Call, Call]]:
     i = torch.arange(T)
     lower, lengths = (i[:, None] >= i), torch.tensor([T, T // 2 + 1])
     shown = i < lengths[:, None]
-    bias, slopes = torch.randn(1, H, T, T).to(dtype), fastattn.alibi_slopes(H)
+    bias, alibi = torch.randn(1, H, T, T).to(dtype), option_examples(H, H, T, T, D)["alibi"]
+    (slopes,) = alibi.values()
     ramp = (-(i[:, None] - i).abs() * slopes[:, None, None]).masked_fill(~lower, -torch.inf)
     causal: Call = partial(attention, causal=True)
     sdpa, by_flag = F.scaled_dot_product_attention, {"is_causal": True}
@@ -74,7 +76,7 @@ def dense(T: int, dtype: torch.dtype) -> Iterator[tuple[str, int, Call, Call]]:
     yield "causal, key_lengths", H, partial(causal, key_lengths=lengths), both
     yield "causal, key_padding_mask", H, partial(causal, key_padding_mask=shown), both
     yield "window", H, partial(causal, window=32), masked(lower & (i[:, None] - i < 32))
-    yield "causal, ALiBi", H, partial(causal, alibi_slopes=slopes), masked(ramp.to(dtype)[None])
+    yield "causal, ALiBi", H, partial(causal, **alibi), masked(ramp.to(dtype)[None])
     yield (
         "causal, dropout",
         H,

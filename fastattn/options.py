@@ -352,7 +352,7 @@ class Options(NamedTuple):
         return self._has(_WEIGHS)
 
     @property
-    def placing(self) -> tuple[int | None, ...] | None:
+    def placing(self) -> tuple[Any, ...] | None:
         """The numbers that the mask by positions depends on; None if it depends on tensors."""
         for index in _PLACING_TENSORS:
             if self[index] is not None:
@@ -422,7 +422,7 @@ _WEIGHS, _BIASES = _fields(weighs="more"), _fields(weighs="bias")
 _REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
 
 
-def placed(numbers: tuple[int | None, ...]) -> Options:
+def placed(numbers: tuple[Any, ...]) -> Options:
     """Options with these `Options.placing`."""
     fields: list[Any] = list(Options())
     for index, number in zip(_PLACING_NUMBERS, numbers, strict=True):

@@ -91,7 +91,7 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
         q2 = q2.reshape(B, k2.shape[1], H_q // k2.shape[1], T_q, q2.shape[-1])
         products = products + torch.einsum("bhgqd,bhkd->bhgqk", q2, k2).reshape(products.shape)
     keep = masks.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = _scores(products, q, H_k, keep, options, first_row)
+    x = _scores(products, q, k, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
 
 
@@ -102,20 +102,19 @@ def wide(x: Tensor, exists: Tensor | None) -> Tensor:
 
 
 def _scores(
-    products: Tensor, q: Tensor, H_k: int, keep: Tensor | None, options: Options, first_row: int
+    products: Tensor, q: Tensor, k: Tensor, keep: Tensor | None, options: Options, first_row: int
 ) -> Tensor:
     """Scores of visible keys from q.k [B, H_q, T_q, T_k]."""
     B, H_q, T_q, T_k = products.shape
     x = products
     if options.relative_keys is not None:
         query = q if options.relative_query is None else options.relative_query.to(q.dtype)
-        x = x + _relative_products(query, options.relative_keys.to(q.dtype), T_k, H_k, options)
+        x = x + _relative_products(query, options.relative_keys.to(q.dtype), k, options)
     x = x * options.scale
     if options.softcap is not None:
         x = options.softcap * torch.tanh(x / options.softcap)
-    bias = masks.bias(options, masks.anew(T_q, T_k, q.device), x.dtype)
-    if bias is not None:
-        x = x + bias
+    if options.biases or options.attn_bias is not None:
+        x = x + masks.added_scores(q, k, options).bias(options)
     if options.score_mod is not None:
         if keep is not None:
             # Gradients at masked keys, such as of log 0, must not propagate.
@@ -125,13 +124,13 @@ def _scores(
     return x
 
 
-def _relative_products(query: Tensor, keys: Tensor, T_k: int, H_k: int, options: Options) -> Tensor:
+def _relative_products(query: Tensor, keys: Tensor, k: Tensor, options: Options) -> Tensor:
     """[B, H_q, T_q, T_k]: products of queries with the vectors of their distances to keys."""
-    B, H_q, T_q, _ = query.shape
+    (B, H_q, T_q, _), (_, H_k, T_k, _) = query.shape, k.shape
     if keys.shape[0] == H_k:
         keys = keys.repeat_interleave(H_q // H_k, dim=0)
     every = query @ keys.mT  # [B, H_q, T_q, 2 R + 1]
-    index = masks.table_index(options, T_q, T_k, keys.shape[1], query.device)
+    index = masks.table_index(options, T_q, T_k, query.device, keys.shape[1])
     return every.gather(-1, index.expand(B, H_q, T_q, T_k))
 
 

@@ -108,15 +108,6 @@ def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tens
     return near
 
 
-def shows_each_query_a_key(q: Tensor, k: Tensor, options: Options) -> bool:
-    """Whether no mask but one by numbers hides keys, and each query sees a key."""
-    added = added_to(q, k, options, 0, is_causal=False)
-    if added.padded or added.chosen or options.placing is None:
-        return False
-    near = by_position(options, added.T_q, added.T_k, q.device)
-    return near is None or bool(near.any(-1).all())
-
-
 def lacks_keys(options: Options) -> bool:
     """Whether some keys may be padding."""
     given = (options.key_lengths, options.key_padding_mask, options.k_documents)
@@ -159,7 +150,7 @@ def _key_positions(options: Options, T_k: int, device: torch.device) -> Tensor:
     return torch.arange(T_k, device=device)[None, None, None]
 
 
-def table_index(options: Options, T_q: int, T_k: int, entries: int, device: torch.device) -> Tensor:
+def table_index(options: Options, T_q: int, T_k: int, device: torch.device, entries: int) -> Tensor:
     """Index in a table of 2 R + 1 distances: int64 [B or 1, 1, T_q, T_k]."""
     R = entries // 2
     return distances(options, T_q, T_k, device).clamp(-R, R) + R
@@ -176,8 +167,6 @@ def places(
 
 # Most elements of a tensor by position that is kept for later calls, and how many are kept.
 _SMALL, _KEPT = 2**18, 48
-# Numbers that heads' biases have at once: 256 MiB in fp32.
-LARGE = 2**26
 _Make = Callable[[Options, int, int, torch.device, Any], Any]
 
 
@@ -192,7 +181,7 @@ def _lasting(
 def _near(
     options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    return added(by_position(options, T_q, T_k, device), dtype)
+    return _added(by_position(options, T_q, T_k, device), dtype)
 
 
 def _not_before(
@@ -207,10 +196,6 @@ def _ramp(options: Options, T_q: int, T_k: int, device: torch.device, dtype: tor
     return -distances(options, T_q, T_k, device).abs().to(dtype)
 
 
-def _index(options: Options, T_q: int, T_k: int, device: torch.device, entries: int) -> Tensor:
-    return table_index(options, T_q, T_k, entries, device)[:, 0]
-
-
 def _keys(
     options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -218,12 +203,13 @@ def _keys(
     return torch.arange(T_k, device=device), torch.zeros(T_k, dtype=dtype, device=device)
 
 
-class Added(NamedTuple):
-    """Masks and biases of calls with the same layouts as one tensor, which is added to scores.
+class AddedScores(NamedTuple):
+    """What is added to the scores of calls with the same layouts.
 
-    placing: `Options.placing`, if tensors by position are small and so kept. is_causal: the caller
-    adds the right edge of the band. padded: some keys may not exist. chosen: a mask depends on more
-    than positions and keys. biased: there is a bias, by_head: one by position and head.
+    dtype: q's for a mask, or a bias in it, alone; else fp32 or wider. placing: `Options.placing`,
+    if tensors by position are small and kept for later calls. is_causal: the caller adds the right
+    edge of the band. padded: some keys may not exist. chosen: a mask depends on more than positions
+    and keys. biased: there is a bias.
     """
 
     B: int
@@ -231,37 +217,57 @@ class Added(NamedTuple):
     T_q: int
     T_k: int
     device: torch.device
-    dtype: torch.dtype
     first_row: int
-    placing: tuple[int | None, ...] | None
+    dtype: torch.dtype
+    placing: tuple[Any, ...] | None
     is_causal: bool
     padded: bool
     chosen: bool
     biased: bool
-    by_head: bool
 
-    @property
-    def large(self) -> bool:
-        """Whether there are many numbers, others for each head."""
-        return self.by_head and self.T_q * self.T_k * self.H_q > LARGE
+    def quickly(self, options: Options) -> Tensor | None:
+        """Masks and biases as one sum, which broadcasts to [B, H_q, T_q, T_k].
 
-    def __call__(self, options: Options) -> Tensor | None:
-        """Mask or bias that broadcasts to [B, H_q, T_q, T_k] but in the last two dims.
-
-        For eager calls on a CPU. NaN and infinity in a hidden bias stay.
+        For eager calls on a CPU. Where a key is hidden, NaN and infinity in a bias stay.
         """
         x = self._by_position(_not_before if self.is_causal else _near, options, self.dtype)
         if self.padded:
             existing = self._existing(options)
             x = existing if x is None else x + existing
         if self.biased:
-            x = bias(options, self._by_position, self.dtype, x)
+            x = self.bias(options, x)
         if self.chosen:
-            sizes = (self.B, self.H_q, self.T_q, self.T_k, self.device)
-            keep = by_value(options, None, *sizes, first_row=self.first_row)
+            keep = by_value(options, None, *self[:5], first_row=self.first_row)
             assert keep is not None
-            x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
+            x = _added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
         return None if x is None else x.expand(-1, -1, self.T_q, self.T_k)
+
+    def exactly(self, options: Options) -> tuple[Tensor | None, Tensor | None]:
+        """(A bias, -inf wherever a key is hidden, or a mask, as `quickly`; the mask alone)."""
+        keep = visible(options, *self[:5], first_row=self.first_row)
+        x = keep
+        if self.biased:
+            x = self.bias(options)
+            x = x if keep is None else torch.where(keep, x, float("-inf"))
+        return None if x is None else x.expand(-1, -1, self.T_q, self.T_k), keep
+
+    def bias(self, options: Options, near: Tensor | None = None) -> Tensor:
+        """Sum of biases, and of `near` as the first."""
+        x = near
+        if options.alibi_slopes is not None:
+            ramp = self._by_position(_ramp, options, self.dtype)
+            slopes = options.alibi_slopes.to(self.dtype).unsqueeze(-1).unsqueeze(-1)
+            x = slopes * ramp if x is None else torch.addcmul(x, slopes, ramp)
+        if options.relative_bias is not None:
+            table = options.relative_bias.to(self.dtype)
+            index = self._by_position(table_index, options, table.shape[1])[:, 0]
+            shift = table[:, index].transpose(0, 1)
+            x = shift if x is None else x + shift
+        if options.attn_bias is not None:
+            given = options.attn_bias.to(self.dtype)
+            x = given if x is None else x + given
+        assert x is not None
+        return x
 
     def _by_position(self, make: _Make, options: Options, of: Any) -> Any:
         sizes = (self.T_q, self.T_k, self.device, of)
@@ -281,72 +287,40 @@ class Added(NamedTuple):
             hidden = exists.logical_not().unsqueeze(1).unsqueeze(1)
         return zeros.masked_fill(hidden, float("-inf"))
 
+    def shows_each_query_a_key(self, options: Options) -> bool:
+        """Whether masks are by numbers alone, and leave each query a key."""
+        if self.padded or self.chosen or options.placing is None:
+            return False
+        near = by_position(options, self.T_q, self.T_k, self.device)
+        return near is None or bool(near.any(-1).all())
 
-def added_to(q: Tensor, k: Tensor, options: Options, first_row: int, *, is_causal: bool) -> Added:
-    """What is added to the scores of calls with these layouts and options."""
+
+def added_scores(
+    q: Tensor, k: Tensor, options: Options, first_row: int = 0, *, lasting: bool = False,
+    is_causal: bool = False,
+) -> AddedScores:  # fmt: skip
+    """`AddedScores` of a call; lasting: its positions are kept for later ones."""
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
     masks = (options.attn_mask, options.q_documents, options.mask_mod)
-    return Added(
-        *(B, H_q, T_q, T_k, q.device, dtype_of_bias(q, options), first_row),
-        placing=options.placing if T_q * T_k <= _SMALL else None,
+    return AddedScores(
+        *(B, H_q, T_q, T_k, q.device, first_row, dtype_of_bias(q, options)),
+        placing=options.placing if lasting and T_q * T_k <= _SMALL else None,
         is_causal=is_causal,
         padded=lacks_keys(options),
         chosen=any(x is not None for x in masks),
         biased=options.biases or options.attn_bias is not None,
-        by_head=options.biases,
     )
 
 
-def bias(
-    options: Options, by_position: Callable[[_Make, Options, Any], Any], dtype: torch.dtype,
-    near: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Sum in `dtype` of what is added to scores, broadcasting to [B, H_q, T_q, T_k]; None: nothing.
-
-    by_position: calls a function of the positions of the call. near: the first summand.
-    """
-    x = near
-    if options.alibi_slopes is not None:
-        ramp, slopes = by_position(_ramp, options, dtype), options.alibi_slopes.to(dtype)
-        slopes = slopes.unsqueeze(-1).unsqueeze(-1)
-        x = slopes * ramp if x is None else torch.addcmul(x, slopes, ramp)
-    if options.relative_bias is not None:
-        table = options.relative_bias.to(dtype)
-        shift = table[:, by_position(_index, options, table.shape[1])].transpose(0, 1)
-        x = shift if x is None else x + shift
-    if options.attn_bias is not None:
-        x = options.attn_bias.to(dtype) if x is None else x + options.attn_bias.to(dtype)
-    return x
-
-
-def anew(T_q: int, T_k: int, device: torch.device) -> Callable[[_Make, Options, Any], Any]:
-    """`bias`'s by_position for one call."""
-    return lambda make, options, of: make(options, T_q, T_k, device, of)
-
-
-def exactly(
-    q: Tensor, k: Tensor, options: Options, first_row: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """(`Added` of a call, -inf wherever a key is hidden, or a mask; the mask alone)."""
-    (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
-    keep = visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = bias(options, anew(T_q, T_k, q.device), dtype_of_bias(q, options))
-    if x is None or keep is None:
-        x = keep if x is None else x
-    else:
-        x = torch.where(keep, x, float("-inf"))
-    return None if x is None else x.expand(-1, -1, T_q, T_k), keep
-
-
 def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:
-    """q's dtype for a mask, or a bias in it, alone; else fp32 or wider."""
+    """`AddedScores.dtype`."""
     given = options.attn_bias
     if not options.biases and (given is None or given.dtype == q.dtype):
         return q.dtype
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def added(keep: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _added(keep: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A mask as summand: 0, or -inf where it is False."""
     if keep is None:
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
-from ..options import Options, along
+from ..options import Options
 from . import formula, masks, tangents
 from .double_backward import gradients_by_formula
 from .query_chunks import attention_in_tiles
@@ -64,17 +64,16 @@ def bind(
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower = causal and options.left is None
     bare = options.plain and (lower or masks.sees_all(options, q.shape[2], k.shape[2]))
-    added = None
-    if known and not bare:
-        added = masks.added_to(q, k, options, first_row, is_causal=causal and fits)
+    added = masks.added_scores(q, k, options, first_row, lasting=known, is_causal=causal and fits)
     if return_lse:
-        return partial(_with_lse, added=added, is_causal=causal, first_row=first_row)
+        shown = None if bare else added.quickly
+        return partial(_with_lse, shown=shown, is_causal=causal, first_row=first_row)
     if bare:
         short = q.is_cpu and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
         bound = partial(_short, known=known) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
-    sure = known and masks.shows_each_query_a_key(q, k, options)
-    return partial(_masked, added=added, sure=sure, gqa=gqa, first_row=first_row)
+    sure = known and added.shows_each_query_a_key(options)
+    return partial(_masked, added=added, known=known, sure=sure, gqa=gqa)
 
 
 def _with_one_product(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
@@ -127,20 +126,19 @@ def _short(
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.Added | None, sure: bool,
-    gqa: bool, first_row: int,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.AddedScores, known: bool,
+    sure: bool, gqa: bool,
 ) -> Tensor:  # fmt: skip
     """o of a call with a mask or bias.
 
-    added: None if the host does not know what tensors hold. sure: no key is padding, and each query
-    sees one.
+    known: as for `_short`. sure: no key is padding, and each query sees one.
     """
-    if added is not None:
-        attend = _few_heads_at_once if added.large and not _records(q, k, v, options) else _added
-        o = attend(q, k, v, options, added, gqa)
+    if known:
+        shown = added.quickly(options)
+        o = _fused(q, k, v, options, shown, is_causal=added.is_causal, gqa=gqa)
         if sure or _is_sound(o, k, v, options):
             return o
-    shown, mask = masks.exactly(q, k, options, first_row)
+    shown, mask = added.exactly(options)
     exists = masks.existing_keys(options, k.shape[2], q.device)
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
@@ -152,36 +150,6 @@ def _masked(
     return o
 
 
-def _added(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, added: masks.Added, gqa: bool
-) -> Tensor:
-    return _fused(q, k, v, options, added(options), is_causal=added.is_causal, gqa=gqa)
-
-
-_BY_HEAD = along("H_q")
-
-
-def _few_heads_at_once(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, added: masks.Added, gqa: bool
-) -> Tensor:
-    """`_added` without biases of all heads in memory."""
-    count, group = k.shape[1], q.shape[1] // k.shape[1]
-    step = max(1, masks.LARGE // (added.T_q * added.T_k * group))
-    parts = []
-    for first in range(0, count, step):
-        keys, heads = slice(first, first + step), slice(first * group, (first + step) * group)
-        own: dict[str, Any] = {"first_head": options.first_head + heads.start}
-        for name, behind in _BY_HEAD.items():
-            x = getattr(options, name)
-            if x is not None and x.shape[-1 - behind] > 1:
-                own[name] = x[(..., heads, *(slice(None),) * behind)]
-        some = q[:, heads]
-        of_heads = added._replace(H_q=some.shape[1])
-        part = _added(some, k[:, keys], v[:, keys], options._replace(**own), of_heads, gqa)
-        parts.append(part)
-    return torch.cat(parts, 1)
-
-
 def _records(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether autograd records the call."""
     inputs = (q, k, v, *options.differentiable)
@@ -189,15 +157,18 @@ def _records(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 
 def _with_lse(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.Added | None,
-    is_causal: bool, first_row: int,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *,
+    shown: Callable[[Options], Tensor | None] | None, is_causal: bool, first_row: int,
 ) -> Results:  # fmt: skip
-    """o and lse of torch's CPU kernel; of the formula for gradients."""
+    """o and lse of torch's CPU kernel; of the formula for gradients.
+
+    shown: makes the mask or bias of a call.
+    """
     exactly = partial(_by_formula, q, k, v, options, return_lse=True, first_row=first_row)
     if _records(q, k, v, options):
         return exactly()
-    shown = None if added is None else added(options)
-    o, lse = _cpu_kernel(q, k, v, 0.0, is_causal, attn_mask=shown, scale=options.scale)
+    mask = None if shown is None else shown(options)
+    o, lse = _cpu_kernel(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
     # The lse is 0 in rows without keys, and where NaN is missed: see `_WIDEST_VECTOR`.
     if not (_is_finite(o) and torch.count_nonzero(lse).item() == lse.numel()):
         sound = o.isfinite().all(-1) & (lse != 0)

@@ -6,7 +6,6 @@ import torch
 import fastattn
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
-from fastattn.torch_backend import masks
 from fastattn.torch_backend import torch_attention as torch_backend
 
 
@@ -97,24 +96,3 @@ def test_a_call_that_sees_no_key_has_gradients(options: dict) -> None:
     q, k, v = make_qkv(1, 2, 2, 7, D=8)
     o = torch_attention(q, k, v, key_lengths=torch.tensor([0]), **options)
     assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k, v)))
-
-
-@pytest.mark.parametrize("more", [{}, EXAMPLES["mask-mod"], EXAMPLES["bias"], EXAMPLES["mask"]])
-def test_few_biases_of_heads_are_in_memory(more: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient needs all at once."""
-    q, k, v = make_qkv(2, 4, 2, 12, 12, 8, requires_grad=False)
-    options = {"alibi_slopes": fastattn.alibi_slopes(4), **EXAMPLES["relative-bias"], **more}
-    expected = torch_attention(q, k, v, **options)
-    shown, original = [], torch_backend._fused
-
-    def recorded(*inputs, **how):
-        shown.append(inputs[4])
-        return original(*inputs, **how)
-
-    monkeypatch.setattr(torch_backend, "_fused", recorded)
-    monkeypatch.setattr(masks, "LARGE", 12 * 12)
-    torch.testing.assert_close(torch_attention(q, k, v, **options), expected)
-    assert [x.shape[1] for x in shown] == [2, 2]
-    shown.clear()
-    torch_attention(q.requires_grad_(), k, v, **options)
-    assert [x.shape[1] for x in shown] == [4]
