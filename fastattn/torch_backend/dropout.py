@@ -5,10 +5,13 @@ a function of a key (the seed) and a counter (a weight's position) to four rando
 forward and backward draw the same bits in any order.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, tracing
 
 # The fewest rounds that pass all of the paper's tests.
 _ROUNDS = 7
@@ -63,31 +66,59 @@ def keep_mask(
 
     first_head, all_heads = (0, H_q) if heads is None else heads
     head = (count(B, 3) + first_row) * all_heads + count(H_q, 2) + first_head
-    key = (seed[0] & _WORD, seed[0] >> 32 & _WORD)
-    if positions is None:
-        words = philox(key, (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1]))
-        drawn = torch.stack(words, -1).flatten(-2)[..., :T_k]
-    else:
+    fours, i = count(-(-T_k // 4), 0)[None, None, None], count(T_q, 1)[None, None]
+    if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
-        words = philox(key, (j // 4, i, head, seed[1]))
-        drawn = torch.stack(words, -1).take_along_dim((j % 4)[..., None], -1)[..., 0]
-    return drawn >= int(dropout * 2**32)
+        fours = j // 4
+    kept = _kept(seed, (fours, i, head), int(dropout * 2**32))
+    if positions is None:
+        return kept.flatten(-2)[..., :T_k]
+    return kept.take_along_dim((j % 4)[..., None], -1)[..., 0]
 
 
-def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int = _ROUNDS) -> Words:
-    """Four 32-bit words, as int64, for a key of two and a counter of four words; all broadcast."""
+# Words drawn at once: their int64 stay in a core's cache.
+_AT_ONCE = 2**18
+
+
+def _kept(seed: Any, counter: tuple[Tensor, ...], least: int) -> Tensor:
+    """Whether each of the four words of a counter's first three is at least `least`."""
+    if not tracing.host_knows(seed):
+        return _at_least(least, seed, counter)
+    kept = seed.new_empty(
+        (*torch.broadcast_shapes(*(x.shape for x in counter)), 4), dtype=torch.bool
+    )
+    _fill(kept, seed.tolist(), counter, least)
+    return kept
+
+
+def _fill(kept: Tensor, seed: list[int], counter: Sequence[Tensor], least: int) -> None:
+    """Write `_at_least` to `kept`, in parts."""
+    dim = next((dim for dim in range(3) if kept.shape[dim] > 1), None)
+    if kept.numel() <= _AT_ONCE or dim is None:
+        kept.copy_(_at_least(least, seed, counter))
+        return
+    halves = [x.tensor_split(2, dim) if x.shape[dim] > 1 else (x, x) for x in (kept, *counter)]
+    for part, *of_part in zip(*halves, strict=True):
+        _fill(part, seed, of_part, least)
+
+
+def _at_least(least: int, seed: Any, counter: Sequence[Tensor]) -> Tensor:
+    words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), (*counter, seed[1]))
+    return torch.stack([word >= least for word in words], -1)
+
+
+def philox(key: tuple[Any, Any], counter: tuple[Any, ...], rounds: int = _ROUNDS) -> Words:
+    """Four 32-bit words, as int64, for a key of two and a counter of four words; all broadcast.
+
+    Numbers may stand for tensors, but for the counter's first and third word.
+    """
     c0, c1, c2, c3 = (word & _WORD for word in counter)
     k0, k1 = key
     for _ in range(rounds):
-        high0, low0 = _product(c0, _MULTIPLIERS[0])
-        high1, low1 = _product(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # int64 wraps: their halves are the high and the low word. c1 and c3 are used as low words.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (product1 >> 32 ^ (c1 ^ k0)).bitwise_and_(_WORD)
+        c2 = (product0 >> 32 ^ (c3 ^ k1)).bitwise_and_(_WORD)
+        c1, c3 = product1, product0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
-
-
-def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of x * factor, by halves of x to avoid overflow of int64."""
-    low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return high >> 16, (high << 16 | low & 0xFFFF) & _WORD
+    return c0, c1 & _WORD, c2, c3 & _WORD

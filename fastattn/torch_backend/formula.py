@@ -4,7 +4,7 @@ It holds all scores of its queries in memory. It serves options that torch's own
 and, in chunks of queries, double backward, also for the kernels. The oracle of both is `reference`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,20 +60,34 @@ def dropped(
     """Apply dropout to weights [B, H_q, T_q, T_k], differentiably."""
     if not options.dropout:
         return weights
+    kept = survivors(
+        options, weights.shape, first_row=first_row, first_query=first_query, device=weights.device
+    )
+    return torch.where(kept, weights, 0.0) / (1 - options.dropout)
+
+
+def survivors(
+    options: Options,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    first_row: int = 0,
+    first_query: int = 0,
+) -> Tensor:
+    """Weights of this shape, [B, H_q, T_q, T_k], that dropout keeps: bool."""
     assert options.dropout_seed is not None, "drawn before"
     seed, p = options.dropout_seed, options.dropout
     positions = None
     if options.q_positions is not None and options.k_positions is not None:
         positions = options.q_positions, options.k_positions
     elif first_query:
-        T_q, T_k = weights.shape[2:]
-        places = torch.arange(max(first_query + T_q, T_k), device=weights.device)[None]
+        T_q, T_k = shape[2:]
+        places = torch.arange(max(first_query + T_q, T_k), device=device)[None]
         positions = places[:, first_query : first_query + T_q], places[:, :T_k]
     heads = None if options.all_heads is None else (options.first_head, options.all_heads)
-    kept = dropout.keep_mask(
-        seed, p, *weights.shape, first_row=first_row, positions=positions, heads=heads
+    return dropout.keep_mask(
+        seed, p, *shape, first_row=first_row, positions=positions, heads=heads
     )
-    return torch.where(kept, weights, 0.0) / (1 - p)
 
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:

@@ -55,9 +55,13 @@ def bind(
         return partial(formula.each_sequence, attention, return_lse=return_lse)
     if ordered:
         return partial(_in_tiles, **how)
-    if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
-        return partial(_by_formula, **how)
     known = tracing.host_knows(q)
+    empty = q.numel() == 0 or k.numel() == 0
+    if options.dropout and known and not (empty or return_lse):
+        if not options._replace(dropout=0).weighs:
+            return partial(_dropping, first_row=first_row)
+    if return_lse or empty or _needs_formula(q, options):
+        return partial(_by_formula, **how)
     is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     if not (is_causal or (options.plain and formula.sees_all(options, q.shape[2], k.shape[2]))):
         shown = _lasting_mask(q, k, options) if known and options.plain else None
@@ -138,6 +142,38 @@ def _masked(
         # kernels differ.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
+
+
+def _dropping(q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_row: int) -> Tensor:
+    """o of a call on a CPU with dropout, else only masks and a bias, in few passes over scores."""
+    if tracing.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return _dropping(q, k, v, options, first_row=first_row)
+    shape = (*q.shape[:3], k.shape[2])
+    mask = formula.visible(options, *shape, q.device, first_row=first_row)
+    exists = formula.existing_keys(options, shape[3], q.device)
+    wide = [formula.wide(q, None) * options.scale, *(formula.wide(x, exists) for x in (k, v))]
+    blind = None if mask is None else ~mask.any(-1, keepdim=True)
+    bias = options.attn_bias
+    bias = None if bias is None else bias.to(wide[0].dtype)
+    if mask is not None:
+        bias = 0.0 if bias is None else bias
+        bias = torch.where(mask | blind, bias, float("-inf"))
+    query, key, value = wide
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    x = query @ key.mT
+    x = x if bias is None else x.add_(bias)
+    weights = x.softmax(-1)
+    kept = formula.survivors(options, shape, q.device, first_row=first_row)
+    weights = weights * kept.to(weights.dtype)
+    o = weights @ value / (1 - options.dropout)
+    if blind is not None:
+        o = o.masked_fill(blind, 0.0)
+    if not _is_tame(o):
+        return _by_formula(q, k, v, options, first_row=first_row)
+    return o if options.fp32_results else o.to(q.dtype)
 
 
 # Most scores of a mask that is kept with a call: 64 KiB in fp32, for one of 1024 calls.
