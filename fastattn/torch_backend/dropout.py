@@ -5,6 +5,7 @@ a function of a key (the seed) and a counter (a weight's position) to four rando
 forward and backward draw the same bits in any order.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,39 +71,37 @@ def keep_mask(
     if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
         fours = j // 4
-    kept = _kept(seed, (fours, i, head), int(dropout * 2**32))
+    counter, least = (fours, i, head), int(dropout * 2**32)
+    if tracing.host_knows(seed):
+        shape = B, H_q, T_q, fours.shape[-1]
+        kept = _in_parts(shape, seed.tolist(), counter, least)
+    else:
+        kept = _at_least(least, seed, counter)
     if positions is None:
         return kept.flatten(-2)[..., :T_k]
     return kept.take_along_dim((j % 4)[..., None], -1)[..., 0]
 
 
-# Words drawn at once: their int64 stay in a core's cache.
-_AT_ONCE = 2**18
+# Counters at once: their words, of 8 bytes, stay in a core's cache.
+_AT_ONCE = 2**16
 
 
-def _kept(seed: Any, counter: tuple[Tensor, ...], least: int) -> Tensor:
-    """Whether each of the four words of a counter's first three is at least `least`."""
-    if not tracing.host_knows(seed):
+def _in_parts(
+    shape: Sequence[int], seed: list[int], counter: Sequence[Tensor], least: int
+) -> Tensor:
+    """`_at_least` for counters that broadcast to `shape`, in parts of its first three dims."""
+    dim = next((dim for dim in range(3) if shape[dim] > 1), None)
+    if dim is None or math.prod(shape) <= _AT_ONCE:
         return _at_least(least, seed, counter)
-    kept = seed.new_empty(
-        (*torch.broadcast_shapes(*(x.shape for x in counter)), 4), dtype=torch.bool
-    )
-    _fill(kept, seed.tolist(), counter, least)
+    kept = torch.empty((*shape, 4), dtype=torch.bool)
+    halves = [x.tensor_split(2, dim) if x.shape[dim] > 1 else (x, x) for x in (kept, *counter)]
+    for part, *of_part in zip(*halves, strict=True):
+        part.copy_(_in_parts(part.shape[:-1], seed, of_part, least))
     return kept
 
 
-def _fill(kept: Tensor, seed: list[int], counter: Sequence[Tensor], least: int) -> None:
-    """Write `_at_least` to `kept`, in parts."""
-    dim = next((dim for dim in range(3) if kept.shape[dim] > 1), None)
-    if kept.numel() <= _AT_ONCE or dim is None:
-        kept.copy_(_at_least(least, seed, counter))
-        return
-    halves = [x.tensor_split(2, dim) if x.shape[dim] > 1 else (x, x) for x in (kept, *counter)]
-    for part, *of_part in zip(*halves, strict=True):
-        _fill(part, seed, of_part, least)
-
-
 def _at_least(least: int, seed: Any, counter: Sequence[Tensor]) -> Tensor:
+    """Whether each word of a counter with the seed's second number is at least `least`: [..., 4]."""
     words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), (*counter, seed[1]))
     return torch.stack([word >= least for word in words], -1)
 
@@ -115,10 +114,16 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, ...], rounds: int = _ROUNDS
     c0, c1, c2, c3 = (word & _WORD for word in counter)
     k0, k1 = key
     for _ in range(rounds):
-        # int64 wraps: their halves are the high and the low word. c1 and c3 are used as low words.
+        # int64 wraps: its halves are the high and the low word. c1 and c3 are used as low words.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = (product1 >> 32 ^ (c1 ^ k0)).bitwise_and_(_WORD)
-        c2 = (product0 >> 32 ^ (c3 ^ k1)).bitwise_and_(_WORD)
+        c0, c2 = _mixed(product1, c1, k0), _mixed(product0, c3, k1)
         c1, c3 = product1, product0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def _mixed(product: Tensor, word: Any, key: Any) -> Tensor:
+    high, mixed = product >> 32, word ^ key
+    # In place only without tracing, which makes numbers of keys.
+    own = isinstance(key, int) and isinstance(mixed, Tensor) and mixed.shape == high.shape
+    return (mixed.bitwise_xor_(high) if own else mixed ^ high).bitwise_and_(_WORD)

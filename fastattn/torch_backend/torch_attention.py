@@ -6,10 +6,11 @@ propagate their NaN; rows without keys give 0, and rows with visible NaN give Na
 only if torch has no flag for them.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -57,9 +58,11 @@ def bind(
         return partial(_in_tiles, **how)
     known = tracing.host_knows(q)
     empty = q.numel() == 0 or k.numel() == 0
-    if options.dropout and known and not (empty or return_lse):
-        if not options._replace(dropout=0).weighs:
-            return partial(_dropping, first_row=first_row)
+    if options.dropout and known and not (return_lse or empty):
+        others = options._replace(dropout=0, dropout_seed=None)
+        if not others.weighs:
+            added = _lasting_mask(q, k, others) if others.plain else None
+            return partial(_dropping, first_row=first_row, added=added)
     if return_lse or empty or _needs_formula(q, options):
         return partial(_by_formula, **how)
     is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
@@ -144,36 +147,45 @@ def _masked(
     return o
 
 
-def _dropping(q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_row: int) -> Tensor:
-    """o of a call on a CPU with dropout, else only masks and a bias, in few passes over scores."""
+def _dropping(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_row: int, added: Tensor | None
+) -> Tensor:
+    """o of a call with dropout, else masks and a bias alone, where the host knows what tensors hold.
+
+    The formula in fewer passes over scores; what has no finite result is left to that. added: a
+    mask to be added to scores, if it is known.
+    """
     if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return _dropping(q, k, v, options, first_row=first_row)
-    shape = (*q.shape[:3], k.shape[2])
-    mask = formula.visible(options, *shape, q.device, first_row=first_row)
-    exists = formula.existing_keys(options, shape[3], q.device)
-    wide = [formula.wide(q, None) * options.scale, *(formula.wide(x, exists) for x in (k, v))]
-    blind = None if mask is None else ~mask.any(-1, keepdim=True)
-    bias = options.attn_bias
-    bias = None if bias is None else bias.to(wide[0].dtype)
-    if mask is not None:
-        bias = 0.0 if bias is None else bias
-        bias = torch.where(mask | blind, bias, float("-inf"))
-    query, key, value = wide
+            return _dropping(q, k, v, options, first_row=first_row, added=added)
+    if added is None:
+        added = _added(q, k, options, first_row)
+        exists = formula.existing_keys(options, k.shape[2], q.device)
+        if exists is not None:
+            k, v = _harmless(k, exists, True), _harmless(v, exists, True)
+    query = formula.wide(q, None) * options.scale
+    key, value = (formula.wide(x, None) for x in (k, v))
     group = q.shape[1] // k.shape[1]
     if group > 1:
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     x = query @ key.mT
-    x = x if bias is None else x.add_(bias)
-    weights = x.softmax(-1)
-    kept = formula.survivors(options, shape, q.device, first_row=first_row)
-    weights = weights * kept.to(weights.dtype)
-    o = weights @ value / (1 - options.dropout)
-    if blind is not None:
-        o = o.masked_fill(blind, 0.0)
-    if not _is_tame(o):
-        return _by_formula(q, k, v, options, first_row=first_row)
+    weights = (x if added is None else x.add_(added)).softmax(-1)
+    kept = formula.survivors(options, weights.shape, q.device, first_row=first_row)
+    o = weights.mul(kept.to(weights.dtype)) @ value / (1 - options.dropout)
+    if not math.isfinite(o.detach()[..., :1].sum().item()):
+        # A row without keys, or NaN or an infinity, which may be hidden.
+        return cast(Tensor, _by_formula(q, k, v, options, return_lse=False, first_row=first_row))
     return o if options.fp32_results else o.to(q.dtype)
+
+
+def _added(q: Tensor, k: Tensor, options: Options, first_row: int) -> Tensor | None:
+    """The bias of a call, -inf at hidden keys."""
+    bias, sizes = options.attn_bias, (*q.shape[:3], k.shape[2])
+    mask = formula.visible(options, *sizes, q.device, first_row=first_row)
+    bias = None if bias is None else bias.to(torch.promote_types(q.dtype, torch.float32))
+    if mask is None:
+        return bias
+    return torch.where(mask, 0.0 if bias is None else bias, float("-inf"))
 
 
 # Most scores of a mask that is kept with a call: 64 KiB in fp32, for one of 1024 calls.
