@@ -310,9 +310,10 @@ def compute(
 
     key, arguments: memo key and unchecked options of the call. cast: autocast changed a tensor.
     """
-    if options.dropout and options.dropout_seed is None:
-        options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
+    if options.dropout and options.dropout_seed is None:
+        if choice.backend != "torch" or not torch_backend.draws(q, k, v, options, return_lse):
+            options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     dispatch.log_once("attention", choice, q, k, v, options)
     if choice.reasons and not q.is_cpu:
         dispatch.warn_if_slow(choice, q.device)

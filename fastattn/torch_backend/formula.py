@@ -58,7 +58,7 @@ def dropped(
     weights: Tensor, options: Options, *, first_row: int = 0, first_query: int = 0
 ) -> Tensor:
     """Apply dropout to weights [B, H_q, T_q, T_k], differentiably."""
-    if not options.dropout:
+    if not (options.dropout and weights.numel()):
         return weights
     kept = survivors(
         options, weights.shape, first_row=first_row, first_query=first_query, device=weights.device

@@ -57,13 +57,13 @@ def bind(
     if ordered:
         return partial(_in_tiles, **how)
     known = tracing.host_knows(q)
-    empty = q.numel() == 0 or k.numel() == 0
-    if options.dropout and known and not (return_lse or empty):
+    by_formula = return_lse or q.numel() == 0 or k.numel() == 0
+    if options.dropout_seed is not None and known and not by_formula:
         others = options._replace(dropout=0, dropout_seed=None)
         if not others.weighs:
             added = _lasting_mask(q, k, others) if others.plain else None
             return partial(_dropping, first_row=first_row, added=added)
-    if return_lse or empty or _needs_formula(q, options):
+    if by_formula or _needs_formula(q, options):
         return partial(_by_formula, **how)
     is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     if not (is_causal or (options.plain and formula.sees_all(options, q.shape[2], k.shape[2]))):
@@ -107,15 +107,16 @@ def _fused(
     short: bool = False,
     known: bool = False,
 ) -> Tensor:
-    """o of torch's function.
+    """o of torch's function, which also drops weights without a seed.
 
     shown: a mask or bias. short: without, there are few keys, on a CPU. known: whether the host
     knows what tensors hold.
     """
     o = scaled_dot_product_attention(
-        q, k, v, attn_mask=shown, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
-    )
-    if o.requires_grad:
+        q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
+        scale=options.scale, enable_gqa=gqa,
+    )  # fmt: skip
+    if o.requires_grad and not options.dropout:  # which has them
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if not short or (known and torch.count_nonzero(o).item() == o.numel()):
         return o
@@ -274,9 +275,22 @@ def _allow_second_derivatives(
     node.register_hook(replaced)
 
 
+def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> bool:
+    """Whether torch's function shall draw what a call without a seed drops.
+
+    Not for traced calls, nor for parts of others, which all draw one seed.
+    """
+    part = options.all_heads is not None or options.q_positions is not None
+    if part or return_lse or not (tracing.host_knows(q) and q.numel() and k.numel()):
+        return False
+    return not _needs_formula(q, options) and tangents.carried(q, k, v, options) is None
+
+
 def _needs_formula(q: Tensor, options: Options) -> bool:
-    """Whether the call has more than masks and a bias in q's dtype."""
+    """Whether the call has more than masks, a bias in q's dtype, and dropout without a seed."""
     bias = options.attn_bias
+    if options.dropout and options.dropout_seed is None:
+        options = options._replace(dropout=0)
     return options.weighs or (bias is not None and bias.dtype != q.dtype)
 
 
