@@ -311,9 +311,8 @@ def compute(
     key, arguments: memo key and unchecked options of the call. cast: autocast changed a tensor.
     """
     choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
-    if options.dropout and options.dropout_seed is None:
-        if choice.backend != "torch" or not torch_backend.draws(q, k, v, options, return_lse):
-            options = options._replace(dropout_seed=dropout.draw_seed(q.device))
+    if choice.backend != "torch" or not torch_backend.draws(q, k, v, options, return_lse):
+        options = dropout.seeded(options, q.device)
     dispatch.log_once("attention", choice, q, k, v, options)
     if choice.reasons and not q.is_cpu:
         dispatch.warn_if_slow(choice, q.device)

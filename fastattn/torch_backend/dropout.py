@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, tracing
+from ..options import Options
 
 # The fewest rounds that pass all of the paper's tests.
 _ROUNDS = 7
@@ -26,6 +27,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def draw_seed(device: torch.device) -> Tensor:
     """Draw int64 [2] from torch's generator of `device`."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def seeded(options: Options, device: torch.device) -> Options:
+    """The options with a seed, drawn unless given, if weights are dropped."""
+    if not options.dropout or options.dropout_seed is not None:
+        return options
+    return options._replace(dropout_seed=draw_seed(device))
 
 
 def keep_mask(

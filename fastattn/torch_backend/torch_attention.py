@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
 from ..options import Options
-from . import formula, tangents
+from . import dropout, formula, tangents
 from .double_backward import gradients_by_formula
 from .query_chunks import attention_in_tiles
 
@@ -116,6 +116,9 @@ def _fused(
         q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
         scale=options.scale, enable_gqa=gqa,
     )  # fmt: skip
+    if options.dropout and is_causal and not _is_finite(o):
+        # NaN of later keys, which torch adds to -inf where it drops.
+        return cast(Tensor, attention(q, k, v, dropout.seeded(options, q.device)))
     if o.requires_grad and not options.dropout:  # which has them
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if not short or (known and torch.count_nonzero(o).item() == o.numel()):
@@ -173,8 +176,7 @@ def _dropping(
     weights = (x if added is None else x.add_(added)).softmax(-1)
     kept = formula.survivors(options, weights.shape, q.device, first_row=first_row)
     o = weights.mul(kept.to(weights.dtype)) @ value / (1 - options.dropout)
-    if not math.isfinite(o.detach()[..., :1].sum().item()):
-        # A row without keys, or NaN or an infinity, which may be hidden.
+    if not _is_finite(o):  # a row without keys, or NaN or an infinity, which may be hidden
         return cast(Tensor, _by_formula(q, k, v, options, return_lse=False, first_row=first_row))
     return o if options.fp32_results else o.to(q.dtype)
 
@@ -280,8 +282,10 @@ def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -
 
     Not for traced calls, nor for parts of others, which all draw one seed.
     """
+    if not options.dropout or options.dropout_seed is not None or return_lse:
+        return False
     part = options.all_heads is not None or options.q_positions is not None
-    if part or return_lse or not (tracing.host_knows(q) and q.numel() and k.numel()):
+    if part or not (tracing.host_knows(q) and q.numel() and k.numel()):
         return False
     return not _needs_formula(q, options) and tangents.carried(q, k, v, options) is None
 
@@ -316,6 +320,11 @@ def _harmless(x: Tensor, exists: Tensor, known: bool) -> Tensor:
     if known and _is_tame(x):
         return x
     return torch.where(exists[:, None, :, None], x, 0.0)
+
+
+def _is_finite(o: Tensor) -> bool:
+    """Whether no weight is NaN, which all of a row then are, by o = weights @ v."""
+    return math.isfinite(o.detach()[..., :1].sum().item())
 
 
 def _is_tame(x: Tensor) -> bool:
