@@ -58,7 +58,10 @@ def dropped(
     weights: Tensor, options: Options, *, first_row: int = 0, first_query: int = 0
 ) -> Tensor:
     """Apply dropout to weights [B, H_q, T_q, T_k], differentiably."""
-    if not (options.dropout and weights.numel()):
+    if not options.dropout:
+        return weights
+    if options.dropout_seed is None:
+        assert not weights.numel(), "drawn before"
         return weights
     kept = survivors(
         options, weights.shape, first_row=first_row, first_query=first_query, device=weights.device
@@ -75,7 +78,7 @@ def survivors(
     first_query: int = 0,
 ) -> Tensor:
     """Weights of this shape, [B, H_q, T_q, T_k], that dropout keeps: bool."""
-    assert options.dropout_seed is not None, "drawn before"
+    assert options.dropout_seed is not None
     seed, p = options.dropout_seed, options.dropout
     positions = None
     if options.q_positions is not None and options.k_positions is not None:

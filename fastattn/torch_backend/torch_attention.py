@@ -116,10 +116,11 @@ def _fused(
         q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
         scale=options.scale, enable_gqa=gqa,
     )  # fmt: skip
-    if options.dropout and is_causal and not _is_finite(o):
-        # NaN of later keys, which torch adds to -inf where it drops.
-        return cast(Tensor, attention(q, k, v, dropout.seeded(options, q.device)))
-    if o.requires_grad and not options.dropout:  # which has them
+    if options.dropout:  # by torch's formula, which has derivatives, and adds -inf to NaN
+        if is_causal and not _is_finite(o):
+            return cast(Tensor, attention(q, k, v, dropout.seeded(options, q.device)))
+        return o
+    if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if not short or (known and torch.count_nonzero(o).item() == o.numel()):
         return o
