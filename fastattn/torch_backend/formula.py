@@ -88,9 +88,7 @@ def survivors(
         places = torch.arange(max(first_query + T_q, T_k), device=device)[None]
         positions = places[:, first_query : first_query + T_q], places[:, :T_k]
     heads = None if options.all_heads is None else (options.first_head, options.all_heads)
-    return dropout.keep_mask(
-        seed, p, *shape, first_row=first_row, positions=positions, heads=heads
-    )
+    return dropout.keep_mask(seed, p, *shape, first_row=first_row, positions=positions, heads=heads)
 
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
