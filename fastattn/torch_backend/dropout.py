@@ -79,12 +79,10 @@ def keep_mask(
     if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
         fours = j // 4
-    counter, least = (fours, i, head), int(dropout * 2**32)
+    shape, numbers = (B, H_q, T_q, fours.shape[-1]), seed
     if tracing.host_knows(seed):
-        shape = B, H_q, T_q, fours.shape[-1]
-        kept = _in_parts(shape, seed.tolist(), counter, least)
-    else:
-        kept = _at_least(least, seed, counter)
+        numbers = seed.tolist()
+    kept = _kept(shape, numbers, (fours, i, head), int(dropout * 2**32))
     if positions is None:
         return kept.flatten(-2)[..., :T_k]
     return kept.take_along_dim((j % 4)[..., None], -1)[..., 0]
@@ -94,44 +92,34 @@ def keep_mask(
 _AT_ONCE = 2**16
 
 
-def _in_parts(
-    shape: Sequence[int], seed: list[int], counter: Sequence[Tensor], least: int
-) -> Tensor:
-    """`_at_least` for counters that broadcast to `shape`, in parts of its first three dims."""
-    dim = next((dim for dim in range(3) if shape[dim] > 1), None)
+def _kept(shape: Sequence[int], seed: Any, counter: Sequence[Tensor], least: int) -> Tensor:
+    """Which words are at least `least`: bool [*shape, 4]. In parts, if the seed is two numbers.
+
+    counter: its first three words, which broadcast to `shape`.
+    """
+    dim = None if isinstance(seed, Tensor) else next((n for n in range(3) if shape[n] > 1), None)
     if dim is None or math.prod(shape) <= _AT_ONCE:
-        return _at_least(least, seed, counter)
+        words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), (*counter, seed[1]))
+        return torch.stack([word >= least for word in words], -1)
     kept = torch.empty((*shape, 4), dtype=torch.bool)
     halves = [x.tensor_split(2, dim) if x.shape[dim] > 1 else (x, x) for x in (kept, *counter)]
     for part, *of_part in zip(*halves, strict=True):
-        part.copy_(_in_parts(part.shape[:-1], seed, of_part, least))
+        part.copy_(_kept(part.shape[:-1], seed, of_part, least))
     return kept
-
-
-def _at_least(least: int, seed: Any, counter: Sequence[Tensor]) -> Tensor:
-    """Whether each word of a counter with the seed's second number is at least `least`: [..., 4]."""
-    words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), (*counter, seed[1]))
-    return torch.stack([word >= least for word in words], -1)
 
 
 def philox(key: tuple[Any, Any], counter: tuple[Any, ...], rounds: int = _ROUNDS) -> Words:
     """Four 32-bit words, as int64, for a key of two and a counter of four words; all broadcast.
 
-    Numbers may stand for tensors, but for the counter's first and third word.
+    The key and the counter's last word may be numbers.
     """
     c0, c1, c2, c3 = (word & _WORD for word in counter)
     k0, k1 = key
     for _ in range(rounds):
-        # int64 wraps: its halves are the high and the low word. c1 and c3 are used as low words.
+        # int64 wraps: its halves are the high and the low word, of which c1 and c3 are the low.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = _mixed(product1, c1, k0), _mixed(product0, c3, k1)
+        c0 = (product1 >> 32 ^ (c1 ^ k0)).bitwise_and_(_WORD)
+        c2 = (product0 >> 32 ^ (c3 ^ k1)).bitwise_and_(_WORD)
         c1, c3 = product1, product0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1 & _WORD, c2, c3 & _WORD
-
-
-def _mixed(product: Tensor, word: Any, key: Any) -> Tensor:
-    high, mixed = product >> 32, word ^ key
-    # In place only without tracing, which makes numbers of keys.
-    own = isinstance(key, int) and isinstance(mixed, Tensor) and mixed.shape == high.shape
-    return (mixed.bitwise_xor_(high) if own else mixed ^ high).bitwise_and_(_WORD)

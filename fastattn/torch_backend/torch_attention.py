@@ -6,11 +6,10 @@ propagate their NaN; rows without keys give 0, and rows with visible NaN give Na
 only if torch has no flag for them.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,15 +55,9 @@ def bind(
         return partial(formula.each_sequence, attention, return_lse=return_lse)
     if ordered:
         return partial(_in_tiles, **how)
-    known = tracing.host_knows(q)
-    by_formula = return_lse or q.numel() == 0 or k.numel() == 0
-    if options.dropout_seed is not None and known and not by_formula:
-        others = options._replace(dropout=0, dropout_seed=None)
-        if not others.weighs:
-            added = _lasting_mask(q, k, others) if others.plain else None
-            return partial(_dropping, first_row=first_row, added=added)
-    if by_formula or _needs_formula(q, options):
+    if return_lse or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
         return partial(_by_formula, **how)
+    known = tracing.host_knows(q)
     is_causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     if not (is_causal or (options.plain and formula.sees_all(options, q.shape[2], k.shape[2]))):
         shown = _lasting_mask(q, k, options) if known and options.plain else None
@@ -116,10 +109,9 @@ def _fused(
         q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
         scale=options.scale, enable_gqa=gqa,
     )  # fmt: skip
-    if options.dropout:  # by torch's formula, which has derivatives, and adds -inf to NaN
-        if is_causal and not _is_finite(o):
-            return cast(Tensor, attention(q, k, v, dropout.seeded(options, q.device)))
-        return o
+    if options.dropout:  # by torch's formula, which has derivatives, but adds -inf to NaN
+        odd = is_causal and not o.detach()[..., :1].sum().isfinite()
+        return attention(q, k, v, dropout.seeded(options, q.device)) if odd else o  # type: ignore[return-value]
     if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     if not short or (known and torch.count_nonzero(o).item() == o.numel()):
@@ -150,46 +142,6 @@ def _masked(
         # kernels differ.
         o = o.masked_fill(~mask.any(-1, keepdim=True), 0.0)
     return o
-
-
-def _dropping(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, first_row: int, added: Tensor | None
-) -> Tensor:
-    """o of a call with dropout, else masks and a bias alone, where the host knows what tensors hold.
-
-    The formula in fewer passes over scores; what has no finite result is left to that. added: a
-    mask to be added to scores, if it is known.
-    """
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return _dropping(q, k, v, options, first_row=first_row, added=added)
-    if added is None:
-        added = _added(q, k, options, first_row)
-        exists = formula.existing_keys(options, k.shape[2], q.device)
-        if exists is not None:
-            k, v = _harmless(k, exists, True), _harmless(v, exists, True)
-    query = formula.wide(q, None) * options.scale
-    key, value = (formula.wide(x, None) for x in (k, v))
-    group = q.shape[1] // k.shape[1]
-    if group > 1:
-        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    x = query @ key.mT
-    weights = (x if added is None else x.add_(added)).softmax(-1)
-    kept = formula.survivors(options, weights.shape, q.device, first_row=first_row)
-    o = weights.mul(kept.to(weights.dtype)) @ value / (1 - options.dropout)
-    if not _is_finite(o):  # a row without keys, or NaN or an infinity, which may be hidden
-        return cast(Tensor, _by_formula(q, k, v, options, return_lse=False, first_row=first_row))
-    return o if options.fp32_results else o.to(q.dtype)
-
-
-def _added(q: Tensor, k: Tensor, options: Options, first_row: int) -> Tensor | None:
-    """The bias of a call, -inf at hidden keys."""
-    bias, sizes = options.attn_bias, (*q.shape[:3], k.shape[2])
-    mask = formula.visible(options, *sizes, q.device, first_row=first_row)
-    bias = None if bias is None else bias.to(torch.promote_types(q.dtype, torch.float32))
-    if mask is None:
-        return bias
-    return torch.where(mask, 0.0 if bias is None else bias, float("-inf"))
 
 
 # Most scores of a mask that is kept with a call: 64 KiB in fp32, for one of 1024 calls.
@@ -321,11 +273,6 @@ def _harmless(x: Tensor, exists: Tensor, known: bool) -> Tensor:
     if known and _is_tame(x):
         return x
     return torch.where(exists[:, None, :, None], x, 0.0)
-
-
-def _is_finite(o: Tensor) -> bool:
-    """Whether no weight is NaN, which all of a row then are, by o = weights @ v."""
-    return math.isfinite(o.detach()[..., :1].sum().item())
 
 
 def _is_tame(x: Tensor) -> bool:
