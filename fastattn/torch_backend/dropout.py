@@ -79,9 +79,8 @@ def keep_mask(
     if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
         fours = j // 4
-    shape, numbers = (B, H_q, T_q, fours.shape[-1]), seed
-    if tracing.host_knows(seed):
-        numbers = seed.tolist()
+    shape = B, H_q, T_q, fours.shape[-1]
+    numbers = seed.tolist() if tracing.host_knows(seed) else seed
     kept = _kept(shape, numbers, (fours, i, head), int(dropout * 2**32))
     if positions is None:
         return kept.flatten(-2)[..., :T_k]

@@ -75,7 +75,7 @@ def dropped(
     kept = dropout.keep_mask(
         seed, p, *weights.shape, first_row=first_row, positions=positions, heads=heads
     )
-    return weights * kept.to(weights.dtype) / (1 - p)
+    return weights * kept / (1 - p)
 
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
