@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention
+from fastattn.functional import call_memo
 from fastattn.generation import Sampling, generate_batch
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
@@ -217,6 +218,7 @@ def expected(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(exact, naive) results of one process, which draws seeds of dropout as ranks do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_attention, "draws", lambda *call: False)
+        call_memo.forget()
         exact = results(made(name).double())
         values = tuple(exact.values())
         naive = worst_naive(values, lambda: tuple(results(made(name)).values()))
