@@ -120,8 +120,9 @@ def attention(
         sinks: float [H_q], differentiable: per head, the score of one more key with value 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
             Always applied: pass 0 for evaluation.
-        dropout_seed: int64 [2] on q's device. Default: drawn from torch's generator of that device.
-            `dropout_keep_mask` returns a seed's mask.
+        dropout_seed: int64 [2] on q's device: the same weights with every backend, those of
+            `dropout_keep_mask`. Default: by torch's generator of that device, which
+            torch.manual_seed repeats with one backend and release of torch.
         deterministic: gradients are bitwise equal from run to run. False permits "triton" and
             "hopper" to compute all gradients in one pass, with q's summed by fp32 atomics: less
             work, more traffic, and last bits that may differ. The forward is not affected, and
@@ -310,9 +311,9 @@ def compute(
 
     key, arguments: memo key and unchecked options of the call. cast: autocast changed a tensor.
     """
-    if options.dropout and options.dropout_seed is None:
-        options = options._replace(dropout_seed=dropout.draw_seed(q.device))
     choice = dispatch.choose(q, k, v, options, backend, among=dispatch.BACKENDS)
+    if choice.backend != "torch" or not torch_backend.draws(q, k, v, options, return_lse):
+        options = dropout.seeded(options, q.device)
     dispatch.log_once("attention", choice, q, k, v, options)
     if choice.reasons and not q.is_cpu:
         dispatch.warn_if_slow(choice, q.device)

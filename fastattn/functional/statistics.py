@@ -203,8 +203,7 @@ def attention_with_max(
 ) -> tuple[Tensor, ...]:
     """`attention` or `attention_varlen` with return_max=True, for checked arguments."""
     check_max(options)
-    if options.dropout and options.dropout_seed is None:
-        options = options._replace(dropout_seed=dropout.draw_seed(q.device))
+    options = dropout.seeded(options, q.device)
     choice = dispatch.choose(
         q, k, v, options, backend, among=dispatch.BACKENDS, also=("return_max",)
     )

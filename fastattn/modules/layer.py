@@ -121,7 +121,7 @@ class AttentionLayer(SeparateProjections):
     def dropout_options(self) -> dict[str, Any]:
         """Options of `attention` for dropout, if this call drops weights.
 
-        A rank with a part of the heads or rows drops the same weights as a single process.
+        A rank with a part of the heads or rows drops the weights of a single process with one seed.
         """
         # An int without dropout: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0

@@ -5,10 +5,15 @@ a function of a key (the seed) and a counter (a weight's position) to four rando
 forward and backward draw the same bits in any order.
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, tracing
+from ..options import Options
 
 # The fewest rounds that pass all of the paper's tests.
 _ROUNDS = 7
@@ -22,6 +27,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def draw_seed(device: torch.device) -> Tensor:
     """Draw int64 [2] from torch's generator of `device`."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def seeded(options: Options, device: torch.device) -> Options:
+    """The options with a seed, drawn unless given, if weights are dropped."""
+    if not options.dropout or options.dropout_seed is not None:
+        return options
+    return options._replace(dropout_seed=draw_seed(device))
 
 
 def keep_mask(
@@ -63,31 +75,50 @@ def keep_mask(
 
     first_head, all_heads = (0, H_q) if heads is None else heads
     head = (count(B, 3) + first_row) * all_heads + count(H_q, 2) + first_head
-    key = (seed[0] & _WORD, seed[0] >> 32 & _WORD)
-    if positions is None:
-        words = philox(key, (count(-(-T_k // 4), 0), count(T_q, 1), head, seed[1]))
-        drawn = torch.stack(words, -1).flatten(-2)[..., :T_k]
-    else:
+    fours, i = count(-(-T_k // 4), 0)[None, None, None], count(T_q, 1)[None, None]
+    if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
-        words = philox(key, (j // 4, i, head, seed[1]))
-        drawn = torch.stack(words, -1).take_along_dim((j % 4)[..., None], -1)[..., 0]
-    return drawn >= int(dropout * 2**32)
+        fours = j // 4
+    shape = B, H_q, T_q, fours.shape[-1]
+    numbers = seed.tolist() if tracing.host_knows(seed) else seed
+    kept = _kept(shape, numbers, (fours, i, head), int(dropout * 2**32))
+    if positions is None:
+        return kept.flatten(-2)[..., :T_k]
+    return kept.take_along_dim((j % 4)[..., None], -1)[..., 0]
 
 
-def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int = _ROUNDS) -> Words:
-    """Four 32-bit words, as int64, for a key of two and a counter of four words; all broadcast."""
+# Counters at once: their words, of 8 bytes, stay in a core's cache.
+_AT_ONCE = 2**16
+
+
+def _kept(shape: Sequence[int], seed: Any, counter: Sequence[Tensor], least: int) -> Tensor:
+    """Which words are at least `least`: bool [*shape, 4]. In parts, if the seed is two numbers.
+
+    counter: its first three words, which broadcast to `shape`.
+    """
+    dim = None if isinstance(seed, Tensor) else next((n for n in range(3) if shape[n] > 1), None)
+    if dim is None or math.prod(shape) <= _AT_ONCE:
+        words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), (*counter, seed[1]))
+        return torch.stack([word >= least for word in words], -1)
+    kept = torch.empty((*shape, 4), dtype=torch.bool)
+    halves = [x.tensor_split(2, dim) if x.shape[dim] > 1 else (x, x) for x in (kept, *counter)]
+    for part, *of_part in zip(*halves, strict=True):
+        part.copy_(_kept(part.shape[:-1], seed, of_part, least))
+    return kept
+
+
+def philox(key: tuple[Any, Any], counter: tuple[Any, ...], rounds: int = _ROUNDS) -> Words:
+    """Four 32-bit words, as int64, for a key of two and a counter of four words; all broadcast.
+
+    The key and the counter's last word may be numbers.
+    """
     c0, c1, c2, c3 = (word & _WORD for word in counter)
     k0, k1 = key
     for _ in range(rounds):
-        high0, low0 = _product(c0, _MULTIPLIERS[0])
-        high1, low1 = _product(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # int64 wraps: its halves are the high and the low word, of which c1 and c3 are the low.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (product1 >> 32 ^ (c1 ^ k0)).bitwise_and_(_WORD)
+        c2 = (product0 >> 32 ^ (c3 ^ k1)).bitwise_and_(_WORD)
+        c1, c3 = product1, product0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
-
-
-def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of x * factor, by halves of x to avoid overflow of int64."""
-    low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return high >> 16, (high << 16 | low & 0xFFFF) & _WORD
+    return c0, c1 & _WORD, c2, c3 & _WORD

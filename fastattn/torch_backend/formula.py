@@ -45,11 +45,11 @@ def attention(
         return each_sequence(attention, q, k, v, options, return_lse)
     B, H_q, T_q, _ = q.shape
     _, H_k, T_k, D_v = v.shape
-    weights, lse = normalised(scores(q, k, options, first_row=first_row), options.sinks)
+    x = scores(q, k, options, first_row=first_row)
+    weights, lse = normalised(x, options.sinks, return_lse)
     weights = dropped(weights, options, first_row=first_row, first_query=first_query)
     v = wide(v, masks.existing_keys(options, T_k, q.device))
-    o = torch.einsum("bhgqk,bhkd->bhgqd", weights.reshape(B, H_k, H_q // H_k, T_q, T_k), v)
-    o = o.reshape(B, H_q, T_q, D_v)
+    o = (weights.reshape(B, H_k, H_q // H_k * T_q, T_k) @ v).reshape(B, H_q, T_q, D_v)
     o = o if options.fp32_results else o.to(q.dtype)
     return (o, lse) if return_lse else o
 
@@ -60,8 +60,10 @@ def dropped(
     """Apply dropout to weights [B, H_q, T_q, T_k], differentiably."""
     if not options.dropout:
         return weights
-    assert options.dropout_seed is not None, "drawn before"
     seed, p = options.dropout_seed, options.dropout
+    if seed is None:
+        assert not weights.numel(), "drawn before"
+        return weights
     positions = None
     if options.q_positions is not None and options.k_positions is not None:
         positions = options.q_positions, options.k_positions
@@ -73,7 +75,7 @@ def dropped(
     kept = dropout.keep_mask(
         seed, p, *weights.shape, first_row=first_row, positions=positions, heads=heads
     )
-    return torch.where(kept, weights, 0.0) / (1 - p)
+    return weights * kept / (1 - p)
 
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
@@ -81,8 +83,7 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, _ = k.shape
     q, k = wide(q, None), wide(k, masks.existing_keys(options, T_k, q.device))
-    products = torch.einsum("bhgqd,bhkd->bhgqk", q.reshape(B, H_k, H_q // H_k, T_q, D), k)
-    products = products.reshape(B, H_q, T_q, T_k)
+    products = (q.reshape(B, H_k, H_q // H_k * T_q, D) @ k.mT).reshape(B, H_q, T_q, T_k)
     if options.query2 is not None and options.key2 is not None:
         q2, k2 = (
             wide(options.query2, None),
@@ -134,8 +135,8 @@ def _relative_products(query: Tensor, keys: Tensor, k: Tensor, options: Options)
     return every.gather(-1, index.expand(B, H_q, T_q, T_k))
 
 
-def normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax of scores (-inf: masked) with sinks, and the log of its denominators.
+def normalised(x: Tensor, sinks: Tensor | None, with_lse: bool = True) -> tuple[Tensor, Any]:
+    """softmax of scores (-inf: masked) with sinks, and the log of its denominators, if asked for.
 
     A fully masked row has weights 0 and lse -inf, with gradients 0.
     """
@@ -143,19 +144,21 @@ def normalised(x: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     if sinks is not None:
         column = sinks.to(x.dtype)[:, None, None].expand(*x.shape[:-1], 1)
         x = torch.cat((x, column), dim=-1)
-    blind = (x == float("-inf")).all(-1, keepdim=True)
-    x = torch.where(blind, 0.0, x)
-    weights, lse = _softmax(x)
-    weights = torch.where(blind, 0.0, weights)[..., :T_k]
-    return weights, torch.where(blind[..., 0], float("-inf"), lse)
-
-
-def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax and logsumexp of the last dim."""
     if not x.shape[-1]:
-        return x, x.sum(-1)
+        return x, x.new_full(x.shape[:-1], float("-inf")) + x.sum(-1)
+    blind = x.detach().amax(-1, keepdim=True) == float("-inf")
+    if tracing.host_knows(x) and not blind.any():
+        weights, lse = _softmax(x, with_lse)
+        return weights[..., :T_k], lse
+    weights, lse = _softmax(torch.where(blind, 0.0, x), with_lse)
+    weights = torch.where(blind, 0.0, weights)[..., :T_k]
+    return weights, lse if lse is None else torch.where(blind[..., 0], float("-inf"), lse)
+
+
+def _softmax(x: Tensor, with_lse: bool) -> tuple[Tensor, Any]:
+    """softmax and, if asked for, logsumexp of the last dim."""
     if not (tracing.in_forward_mode() and tracing.has_tangent(x)):
-        return x.softmax(-1), x.logsumexp(-1)
+        return x.softmax(-1), x.logsumexp(-1) if with_lse else None
     # The tangents of torch's functions are computed in place, so they have no backward.
     largest = x.detach().amax(-1, keepdim=True)
     weights = (x - largest).exp()

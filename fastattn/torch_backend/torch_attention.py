@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
 from ..options import Options
-from . import formula, masks, tangents
+from . import dropout, formula, masks, tangents
 from .double_backward import gradients_by_formula
 from .query_chunks import attention_in_tiles
 
@@ -69,7 +69,8 @@ def bind(
         shown = None if bare else added.quickly
         return partial(_with_lse, shown=shown, is_causal=causal, first_row=first_row)
     if bare:
-        short = q.is_cpu and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
+        wide = tracing.always(k.shape[2] >= _WIDEST_VECTOR)
+        short = q.is_cpu and not (wide or options.dropout)
         bound = partial(_short, known=known) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
     sure = known and added.shows_each_query_a_key(options)
@@ -100,13 +101,20 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, options: Options, shown: Tensor | None = None, *,
     is_causal: bool, gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """o of torch's function with a mask or bias, or is_causal; of its CPU kernel with both."""
+    """o of torch's function with a mask or bias, or is_causal; of its CPU kernel with both.
+
+    The function also drops weights without a seed.
+    """
     if is_causal and shown is not None:
         o, _ = _cpu_kernel(q, k, v, 0.0, True, attn_mask=shown, scale=options.scale)
     else:
         o = scaled_dot_product_attention(
-            q, k, v, attn_mask=shown, is_causal=is_causal, scale=options.scale, enable_gqa=gqa
-        )
+            q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
+            scale=options.scale, enable_gqa=gqa,
+        )  # fmt: skip
+    if options.dropout:  # by torch's formula, which has derivatives, but adds -inf to NaN
+        odd = is_causal and not o.detach()[..., :1].sum().isfinite()
+        return attention(q, k, v, dropout.seeded(options, q.device)) if odd else o  # type: ignore[return-value]
     if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     return o
@@ -133,7 +141,7 @@ def _masked(
 
     known: as for `_short`. sure: no key is padding, and each query sees one.
     """
-    if known:
+    if sure or (known and not options.dropout):
         shown = added.quickly(options)
         o = _fused(q, k, v, options, shown, is_causal=added.is_causal, gqa=gqa)
         if sure or _is_sound(o, k, v, options):
@@ -185,11 +193,12 @@ _cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def _fits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether torch's CPU kernel, which does not check this, serves the layouts.
 
-    It has no gradients of a bias.
+    It has no gradients of a bias, and no dropout.
     """
     learned = any(x is not None and x.requires_grad for x in options.differentiable)
-    strided = all(x.stride(3) == 1 for x in (q, k, v))
-    return strided and q.shape[3] == v.shape[3] and not (learned or options.fp32_results)
+    if learned or options.fp32_results or options.dropout:
+        return False
+    return q.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
 
 
 def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
@@ -258,8 +267,23 @@ def _allow_second_derivatives(
     node.register_hook(replaced)
 
 
+def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> bool:
+    """Whether torch's function shall draw what a call without a seed drops.
+
+    Not for traced calls, nor for parts of others, which all draw one seed.
+    """
+    if not options.dropout or options.dropout_seed is not None or return_lse:
+        return False
+    part = options.all_heads is not None or options.q_positions is not None
+    if part or not (tracing.host_knows(q) and q.numel() and k.numel()):
+        return False
+    return not _needs_formula(q, options) and tangents.carried(q, k, v, options) is None
+
+
 def _needs_formula(q: Tensor, options: Options) -> bool:
-    """Whether the call has more than masks and biases, which off a CPU are in q's dtype."""
+    """Whether the call has more than masks, biases (in q's dtype off a CPU) and dropout by torch."""
+    if options.dropout and options.dropout_seed is None:
+        options = options._replace(dropout=0)
     return options.weighs or not (q.is_cpu or masks.dtype_of_bias(q, options) == q.dtype)
 
 

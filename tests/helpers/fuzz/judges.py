@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from emulated_hopper import emulate_hopper, grid_of
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from fastattn.testing.calls import CALLS, Made
 from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.testing.verify.scoring import assert_statistics
-from fastattn.torch_backend import additive, statistics
+from fastattn.torch_backend import additive, dropout, statistics
 from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
@@ -114,18 +115,18 @@ def _compare(case: Case) -> None:
     made = make(case, "")
     rows = len(made.beside["cu_seqlens_q"]) - 1 if call.packed else case.B
     options = drawn_options(case, rows)
-    # The oracle's results of no sequences depend on nothing.
-    theirs = _asked(case, _seeded(case, call.oracle), loose=not rows and call.packed)
     turned = replace(case, layouts=(*case.layouts[1:], case.layouts[0]))
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
         ours = partial(call.function, **_how(case), **made.alone)
+        ours, theirs = _dropping_alike(case, ours, call.oracle)
         assert_matches_reference(
-            _asked(case, _seeded(case, ours)),
+            _asked(case, ours),
             *_with_poison(case, made, options),
             clean=made.clean,
-            oracle=theirs,
+            # Results of no sequences depend on nothing there.
+            oracle=_asked(case, theirs, loose=not rows and call.packed),
             backward=case.learns and turn == 0,
             orders=ORDERS,
             **made.beside,
@@ -154,6 +155,30 @@ def _seeded(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+def _dropping_alike(
+    case: Case, ours: Callable[..., Any], theirs: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both `_seeded`; where torch's function draws in ours, the oracle keeps what that keeps."""
+    seeded = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seeded
+        result = _seeded(case, ours)(*args, **kwargs)
+        after = torch.get_rng_state()
+        _seeded(case, dropout.draw_seed)(args[0].device)
+        seeded = torch.equal(after, torch.get_rng_state())
+        return result
+
+    def oracle(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dropout") and "dropout_seed" not in kwargs and not seeded:
+            dtype = torch.promote_types(case.dtype, torch.float32)
+            ones = torch.ones(*q.shape[:3], k.shape[2], dtype=dtype)
+            kwargs["dropout_keep"] = _seeded(case, F.dropout)(ones, kwargs["dropout"]) > 0
+        return _seeded(case, theirs)(q, k, *args, **kwargs)
+
+    return call, oracle
 
 
 def _asked(case: Case, function: Callable[..., Any], loose: bool = False) -> Callable[..., Any]:
