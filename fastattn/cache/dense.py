@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import checks, tracing
+from .. import checks, dispatch, tracing
 from ..cache_view import CacheView, allocate_kv, as_bytes
 from ..quantization import Quantize
 from ..rotary import RotaryStyle
@@ -117,6 +117,8 @@ class KVCache:
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
         self._longest_ever = 0  # since the last reset, for a ring
+        # Shapes and dtypes of an append that was checked, if its tokens are stored as they are.
+        self._copies: tuple[object, ...] | None = None
 
     @property
     def stored_tensors(self) -> list[Tensor]:
@@ -132,6 +134,12 @@ class KVCache:
     def is_plain(self) -> bool:
         """Whether slots 0, 1, ... are the tokens: no ring, codes or padding."""
         return self.window is None and self.quantize is None and self.starts is None
+
+    @property
+    def common_slots(self) -> int | None:
+        """The number of first slots that hold just the tokens of every row; None: rows differ."""
+        plain = self.window is None and self.quantize is None and self.starts is None
+        return self.length_bound if plain and self._uniform else None
 
     @property
     def max_step(self) -> int:
@@ -234,6 +242,8 @@ class KVCache:
             RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
                 unchanged.
         """
+        if new_lengths is batch_index is q is rotary is None and self._copied(k, v, backend):
+            return None
         if batch_index is not None:
             self._check_batch_index(batch_index, distinct=True)
         B = (self.lengths if batch_index is None else batch_index).shape[0]
@@ -259,8 +269,32 @@ class KVCache:
             )
         self.length_bound = bound
         self._longest_ever = max(self._longest_ever, bound)
+        if self.window is self.quantize is None:
+            self._copies = (k.shape, v.shape, k.dtype, v.dtype)
         self._uniform = self._uniform and new_lengths is None and batch_index is None
         return turned
+
+    def _copied(self, k: Tensor, v: Tensor, backend: str | None) -> bool:
+        """Append tokens like those of an earlier call by two copies, on a CPU; False: not done."""
+        if not (type(k) is type(v) is Tensor and k.is_cpu and v.is_cpu and self.k.is_cpu):
+            return False
+        if k.is_nested or v.is_nested or not k.layout is v.layout is torch.strided:
+            return False
+        n = self.length_bound
+        bound = n + k.shape[2]
+        if (k.shape, v.shape, k.dtype, v.dtype) != self._copies or bound > self.max_length:
+            return False
+        if not self._uniform or tracing.in_forward_mode() or tracing.may_be_traced(k):
+            return False
+        if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+            return False
+        if (backend or "torch") != "torch" or (backend is None and dispatch.raw_name()):
+            return False
+        self.k[:, :, n:bound] = k
+        self.v[:, :, n:bound] = v
+        self.lengths.fill_(bound)
+        self.length_bound = bound
+        return True
 
     def set_starts(self, starts: Tensor | None) -> None:
         """Mark the first starts[b] positions of row b as padding, which is masked.

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, dispatch
+from .. import checks, dispatch, tracing
 from ..cache.checks import check_view_values
+from ..cache.dense import KVCache
 from ..cache.views import view_of_cache
 from ..cache_view import CacheView
 from ..dispatch import Explanation
@@ -82,14 +83,16 @@ def decode_attention(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
+    newest = None
+    if type(cache) is KVCache and new_lengths is num_splits is None and not return_lse:
+        newest = _newest_key(q, cache, backend, options)
+        known = call_memo.find(newest)
+        if known is not None:
+            return known.run(q, cache.k, cache.v, cache.length_bound)
     view, uniform = view_of_cache(cache)
     if view.lengths.is_cpu and isinstance(cache, CacheView):
         check_view_values(view)
-    arguments = {
-        "new_lengths": new_lengths,
-        "num_splits": num_splits,
-        **options,
-    }
+    arguments = {"new_lengths": new_lengths, "num_splits": num_splits, **options}
     key = with_cache(call_memo.key_of((q,), arguments, backend, return_lse), q, view, arguments)
     known = call_memo.find(key)
     if known is not None:
@@ -113,6 +116,10 @@ def decode_attention(
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
+        attend = None if newest is None else decode_torch.over_slots(q, checked, return_lse)
+        if attend is not None:
+            call = (q, view.k, view.v, uniform)
+            return call_memo.first(attend, call, newest, given, checked, by_torch=True)
         run = partial(_attend_by_torch, return_lse=return_lse)
         return call_memo.first(run, call, key, given, checked, by_torch=True)
     with torch.no_grad():
@@ -169,6 +176,27 @@ def explain_decode(
     _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
+
+
+def _newest_key(
+    q: Tensor, cache: KVCache, backend: str | None, options: dict[str, Any]
+) -> list[Any] | None:
+    """Memo key of calls over the first slots of a cache on a CPU, however many; None: others.
+
+    It is short, as strides and alignment do not change what torch computes.
+    """
+    if cache.common_slots is None or tracing.may_be_traced(q) or tracing.in_forward_mode():
+        return None
+    k = cache.k
+    try:
+        key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.v.shape]
+    except RuntimeError:  # a nested tensor, to be refused later
+        return None
+    key.append(cache.dtype)
+    on_cpu = q.is_cpu and k.is_cpu and not torch.is_autocast_enabled("cpu")
+    if not on_cpu or (q.requires_grad and torch.is_grad_enabled()):
+        return None
+    return key if not options or call_memo.add_values(key, options) else None
 
 
 def with_cache(

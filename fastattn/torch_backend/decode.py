@@ -1,8 +1,16 @@
 """Decoding in plain torch: gather a cache's tokens in order, then call torch's attention."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
+# Imported by name, so that it stays torch's own if torch's module is patched.
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import tracing
 from ..cache_view import CacheView, as_bytes
 from ..options import Options
 from ..quantization import dequantize_rows
@@ -26,8 +34,56 @@ def attend(
     """
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
+    by_row = None
+    if view.keep_first is None and tracing.host_knows(q) and torch.get_num_threads() <= q.shape[1]:
+        by_row = over_slots(q, options, return_lse)
     k, v, options = in_order(view, options, counts, uniform)
-    return torch_backend.attention(q, k, v, options, return_lse, first_row)
+    if by_row is None or options.key_lengths is None:
+        return torch_backend.attention(q, k, v, options, return_lse, first_row)
+    ends = options.key_lengths.tolist()
+    starts = [0] * len(ends) if view.starts is None else view.of_batch(view.starts).tolist()
+    rows = zip(q.split(1), k.split(1), v.split(1), ends, starts, strict=True)
+    return torch.cat([by_row(*row) for row in rows])
+
+
+# q, keys and values by slot, the slots' end, and the first.
+OverSlots: TypeAlias = Callable[..., Tensor]
+
+
+def over_slots(q: Tensor, options: Options, return_lse: bool) -> OverSlots | None:
+    """The function of one query a row, the last, that sees all slots of tokens or the newest.
+
+    It holds whatever the number of slots is. None: the call is another, see `attend`.
+    """
+    band = options.band
+    if q.shape[2] != 1 or return_lse or band is None or not options.plain:
+        return None
+    left, right = band
+    if options.weighs or options.batch_invariant or (right is not None and right < 0):
+        return None
+    return partial(_over_slots, left=left, scale=options.scale)
+
+
+def _over_slots(
+    q: Tensor, k: Tensor, v: Tensor, end: int, first: int = 0, *, left: int | None, scale: float
+) -> Tensor:
+    if left is not None and end - left > first + 1:
+        first = end - 1 - left
+    if first:
+        k, v = k[:, :, first:], v[:, :, first:]
+    B, H_q, _, D = q.shape
+    H_k, T = k.shape[1], end - first
+    # Faster than slices.
+    k = k.as_strided((B, H_k, T, D), k.stride())
+    v = v.as_strided((B, H_k, T, v.shape[3]), v.stride())
+    if T > 0:
+        # Query heads of one key head as its queries: torch would copy keys for each.
+        queries = q if H_q == H_k else q.reshape(B, H_k, H_q // H_k, D)
+        o = scaled_dot_product_attention(queries, k, v, scale=scale)
+        o = o if queries is q else o.reshape(B, H_q, 1, -1)
+        if T >= torch_backend.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
+            return o
+    return torch_backend.attention(q, k, v, Options(scale=scale))
 
 
 def in_order(

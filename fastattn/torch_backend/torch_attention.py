@@ -64,7 +64,7 @@ def bind(
         if shown is not None:
             return partial(_fused, shown=shown, gqa=gqa)
         return partial(_masked, gqa=gqa, first_row=first_row, known=known)
-    short = q.device.type == "cpu" and not tracing.always(k.shape[2] >= _WIDEST_VECTOR)
+    short = q.device.type == "cpu" and not tracing.always(k.shape[2] >= WIDEST_VECTOR)
     return partial(_fused, is_causal=is_causal, gqa=gqa, short=short, known=known)
 
 
@@ -172,7 +172,7 @@ def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor,
 
 # Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
 # maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
-_WIDEST_VECTOR = 64
+WIDEST_VECTOR = 64
 
 
 def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
