@@ -67,6 +67,11 @@ def uniform_attention(
     return attention(q, v.new_zeros(B, H, T_k, 1), v, backend=backend, **masks)
 
 
+def drop(dropout: nn.Module, x: Tensor) -> Tensor:
+    """Apply an `nn.Dropout`, which of a decoding step takes as long as a small product, if it drops."""
+    return dropout(x) if dropout.training and dropout.p else x
+
+
 class MLP(SeparateProjections):
     """Feed-forward part of a layer.
 
@@ -117,7 +122,7 @@ class MLP(SeparateProjections):
         act = _ACTIVATIONS[self.activation]
         h = self.up_proj(x)
         h = act(h) if self.gate_proj is None else act(self.gate_proj(x)) * h
-        return self.dropout(self.down_proj(h))
+        return drop(self.dropout, self.down_proj(h))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -231,7 +236,7 @@ class Block(nn.Module):
         residual: nn.Module | None = None,
     ) -> Tensor:
         assert norm is not None, "only a parallel block has parts without a norm of their own"
-        kept = x if residual is None else residual(x)
+        kept = x if residual is None or type(residual) is nn.Identity else residual(x)
         return kept + part(norm(x)) if self.order == "pre" else norm(kept + part(x))
 
 
