@@ -61,7 +61,7 @@ class Explanation(NamedTuple):
         return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over, *findings])
 
 
-# The variable as the system encodes it: of a decoding step on a CPU, `os.environ.get` took an eighth.
+# The variable as the system encodes it. `os.environ.get` took an eighth of a step on a CPU.
 raw_name: Callable[[], Any] = partial(
     vars(os.environ)["_data"].get, os.environ.encodekey(ENVIRONMENT)
 )

@@ -166,12 +166,14 @@ class RotaryPositions:
             bound: all positions are below it.
             device: of the tables.
         """
+        traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+        if isinstance(first, int) and not traced:
+            cos, sin = self.up_to(bound, device)
+            return cos[first : first + count], sin[first : first + count]
         steps = torch.arange(count, device=device)
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if traced:
             return self._tables(steps + (first[:, None] if isinstance(first, Tensor) else first))
         cos, sin = self.up_to(bound, device)
-        if isinstance(first, int):
-            return cos[first : first + count], sin[first : first + count]
         rows = (first[:, None] + steps).clamp(max=cos.shape[0] - 1)
         return cos[rows], sin[rows]
 

@@ -1,5 +1,7 @@
 """Key/value cache for generation: preallocated, written in place, with one length per row."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from .checks import (
     check_tokens,
     check_window,
 )
+
+# Of so many rows, copying each is faster than an index of slots.
+_FEW_ROWS = 16
 
 
 class KVCache:
@@ -135,11 +140,19 @@ class KVCache:
         """Whether slots 0, 1, ... are the tokens: no ring, codes or padding."""
         return self.window is None and self.quantize is None and self.starts is None
 
-    @property
-    def common_slots(self) -> int | None:
-        """The number of first slots that hold just the tokens of every row; None: rows differ."""
-        plain = self.window is None and self.quantize is None and self.starts is None
-        return self.length_bound if plain and self._uniform else None
+    def slots_of_tokens(self) -> tuple[Any, Any] | None:
+        """End and first of the slots that hold tokens: of all rows, or lists of each row's.
+
+        None: the host does not know, or slot t does not hold token t, as it is.
+        """
+        if self.window is not None or self.quantize is not None:
+            return None
+        if self._uniform and self.starts is None:
+            return self.length_bound, 0
+        if not tracing.host_knows(self.lengths):
+            return None
+        ends = self.lengths.tolist()
+        return ends, [0] * len(ends) if self.starts is None else self.starts.tolist()
 
     @property
     def max_step(self) -> int:
@@ -242,7 +255,8 @@ class KVCache:
             RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
                 unchanged.
         """
-        if new_lengths is batch_index is q is rotary is None and self._copied(k, v, backend):
+        plain = new_lengths is batch_index is q is rotary is None and rotary_style == "half"
+        if plain and self._copied(k, v, backend):
             return None
         if batch_index is not None:
             self._check_batch_index(batch_index, distinct=True)
@@ -269,30 +283,37 @@ class KVCache:
             )
         self.length_bound = bound
         self._longest_ever = max(self._longest_ever, bound)
-        if self.window is self.quantize is None:
+        as_they_are = self.window is None and self.quantize is None and batch_index is None
+        if as_they_are and not tracing.may_be_traced(k):
             self._copies = (k.shape, v.shape, k.dtype, v.dtype)
         self._uniform = self._uniform and new_lengths is None and batch_index is None
         return turned
 
     def _copied(self, k: Tensor, v: Tensor, backend: str | None) -> bool:
-        """Append tokens like those of an earlier call by two copies, on a CPU; False: not done."""
-        if not (type(k) is type(v) is Tensor and k.is_cpu and v.is_cpu and self.k.is_cpu):
+        """Append tokens like those of an earlier call by copies, on a CPU; False: not done."""
+        if tracing.may_be_traced(k) or tracing.in_forward_mode() or type(v) is not Tensor:
             return False
-        if k.is_nested or v.is_nested or not k.layout is v.layout is torch.strided:
+        on_cpu = k.is_cpu and v.is_cpu and self.k.is_cpu
+        if not on_cpu or k.is_nested or v.is_nested or not k.layout is v.layout is torch.strided:
             return False
-        n = self.length_bound
-        bound = n + k.shape[2]
-        if (k.shape, v.shape, k.dtype, v.dtype) != self._copies or bound > self.max_length:
+        if (k.shape, v.shape, k.dtype, v.dtype) != self._copies:
             return False
-        if not self._uniform or tracing.in_forward_mode() or tracing.may_be_traced(k):
+        n, T = self.length_bound, k.shape[2]
+        bound = n + T
+        wants_gradient = (k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+        if bound > self.max_length or wants_gradient:
             return False
-        if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        if backend != "torch" and (backend is not None or dispatch.raw_name()):
             return False
-        if (backend or "torch") != "torch" or (backend is None and dispatch.raw_name()):
+        if self._uniform:
+            self.k[:, :, n:bound], self.v[:, :, n:bound] = k, v
+            self.lengths.fill_(bound)
+        elif len(self.lengths) <= _FEW_ROWS:
+            for row, n in enumerate(self.lengths.tolist()):
+                self.k[row, :, n : n + T], self.v[row, :, n : n + T] = k[row], v[row]
+            self.lengths.add_(T)
+        else:
             return False
-        self.k[:, :, n:bound] = k
-        self.v[:, :, n:bound] = v
-        self.lengths.fill_(bound)
         self.length_bound = bound
         return True
 

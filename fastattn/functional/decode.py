@@ -84,11 +84,14 @@ def decode_attention(
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
     newest = None
-    if type(cache) is KVCache and new_lengths is num_splits is None and not return_lse:
-        newest = _newest_key(q, cache, backend, options)
+    if type(cache) is KVCache and num_splits is None and not return_lse:
+        slots = cache.slots_of_tokens()
+        newest = (
+            None if slots is None else _newest_key(q, cache, slots, new_lengths, backend, options)
+        )
         known = call_memo.find(newest)
         if known is not None:
-            return known.run(q, cache.k, cache.v, cache.length_bound)
+            return known.run(q, cache.k, cache.v, *slots)
     view, uniform = view_of_cache(cache)
     if view.lengths.is_cpu and isinstance(cache, CacheView):
         check_view_values(view)
@@ -118,7 +121,7 @@ def decode_attention(
             dispatch.warn_if_slow(choice, q.device)
         attend = None if newest is None else decode_torch.over_slots(q, checked, return_lse)
         if attend is not None:
-            call = (q, view.k, view.v, uniform)
+            call = (q, view.k, view.v, *slots)
             return call_memo.first(attend, call, newest, given, checked, by_torch=True)
         run = partial(_attend_by_torch, return_lse=return_lse)
         return call_memo.first(run, call, key, given, checked, by_torch=True)
@@ -179,23 +182,32 @@ def explain_decode(
 
 
 def _newest_key(
-    q: Tensor, cache: KVCache, backend: str | None, options: dict[str, Any]
+    q: Tensor,
+    cache: KVCache,
+    slots: tuple[Any, Any],
+    new_lengths: Tensor | None,
+    backend: str | None,
+    options: dict[str, Any],
 ) -> list[Any] | None:
-    """Memo key of calls over the first slots of a cache on a CPU, however many; None: others.
+    """Memo key of calls over the tokens of a cache on a CPU, however many; None: others.
 
     It is short, as strides and alignment do not change what torch computes.
     """
-    if cache.common_slots is None or tracing.may_be_traced(q) or tracing.in_forward_mode():
+    if tracing.may_be_traced(q) or tracing.in_forward_mode():
         return None
-    k = cache.k
+    k, v = cache.k, cache.v
     try:
-        key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.v.shape]
+        key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, v.shape]
     except RuntimeError:  # a nested tensor, to be refused later
         return None
     key.append(cache.dtype)
     on_cpu = q.is_cpu and k.is_cpu and not torch.is_autocast_enabled("cpu")
     if not on_cpu or (q.requires_grad and torch.is_grad_enabled()):
         return None
+    if type(slots[0]) is list and not decode_torch.by_rows(q, cache.length_bound):
+        return None
+    if new_lengths is not None:
+        options = {"new_lengths": new_lengths, **options}
     return key if not options or call_memo.add_values(key, options) else None
 
 

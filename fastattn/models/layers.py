@@ -68,7 +68,7 @@ def uniform_attention(
 
 
 def drop(dropout: nn.Module, x: Tensor) -> Tensor:
-    """Apply an `nn.Dropout`, which of a decoding step takes as long as a small product, if it drops."""
+    """Apply an `nn.Dropout` if it drops anything: its call takes as long as a small product."""
     return dropout(x) if dropout.training and dropout.p else x
 
 

@@ -1,7 +1,6 @@
 """Self-attention as torch modules: parameters, positions and caches around `attention`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -272,7 +271,7 @@ class GQAttention(SelfProjection):
         key_lengths: Tensor | None,
     ) -> Tensor:
         """Attend with the decode kernels; rotate and append in one kernel if possible."""
-        if isinstance(tables, RotaryPositions) and rotates(cache):
+        if isinstance(tables, RotaryPositions) and rotates(cache, x):
             q, k, v = self.project(x)
             whole = tables.up_to(cache.length_bound + x.shape[1], x.device)
             append: Any = cache.append

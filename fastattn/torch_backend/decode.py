@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,19 +34,26 @@ def attend(
     """
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
-    by_row = None
-    if view.keep_first is None and tracing.host_knows(q) and torch.get_num_threads() <= q.shape[1]:
-        by_row = over_slots(q, options, return_lse)
+    newest = None
+    if view.keep_first is None and tracing.host_knows(q) and by_rows(q, view.length_bound):
+        newest = over_slots(q, options, return_lse)
     k, v, options = in_order(view, options, counts, uniform)
-    if by_row is None or options.key_lengths is None:
+    if newest is None or options.key_lengths is None:
         return torch_backend.attention(q, k, v, options, return_lse, first_row)
     ends = options.key_lengths.tolist()
     starts = [0] * len(ends) if view.starts is None else view.of_batch(view.starts).tolist()
-    rows = zip(q.split(1), k.split(1), v.split(1), ends, starts, strict=True)
-    return torch.cat([by_row(*row) for row in rows])
+    return newest(q, k, v, ends, starts)
 
 
-# q, keys and values by slot, the slots' end, and the first.
+def by_rows(q: Tensor, bound: int) -> bool:
+    """Whether a call a row of up to so many keys is faster than a mask, on a CPU.
+
+    A row has work for every thread, and rows are few or long.
+    """
+    return torch.get_num_threads() <= q.shape[1] and (q.shape[0] <= 16 or bound >= 64)
+
+
+# q, keys and values by slot, the end of the slots of tokens, and the first: one, or one a row.
 OverSlots: TypeAlias = Callable[..., Tensor]
 
 
@@ -65,14 +72,18 @@ def over_slots(q: Tensor, options: Options, return_lse: bool) -> OverSlots | Non
 
 
 def _over_slots(
-    q: Tensor, k: Tensor, v: Tensor, end: int, first: int = 0, *, left: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, end: Any, first: Any, *, left: int | None, scale: float
 ) -> Tensor:
+    if type(end) is list:
+        rows = zip(q.split(1), k.split(1), v.split(1), end, first, strict=True)
+        return torch.cat([_over_slots(*row, left=left, scale=scale) for row in rows])
     if left is not None and end - left > first + 1:
         first = end - 1 - left
-    if first:
+    if first > 0:
         k, v = k[:, :, first:], v[:, :, first:]
+        end -= first
     B, H_q, _, D = q.shape
-    H_k, T = k.shape[1], end - first
+    H_k, T = k.shape[1], max(0, min(end, k.shape[2]))
     # Faster than slices.
     k = k.as_strided((B, H_k, T, D), k.stride())
     v = v.as_strided((B, H_k, T, v.shape[3]), v.stride())
