@@ -195,14 +195,12 @@ def _newest_key(
     """
     if tracing.may_be_traced(q) or tracing.in_forward_mode():
         return None
-    k, v = cache.k, cache.v
-    try:
-        key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, v.shape]
-    except RuntimeError:  # a nested tensor, to be refused later
+    k = cache.k
+    if not (q.is_cpu and k.is_cpu) or (q.requires_grad and torch.is_grad_enabled()):
         return None
-    key.append(cache.dtype)
-    on_cpu = q.is_cpu and k.is_cpu and not torch.is_autocast_enabled("cpu")
-    if not on_cpu or (q.requires_grad and torch.is_grad_enabled()):
+    try:
+        key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.dtype]
+    except RuntimeError:  # a nested tensor, to be refused later
         return None
     if type(slots[0]) is list and not decode_torch.by_rows(q, cache.length_bound):
         return None

@@ -65,10 +65,9 @@ def over_slots(q: Tensor, options: Options, return_lse: bool) -> OverSlots | Non
     band = options.band
     if q.shape[2] != 1 or return_lse or band is None or not options.plain:
         return None
-    left, right = band
-    if options.weighs or options.batch_invariant or (right is not None and right < 0):
+    if options.weighs or options.batch_invariant:
         return None
-    return partial(_over_slots, left=left, scale=options.scale)
+    return partial(_over_slots, left=band[0], scale=options.scale)
 
 
 def _over_slots(
