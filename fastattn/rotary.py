@@ -170,11 +170,12 @@ class RotaryPositions:
         if isinstance(first, int) and not traced:
             cos, sin = self.up_to(bound, device)
             return cos[first : first + count], sin[first : first + count]
-        steps = torch.arange(count, device=device)
+        start = first[:, None] if isinstance(first, Tensor) else first
+        rows = torch.arange(count, device=device) + start
         if traced:
-            return self._tables(steps + (first[:, None] if isinstance(first, Tensor) else first))
+            return self._tables(rows)
         cos, sin = self.up_to(bound, device)
-        rows = (first[:, None] + steps).clamp(max=cos.shape[0] - 1)
+        rows = rows.clamp(max=cos.shape[0] - 1)
         return cos[rows], sin[rows]
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:

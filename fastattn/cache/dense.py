@@ -255,8 +255,9 @@ class KVCache:
             RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
                 unchanged.
         """
-        plain = new_lengths is batch_index is q is rotary is None and rotary_style == "half"
-        if plain and self._copied(k, v, backend):
+        whole = new_lengths is None and batch_index is None
+        plain = q is None and rotary is None and rotary_style == "half"
+        if whole and plain and self._copied(k, v, backend):
             return None
         if batch_index is not None:
             self._check_batch_index(batch_index, distinct=True)

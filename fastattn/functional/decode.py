@@ -83,12 +83,11 @@ def decode_attention(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
-    newest = None
+    newest, slots = None, None
     if type(cache) is KVCache and num_splits is None and not return_lse:
         slots = cache.slots_of_tokens()
-        newest = (
-            None if slots is None else _newest_key(q, cache, slots, new_lengths, backend, options)
-        )
+    if slots is not None:
+        newest = _newest_key(q, cache, slots, new_lengths, backend, options)
         known = call_memo.find(newest)
         if known is not None:
             return known.run(q, cache.k, cache.v, *slots)
@@ -120,9 +119,9 @@ def decode_attention(
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
         attend = None if newest is None else decode_torch.over_slots(q, checked, return_lse)
-        if attend is not None:
-            call = (q, view.k, view.v, *slots)
-            return call_memo.first(attend, call, newest, given, checked, by_torch=True)
+        if attend is not None and slots is not None:
+            of_tokens = (q, view.k, view.v, *slots)
+            return call_memo.first(attend, of_tokens, newest, given, checked, by_torch=True)
         run = partial(_attend_by_torch, return_lse=return_lse)
         return call_memo.first(run, call, key, given, checked, by_torch=True)
     with torch.no_grad():

@@ -20,13 +20,12 @@ def decodes(rows: int, cache: LayerCache) -> bool:
     return rows <= _FEW_ROWS or not getattr(cache, "is_plain", True)
 
 
-def rotates(cache: LayerCache, x: Tensor) -> bool:
-    """Whether the cache's `append` rotates keys and queries in a call with tokens x.
+def rotates(cache: LayerCache) -> bool:
+    """Whether the cache's `append` rotates keys and queries in this call.
 
-    On a CPU no kernel does, and a compiled graph would compute tables of all positions each step.
+    A compiled graph would compute the tables of all positions in every step.
     """
-    kernels = not (x.is_cpu or torch.compiler.is_compiling())
-    return kernels and getattr(cache, "rotates", False)
+    return getattr(cache, "rotates", False) and not torch.compiler.is_compiling()
 
 
 def append_and_read(

@@ -271,7 +271,7 @@ class GQAttention(SelfProjection):
         key_lengths: Tensor | None,
     ) -> Tensor:
         """Attend with the decode kernels; rotate and append in one kernel if possible."""
-        if isinstance(tables, RotaryPositions) and rotates(cache, x):
+        if isinstance(tables, RotaryPositions) and rotates(cache):
             q, k, v = self.project(x)
             whole = tables.up_to(cache.length_bound + x.shape[1], x.device)
             append: Any = cache.append

@@ -74,7 +74,7 @@ def _over_slots(
     q: Tensor, k: Tensor, v: Tensor, end: Any, first: Any, *, left: int | None, scale: float
 ) -> Tensor:
     if type(end) is list:
-        rows = zip(q.split(1), k.split(1), v.split(1), end, first, strict=True)
+        rows = zip(*(torch.split(x, 1) for x in (q, k, v)), end, first, strict=True)
         return torch.cat([_over_slots(*row, left=left, scale=scale) for row in rows])
     if left is not None and end - left > first + 1:
         first = end - 1 - left
@@ -93,7 +93,8 @@ def _over_slots(
         o = o if queries is q else o.reshape(B, H_q, 1, -1)
         if T >= torch_backend.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
             return o
-    return torch_backend.attention(q, k, v, Options(scale=scale))
+    exact: Any = torch_backend.attention(q, k, v, Options(scale=scale))
+    return exact
 
 
 def in_order(
