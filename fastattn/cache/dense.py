@@ -1,7 +1,5 @@
 """Key/value cache for generation: preallocated, written in place, with one length per row."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -139,20 +137,6 @@ class KVCache:
     def is_plain(self) -> bool:
         """Whether slots 0, 1, ... are the tokens: no ring, codes or padding."""
         return self.window is None and self.quantize is None and self.starts is None
-
-    def slots_of_tokens(self) -> tuple[Any, Any] | None:
-        """End and first of the slots that hold tokens: of all rows, or lists of each row's.
-
-        None: the host does not know, or slot t does not hold token t, as it is.
-        """
-        if self.window is not None or self.quantize is not None:
-            return None
-        if self._uniform and self.starts is None:
-            return self.length_bound, 0
-        if not tracing.host_knows(self.lengths):
-            return None
-        ends = self.lengths.tolist()
-        return ends, [0] * len(ends) if self.starts is None else self.starts.tolist()
 
     @property
     def max_step(self) -> int:

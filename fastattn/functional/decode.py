@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks, dispatch, tracing
 from ..cache.checks import check_view_values
 from ..cache.dense import KVCache
-from ..cache.views import view_of_cache
+from ..cache.views import slots_of_tokens, view_of_cache
 from ..cache_view import CacheView
 from ..dispatch import Explanation
 from ..ops import decode as decode_ops
@@ -85,7 +85,7 @@ def decode_attention(
         return_lse = checks.check_flag("return_lse", return_lse)
     newest, slots = None, None
     if type(cache) is KVCache and num_splits is None and not return_lse:
-        slots = cache.slots_of_tokens()
+        slots = slots_of_tokens(cache)
     if slots is not None:
         newest = _newest_key(q, cache, slots, new_lengths, backend, options)
         known = call_memo.find(newest)
