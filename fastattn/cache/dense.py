@@ -120,8 +120,7 @@ class KVCache:
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
         self._longest_ever = 0  # since the last reset, for a ring
-        # Shapes and dtypes of an append that was checked, if its tokens are stored as they are.
-        self._copies: tuple[object, ...] | None = None
+        self._copies: tuple[object, ...] = ()  # of a checked append whose tokens are stored as such
 
     @property
     def stored_tensors(self) -> list[Tensor]:
@@ -268,8 +267,8 @@ class KVCache:
             )
         self.length_bound = bound
         self._longest_ever = max(self._longest_ever, bound)
-        as_they_are = self.window is None and self.quantize is None and batch_index is None
-        if as_they_are and not tracing.may_be_traced(k):
+        stored = self.window is None and self.quantize is None and batch_index is None
+        if stored and not tracing.may_be_traced(k):
             self._copies = (k.shape, v.shape, k.dtype, v.dtype)
         self._uniform = self._uniform and new_lengths is None and batch_index is None
         return turned

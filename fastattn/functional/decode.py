@@ -87,7 +87,7 @@ def decode_attention(
     if type(cache) is KVCache and num_splits is None and not return_lse:
         slots = slots_of_tokens(cache)
     if slots is not None:
-        newest = _newest_key(q, cache, slots, new_lengths, backend, options)
+        newest = _newest_key(q, cache, new_lengths, backend, options, slots)
         known = call_memo.find(newest)
         if known is not None:
             return known.run(q, cache.k, cache.v, *slots)
@@ -181,28 +181,21 @@ def explain_decode(
 
 
 def _newest_key(
-    q: Tensor,
-    cache: KVCache,
-    slots: tuple[Any, Any],
-    new_lengths: Tensor | None,
-    backend: str | None,
-    options: dict[str, Any],
-) -> list[Any] | None:
+    q: Tensor, cache: KVCache, new_lengths: Tensor | None, backend: str | None,
+    options: dict[str, Any], slots: tuple[Any, Any],
+) -> list[Any] | None:  # fmt: skip
     """Memo key of calls over the tokens of a cache on a CPU, however many; None: others.
 
-    It is short, as strides and alignment do not change what torch computes.
+    Strides and alignment, which it lacks, do not change what torch computes.
     """
-    if tracing.may_be_traced(q) or tracing.in_forward_mode():
-        return None
     k = cache.k
-    if not (q.is_cpu and k.is_cpu) or (q.requires_grad and torch.is_grad_enabled()):
+    if tracing.may_be_traced(q) or tracing.in_forward_mode() or not (q.is_cpu and k.is_cpu):
         return None
-    try:
-        key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.dtype]
-    except RuntimeError:  # a nested tensor, to be refused later
+    if q.is_nested or (q.requires_grad and torch.is_grad_enabled()):
         return None
     if type(slots[0]) is list and not decode_torch.by_rows(q, cache.length_bound):
         return None
+    key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.dtype]
     if new_lengths is not None:
         options = {"new_lengths": new_lengths, **options}
     return key if not options or call_memo.add_values(key, options) else None

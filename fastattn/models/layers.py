@@ -67,11 +67,6 @@ def uniform_attention(
     return attention(q, v.new_zeros(B, H, T_k, 1), v, backend=backend, **masks)
 
 
-def drop(dropout: nn.Module, x: Tensor) -> Tensor:
-    """Apply an `nn.Dropout` if it drops anything: its call takes as long as a small product."""
-    return dropout(x) if dropout.training and dropout.p else x
-
-
 class MLP(SeparateProjections):
     """Feed-forward part of a layer.
 
@@ -122,7 +117,8 @@ class MLP(SeparateProjections):
         act = _ACTIVATIONS[self.activation]
         h = self.up_proj(x)
         h = act(h) if self.gate_proj is None else act(self.gate_proj(x)) * h
-        return drop(self.dropout, self.down_proj(h))
+        y, dropout = self.down_proj(h), self.dropout
+        return dropout(y) if dropout.training and dropout.p else y
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -19,7 +19,7 @@ from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
 from ..rotary import RotaryPositions
-from .layers import Block, drop, make_block, make_norm
+from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -126,7 +126,8 @@ class TokenStack(nn.Module):
         last_only: bool = False,
     ) -> Tensor:
         """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
-        x = drop(self.dropout, self._embed(tokens, cache))
+        x, dropout = self._embed(tokens, cache), self.dropout
+        x = dropout(x) if dropout.training and dropout.p else x
         tables: RotaryPositions | tuple[Tensor, Tensor] | None = self.rotary_positions
         if isinstance(tables, RotaryPositions) and cache is None:
             # Same rows in every layer.

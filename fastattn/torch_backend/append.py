@@ -63,11 +63,8 @@ def _append_alike(
     slots = slice(first, first + k.shape[2])
     if rotary is not None:
         cos, sin = rotary[0][slots], rotary[1][slots]
-        # Together in half the operations.
-        both = k if q is None else torch.cat((k, q), 1)
-        heads = k.shape[1]
-        both = apply_rotary(both, cos, sin, style=style)
-        k, q = both[:, :heads], None if q is None else both[:, heads:]
+        k = apply_rotary(k, cos, sin, style=style)
+        q = None if q is None else apply_rotary(q, cos, sin, style=style)
     scaled = view.given_scales
     _store(view.k, view.k_scale, k, (slice(None), slots), None, scaled)
     if v is not None:
