@@ -166,13 +166,16 @@ class RotaryPositions:
             bound: all positions are below it.
             device: of the tables.
         """
-        steps = torch.arange(count, device=device)
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-            return self._tables(steps + (first[:, None] if isinstance(first, Tensor) else first))
-        cos, sin = self.up_to(bound, device)
-        if isinstance(first, int):
+        traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+        if isinstance(first, int) and not traced:
+            cos, sin = self.up_to(bound, device)
             return cos[first : first + count], sin[first : first + count]
-        rows = (first[:, None] + steps).clamp(max=cos.shape[0] - 1)
+        start = first[:, None] if isinstance(first, Tensor) else first
+        rows = torch.arange(count, device=device) + start
+        if traced:
+            return self._tables(rows)
+        cos, sin = self.up_to(bound, device)
+        rows = rows.clamp(max=cos.shape[0] - 1)
         return cos[rows], sin[rows]
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:

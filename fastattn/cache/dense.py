@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import checks, tracing
+from .. import checks, dispatch, tracing
 from ..cache_view import CacheView, allocate_kv, as_bytes
 from ..quantization import Quantize
 from ..rotary import RotaryStyle
@@ -17,6 +17,9 @@ from .checks import (
     check_tokens,
     check_window,
 )
+
+# Of so many rows, copying each is faster than an index of slots.
+_FEW_ROWS = 16
 
 
 class KVCache:
@@ -117,6 +120,7 @@ class KVCache:
         self.length_bound = 0
         self._uniform = True  # every row's length is length_bound
         self._longest_ever = 0  # since the last reset, for a ring
+        self._copies: tuple[object, ...] = ()  # of a checked append whose tokens are stored as such
 
     @property
     def stored_tensors(self) -> list[Tensor]:
@@ -234,6 +238,10 @@ class KVCache:
             RuntimeError: k or v requires grad while grad mode is on. In every case the cache is
                 unchanged.
         """
+        whole = new_lengths is None and batch_index is None
+        plain = q is None and rotary is None and rotary_style == "half"
+        if whole and plain and self._copied(k, v, backend):
+            return None
         if batch_index is not None:
             self._check_batch_index(batch_index, distinct=True)
         B = (self.lengths if batch_index is None else batch_index).shape[0]
@@ -259,8 +267,39 @@ class KVCache:
             )
         self.length_bound = bound
         self._longest_ever = max(self._longest_ever, bound)
+        stored = self.window is None and self.quantize is None and batch_index is None
+        if stored and not tracing.may_be_traced(k):
+            self._copies = (k.shape, v.shape, k.dtype, v.dtype)
         self._uniform = self._uniform and new_lengths is None and batch_index is None
         return turned
+
+    def _copied(self, k: Tensor, v: Tensor, backend: str | None) -> bool:
+        """Append tokens like those of an earlier call by copies, on a CPU; False: not done."""
+        if tracing.may_be_traced(k) or tracing.in_forward_mode() or type(v) is not Tensor:
+            return False
+        on_cpu = k.is_cpu and v.is_cpu and self.k.is_cpu
+        if not on_cpu or k.is_nested or v.is_nested or not k.layout is v.layout is torch.strided:
+            return False
+        if (k.shape, v.shape, k.dtype, v.dtype) != self._copies:
+            return False
+        n, T = self.length_bound, k.shape[2]
+        bound = n + T
+        wants_gradient = (k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+        if bound > self.max_length or wants_gradient:
+            return False
+        if backend != "torch" and (backend is not None or dispatch.raw_name()):
+            return False
+        if self._uniform:
+            self.k[:, :, n:bound], self.v[:, :, n:bound] = k, v
+            self.lengths.fill_(bound)
+        elif len(self.lengths) <= _FEW_ROWS:
+            for row, n in enumerate(self.lengths.tolist()):
+                self.k[row, :, n : n + T], self.v[row, :, n : n + T] = k[row], v[row]
+            self.lengths.add_(T)
+        else:
+            return False
+        self.length_bound = bound
+        return True
 
     def set_starts(self, starts: Tensor | None) -> None:
         """Mark the first starts[b] positions of row b as padding, which is masked.

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, tracing
 from ..cache_view import CacheView
 from .checks import check_row_values, check_window
+from .dense import KVCache
 
 
 def view_of_tensors(
@@ -135,6 +136,22 @@ def view_of_cache(cache: Any, name: str = "cache") -> tuple[CacheView, int | Non
             f"got {checks.type_name(cache)}"
         )
     return whole, cache.uniform_length if not of_rows and whole.starts is None else None
+
+
+def slots_of_tokens(cache: KVCache) -> tuple[Any, Any] | None:
+    """End and first of the slots that hold tokens: of all rows, or lists of each row's.
+
+    None: the host does not know, or slot t does not hold token t, as it is.
+    """
+    if cache.window is not None or cache.quantize is not None:
+        return None
+    n, starts = cache.uniform_length, cache.starts
+    if n is not None and starts is None:
+        return n, 0
+    if not tracing.host_knows(cache.lengths):
+        return None
+    ends = cache.lengths.tolist()
+    return ends, [0] * len(ends) if starts is None else starts.tolist()
 
 
 def without_window(view: CacheView, instead: str) -> CacheView:

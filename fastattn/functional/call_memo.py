@@ -5,7 +5,6 @@ depends only on the key: shapes, strides, dtypes, devices and alignment of tenso
 of numbers (checks distinguish True from 1). It is done once per key. No tensor is kept.
 """
 
-import os
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -23,9 +22,6 @@ from ..tuned import choices
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
-# The dictionary inside os.environ, which encodes a name at each access: a tenth of a known call.
-_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_FORCED = os.environ.encodekey(dispatch.ENVIRONMENT)
 
 
 class _Source(NamedTuple):
@@ -96,30 +92,37 @@ def key_of(
     cast = None
     if torch._C._is_any_autocast_enabled():
         cast = tracing.autocast_dtype(inputs[0].device)
-    key: list[Any] = [backend, return_lse, _ENVIRONMENT.get(_FORCED), cast]
+    key: list[Any] = [backend, return_lse, dispatch.raw_name(), cast]
     try:
         for x in inputs:
             if x.is_neg():
                 return None
             key += (x.shape, x.stride(), x.dtype, x.device)
-        for name, x in arguments.items():
-            kind: Any = type(x)
-            key += (name, kind)
-            if kind in _TYPES:
-                if x.is_neg():
-                    return None
-                key += layout(x)
-            elif kind is tuple and all(map(_is_number, map(type, x))):  # such as a window
-                key += (x, *map(type, x))
-            elif _is_number(kind):
-                key.append(x)
-            else:
-                return None
+        if not add_values(key, arguments):
+            return None
         if choices.by_direction:
             key += (torch.is_grad_enabled(), *(x.requires_grad for x in inputs))
     except RuntimeError:  # nested or sparse, to be refused later
         return None
     return key
+
+
+def add_values(key: list[Any], arguments: Mapping[str, Any]) -> bool:
+    """Extend a key by arguments; False: one is unsuitable."""
+    for name, x in arguments.items():
+        kind: Any = type(x)
+        key += (name, kind)
+        if kind in _TYPES:
+            if x.is_neg():
+                return False
+            key += layout(x)
+        elif kind is tuple and all(map(_is_number, map(type, x))):  # such as a window
+            key += (x, *map(type, x))
+        elif _is_number(kind):
+            key.append(x)
+        else:
+            return False
+    return True
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:

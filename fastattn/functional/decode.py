@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, dispatch
+from .. import checks, dispatch, tracing
 from ..cache.checks import check_view_values
-from ..cache.views import view_of_cache
+from ..cache.dense import KVCache
+from ..cache.views import slots_of_tokens, view_of_cache
 from ..cache_view import CacheView
 from ..dispatch import Explanation
 from ..ops import decode as decode_ops
@@ -82,14 +83,18 @@ def decode_attention(
     """
     if type(return_lse) is not bool:
         return_lse = checks.check_flag("return_lse", return_lse)
+    newest, slots = None, None
+    if type(cache) is KVCache and num_splits is None and not return_lse:
+        slots = slots_of_tokens(cache)
+    if slots is not None:
+        newest = _newest_key(q, cache, new_lengths, backend, options, slots)
+        known = call_memo.find(newest)
+        if known is not None:
+            return known.run(q, cache.k, cache.v, *slots)
     view, uniform = view_of_cache(cache)
     if view.lengths.is_cpu and isinstance(cache, CacheView):
         check_view_values(view)
-    arguments = {
-        "new_lengths": new_lengths,
-        "num_splits": num_splits,
-        **options,
-    }
+    arguments = {"new_lengths": new_lengths, "num_splits": num_splits, **options}
     key = with_cache(call_memo.key_of((q,), arguments, backend, return_lse), q, view, arguments)
     known = call_memo.find(key)
     if known is not None:
@@ -113,6 +118,10 @@ def decode_attention(
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
+        attend = None if newest is None else decode_torch.over_slots(q, checked, return_lse)
+        if attend is not None and slots is not None:
+            of_tokens = (q, view.k, view.v, *slots)
+            return call_memo.first(attend, of_tokens, newest, given, checked, by_torch=True)
         run = partial(_attend_by_torch, return_lse=return_lse)
         return call_memo.first(run, call, key, given, checked, by_torch=True)
     with torch.no_grad():
@@ -169,6 +178,27 @@ def explain_decode(
     _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     return dispatch.with_findings(choice, q, view.v, ("decode",))
+
+
+def _newest_key(
+    q: Tensor, cache: KVCache, new_lengths: Tensor | None, backend: str | None,
+    options: dict[str, Any], slots: tuple[Any, Any],
+) -> list[Any] | None:  # fmt: skip
+    """Memo key of calls over the tokens of a cache on a CPU, however many; None: others.
+
+    Strides and alignment, which it lacks, do not change what torch computes.
+    """
+    k = cache.k
+    if tracing.may_be_traced(q) or tracing.in_forward_mode() or not (q.is_cpu and k.is_cpu):
+        return None
+    if q.is_nested or (q.requires_grad and torch.is_grad_enabled()):
+        return None
+    if type(slots[0]) is list and not decode_torch.by_rows(q, cache.length_bound):
+        return None
+    key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.dtype]
+    if new_lengths is not None:
+        options = {"new_lengths": new_lengths, **options}
+    return key if not options or call_memo.add_values(key, options) else None
 
 
 def with_cache(

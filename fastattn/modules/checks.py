@@ -110,6 +110,8 @@ def checked_tables(
 
 def check_layer_cache(name: str, cache: Any) -> None:
     """Check that the cache has the methods of `LayerCache`."""
+    if isinstance(cache, KVCache):
+        return
     if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
         raise TypeError(
             f"{name} must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"

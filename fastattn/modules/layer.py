@@ -113,7 +113,9 @@ class AttentionLayer(SeparateProjections):
 
     def score_options(self) -> dict[str, Any]:
         """Options of `attention` for the scores."""
-        options: dict[str, Any] = {"scale": self.score_scale, "sinks": local_part(self.sinks)}
+        options: dict[str, Any] = {"scale": self.score_scale, "sinks": None}
+        if self.sinks is not None:
+            options["sinks"] = local_part(self.sinks)
         for name in _SCORE_OPTIONS:
             options[name] = getattr(self, name)
         return options
@@ -142,7 +144,8 @@ class AttentionLayer(SeparateProjections):
         if self.output_gate is not None:
             gates = self.output_gate_proj(x).sigmoid()
             out = out * gates.unflatten(2, (self.num_heads, -1))
-        return F.dropout(self.out_proj(out.flatten(2)), self.dropout, self.training)
+        y = self.out_proj(out.flatten(2))
+        return F.dropout(y, self.dropout) if self.training and self.dropout else y
 
     def new_cache(
         self,

@@ -1,7 +1,6 @@
 """Self-attention as torch modules: parameters, positions and caches around `attention`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -282,10 +281,15 @@ class GQAttention(SelfProjection):
             cache.append(k, v, key_lengths)
         terms = relative_terms(self.relative, q, self.v_head_dim)
         options = self.mask_options() | self.score_options(terms.bias)
+        options["backend"] = self.backend
         attend: Any = getattr(cache, "attend", None)
         if attend is None:
-            attend = partial(decode_attention, cache=cache, new_lengths=key_lengths)
-        out = attend(terms.query, backend=self.backend, **options)
+            # Defaults are left out, which the call would look at.
+            given = {name: x for name, x in options.items() if x is not None and x is not False}
+            given["causal"] = self.causal
+            out = decode_attention(terms.query, cache, new_lengths=key_lengths, **given)
+        else:
+            out = attend(terms.query, **options)
         return self.project_output(out, x)
 
     def repr_values(self) -> dict[str, Any]:
@@ -317,8 +321,8 @@ class GQAttention(SelfProjection):
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
         """Score options of `attention`; bias: from the relative scheme."""
-        table, reach = local_part(self.relative_bias), self.relative_max_distance
-        if table is not None:
+        if self.relative_bias is not None:
+            table, reach = local_part(self.relative_bias), self.relative_max_distance
             both = not self.causal
             bias = t5_relative_bias(table, reach, bidirectional=both, max_distance=reach)
         options = super().score_options()

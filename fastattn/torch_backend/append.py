@@ -32,21 +32,17 @@ def append_rows(
     room_for_padding: padding may be written too, as every row has slots for T tokens.
     """
     T = k.shape[2]
+    if first_slot is not None and advance:
+        return _append_alike(view, q, k, v, rotary, style, first_slot)
     lengths = view.of_batch(view.lengths).long()
     count = torch.full_like(lengths, T) if new_lengths is None else new_lengths.clamp(0, T)
     first = lengths if advance else lengths - count
     positions = first.unsqueeze(1) + torch.arange(T, device=k.device)  # [B, T]
     if rotary is not None:
-        reached = first_slot is not None or room_for_padding
-        q, k = _turned(q, k, positions, rotary, style, reached)
-    if first_slot is not None:
-        index: _Place = (slice(None), slice(first_slot, first_slot + T))
-        real = None
-    else:
-        index = view.locate(positions)
-        real = None
-        if not room_for_padding:
-            real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
+        q, k = _turned(q, k, positions, rotary, style, room_for_padding)
+    index, real = view.locate(positions), None
+    if not room_for_padding:
+        real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
     scaled = view.given_scales
     _store(view.k, view.k_scale, k, index, real, scaled)
     if v is not None:
@@ -56,6 +52,24 @@ def append_rows(
             view.lengths.add_(count)
         else:
             view.lengths.index_add_(0, view.batch_index, count.to(view.lengths.dtype))
+    return q
+
+
+def _append_alike(
+    view: CacheView, q: Tensor | None, k: Tensor, v: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None, style: RotaryStyle, first: int,
+) -> Tensor | None:  # fmt: skip
+    """`append_rows` of whole rows, to slots from `first` on."""
+    slots = slice(first, first + k.shape[2])
+    if rotary is not None:
+        cos, sin = rotary[0][slots], rotary[1][slots]
+        k = apply_rotary(k, cos, sin, style=style)
+        q = None if q is None else apply_rotary(q, cos, sin, style=style)
+    scaled = view.given_scales
+    _store(view.k, view.k_scale, k, (slice(None), slots), None, scaled)
+    if v is not None:
+        _store(view.v, view.v_scale, v, (slice(None), slots), None, scaled)
+    view.lengths.add_(slots.stop - first)
     return q
 
 

@@ -1,8 +1,16 @@
 """Decoding in plain torch: gather a cache's tokens in order, then call torch's attention."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 
+# Imported by name, so that it stays torch's own if torch's module is patched.
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import tracing
 from ..cache_view import CacheView, as_bytes
 from ..options import Options
 from ..quantization import dequantize_rows
@@ -26,8 +34,67 @@ def attend(
     """
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
+    newest = None
+    if view.keep_first is None and tracing.host_knows(q) and by_rows(q, view.length_bound):
+        newest = over_slots(q, options, return_lse)
     k, v, options = in_order(view, options, counts, uniform)
-    return torch_backend.attention(q, k, v, options, return_lse, first_row)
+    if newest is None or options.key_lengths is None:
+        return torch_backend.attention(q, k, v, options, return_lse, first_row)
+    ends = options.key_lengths.tolist()
+    starts = [0] * len(ends) if view.starts is None else view.of_batch(view.starts).tolist()
+    return newest(q, k, v, ends, starts)
+
+
+def by_rows(q: Tensor, bound: int) -> bool:
+    """Whether a call a row of up to so many keys is faster than a mask, on a CPU.
+
+    A row has work for every thread, and rows are few or long.
+    """
+    return torch.get_num_threads() <= q.shape[1] and (q.shape[0] <= 16 or bound >= 64)
+
+
+# q, keys and values by slot, the end of the slots of tokens, and the first: one, or one a row.
+OverSlots: TypeAlias = Callable[..., Tensor]
+
+
+def over_slots(q: Tensor, options: Options, return_lse: bool) -> OverSlots | None:
+    """The function of one query a row, the last, that sees all slots of tokens or the newest.
+
+    It holds whatever the number of slots is. None: the call is another, see `attend`.
+    """
+    band = options.band
+    if q.shape[2] != 1 or return_lse or band is None or not options.plain:
+        return None
+    if options.weighs or options.batch_invariant:
+        return None
+    return partial(_over_slots, left=band[0], scale=options.scale)
+
+
+def _over_slots(
+    q: Tensor, k: Tensor, v: Tensor, end: Any, first: Any, *, left: int | None, scale: float
+) -> Tensor:
+    if type(end) is list:
+        rows = zip(*(torch.split(x, 1) for x in (q, k, v)), end, first, strict=True)
+        return torch.cat([_over_slots(*row, left=left, scale=scale) for row in rows])
+    if left is not None and end - left > first + 1:
+        first = end - 1 - left
+    if first > 0:
+        k, v = k[:, :, first:], v[:, :, first:]
+        end -= first
+    B, H_q, _, D = q.shape
+    H_k, T = k.shape[1], max(0, min(end, k.shape[2]))
+    # Faster than slices.
+    k = k.as_strided((B, H_k, T, D), k.stride())
+    v = v.as_strided((B, H_k, T, v.shape[3]), v.stride())
+    if T > 0:
+        # Query heads of one key head as its queries: torch would copy keys for each.
+        queries = q if H_q == H_k else q.reshape(B, H_k, H_q // H_k, D)
+        o = scaled_dot_product_attention(queries, k, v, scale=scale)
+        o = o if queries is q else o.reshape(B, H_q, 1, -1)
+        if T >= torch_backend.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
+            return o
+    exact: Any = torch_backend.attention(q, k, v, Options(scale=scale))
+    return exact
 
 
 def in_order(

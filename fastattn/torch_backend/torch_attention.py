@@ -69,7 +69,7 @@ def bind(
         shown = None if bare else added.quickly
         return partial(_with_lse, shown=shown, is_causal=causal, first_row=first_row)
     if bare:
-        wide = tracing.always(k.shape[2] >= _WIDEST_VECTOR)
+        wide = tracing.always(k.shape[2] >= WIDEST_VECTOR)
         short = q.is_cpu and not (wide or options.dropout)
         bound = partial(_short, known=known) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
@@ -213,7 +213,7 @@ def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor,
 
 # Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
 # maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
-_WIDEST_VECTOR = 64
+WIDEST_VECTOR = 64
 
 
 def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
@@ -281,7 +281,7 @@ def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:
-    """Whether the call has more than masks, biases (in q's dtype off a CPU) and dropout by torch."""
+    """Whether the call has more than masks, biases, off a CPU in q's dtype, and torch's dropout."""
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout=0)
     return options.weighs or not (q.is_cpu or masks.dtype_of_bias(q, options) == q.dtype)

@@ -13,7 +13,7 @@ from fastattn.cache.views import view_of_tensors
 from fastattn.kernels.launch import tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.testing import make_qkv
-from fastattn.testing.decoding import Filled, assert_decodes, fill
+from fastattn.testing.decoding import Filled, assert_decoded, assert_decodes, fill
 
 BACKENDS = ("triton", "torch")
 
@@ -70,6 +70,44 @@ def test_rows_without_padding(kind: str, D: int, D_v: int, backend: str, device:
     )
     assert view.k.stride(2) == D
     assert_decodes(q, replace(filled, view=view), how={"backend": backend})
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("window", [None, 1, (4, 0)])
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [
+        ((1, 1), None), ((70, 70), None), ((7, 7), (9, 2)), ((70, 70), (3, 0)), ((70, 66), None),
+        ((3, 0), None), ((70, 66), (69, 9)),
+    ],
+)  # fmt: skip
+def test_steps_of_a_cache_on_a_cpu(
+    lengths: Any, starts: Any, window: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row at a time by as many threads as it has heads, or with a mask; known or not."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    q, k, v, counts = tokens("cpu", lengths, D_v=24)
+    cache = KVCache(2, 2, 80, 16, value_dim=24)
+    for x in (cache.k, cache.v):
+        x.fill_(torch.nan)
+    alike = len(set(lengths)) == 1
+    cache.append(k, v, None if alike else counts, backend="torch")
+    masks = {}
+    if starts is not None:
+        cache.set_starts(torch.tensor(starts))
+    options: dict[str, Any] = {} if window is None else {"window": window}
+    for _ in range(2):
+        if starts is not None:
+            masks["key_padding_mask"] = torch.arange(k.shape[2]) >= torch.tensor(starts)[:, None]
+        o = decode_attention(q, cache, backend="torch", **options)
+        _, lse = decode_attention(q, cache, return_lse=True, backend="torch", **options)
+        assert_decoded((o, lse), q, Filled(cache.view(), k, v, counts, masks), **options)
+        new_k, new_v = k.roll(1, 2)[:, :, :1], v.roll(1, 2)[:, :, :1]
+        cache.append(new_k, new_v, backend="torch")
+        k, v = (torch.cat((x, x[:, :, :1]), 2) for x in (k, v))
+        for row, n in enumerate(counts.tolist()):
+            k[row, :, n], v[row, :, n] = new_k[row, :, 0], new_v[row, :, 0]
+        counts = counts + 1
 
 
 def test_a_narrower_window_in_a_ring(device: str) -> None:
