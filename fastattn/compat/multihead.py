@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import checks, tracing
+from .. import checks, dispatch, tracing
 from ..functional import call_options, fused_attention, statistics
 from ..functional.inputs import autocast
-from ..options import Options
-from ..torch_backend import formula
+from ..torch_backend import statistics as formula
 from .calls import Calls
 from .sdpa import bounded_bias
 
@@ -231,7 +230,12 @@ def _project(
     if layer.in_proj_weight is None:
         weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     elif query is key and key is value:
-        q, k, v = torch.split(F.linear(query, layer.in_proj_weight, bias), E, dim=-1)
+        qkv = F.linear(query, layer.in_proj_weight, bias)
+        if layer.bias_k is None and not layer.add_zero_attn:
+            heads = qkv.view(*qkv.shape[:2], 3, layer.num_heads, layer.head_dim)
+            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+            return q, k, v
+        q, k, v = torch.split(qkv, E, dim=-1)
         return _heads(layer, q), *_appended(layer, k, v)
     else:
         weights = torch.split(layer.in_proj_weight, E)
@@ -308,38 +312,24 @@ def _masks(
 def _with_weights(
     layer: MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
 ) -> tuple[Tensor, Tensor]:
-    """o and the differentiable weights [N, H, L, S], after dropout."""
+    """o and the differentiable weights [N, H, L, S], after dropout; scores are computed once."""
     # Autocast on CUDA computes softmax in fp32, so torch's weights are fp32.
     narrow = torch.float32 if q.is_cuda and tracing.autocasting(q.device) else q.dtype
-    inputs = (q, k, v, masks.get("attn_bias"))
-    wants_gradient = any(x is not None and x.requires_grad for x in inputs)
-    if not p and not (wants_gradient and torch.is_grad_enabled()):
-        o, lse = fused_attention.attention(
-            q, k, v, return_lse=True, backend=_backend(layer), **masks
-        )
-        saved = None if q.dtype == torch.float64 else lse  # fp32, too coarse for fp64 weights
-        weights = statistics.attention_weights(
-            q, k, lse=saved, max_elements=2**63, backend=_backend(layer), **masks
-        )
-        return o, weights.to(narrow)
     q, k, v, _ = autocast(q, k, v, {})
     options = call_options.dense_options(q, k, v, **masks)
-    return _formula_with_weights(q, k, v, options, p, narrow)
-
-
-def _formula_with_weights(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, p: float, narrow: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return _formula_with_weights(q, k, v, options, p, narrow)
-    weights, _ = formula.normalised(formula.scores(q, k, options), None)
-    weights = F.dropout(weights, p)
-    exists = formula.existing_keys(options, k.shape[2], q.device)
-    shown = v.to(weights.dtype)
-    if exists is not None:
-        shown = torch.where(exists[:, None, :, None], shown, 0.0)
-    return (weights @ shown).to(q.dtype), weights.to(narrow)
+    backend = _backend(layer)
+    choice = dispatch.choose(q, k, v, options, backend, family="statistics")
+    tensors = (q, k, v, options.attn_bias)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if p or trains or choice.backend == "torch":
+        dispatch.warn_if_slow(choice, q.device)
+        o, weights = formula.attention_with_weights(q, k, v, options, p)
+        return o, weights.to(narrow)
+    o, lse = fused_attention.attention(q, k, v, return_lse=True, backend=backend, **masks)
+    weights = statistics.attention_weights(
+        q, k, lse=lse, max_elements=2**63, backend=backend, **masks
+    )
+    return o, weights.to(narrow)
 
 
 def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:

@@ -141,6 +141,46 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options
     return _scored(q, k, lse, options)[1]
 
 
+def attention_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """o and its weights [B, H, T_q, T_k], fp32 or wider, of a call with masks and a bias alone.
+
+    Differentiable, with one pass of scores. dropout: by torch's generator, shown by the weights.
+    """
+    if tracing.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention_with_weights(q, k, v, options, dropout)
+    bias, blind = _bias_of_masks(q, k, options)
+    exists = formula.existing_keys(options, k.shape[2], q.device)
+    query, key, value = formula.wide(q, None), formula.wide(k, exists), formula.wide(v, exists)
+    x = (query * options.scale) @ key.mT
+    x = x if bias is None else x + bias
+    p = formula.normalised(x, None)[0] if tracing.in_forward_mode() else x.softmax(-1)
+    p = p if blind is None else torch.where(blind, 0.0, p)
+    p = torch.nn.functional.dropout(p, dropout) if dropout else p
+    return (p @ value).to(q.dtype), p
+
+
+def _bias_of_masks(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to scores, -inf for hidden keys, and the rows without keys, if there are any.
+
+    A sum takes a tenth of the time of torch.where with a mask that broadcasts. Of rows without keys
+    all scores are left, so that gradients are finite.
+    """
+    keep = formula.visible(options, *q.shape[:3], k.shape[2], q.device)
+    bias = options.attn_bias
+    if bias is None and keep is None:
+        return None, None
+    bias = q.new_zeros(()) if bias is None else bias
+    bias = formula.wide(bias, None)
+    bias = bias if keep is None else torch.where(keep, bias, float("-inf"))
+    blind = (bias == float("-inf")).all(-1, keepdim=True)
+    if tracing.host_knows(blind) and not blind.any():
+        return bias, None
+    return torch.where(blind, 0.0, bias), blind
+
+
 def _scored(
     q: Tensor, k: Tensor, lse: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
