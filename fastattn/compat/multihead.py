@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import checks, dispatch, tracing
 from ..functional import call_options, fused_attention, statistics
 from ..functional.inputs import autocast
+from ..ops import spread
 from ..torch_backend import statistics as formula
 from .calls import Calls
 from .sdpa import bounded_bias
@@ -163,7 +164,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if calls is not None:
             why = "every weight is dropped" if fits else "torch refuses the arguments"
             calls.count_served() if served else calls.count_passed(why)
-        if not served:
+        plain = key_padding_mask is None and attn_mask is None
+        if not served or (need_weights and plain and _is_torchs(self, query)):
             out, weights = nn.MultiheadAttention.forward(self, query, key, value, *others)
             return out, weights, True
         batched = query.dim() == 3
@@ -189,6 +191,20 @@ def _backend(layer: nn.Module) -> str | None:
     """The layer's backend; None if another thread has undone a swap since the call began."""
     backend: str | None = getattr(layer, "backend", None)
     return backend
+
+
+def _is_torchs(layer: nn.Module, query: Tensor) -> bool:
+    """Whether torch's own forward gives the weights of a call without masks: no kernel serves.
+
+    In half precision it rounds the scores; of empty inputs it may give none.
+    """
+    asked, wide = dispatch.asked_for(_backend(layer)), (torch.float32, torch.float64)
+    if query.dtype not in wide or not tracing.always(query.numel() > 0):
+        return False
+    if tracing.autocasting(query.device):
+        return False
+    no_kernel = asked == "auto" and dispatch.why_no_kernel({"query": query}) is not None
+    return (asked == "torch" or no_kernel) and spread.why_partial() is None
 
 
 def _fits(
