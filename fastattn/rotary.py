@@ -116,15 +116,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, style: RotaryStyle) -> Tensor:
     if heads_inside or cos.dim() == 3:
         cos, sin = (t.unsqueeze(-2 if heads_inside else -3) for t in (cos, sin))
     pairs = cos.shape[-1]
-    R, width = 2 * pairs, x.shape[-1]
+    R = 2 * pairs
     if style == "half":
         a, b = x[..., :pairs], x[..., pairs:R]
     else:
         a, b = x[..., 0:R:2], x[..., 1:R:2]
-    pieces = (a * cos - b * sin, b * cos + a * sin)
+    pieces: tuple[Tensor, ...] = (a * cos - b * sin, b * cos + a * sin)
     if style == "interleaved":
         pieces = (torch.stack(pieces, dim=-1).flatten(-2),)
-    if R < width:
+    if x.shape[-1] > R:
         pieces = (*pieces, x[..., R:])
     turned = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
     turned = turned if dtype == wide else turned.to(dtype)

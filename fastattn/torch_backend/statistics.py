@@ -168,12 +168,12 @@ def _bias_of_masks(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | Non
     A sum takes a tenth of the time of torch.where with a mask that broadcasts. Of rows without keys
     all scores are left, so that gradients are finite.
     """
-    keep = formula.visible(options, *q.shape[:3], k.shape[2], q.device)
+    B, H, T_q, _ = q.shape
+    keep = formula.visible(options, B, H, T_q, k.shape[2], q.device)
     bias = options.attn_bias
     if bias is None and keep is None:
         return None, None
-    bias = q.new_zeros(()) if bias is None else bias
-    bias = formula.wide(bias, None)
+    bias = formula.wide(q.new_zeros(()) if bias is None else bias, None)
     bias = bias if keep is None else torch.where(keep, bias, float("-inf"))
     blind = (bias == float("-inf")).all(-1, keepdim=True)
     if tracing.host_knows(blind) and not blind.any():
