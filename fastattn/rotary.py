@@ -103,9 +103,7 @@ def apply_rotary(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, style: RotaryStyle) -> Tensor:
-    """`apply_rotary` of checked arguments: on a CPU each operation counts, even one that does
-    nothing.
-    """
+    """`apply_rotary` of checked arguments, without an operation that changes nothing."""
     # Keeps the memory order: the result of a transposed projection has the same layout.
     heads_inside = x.stride(1) < x.stride(2)
     if heads_inside:

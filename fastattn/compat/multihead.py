@@ -198,11 +198,10 @@ def _is_torchs(layer: nn.Module, query: Tensor) -> bool:
 
     In half precision it rounds the scores; of empty inputs it may give none.
     """
-    asked, wide = dispatch.asked_for(_backend(layer)), (torch.float32, torch.float64)
-    if query.dtype not in wide or not tracing.always(query.numel() > 0):
+    wide = query.dtype in (torch.float32, torch.float64) and not tracing.autocasting(query.device)
+    if not wide or not tracing.always(query.numel() > 0):
         return False
-    if tracing.autocasting(query.device):
-        return False
+    asked = dispatch.asked_for(_backend(layer))
     no_kernel = asked == "auto" and dispatch.why_no_kernel({"query": query}) is not None
     return (asked == "torch" or no_kernel) and spread.why_partial() is None
 

@@ -113,14 +113,11 @@ class AttentionLayer(SeparateProjections):
 
     def score_options(self) -> dict[str, Any]:
         """Options of `attention` for the scores, without those that have its defaults."""
-        options: dict[str, Any] = {}
+        options = {name: value for name in _SCORE_OPTIONS if (value := getattr(self, name))}
         if (scale := self.score_scale) is not None:
             options["scale"] = scale
         if self.sinks is not None:
             options["sinks"] = local_part(self.sinks)
-        for name in _SCORE_OPTIONS:
-            if value := getattr(self, name):
-                options[name] = value
         return options
 
     def dropout_options(self) -> dict[str, Any]:

@@ -304,17 +304,12 @@ class GQAttention(SelfProjection):
 
     def mask_options(self) -> dict[str, Any]:
         """Mask options of `attention` in every call of this layer, without its defaults."""
-        options: dict[str, Any] = {"causal": self.causal}
-        window = self.window
+        options = {name: value for name in _MASK_OPTIONS if (value := getattr(self, name))}
+        options["causal"], window = self.causal, self.window
         if isinstance(window, int):
             # If causal, the right side is open: causal and prefix_lengths bound it.
             window = (window - 1, None if self.causal else window - 1)
-        if window is not None:
-            options["window"] = window
-        for name in _MASK_OPTIONS:
-            if value := getattr(self, name):
-                options[name] = value
-        return options
+        return options if window is None else {**options, "window": window}
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
         """Score options of `attention`; bias: from the relative scheme."""

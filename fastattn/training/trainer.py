@@ -190,7 +190,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
         batches = torch.Generator().manual_seed(_seed(config.seed, self.step))
-        self._seed_dropout(_seed(config.seed, self.step, self.ranks.rank))
+        # torch.manual_seed notes a traceback for each kind of device that is not in use.
+        generator: Any = torch.default_generator if self.device.type == "cpu" else torch
+        generator.manual_seed(_seed(config.seed, self.step, self.ranks.rank))  # for dropout
         for i in range(config.accumulation):
             batch = self.task.draw("train", config.batch_size, batches)
             self._speed.count(batch.num_tokens)
@@ -209,14 +211,6 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-
-    def _seed_dropout(self, seed: int) -> None:
-        """Seed the generators that a step may draw from.
-
-        For the device types that no one uses yet, torch.manual_seed notes a traceback at each call.
-        """
-        on_cpu = self.device.type == "cpu"
-        (torch.default_generator if on_cpu else torch).manual_seed(seed)
 
     def _mean_loss(self, batches: Iterable[Batch]) -> float:
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0

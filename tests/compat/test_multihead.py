@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn.compat.calls import running
+from fastattn.ops import spread
 from fastattn.testing import assert_within_budget
 from fastattn.testing.calls import Draw
 
@@ -196,6 +197,13 @@ def test_weights_cost_one_pass_of_scores(on_torch):
                 layer(*inputs(layer), **kwargs)
             counted.append(counter.get_total_flops())
         assert counted[0] == counted[1] > 0
+
+
+def test_weights_of_a_spread_sequence_are_refused(on_torch):
+    _, ours = pair()
+    for kwargs in ({}, masks()["padding"]):
+        with spread.attending(lambda *_, **__: None), pytest.raises(TypeError, match="one rank"):
+            ours(*inputs(ours), **kwargs)
 
 
 def test_unbatched_inputs(on_torch):
