@@ -99,29 +99,33 @@ def apply_rotary(
     style = "half" if style is None else style
     check_rotary_style(style)
     _check_tables(x, cos, sin)
+    return rotated(x, cos, sin, style)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, style: RotaryStyle) -> Tensor:
+    """`apply_rotary` of checked arguments, without an operation that changes nothing."""
     # Keeps the memory order: the result of a transposed projection has the same layout.
     heads_inside = x.stride(1) < x.stride(2)
     if heads_inside:
         x = x.transpose(1, 2)
-    compute_dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (t.to(compute_dtype).unsqueeze(-2 if heads_inside else -3) for t in (cos, sin))
-
+    dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    if dtype != wide or cos.dtype != wide or sin.dtype != wide:
+        x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
+    if heads_inside or cos.dim() == 3:
+        cos, sin = (t.unsqueeze(-2 if heads_inside else -3) for t in (cos, sin))
     pairs = cos.shape[-1]
-    rotary_dim = 2 * pairs
+    R = 2 * pairs
     if style == "half":
-        a, b = x[..., :pairs], x[..., pairs:rotary_dim]
+        a, b = x[..., :pairs], x[..., pairs:R]
     else:
-        a, b = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
-    a, b = a.to(compute_dtype), b.to(compute_dtype)
-    turned_a = (a * cos - b * sin).to(x.dtype)
-    turned_b = (b * cos + a * sin).to(x.dtype)
-    if style == "half":
-        pieces: tuple[Tensor, ...] = (turned_a, turned_b)
-    else:
-        pieces = (torch.stack((turned_a, turned_b), dim=-1).flatten(-2),)
-    if rotary_dim < x.shape[-1]:
-        pieces = (*pieces, x[..., rotary_dim:])
+        a, b = x[..., 0:R:2], x[..., 1:R:2]
+    pieces: tuple[Tensor, ...] = (a * cos - b * sin, b * cos + a * sin)
+    if style == "interleaved":
+        pieces = (torch.stack(pieces, dim=-1).flatten(-2),)
+    if x.shape[-1] > R:
+        pieces = (*pieces, x[..., R:])
     turned = torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+    turned = turned if dtype == wide else turned.to(dtype)
     return turned.transpose(1, 2) if heads_inside else turned
 
 
@@ -166,16 +170,14 @@ class RotaryPositions:
             bound: all positions are below it.
             device: of the tables.
         """
-        traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-        if isinstance(first, int) and not traced:
-            cos, sin = self.up_to(bound, device)
-            return cos[first : first + count], sin[first : first + count]
-        start = first[:, None] if isinstance(first, Tensor) else first
-        rows = torch.arange(count, device=device) + start
-        if traced:
-            return self._tables(rows)
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            steps = torch.arange(count, device=device)
+            return self._tables(steps + (first[:, None] if isinstance(first, Tensor) else first))
         cos, sin = self.up_to(bound, device)
-        rows = rows.clamp(max=cos.shape[0] - 1)
+        if isinstance(first, int):
+            return cos[first : first + count], sin[first : first + count]
+        steps = torch.arange(count, device=device)
+        rows = (first[:, None] + steps).clamp(max=cos.shape[0] - 1)
         return cos[rows], sin[rows]
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import checks, tracing
+from .. import checks, dispatch, tracing
 from ..functional import call_options, fused_attention, statistics
 from ..functional.inputs import autocast
-from ..options import Options
-from ..torch_backend import formula
-from ..torch_backend.masks import existing_keys
+from ..ops import spread
+from ..torch_backend import statistics as formula
 from .calls import Calls
 from .sdpa import bounded_bias
 
@@ -165,7 +164,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if calls is not None:
             why = "every weight is dropped" if fits else "torch refuses the arguments"
             calls.count_served() if served else calls.count_passed(why)
-        if not served:
+        plain = key_padding_mask is None and attn_mask is None
+        if not served or (need_weights and plain and _is_torchs(self, query)):
             out, weights = nn.MultiheadAttention.forward(self, query, key, value, *others)
             return out, weights, True
         batched = query.dim() == 3
@@ -191,6 +191,19 @@ def _backend(layer: nn.Module) -> str | None:
     """The layer's backend; None if another thread has undone a swap since the call began."""
     backend: str | None = getattr(layer, "backend", None)
     return backend
+
+
+def _is_torchs(layer: nn.Module, query: Tensor) -> bool:
+    """Whether torch's own forward gives the weights of a call without masks: no kernel serves.
+
+    In half precision it rounds the scores; of empty inputs it may give none.
+    """
+    wide = query.dtype in (torch.float32, torch.float64) and not tracing.autocasting(query.device)
+    if not wide or not tracing.always(query.numel() > 0):
+        return False
+    asked = dispatch.asked_for(_backend(layer))
+    no_kernel = asked == "auto" and dispatch.why_no_kernel({"query": query}) is not None
+    return (asked == "torch" or no_kernel) and spread.why_partial() is None
 
 
 def _fits(
@@ -232,7 +245,12 @@ def _project(
     if layer.in_proj_weight is None:
         weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     elif query is key and key is value:
-        q, k, v = torch.split(F.linear(query, layer.in_proj_weight, bias), E, dim=-1)
+        qkv = F.linear(query, layer.in_proj_weight, bias)
+        if layer.bias_k is None and not layer.add_zero_attn:
+            heads = qkv.view(*qkv.shape[:2], 3, layer.num_heads, layer.head_dim)
+            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+            return q, k, v
+        q, k, v = torch.split(qkv, E, dim=-1)
         return _heads(layer, q), *_appended(layer, k, v)
     else:
         weights = torch.split(layer.in_proj_weight, E)
@@ -309,38 +327,24 @@ def _masks(
 def _with_weights(
     layer: MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
 ) -> tuple[Tensor, Tensor]:
-    """o and the differentiable weights [N, H, L, S], after dropout."""
+    """o and the differentiable weights [N, H, L, S], after dropout; scores are computed once."""
     # Autocast on CUDA computes softmax in fp32, so torch's weights are fp32.
     narrow = torch.float32 if q.is_cuda and tracing.autocasting(q.device) else q.dtype
-    inputs = (q, k, v, masks.get("attn_bias"))
-    wants_gradient = any(x is not None and x.requires_grad for x in inputs)
-    if not p and not (wants_gradient and torch.is_grad_enabled()):
-        o, lse = fused_attention.attention(
-            q, k, v, return_lse=True, backend=_backend(layer), **masks
-        )
-        saved = None if q.dtype == torch.float64 else lse  # fp32, too coarse for fp64 weights
-        weights = statistics.attention_weights(
-            q, k, lse=saved, max_elements=2**63, backend=_backend(layer), **masks
-        )
-        return o, weights.to(narrow)
     q, k, v, _ = autocast(q, k, v, {})
     options = call_options.dense_options(q, k, v, **masks)
-    return _formula_with_weights(q, k, v, options, p, narrow)
-
-
-def _formula_with_weights(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, p: float, narrow: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return _formula_with_weights(q, k, v, options, p, narrow)
-    weights, _ = formula.normalised(formula.scores(q, k, options), None)
-    weights = F.dropout(weights, p)
-    exists = existing_keys(options, k.shape[2], q.device)
-    shown = v.to(weights.dtype)
-    if exists is not None:
-        shown = torch.where(exists[:, None, :, None], shown, 0.0)
-    return (weights @ shown).to(q.dtype), weights.to(narrow)
+    backend = _backend(layer)
+    choice = dispatch.choose(q, k, v, options, backend, family="statistics")
+    tensors = (q, k, v, options.attn_bias)
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if p or trains or choice.backend == "torch":
+        dispatch.warn_if_slow(choice, q.device)
+        o, weights = formula.attention_with_weights(q, k, v, options, p)
+        return o, weights.to(narrow)
+    o, lse = fused_attention.attention(q, k, v, return_lse=True, backend=backend, **masks)
+    weights = statistics.attention_weights(
+        q, k, lse=lse, max_elements=2**63, backend=backend, **masks
+    )
+    return o, weights.to(narrow)
 
 
 def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:

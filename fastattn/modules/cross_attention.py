@@ -177,7 +177,7 @@ class CrossGQAttention(AttentionLayer):
             return self.project_output(out, x)
         drop = self.dropout_options()
         scores = self.score_options()
-        if drop["dropout"] == 0 and padding_mask is None and _decodes(q, k, v):
+        if not drop and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
                 lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
             checks.check_input("key_lengths", lengths, "integer", "B", q, {"B": k.shape[0]})

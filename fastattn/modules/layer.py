@@ -112,12 +112,12 @@ class AttentionLayer(SeparateProjections):
         return self.scale if self.scoring == "scaled_dot" else 1.0
 
     def score_options(self) -> dict[str, Any]:
-        """Options of `attention` for the scores."""
-        options: dict[str, Any] = {"scale": self.score_scale, "sinks": None}
+        """Options of `attention` for the scores, without those that have its defaults."""
+        options = {name: value for name in _SCORE_OPTIONS if (value := getattr(self, name))}
+        if (scale := self.score_scale) is not None:
+            options["scale"] = scale
         if self.sinks is not None:
             options["sinks"] = local_part(self.sinks)
-        for name in _SCORE_OPTIONS:
-            options[name] = getattr(self, name)
         return options
 
     def dropout_options(self) -> dict[str, Any]:
@@ -125,9 +125,11 @@ class AttentionLayer(SeparateProjections):
 
         A rank with a part of the heads or rows drops the weights of a single process with one seed.
         """
-        # An int without dropout: torch.compile would make a float dynamic.
+        # None without dropout: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0
-        if dropout and (self.num_heads != self.total_heads or self.first_row):
+        if not dropout:
+            return {}
+        if self.num_heads != self.total_heads or self.first_row:
             first = self.first_row * self.total_heads + self.first_head
             return {"dropout": dropout, "heads": (first, self.total_heads)}
         return {"dropout": dropout}
@@ -135,8 +137,9 @@ class AttentionLayer(SeparateProjections):
     def split_heads(self, x: Tensor, head_dim: int | None = None) -> Tensor:
         """[B, T, H D] to [B, H, T, D]; head_dim: D, by default the queries' and keys'."""
         D = head_dim or self.head_dim
+        B, T, width = x.shape
         # Not einops, which takes twice as long on the host, for every decoded token.
-        return x.view(*x.shape[:2], x.shape[2] // D, D).transpose(1, 2)
+        return x.view(B, T, width // D, D).transpose(1, 2)
 
     def project_output(self, out: Tensor, x: Tensor) -> Tensor:
         """[B, H_q, T, D_v] to [B, T, C], gated by tokens x [B, T, C] if the layer has gates."""
@@ -144,7 +147,7 @@ class AttentionLayer(SeparateProjections):
         if self.output_gate is not None:
             gates = self.output_gate_proj(x).sigmoid()
             out = out * gates.unflatten(2, (self.num_heads, -1))
-        y = self.out_proj(out.flatten(2))
+        y: Tensor = self.out_proj(out.flatten(2))
         return F.dropout(y, self.dropout) if self.training and self.dropout else y
 
     def new_cache(

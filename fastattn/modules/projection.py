@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..rotary import RotaryPositions, RotaryStyle, apply_rotary, rotary_tables
+from ..rotary import RotaryPositions, RotaryStyle, rotary_tables, rotated
 from .checks import LayerCache, check_rotary
 from .fused_weights import Fused
 from .layer import AttentionLayer
@@ -79,8 +79,8 @@ class SelfProjection(AttentionLayer):
                 tables = tables.at(first, T, cache.length_bound + T, x.device)
         if tables is not None and self.rotary is not None:
             # Rotating q and k together halves the host's operations, for one copy.
-            qk = apply_rotary(torch.cat((q, k), dim=1), *tables, style=self.rotary)
-            q, k = torch.split(qk, [q.shape[1], k.shape[1]], dim=1)
+            qk = rotated(torch.cat((q, k), dim=1), *tables, self.rotary)
+            q, k = torch.split_with_sizes(qk, [q.shape[1], k.shape[1]], dim=1)
         return q, k, v
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 _MASK_OPTIONS = passed_as(SelfOptions, "mask")
+_OF_CALL = ("key_padding_mask", "key_lengths", "prefix_lengths", "documents", "query_offset")
 
 
 class GQAttention(SelfProjection):
@@ -213,7 +214,7 @@ class GQAttention(SelfProjection):
             module_checks.check_whole_rows(prefix_lengths, documents)
         drop = self.dropout_options()
         # Options that `decode_attention` lacks.
-        in_order = key_padding_mask is not None or prefix_lengths is not None or drop["dropout"] > 0
+        in_order = key_padding_mask is not None or prefix_lengths is not None or bool(drop)
         in_order = in_order or self.scoring == "additive"
         in_order = in_order or (scheme is not None and (scheme.has_keys or scheme.has_values))
         if cache is not None:
@@ -230,14 +231,11 @@ class GQAttention(SelfProjection):
         query_offset = None
         if cache is not None:
             k, v, key_lengths, query_offset = append_and_read(cache, k, v, key_lengths)
-        masks = {
-            **self.mask_options(),
-            "key_padding_mask": key_padding_mask,
-            "key_lengths": key_lengths,
-            "prefix_lengths": prefix_lengths,
-            "documents": documents,
-            "query_offset": query_offset,
-        }
+        of_call = (key_padding_mask, key_lengths, prefix_lengths, documents, query_offset)
+        masks = self.mask_options()
+        for name, value in zip(_OF_CALL, of_call, strict=True):
+            if value is not None:
+                masks[name] = value
         if self.scoring == "additive":
             u = local_part(self.score_vector)
             out = additive_attention(q, k, v, u, backend=self.backend, **masks)
@@ -309,24 +307,25 @@ class GQAttention(SelfProjection):
         }
 
     def mask_options(self) -> dict[str, Any]:
-        """Mask options of `attention` in every call of this layer."""
-        window = self.window
+        """Mask options of `attention` in every call of this layer, without its defaults."""
+        options = {name: value for name in _MASK_OPTIONS if (value := getattr(self, name))}
+        options["causal"], window = self.causal, self.window
         if isinstance(window, int):
             # If causal, the right side is open: causal and prefix_lengths bound it.
             window = (window - 1, None if self.causal else window - 1)
-        options = {"causal": self.causal, "window": window}
-        for name in _MASK_OPTIONS:
-            options[name] = getattr(self, name)
-        return options
+        return options if window is None else {**options, "window": window}
 
     def score_options(self, bias: Tensor | None = None) -> dict[str, Any]:
         """Score options of `attention`; bias: from the relative scheme."""
+        options = super().score_options()
         if self.relative_bias is not None:
             table, reach = local_part(self.relative_bias), self.relative_max_distance
             both = not self.causal
             bias = t5_relative_bias(table, reach, bidirectional=both, max_distance=reach)
-        options = super().score_options()
-        options["alibi_slopes"], options["relative_bias"] = self.alibi_slopes, bias
+        if bias is not None:
+            options["relative_bias"] = bias
+        if self.alibi_slopes is not None:
+            options["alibi_slopes"] = self.alibi_slopes
         return options
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Self":

@@ -181,7 +181,8 @@ def _lasting(
 def _near(
     options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
-    return _added(by_position(options, T_q, T_k, device), dtype)
+    near = by_position(options, T_q, T_k, device)
+    return None if near is None else added(near, dtype)
 
 
 def _not_before(
@@ -239,7 +240,7 @@ class AddedScores(NamedTuple):
         if self.chosen:
             keep = by_value(options, None, *self[:5], first_row=self.first_row)
             assert keep is not None
-            x = _added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
+            x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
         return None if x is None else x.expand(-1, -1, self.T_q, self.T_k)
 
     def exactly(self, options: Options) -> tuple[Tensor | None, Tensor | None]:
@@ -320,8 +321,6 @@ def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _added(keep: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def added(keep: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as summand: 0, or -inf where it is False."""
-    if keep is None:
-        return None
     return torch.zeros_like(keep, dtype=dtype).masked_fill_(~keep, float("-inf"))

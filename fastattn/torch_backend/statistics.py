@@ -141,6 +141,43 @@ def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options
     return _scored(q, k, lse, options)[1]
 
 
+def attention_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """o and its weights [B, H, T_q, T_k], fp32 or wider, of a call with masks and a bias alone.
+
+    Differentiable; computes scores once. dropout: torch's, which the weights show.
+    """
+    if tracing.autocasting(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention_with_weights(q, k, v, options, dropout)
+    bias, blind = _bias_of_masks(q, k, options)
+    exists = masks.existing_keys(options, k.shape[2], q.device)
+    query, key, value = formula.wide(q, None), formula.wide(k, exists), formula.wide(v, exists)
+    x = (query * options.scale) @ key.mT
+    x = x if bias is None else x + bias
+    p = formula.normalised(x, None)[0] if tracing.in_forward_mode() else x.softmax(-1)
+    p = p if blind is None else torch.where(blind, 0.0, p)
+    p = torch.nn.functional.dropout(p, dropout) if dropout else p
+    return (p @ value).to(q.dtype), p
+
+
+def _bias_of_masks(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to scores, -inf for hidden keys (a sum is faster than torch.where on scores).
+
+    And the rows without keys, if any: their scores stay finite, as their gradients have to.
+    """
+    bias, _ = masks.added_scores(q, k, options).exactly(options)
+    if bias is None:
+        return None, None
+    if bias.dtype == torch.bool:
+        bias = masks.added(bias, q.dtype)
+    blind = (bias == float("-inf")).all(-1, keepdim=True)
+    if tracing.host_knows(blind) and not blind.any():
+        return bias, None
+    return torch.where(blind, 0.0, bias), blind
+
+
 def _scored(
     q: Tensor, k: Tensor, lse: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -190,7 +190,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(self.step)
         batches = torch.Generator().manual_seed(_seed(config.seed, self.step))
-        torch.manual_seed(_seed(config.seed, self.step, self.ranks.rank))  # for dropout
+        # torch.manual_seed notes a traceback for each kind of device that is not in use.
+        generator: Any = torch.default_generator if self.device.type == "cpu" else torch
+        generator.manual_seed(_seed(config.seed, self.step, self.ranks.rank))  # for dropout
         for i in range(config.accumulation):
             batch = self.task.draw("train", config.batch_size, batches)
             self._speed.count(batch.num_tokens)

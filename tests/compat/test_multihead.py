@@ -10,9 +10,11 @@ from nightly import gate_cases
 from oracles import assert_by_oracle
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn.compat.calls import running
+from fastattn.ops import spread
 from fastattn.testing import assert_within_budget
 from fastattn.testing.calls import Draw
 
@@ -171,6 +173,37 @@ def test_weights_without_gradients_in_fp64(on_torch):
     with torch.no_grad():
         _, weights = ours(*tensors)
     assert (weights - trained).abs().max() < 64 * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_empty_inputs_have_empty_weights(on_torch, training):
+    _, ours = pair(batch_first=True)
+    ours.train(training)
+    for queries, keys in (([2, 0], [2, 0]), ([0, 3], [0, 3]), ([2, 3], [2, 0]), ([0], [0])):
+        query, key = torch.randn(*queries, E), torch.randn(*keys, E)
+        with torch.no_grad():
+            o, weights = ours(query, query if queries == keys else key, key)
+            assert o.shape == query.shape and weights.shape == (*queries, keys[-1])
+            assert torch.equal(o, ours.out_proj.bias.expand_as(o))
+            o, weights = ours(query, query, query)
+        assert o.shape == query.shape and weights.shape == (*queries, queries[-1])
+
+
+def test_weights_cost_one_pass_of_scores(on_torch):
+    for kwargs in ({}, masks()["both"], masks()["mask-added"]):
+        counted = []
+        for layer in pair():
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                layer(*inputs(layer), **kwargs)
+            counted.append(counter.get_total_flops())
+        assert counted[0] == counted[1] > 0
+
+
+def test_weights_of_a_spread_sequence_are_refused(on_torch):
+    _, ours = pair()
+    for kwargs in ({}, masks()["padding"]):
+        with spread.attending(lambda *_, **__: None), pytest.raises(TypeError, match="one rank"):
+            ours(*inputs(ours), **kwargs)
 
 
 def test_unbatched_inputs(on_torch):

@@ -52,7 +52,7 @@ def test_steps_equal_the_layer_without_a_cache(
         made = Turned if kind == "turned before" else KVCache
         cache = made(2, 2, 9, layer.head_dim, window=window, device=device)
     if kind == "plain":
-        monkeypatch.delattr(projection, "apply_rotary")
+        monkeypatch.delattr(projection, "rotated")
     if kind == "ring":  # however many rows
         monkeypatch.setattr(layer_cache, "_FEW_ROWS", 0)
     steps = []
