@@ -1,6 +1,7 @@
 """Self-attention as torch modules: parameters, positions and caches around `attention`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 _MASK_OPTIONS = passed_as(SelfOptions, "mask")
-_OF_CALL = ("key_padding_mask", "key_lengths", "prefix_lengths", "documents", "query_offset")
 
 
 class GQAttention(SelfProjection):
@@ -231,11 +231,14 @@ class GQAttention(SelfProjection):
         query_offset = None
         if cache is not None:
             k, v, key_lengths, query_offset = append_and_read(cache, k, v, key_lengths)
-        of_call = (key_padding_mask, key_lengths, prefix_lengths, documents, query_offset)
-        masks = self.mask_options()
-        for name, value in zip(_OF_CALL, of_call, strict=True):
-            if value is not None:
-                masks[name] = value
+        of_call = {
+            "key_padding_mask": key_padding_mask,
+            "key_lengths": key_lengths,
+            "prefix_lengths": prefix_lengths,
+            "documents": documents,
+            "query_offset": query_offset,
+        }
+        masks = self.mask_options() | {name: x for name, x in of_call.items() if x is not None}
         if self.scoring == "additive":
             u = local_part(self.score_vector)
             out = additive_attention(q, k, v, u, backend=self.backend, **masks)
@@ -279,15 +282,10 @@ class GQAttention(SelfProjection):
             cache.append(k, v, key_lengths)
         terms = relative_terms(self.relative, q, self.v_head_dim)
         options = self.mask_options() | self.score_options(terms.bias)
-        options["backend"] = self.backend
         attend: Any = getattr(cache, "attend", None)
         if attend is None:
-            # Defaults are left out, which the call would look at.
-            given = {name: x for name, x in options.items() if x is not None and x is not False}
-            given["causal"] = self.causal
-            out = decode_attention(terms.query, cache, new_lengths=key_lengths, **given)
-        else:
-            out = attend(terms.query, **options)
+            attend = partial(decode_attention, cache=cache, new_lengths=key_lengths)
+        out = attend(terms.query, backend=self.backend, **options)
         return self.project_output(out, x)
 
     def repr_values(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def attend(
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
     newest = None
-    if view.keep_first is None and tracing.host_knows(q) and by_rows(q, view.length_bound):
+    if view.window is None and tracing.host_knows(q) and by_rows(q, view.length_bound):
         newest = over_slots(q, options, return_lse)
     k, v, options = in_order(view, options, counts, uniform)
     if newest is None or options.key_lengths is None:
