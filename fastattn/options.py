@@ -352,12 +352,10 @@ class Options(NamedTuple):
         return self._has(_WEIGHS)
 
     @property
-    def placing(self) -> tuple[Any, ...] | None:
+    def placing(self) -> "Options | None":
         """The numbers that the mask by positions depends on; None if it depends on tensors."""
-        for index in _PLACING_TENSORS:
-            if self[index] is not None:
-                return None
-        return tuple([self[index] for index in _PLACING_NUMBERS])
+        given = {name: getattr(self, name) for name in _PLACING}
+        return Options(**given) if all(given[x] is None for x in TENSORS if x in given) else None
 
     @property
     def biases(self) -> bool:
@@ -416,19 +414,8 @@ def _fields(**tags: Any) -> _Fields:
 
 
 _PLACING = _tagged(placing=True)
-_PLACING_TENSORS = tuple(_place(name) for name in _PLACING if name in TENSORS)
-_PLACING_NUMBERS = tuple(_place(name) for name in _PLACING if name not in TENSORS)
 _WEIGHS, _BIASES = _fields(weighs="more"), _fields(weighs="bias")
 _REGISTERS = {kind: _fields(registers=kind) for kind in get_args(Registers) if kind}
-
-
-def placed(numbers: tuple[Any, ...]) -> Options:
-    """Options with these `Options.placing`."""
-    fields: list[Any] = list(Options())
-    for index, number in zip(_PLACING_NUMBERS, numbers, strict=True):
-        fields[index] = number
-    return Options(*fields)
-
 
 # Tensors whose dims may all be 1, to broadcast.
 BROADCAST = tuple(name for name, tags in TAGS.items() if "(T_q)" in tags.dims)

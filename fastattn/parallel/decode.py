@@ -13,7 +13,7 @@ from ..functional import call_options, decode
 from ..functional.merge import merge
 from ..ops import spread
 from ..options import Options
-from ..torch_backend.masks import distances, visible
+from ..torch_backend.masks import added_scores, visible
 from .parts import add_sinks, wide
 from .ranks import all_gather
 
@@ -103,6 +103,7 @@ def _by_position(
     keys = (slot // page * group.size() + group.rank()) * page + slot % page
     lengths = all_gather(view.of_batch(view.lengths), group).sum(0)
     left, right = checks.check_window(options.get("window"))
+    own = {name: options[name] for name in _BIASES if name in options}
     places = Options(
         query_offsets=lengths - T_q,
         causal=options.get("causal", True),
@@ -110,6 +111,7 @@ def _by_position(
         right=right,
         keep_first=options.get("keep_first", 0),
         stride=options.get("stride"),
+        **own,
     )
     # This rank's positions.
     T = view.length_bound * group.size() + page * group.size()
@@ -119,14 +121,9 @@ def _by_position(
         seen = seen.index_select(-1, keys)
         mask = options.get("attn_mask")
         masks["attn_mask"] = seen if mask is None else seen & mask[..., : len(keys)]
-    distance = distances(places, T_q, T, q.device).index_select(-1, keys)
     biases = [options["attn_bias"][..., : len(keys)]] if "attn_bias" in options else []
-    if (slopes := options.get("alibi_slopes")) is not None:
-        biases.append(-slopes[..., None, None] * distance.abs())
-    if (table := options.get("relative_bias")) is not None:
-        R = table.shape[1] // 2
-        index = (distance.clamp(-R, R) + R)[:, 0]
-        biases.append(table[:, index].transpose(0, 1))
+    if places.biases:
+        biases.append(added_scores(q, T, places).bias(places).index_select(-1, keys))
     if biases:
         masks["attn_bias"] = reduce(torch.add, map(wide, biases))
     return masks

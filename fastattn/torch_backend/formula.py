@@ -115,7 +115,7 @@ def _scores(
     if options.softcap is not None:
         x = options.softcap * torch.tanh(x / options.softcap)
     if options.biases or options.attn_bias is not None:
-        x = x + masks.added_scores(q, k, options).bias(options)
+        x = x + masks.added_scores(q, T_k, options).bias(options)
     if options.score_mod is not None:
         if keep is not None:
             # Gradients at masked keys, such as of log 0, must not propagate.
@@ -131,7 +131,7 @@ def _relative_products(query: Tensor, keys: Tensor, k: Tensor, options: Options)
     if keys.shape[0] == H_k:
         keys = keys.repeat_interleave(H_q // H_k, dim=0)
     every = query @ keys.mT  # [B, H_q, T_q, 2 R + 1]
-    index = masks.table_index(options, T_q, T_k, query.device, keys.shape[1])
+    index = masks.table_index(options, T_q, T_k, keys.shape[1], query.device)
     return every.gather(-1, index.expand(B, H_q, T_q, T_k))
 
 

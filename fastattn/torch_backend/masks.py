@@ -1,6 +1,5 @@
 """The mask of a call, and what is added to its scores, as torch tensors."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -8,37 +7,23 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..options import Options, placed
+from ..options import Options
 from . import triton_language
 
 
 def visible(
-    options: Options,
-    B: int,
-    H_q: int,
-    T_q: int,
-    T_k: int,
-    device: torch.device,
-    *,
-    first_row: int = 0,
+    options: Options, B: int, H_q: int, T_q: int, T_k: int, device: torch.device, first_row: int = 0
 ) -> Tensor | None:
     """bool, broadcasting to [B, H_q, T_q, T_k], as small as possible; None = all visible."""
     near = by_position(options, T_q, T_k, device)
     exists = existing_keys(options, T_k, device)
-    return both(near, by_value(options, exists, B, H_q, T_q, T_k, device, first_row=first_row))
+    return both(near, by_value(options, exists, B, H_q, T_q, T_k, device, first_row))
 
 
 def by_value(
-    options: Options,
-    exists: Tensor | None,
-    B: int,
-    H_q: int,
-    T_q: int,
-    T_k: int,
-    device: torch.device,
-    *,
-    first_row: int = 0,
-) -> Tensor | None:
+    options: Options, exists: Tensor | None, B: int, H_q: int, T_q: int, T_k: int,
+    device: torch.device, first_row: int,
+) -> Tensor | None:  # fmt: skip
     """The part of `visible` that hangs on more than positions. exists: `existing_keys`."""
     keep = both(options.attn_mask, None if exists is None else exists[:, None, None, :])
     if options.q_documents is not None and options.k_documents is not None:
@@ -150,7 +135,7 @@ def _key_positions(options: Options, T_k: int, device: torch.device) -> Tensor:
     return torch.arange(T_k, device=device)[None, None, None]
 
 
-def table_index(options: Options, T_q: int, T_k: int, device: torch.device, entries: int) -> Tensor:
+def table_index(options: Options, T_q: int, T_k: int, entries: int, device: torch.device) -> Tensor:
     """Index in a table of 2 R + 1 distances: int64 [B or 1, 1, T_q, T_k]."""
     R = entries // 2
     return distances(options, T_q, T_k, device).clamp(-R, R) + R
@@ -165,43 +150,29 @@ def places(
     return triton_language.Places(first_row, B, options.first_head, H_q, q_pos, k_pos)
 
 
-# Most elements of a tensor by position that is kept for later calls, and how many are kept.
-_SMALL, _KEPT = 2**18, 48
-_Make = Callable[[Options, int, int, torch.device, Any], Any]
+# Of (mask as summand, distances for ALiBi, index for relative_bias); None: not needed.
+_ByPosition = tuple[Tensor | None, Tensor | None, Tensor | None]
+# Most pairs of queries and keys of tensors that are kept for later calls, and how many are kept.
+_SMALL, _KEPT = 2**18, 24
+
+
+def _positions(
+    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype,
+    is_causal: bool, ramped: bool, entries: int,
+) -> _ByPosition:  # fmt: skip
+    near = options._replace(causal=False, right=None) if is_causal else options
+    keep, ramp, index = by_position(near, T_q, T_k, device), None, None
+    if ramped:
+        ramp = -distances(options, T_q, T_k, device).abs().to(dtype)
+    if entries:
+        index = table_index(options, T_q, T_k, entries, device)[:, 0]
+    return None if keep is None else added(keep, dtype), ramp, index
 
 
 @lru_cache(_KEPT)
-def _lasting(
-    make: _Make, placing: tuple[Any, ...], T_q: int, T_k: int, device: torch.device, of: Any
-) -> Any:
+def _lasting(*of: Any) -> _ByPosition:
     with torch.inference_mode(False):  # no graph could save what inference mode makes
-        return make(placed(placing), T_q, T_k, device, of)
-
-
-def _near(
-    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    near = by_position(options, T_q, T_k, device)
-    return None if near is None else added(near, dtype)
-
-
-def _not_before(
-    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    """`_near` without the right edge of the band."""
-    return _near(options._replace(causal=False, right=None), T_q, T_k, device, dtype)
-
-
-def _ramp(options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """-|p - j|, which ALiBi multiplies by slopes."""
-    return -distances(options, T_q, T_k, device).abs().to(dtype)
-
-
-def _keys(
-    options: Options, T_q: int, T_k: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The keys' numbers, and zeros, [T_k]."""
-    return torch.arange(T_k, device=device), torch.zeros(T_k, dtype=dtype, device=device)
+        return _positions(*of)
 
 
 class AddedScores(NamedTuple):
@@ -209,8 +180,9 @@ class AddedScores(NamedTuple):
 
     dtype: q's for a mask, or a bias in it, alone; else fp32 or wider. placing: `Options.placing`,
     if tensors by position are small and kept for later calls. is_causal: the caller adds the right
-    edge of the band. padded: some keys may not exist. chosen: a mask depends on more than positions
-    and keys. biased: there is a bias.
+    edge of the band. ramped, entries: there is ALiBi, relative_bias has so many entries. padded:
+    some keys may not exist. chosen: a mask depends on more than positions and keys. biased: there
+    is a bias.
     """
 
     B: int
@@ -220,8 +192,10 @@ class AddedScores(NamedTuple):
     device: torch.device
     first_row: int
     dtype: torch.dtype
-    placing: tuple[Any, ...] | None
+    placing: Options | None
     is_causal: bool
+    ramped: bool
+    entries: int
     padded: bool
     chosen: bool
     biased: bool
@@ -231,62 +205,32 @@ class AddedScores(NamedTuple):
 
         For eager calls on a CPU. Where a key is hidden, NaN and infinity in a bias stay.
         """
-        x = self._by_position(_not_before if self.is_causal else _near, options, self.dtype)
+        x, *distances = self._by_position(options)
         if self.padded:
-            existing = self._existing(options)
+            exists = existing_keys(options, self.T_k, self.device)
+            assert exists is not None
+            # A sum of numbers takes less time than a choice.
+            existing = added(exists, self.dtype).unsqueeze(1).unsqueeze(1)
             x = existing if x is None else x + existing
         if self.biased:
-            x = self.bias(options, x)
+            x = _bias(options, self.dtype, x, *distances)
         if self.chosen:
-            keep = by_value(options, None, *self[:5], first_row=self.first_row)
+            keep = by_value(options, None, *self[:6])
             assert keep is not None
             x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
         return None if x is None else x.expand(-1, -1, self.T_q, self.T_k)
 
     def exactly(self, options: Options) -> tuple[Tensor | None, Tensor | None]:
         """(A bias, -inf wherever a key is hidden, or a mask, as `quickly`; the mask alone)."""
-        keep = visible(options, *self[:5], first_row=self.first_row)
-        x = keep
+        x = keep = visible(options, *self[:6])
         if self.biased:
             x = self.bias(options)
             x = x if keep is None else torch.where(keep, x, float("-inf"))
         return None if x is None else x.expand(-1, -1, self.T_q, self.T_k), keep
 
-    def bias(self, options: Options, near: Tensor | None = None) -> Tensor:
-        """Sum of biases, and of `near` as the first."""
-        x = near
-        if options.alibi_slopes is not None:
-            ramp = self._by_position(_ramp, options, self.dtype)
-            slopes = options.alibi_slopes.to(self.dtype).unsqueeze(-1).unsqueeze(-1)
-            x = slopes * ramp if x is None else torch.addcmul(x, slopes, ramp)
-        if options.relative_bias is not None:
-            table = options.relative_bias.to(self.dtype)
-            index = self._by_position(table_index, options, table.shape[1])[:, 0]
-            shift = table[:, index].transpose(0, 1)
-            x = shift if x is None else x + shift
-        if options.attn_bias is not None:
-            given = options.attn_bias.to(self.dtype)
-            x = given if x is None else x + given
-        assert x is not None
-        return x
-
-    def _by_position(self, make: _Make, options: Options, of: Any) -> Any:
-        sizes = (self.T_q, self.T_k, self.device, of)
-        if self.placing is None:
-            return make(options, *sizes)
-        return _lasting(make, self.placing, *sizes)
-
-    def _existing(self, options: Options) -> Tensor:
-        """[B, 1, 1, T_k]: 0, or -inf at keys of padding."""
-        keys, zeros = self._by_position(_keys, options, self.dtype)
-        lengths = options.key_lengths
-        if lengths is not None and options.key_padding_mask is None and options.k_documents is None:
-            hidden = keys >= lengths.view(-1, 1, 1, 1)
-        else:
-            exists = existing_keys(options, self.T_k, self.device)
-            assert exists is not None
-            hidden = exists.logical_not().unsqueeze(1).unsqueeze(1)
-        return zeros.masked_fill(hidden, float("-inf"))
+    def bias(self, options: Options) -> Tensor:
+        """Sum of the biases of a call that has one."""
+        return _bias(options, self.dtype, None, *self._by_position(options)[1:])
 
     def shows_each_query_a_key(self, options: Options) -> bool:
         """Whether masks are by numbers alone, and leave each query a key."""
@@ -295,22 +239,48 @@ class AddedScores(NamedTuple):
         near = by_position(options, self.T_q, self.T_k, self.device)
         return near is None or bool(near.any(-1).all())
 
+    def _by_position(self, options: Options) -> _ByPosition:
+        of = (self.T_q, self.T_k, self.device, self.dtype, self.is_causal)
+        if self.placing is None:
+            return _positions(options, *of, self.ramped, self.entries)
+        return _lasting(self.placing, *of, self.ramped, self.entries)
+
 
 def added_scores(
-    q: Tensor, k: Tensor, options: Options, first_row: int = 0, *, lasting: bool = False,
+    q: Tensor, T_k: int, options: Options, first_row: int = 0, *, lasting: bool = False,
     is_causal: bool = False,
 ) -> AddedScores:  # fmt: skip
     """`AddedScores` of a call; lasting: its positions are kept for later ones."""
-    (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
+    (B, H_q, T_q, _), table = q.shape, options.relative_bias
     masks = (options.attn_mask, options.q_documents, options.mask_mod)
     return AddedScores(
         *(B, H_q, T_q, T_k, q.device, first_row, dtype_of_bias(q, options)),
         placing=options.placing if lasting and T_q * T_k <= _SMALL else None,
         is_causal=is_causal,
+        ramped=options.alibi_slopes is not None,
+        entries=0 if table is None else table.shape[1],
         padded=lacks_keys(options),
         chosen=any(x is not None for x in masks),
         biased=options.biases or options.attn_bias is not None,
     )
+
+
+def _bias(
+    options: Options, dtype: torch.dtype, x: Tensor | None, ramp: Tensor | None,
+    index: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Sum of x and the biases."""
+    if ramp is not None and options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(dtype).unsqueeze(-1).unsqueeze(-1)
+        x = slopes * ramp if x is None else torch.addcmul(x, slopes, ramp)
+    if index is not None and options.relative_bias is not None:
+        shift = options.relative_bias.to(dtype)[:, index].transpose(0, 1)
+        x = shift if x is None else x + shift
+    if options.attn_bias is not None:
+        given = options.attn_bias.to(dtype)
+        x = given if x is None else x + given
+    assert x is not None
+    return x
 
 
 def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:

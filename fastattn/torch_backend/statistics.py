@@ -167,7 +167,7 @@ def _bias_of_masks(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | Non
 
     And the rows without keys, if any: their scores stay finite, as their gradients have to.
     """
-    bias, _ = masks.added_scores(q, k, options).exactly(options)
+    bias, _ = masks.added_scores(q, k.shape[2], options).exactly(options)
     if bias is None:
         return None, None
     if bias.dtype == torch.bool:

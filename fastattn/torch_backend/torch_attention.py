@@ -62,14 +62,14 @@ def bind(
     if return_lse > fits or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
         return partial(_by_formula, **how)
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
-    lower = causal and options.left is None
-    bare = options.plain and (lower or masks.sees_all(options, q.shape[2], k.shape[2]))
-    added = masks.added_scores(q, k, options, first_row, lasting=known, is_causal=causal and fits)
+    lower, T_k = causal and options.left is None, k.shape[2]
+    bare = options.plain and (lower or masks.sees_all(options, q.shape[2], T_k))
+    added = masks.added_scores(q, T_k, options, first_row, lasting=known, is_causal=causal and fits)
     if return_lse:
         shown = None if bare else added.quickly
         return partial(_with_lse, shown=shown, is_causal=causal, first_row=first_row)
     if bare:
-        wide = tracing.always(k.shape[2] >= WIDEST_VECTOR)
+        wide = tracing.always(T_k >= WIDEST_VECTOR)
         short = q.is_cpu and not (wide or options.dropout)
         bound = partial(_short, known=known) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
