@@ -153,7 +153,7 @@ def places(
 # Of (mask as summand, distances for ALiBi, index for relative_bias); None: not needed.
 _ByPosition = tuple[Tensor | None, Tensor | None, Tensor | None]
 # Most pairs of queries and keys of tensors that are kept for later calls, and how many are kept.
-_SMALL, _KEPT = 2**18, 24
+_SMALL, _KEPT = 2**18, 16
 
 
 def _positions(
