@@ -61,10 +61,11 @@ class Explanation(NamedTuple):
         return "\n".join([f"backend: {self.backend}", *forward, *backward, *passed_over, *findings])
 
 
-# The variable as the system encodes it. `os.environ.get` took an eighth of a step on a CPU.
-raw_name: Callable[[], Any] = partial(
-    vars(os.environ)["_data"].get, os.environ.encodekey(ENVIRONMENT)
-)
+# The variable, maybe encoded. os.environ.get encodes its name at each access.
+_STORED = vars(os.environ).get("_data")
+raw_name: Callable[[], Any] = partial(os.environ.get, ENVIRONMENT)
+if _STORED is not None:
+    raw_name = partial(_STORED.get, os.environ.encodekey(ENVIRONMENT))
 
 
 def asked_for(backend: str | None) -> str:

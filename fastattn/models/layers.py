@@ -117,8 +117,7 @@ class MLP(SeparateProjections):
         act = _ACTIVATIONS[self.activation]
         h = self.up_proj(x)
         h = act(h) if self.gate_proj is None else act(self.gate_proj(x)) * h
-        y, dropout = self.down_proj(h), self.dropout
-        return dropout(y) if dropout.training and dropout.p else y
+        return self.dropout(self.down_proj(h))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -232,7 +231,7 @@ class Block(nn.Module):
         residual: nn.Module | None = None,
     ) -> Tensor:
         assert norm is not None, "only a parallel block has parts without a norm of their own"
-        kept = x if residual is None or type(residual) is nn.Identity else residual(x)
+        kept = x if residual is None else residual(x)
         return kept + part(norm(x)) if self.order == "pre" else norm(kept + part(x))
 
 

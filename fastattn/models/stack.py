@@ -126,8 +126,7 @@ class TokenStack(nn.Module):
         last_only: bool = False,
     ) -> Tensor:
         """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
-        x, dropout = self._embed(tokens, cache), self.dropout
-        x = dropout(x) if dropout.training and dropout.p else x
+        x = self.dropout(self._embed(tokens, cache))
         tables: RotaryPositions | tuple[Tensor, Tensor] | None = self.rotary_positions
         if isinstance(tables, RotaryPositions) and cache is None:
             # Same rows in every layer.

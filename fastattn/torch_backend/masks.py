@@ -17,7 +17,7 @@ def visible(
     """bool, broadcasting to [B, H_q, T_q, T_k], as small as possible; None = all visible."""
     near = by_position(options, T_q, T_k, device)
     exists = existing_keys(options, T_k, device)
-    return both(near, by_value(options, exists, B, H_q, T_q, T_k, device, first_row))
+    return _both(near, by_value(options, exists, B, H_q, T_q, T_k, device, first_row))
 
 
 def by_value(
@@ -25,18 +25,18 @@ def by_value(
     device: torch.device, first_row: int,
 ) -> Tensor | None:  # fmt: skip
     """The part of `visible` that hangs on more than positions. exists: `existing_keys`."""
-    keep = both(options.attn_mask, None if exists is None else exists[:, None, None, :])
+    keep = _both(options.attn_mask, None if exists is None else exists[:, None, None, :])
     if options.q_documents is not None and options.k_documents is not None:
         same = options.q_documents[:, :, None] == options.k_documents[:, None, :]
-        keep = both(keep, same[:, None])
+        keep = _both(keep, same[:, None])
     if options.mask_mod is not None:
         where = places(options, B, H_q, T_q, T_k, device, first_row)
         shown = triton_language.mask_mod(options.mask_mod, where, options.mod_tensors)
-        keep = both(keep, shown)
+        keep = _both(keep, shown)
     return keep
 
 
-def both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+def _both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     """x & y; None = all True."""
     return y if x is None else x if y is None else x & y
 
