@@ -73,9 +73,12 @@ def test_packed(draw, device):
         "max_seqlen_k": 5,
     }
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted = flash_attn.flash_attn_varlen_func(
-        *leaves, *lengths.values(), softmax_scale=0.3, causal=True, return_attn_probs=True
-    )
+
+    def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        how = {"softmax_scale": 0.3, "causal": True, "return_attn_probs": True}
+        return flash_attn.flash_attn_varlen_func(*inputs, *lengths.values(), **how)
+
+    wanted = attend(q, k, v)
     out, lse, weights, _ = filled(
         passes._flash_attn_varlen_forward, q=q, k=k, v=v, causal=True, **lengths, **PACKED
     )
@@ -85,7 +88,7 @@ def test_packed(draw, device):
         passes._flash_attn_varlen_backward, dout=do, q=q, k=k, v=v, out=out, softmax_lse=lse,
         dq=dq, dk=dk, dv=dv, causal=True, deterministic=True, **lengths, **COMMON,
     )  # fmt: skip
-    grads = torch.autograd.grad(wanted[0], leaves, do)
+    grads = torch.autograd.grad(attend(*leaves)[0], leaves, do)
     for name, got, exact in zip(("dq", "dk", "dv"), (dq, dk, dv), grads, strict=True):
         assert_within_budget(name, got, exact.double(), exact)
 
