@@ -59,7 +59,10 @@ def dense(T: int, dtype: torch.dtype) -> Iterator[tuple[str, int, Call, Call]]:
     i = torch.arange(T)
     lower, lengths = (i[:, None] >= i), torch.tensor([T, T // 2 + 1])
     shown = i < lengths[:, None]
-    bias, alibi = torch.randn(1, H, T, T).to(dtype), option_examples(H, H, T, T, D)["alibi"]
+    bias, alibi = (
+        torch.randn(1, H, T, T).to(dtype),
+        option_examples(H, H, T, T, D, reach=1)["alibi"],
+    )
     (slopes,) = alibi.values()
     ramp = (-(i[:, None] - i).abs() * slopes[:, None, None]).masked_fill(~lower, -torch.inf)
     causal: Call = partial(attention, causal=True)

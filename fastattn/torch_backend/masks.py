@@ -1,5 +1,6 @@
 """The mask of a call, and what is added to its scores, as torch tensors."""
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -150,8 +151,16 @@ def places(
     return triton_language.Places(first_row, B, options.first_head, H_q, q_pos, k_pos)
 
 
-# Of (mask as summand, distances for ALiBi, index for relative_bias); None: not needed.
-_ByPosition = tuple[Tensor | None, Tensor | None, Tensor | None]
+class _ByPosition(NamedTuple):
+    """keys: their numbers. zeros: as many. None where not needed."""
+
+    near: Tensor | None  # a mask as summand
+    ramp: Tensor | None  # distances, which ALiBi multiplies by slopes
+    index: Tensor | None  # in relative_bias
+    keys: Tensor
+    zeros: Tensor
+
+
 # Most pairs of queries and keys of tensors that are kept for later calls, and how many are kept.
 _SMALL, _KEPT = 2**18, 16
 
@@ -166,7 +175,9 @@ def _positions(
         ramp = -distances(options, T_q, T_k, device).abs().to(dtype)
     if entries:
         index = table_index(options, T_q, T_k, entries, device)[:, 0]
-    return None if keep is None else added(keep, dtype), ramp, index
+    zeros = torch.zeros(T_k, dtype=dtype, device=device)
+    keys = torch.arange(T_k, device=device)
+    return _ByPosition(None if keep is None else added(keep, dtype), ramp, index, keys, zeros)
 
 
 @lru_cache(_KEPT)
@@ -205,15 +216,14 @@ class AddedScores(NamedTuple):
 
         For eager calls on a CPU. Where a key is hidden, NaN and infinity in a bias stay.
         """
-        x, *distances = self._by_position(options)
+        placed = self._by_position(options)
+        x = placed.near
         if self.padded:
-            exists = existing_keys(options, self.T_k, self.device)
-            assert exists is not None
             # A sum of numbers takes less time than a choice.
-            existing = added(exists, self.dtype).unsqueeze(1).unsqueeze(1)
+            existing = placed.zeros.masked_fill(self._lacking(options, placed.keys), -math.inf)
             x = existing if x is None else x + existing
         if self.biased:
-            x = _bias(options, self.dtype, x, *distances)
+            x = _bias(options, self.dtype, x, placed)
         if self.chosen:
             keep = by_value(options, None, *self[:6])
             assert keep is not None
@@ -230,7 +240,16 @@ class AddedScores(NamedTuple):
 
     def bias(self, options: Options) -> Tensor:
         """Sum of the biases of a call that has one."""
-        return _bias(options, self.dtype, None, *self._by_position(options)[1:])
+        return _bias(options, self.dtype, None, self._by_position(options))
+
+    def _lacking(self, options: Options, keys: Tensor) -> Tensor:
+        """Keys that do not exist, bool [B, 1, 1, T_k]."""
+        lengths = options.key_lengths
+        if lengths is not None and options.key_padding_mask is None and options.k_documents is None:
+            return keys >= lengths.view(-1, 1, 1, 1)
+        exists = existing_keys(options, self.T_k, self.device)
+        assert exists is not None
+        return exists.logical_not().view(-1, 1, 1, self.T_k)
 
     def shows_each_query_a_key(self, options: Options) -> bool:
         """Whether masks are by numbers alone, and leave each query a key."""
@@ -265,16 +284,13 @@ def added_scores(
     )
 
 
-def _bias(
-    options: Options, dtype: torch.dtype, x: Tensor | None, ramp: Tensor | None,
-    index: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _bias(options: Options, dtype: torch.dtype, x: Tensor | None, placed: _ByPosition) -> Tensor:
     """Sum of x and the biases."""
-    if ramp is not None and options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(dtype).unsqueeze(-1).unsqueeze(-1)
-        x = slopes * ramp if x is None else torch.addcmul(x, slopes, ramp)
-    if index is not None and options.relative_bias is not None:
-        shift = options.relative_bias.to(dtype)[:, index].transpose(0, 1)
+    if placed.ramp is not None and options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(dtype)[..., None, None]
+        x = slopes * placed.ramp if x is None else torch.addcmul(x, slopes, placed.ramp)
+    if placed.index is not None and options.relative_bias is not None:
+        shift = options.relative_bias.to(dtype)[:, placed.index].transpose(0, 1)
         x = shift if x is None else x + shift
     if options.attn_bias is not None:
         given = options.attn_bias.to(dtype)

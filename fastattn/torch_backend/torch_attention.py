@@ -64,10 +64,12 @@ def bind(
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower, T_k = causal and options.left is None, k.shape[2]
     bare = options.plain and (lower or masks.sees_all(options, q.shape[2], T_k))
-    added = masks.added_scores(q, T_k, options, first_row, lasting=known, is_causal=causal and fits)
+    skips = causal and fits and T_k > _KEYS_AT_ONCE
+    added = masks.added_scores(q, T_k, options, first_row, lasting=known, is_causal=skips)
     if return_lse:
         shown = None if bare else added.quickly
-        return partial(_with_lse, shown=shown, is_causal=causal, first_row=first_row)
+        is_causal = lower if bare else skips
+        return partial(_with_lse, shown=shown, is_causal=is_causal, first_row=first_row)
     if bare:
         wide = tracing.always(T_k >= WIDEST_VECTOR)
         short = q.is_cpu and not (wide or options.dropout)
@@ -186,7 +188,9 @@ def _with_lse(
     return o, lse.float().contiguous()
 
 
-# torch's function has an argument for a mask or is_causal alone, and returns no lse.
+# torch's function has an argument for a mask or is_causal alone, and returns no lse. With both its
+# kernel skips blocks of so many keys; a mask alone is faster where there is one block.
+_KEYS_AT_ONCE = 512
 _cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastattn
+from fastattn.functional import call_memo
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
 from fastattn.torch_backend import torch_attention as torch_backend
@@ -38,12 +39,21 @@ def test_no_mask_is_built_where_torch_has_a_flag(monkeypatch: pytest.MonkeyPatch
 EXAMPLES = option_examples(4, 2, 12, 12, 8, reach=4)
 
 
+@pytest.mark.parametrize("at_once", [512, 0])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_output_is_that_beside_an_lse(name: str) -> None:
-    """torch's fused kernel returns no lse: the formula computes both."""
+def test_the_output_is_that_beside_an_lse(
+    name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the formula beside an lse with gradients; else by torch's kernels, with keys skipped."""
+    monkeypatch.setattr(torch_backend, "_KEYS_AT_ONCE", at_once)
+    call_memo.forget()
     q, k, v = make_qkv(2, 4, 2, 12, 12, 8)
     for options in (EXAMPLES[name], {"causal": True, **EXAMPLES[name]}):
-        o, _ = torch_attention(q, k, v, return_lse=True, **options)
+        o, lse = torch_attention(q, k, v, return_lse=True, **options)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                torch_attention(q, k, v, return_lse=True, **options), (o.detach(), lse.detach())
+            )
         alone = torch_attention(q, k, v, **options)
         torch.testing.assert_close(alone, o)
         grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (alone, o))
