@@ -156,7 +156,7 @@ class _ByPosition(NamedTuple):
 
     near: Tensor | None  # a mask as summand
     ramp: Tensor | None  # distances, which ALiBi multiplies by slopes
-    index: Tensor | None  # in relative_bias
+    entry: Tensor | None  # of relative_bias, its index
     keys: Tensor
     zeros: Tensor
 
@@ -289,8 +289,8 @@ def _bias(options: Options, dtype: torch.dtype, x: Tensor | None, placed: _ByPos
     if placed.ramp is not None and options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(dtype)[..., None, None]
         x = slopes * placed.ramp if x is None else torch.addcmul(x, slopes, placed.ramp)
-    if placed.index is not None and options.relative_bias is not None:
-        shift = options.relative_bias.to(dtype)[:, placed.index].transpose(0, 1)
+    if placed.entry is not None and options.relative_bias is not None:
+        shift = options.relative_bias.to(dtype)[:, placed.entry].transpose(0, 1)
         x = shift if x is None else x + shift
     if options.attn_bias is not None:
         given = options.attn_bias.to(dtype)
