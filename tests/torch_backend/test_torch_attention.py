@@ -5,6 +5,7 @@ import torch
 
 import fastattn
 from fastattn.functional import call_memo
+from fastattn.options import LEARNED
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
 from fastattn.torch_backend import torch_attention as torch_backend
@@ -48,7 +49,9 @@ def test_the_output_is_that_beside_an_lse(
     monkeypatch.setattr(torch_backend, "_KEYS_AT_ONCE", at_once)
     call_memo.forget()
     q, k, v = make_qkv(2, 4, 2, 12, 12, 8)
-    for options in (EXAMPLES[name], {"causal": True, **EXAMPLES[name]}):
+    learned = {x: y.clone().requires_grad_() for x, y in EXAMPLES[name].items() if x in LEARNED}
+    example, leaves = EXAMPLES[name] | learned, (q, k, v, *learned.values())
+    for options in (example, {"causal": True, **example}):
         o, lse = torch_attention(q, k, v, return_lse=True, **options)
         with torch.no_grad():
             torch.testing.assert_close(
@@ -56,7 +59,7 @@ def test_the_output_is_that_beside_an_lse(
             )
         alone = torch_attention(q, k, v, **options)
         torch.testing.assert_close(alone, o)
-        grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (alone, o))
+        grads = (torch.autograd.grad(x.sin().sum(), leaves) for x in (alone, o))
         torch.testing.assert_close(*grads)
 
 
