@@ -109,3 +109,18 @@ def test_a_call_that_sees_no_key_has_gradients(options: dict) -> None:
     q, k, v = make_qkv(1, 2, 2, 7, D=8)
     o = torch_attention(q, k, v, key_lengths=torch.tensor([0]), **options)
     assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize(("name", "value"), [("k", -torch.inf), ("v", 3e38)])
+def test_numbers_of_padding_that_reach_no_output_reach_no_gradient(name: str, value: float) -> None:
+    q, k, v = make_qkv(1, 2, 2, 7, D=8, requires_grad=False)
+    inputs = {"q": q.abs(), "k": k, "v": v}  # a key of -inf has scores of -inf
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs.values()]
+        o = torch_attention(*leaves, key_lengths=torch.tensor([5]))
+        return torch.autograd.grad((3 * o).sum(), leaves)
+
+    expected = gradients()
+    inputs[name][:, :, 5:] = value
+    torch.testing.assert_close(gradients(), expected)
