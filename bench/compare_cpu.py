@@ -182,7 +182,8 @@ def decode_rows() -> Iterator[tuple[str, Call, Call]]:
         def joined(read: Call = read, k: Tensor = k, v: Tensor = v, new: Tensor = new) -> Tensor:
             return read(torch.cat((k, new), 2), torch.cat((v, new), 2))
 
-        yield f"truncate, append, decode; {name}; forward", *map(torch.no_grad(), (appended, joined))
+        steps = map(torch.no_grad(), (appended, joined))
+        yield f"truncate, append, decode; {name}; forward", *steps
 
 
 def main() -> int:
