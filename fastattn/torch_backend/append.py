@@ -32,44 +32,32 @@ def append_rows(
     room_for_padding: padding may be written too, as every row has slots for T tokens.
     """
     T = k.shape[2]
+    index: _Place
+    count: int | Tensor
     if first_slot is not None and advance:
-        return _append_alike(view, q, k, v, rotary, style, first_slot)
-    lengths = view.of_batch(view.lengths).long()
-    count = torch.full_like(lengths, T) if new_lengths is None else new_lengths.clamp(0, T)
-    first = lengths if advance else lengths - count
-    positions = first.unsqueeze(1) + torch.arange(T, device=k.device)  # [B, T]
-    if rotary is not None:
-        q, k = _turned(q, k, positions, rotary, style, room_for_padding)
-    index, real = view.locate(positions), None
-    if not room_for_padding:
-        real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
+        slots = slice(first_slot, first_slot + T)
+        index, real, count = (slice(None), slots), None, T
+        if rotary is not None:
+            q, k = _rotated(q, k, rotary[0][slots], rotary[1][slots], style)
+    else:
+        lengths = view.of_batch(view.lengths).long()
+        count = torch.full_like(lengths, T) if new_lengths is None else new_lengths.clamp(0, T)
+        first = lengths if advance else lengths - count
+        positions = first.unsqueeze(1) + torch.arange(T, device=k.device)  # [B, T]
+        if rotary is not None:
+            q, k = _turned(q, k, positions, rotary, style, room_for_padding)
+        index, real = view.locate(positions), None
+        if not room_for_padding:
+            real = _stored_tokens(view, positions, (first + count).unsqueeze(1))
     scaled = view.given_scales
     _store(view.k, view.k_scale, k, index, real, scaled)
     if v is not None:
         _store(view.v, view.v_scale, v, index, real, scaled)
     if advance:
-        if view.batch_index is None:
+        if isinstance(count, int) or view.batch_index is None:
             view.lengths.add_(count)
         else:
             view.lengths.index_add_(0, view.batch_index, count.to(view.lengths.dtype))
-    return q
-
-
-def _append_alike(
-    view: CacheView, q: Tensor | None, k: Tensor, v: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None, style: RotaryStyle, first: int,
-) -> Tensor | None:  # fmt: skip
-    """`append_rows` of whole rows, to slots from `first` on."""
-    slots = slice(first, first + k.shape[2])
-    if rotary is not None:
-        cos, sin = rotary[0][slots], rotary[1][slots]
-        k = apply_rotary(k, cos, sin, style=style)
-        q = None if q is None else apply_rotary(q, cos, sin, style=style)
-    scaled = view.given_scales
-    _store(view.k, view.k_scale, k, (slice(None), slots), None, scaled)
-    if v is not None:
-        _store(view.v, view.v_scale, v, (slice(None), slots), None, scaled)
-    view.lengths.add_(slots.stop - first)
     return q
 
 
@@ -113,6 +101,12 @@ def _turned(
         # Positions past the tables are not rotated.
         has_table = (row == positions).unsqueeze(-1)
         cos, sin = torch.where(has_table, cos, 1.0), torch.where(has_table, sin, 0.0)
+    return _rotated(q, k, cos, sin, style)
+
+
+def _rotated(
+    q: Tensor | None, k: Tensor, cos: Tensor, sin: Tensor, style: RotaryStyle
+) -> tuple[Tensor | None, Tensor]:
     turned = None if q is None else apply_rotary(q, cos, sin, style=style)
     return turned, apply_rotary(k, cos, sin, style=style)
 

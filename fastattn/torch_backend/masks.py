@@ -187,7 +187,7 @@ def _lasting(*of: Any) -> _ByPosition:
 
 
 class AddedScores(NamedTuple):
-    """What is added to the scores of calls with the same layouts.
+    """Masks and biases that are added to the scores of calls with the same layouts.
 
     dtype: q's for a mask, or a bias in it, alone; else fp32 or wider. placing: `Options.placing`,
     if tensors by position are small and kept for later calls. is_causal: the caller adds the right

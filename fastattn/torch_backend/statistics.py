@@ -163,9 +163,9 @@ def attention_with_weights(
 
 
 def _bias_of_masks(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | None, Tensor | None]:
-    """What is added to scores, -inf for hidden keys (a sum is faster than torch.where on scores).
+    """(Summand of scores, -inf for hidden keys; rows without keys, if any).
 
-    And the rows without keys, if any: their scores stay finite, as their gradients have to.
+    Scores of such rows stay finite, as their gradients have to. A sum is faster than torch.where.
     """
     bias, _ = masks.added_scores(q, k.shape[2], options).exactly(options)
     if bias is None:

@@ -64,17 +64,17 @@ def bind(
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower, T_k = causal and options.left is None, k.shape[2]
     bare = options.plain and (lower or masks.sees_all(options, q.shape[2], T_k))
-    skips = causal and fits and T_k > _KEYS_AT_ONCE
-    added = masks.added_scores(q, T_k, options, first_row, lasting=known, is_causal=skips)
-    if return_lse:
-        shown = None if bare else added.quickly
-        is_causal = lower if bare else skips
-        return partial(_with_lse, shown=shown, is_causal=is_causal, first_row=first_row)
+    if bare and return_lse:
+        return partial(_with_lse, shown=None, is_causal=lower, first_row=first_row)
     if bare:
         wide = tracing.always(T_k >= WIDEST_VECTOR)
         short = q.is_cpu and not (wide or options.dropout)
         bound = partial(_short, known=known) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
+    skips = causal and fits and T_k > _KEYS_AT_ONCE
+    added = masks.added_scores(q, T_k, options, first_row, lasting=known, is_causal=skips)
+    if return_lse:
+        return partial(_with_lse, shown=added.quickly, is_causal=skips, first_row=first_row)
     sure = known and added.shows_each_query_a_key(options)
     return partial(_masked, added=added, known=known, sure=sure, gqa=gqa)
 

@@ -200,7 +200,7 @@ def queries() -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["alike", "ragged", "padded on the left"])
 def test_no_part_of_a_step_is_forgotten(kind: str, one_thread: None) -> None:
-    """Of a cache on a CPU: a step that is known has the outcome of one that is not."""
+    """A known step of a cache on a CPU has the outcome of one that is not."""
     q, cache = draw(B, H_Q, 1, D), CACHES[kind]()
     steps = [{"q": q, "cache": make(), **given} for make in CACHES.values() for given in STEPS]
     steps += [{"q": x, "cache": cache, **given} for x in queries() for given in ({}, *STEPS[:2])]

@@ -45,7 +45,7 @@ EXAMPLES = option_examples(4, 2, 12, 12, 8, reach=4)
 def test_the_output_is_that_beside_an_lse(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the formula beside an lse with gradients; else by torch's kernels, with keys skipped."""
+    """The formula computes it beside an lse with gradients; else torch's kernels, skipping keys."""
     monkeypatch.setattr(torch_backend, "_KEYS_AT_ONCE", at_once)
     call_memo.forget()
     q, k, v = make_qkv(2, 4, 2, 12, 12, 8)
