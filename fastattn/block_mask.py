@@ -1,10 +1,12 @@
 """Users' functions in options, and their names for operators, which take only strings."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .tracing import may_keep
 
@@ -19,7 +21,8 @@ class BlockMask:
     when the call's other masks change, or a tensor that the function reads.
 
     Args:
-        mask_mod: @triton.jit function (b, h, q_pos, k_pos, *tensors) -> bool.
+        mask_mod: @triton.jit function (b, h, q_pos, k_pos, *tensors) -> bool; or a Python function
+            (b, h, q_pos, k_pos), as `attention` takes it, whose tensors and numbers are now fixed.
         per_batch: False promises that the mask does not depend on b.
         per_head: False promises that the mask does not depend on h. One table of blocks then serves
             all batch rows, or all heads.
@@ -33,10 +36,104 @@ class BlockMask:
     per_batch: bool = True
     per_head: bool = True
     tables: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    tensors: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        own = self.mask_mod
+        if is_python(own):
+            own = TensorFunction.of("mask_mod", own)
+        if isinstance(own, TensorFunction):
+            object.__setattr__(self, "mask_mod", own.function)
+            object.__setattr__(self, "tensors", own.tensors)
 
     def may_keep(self, device: torch.device) -> bool:
         """Whether a table that is made now may be kept in `tables`."""
         return may_keep(device)
+
+
+@dataclass(frozen=True)
+class TensorFunction:
+    """A mask_mod or score_mod, made of a Python function by `mods.from_python`.
+
+    function: @triton.jit. tensors: the mod_tensors that it takes. grad: its score_mod_grad, if known.
+    """
+
+    function: Any
+    tensors: tuple[Tensor, ...] = field(compare=False)
+    grad: Any = None
+
+    @classmethod
+    def of(cls, option: str, function: Any) -> "TensorFunction":
+        """The translation of a Python function.
+
+        Raises:
+            ValueError: it cannot be translated.
+        """
+        from .jit_functions import derivative
+        from .jit_functions.python_functions import Given, translated
+
+        made = translated({option: Given(function, ())})
+        grad, tensors = None, made["mod_tensors"]
+        if option == "score_mod":
+            with suppress(derivative.NotDifferentiable):
+                grad = derivative.score_mod_grad(made[option], tensors)
+        return cls(made[option], tensors, grad)
+
+
+def is_python(function: Any) -> bool:
+    """Whether a function of an option is Python's, which needs a translation."""
+    return callable(function) and not type(function).__module__.startswith("triton.")
+
+
+# Options that are functions, in the order of their translation.
+_FUNCTIONS = ("mask_mod", "score_mod", "score_mod_grad")
+
+
+def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Options with @triton.jit functions alone, all of which take mod_tensors.
+
+    Python functions are translated, and so is what goes with them. Returns the same dict if there
+    is nothing to do.
+
+    Raises:
+        ValueError: a function cannot be translated, or now, while torch.compile traces.
+    """
+    given = options.get("mod_tensors", ())
+    functions = {
+        name: _parts(options[name], given) for name in _FUNCTIONS if options.get(name) is not None
+    }
+    python = [name for name, (function, _) in functions.items() if is_python(function)]
+    if not python and all(tensors is given for _, tensors in functions.values()):
+        return options
+    made: dict[str, Any]
+    if not python and len(functions) == 1 and not given:
+        ((name, (function, tensors)),) = functions.items()
+        made = {name: function, "mod_tensors": tensors}
+        if name == "score_mod" and options[name].grad is not None:
+            made["score_mod_grad"] = options[name].grad
+    elif torch.compiler.is_compiling():
+        raise ValueError(
+            f"{(python or list(functions))[0]} must be translated before torch.compile traces the "
+            "call: pass a BlockMask of it, or fastattn.mods.from_python(function), made outside, "
+            "without other functions or mod_tensors"
+        )
+    else:
+        from .jit_functions.python_functions import Given, translated
+
+        made = translated({name: Given(*parts) for name, parts in functions.items()}, device)
+    mask = options.get("mask_mod")
+    if isinstance(mask, BlockMask):
+        made["mask_mod"] = BlockMask(made["mask_mod"], mask.per_batch, mask.per_head, mask.tables)
+    return {**options, **made}
+
+
+def _parts(x: Any, given: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+    """The function of an option, and the tensors that it takes: its own, or the given ones."""
+    if isinstance(x, TensorFunction):
+        return x.function, x.tensors
+    if isinstance(x, BlockMask):
+        return x.mask_mod, given if x.tensors is None else x.tensors
+    return x, given
 
 
 def name_of(mod: Any) -> str:

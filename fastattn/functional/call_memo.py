@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import dispatch, tracing
+from ..block_mask import BlockMask, TensorFunction
 from ..ops import attention_ops, spread
 from ..ops.call import TRITON_INSTALLED, from_compiler
 from ..options import Options
@@ -22,6 +23,7 @@ from ..tuned import choices
 
 _KEPT = 1024
 _TYPES = (Tensor, torch.nn.Parameter)
+_HOLDERS = (BlockMask, TensorFunction)
 
 
 class _Source(NamedTuple):
@@ -118,6 +120,8 @@ def add_values(key: list[Any], arguments: Mapping[str, Any]) -> bool:
             key += layout(x)
         elif kind is tuple and all(map(_is_number, map(type, x))):  # such as a window
             key += (x, *map(type, x))
+        elif kind in _HOLDERS and x.tensors is not None:
+            return False
         elif _is_number(kind):
             key.append(x)
         else:

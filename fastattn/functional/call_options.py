@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 from .. import checks, dispatch
+from ..block_mask import with_tensors
 from ..options import EXPECTED, OPTIONS, Options, OptionSpec
 from ..score_checks import Checking
 
@@ -96,6 +97,8 @@ _place = {name: n for n, name in enumerate(_OPTIONS)}.__getitem__
 
 def _checked_options(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
+    if "mask_mod" in call.arguments or "score_mod" in call.arguments:
+        call = call._replace(arguments=with_tensors(dict(call.arguments), call.q.device))
     arguments, fields, sizes = call.arguments, call.fields, call.sizes
     for name in arguments if len(arguments) < 2 else sorted(arguments, key=_place):
         default, needs, expected, rule, names = _OPTIONS[name]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import checks, dispatch, tracing
+from ..block_mask import with_tensors
 from ..dispatch import Explanation
 from ..ops import attention_ops as ops
 from ..ops import spread, torch_varlen
@@ -290,6 +291,7 @@ def _checked_attention(
     if duals:
         q, k, v, options = inputs.detached(q, k, v, options, duals)
     checks.check_tensors(q, k, v, checks.DENSE if offsets is None else checks.PACKED)
+    options = with_tensors(options, q.device)
     q, k, v, options = inputs.autocast(q, k, v, options)
     plain, mods = inputs.apart(options)
     if offsets is None:

@@ -2,6 +2,7 @@
 
 from .compose import and_masks as and_masks
 from .compose import bind as bind
+from .compose import from_python as from_python
 from .compose import or_masks as or_masks
 from .compose import visited_blocks as visited_blocks
 from .distance import alibi_bias as alibi_bias

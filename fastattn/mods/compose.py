@@ -1,19 +1,18 @@
-"""Composed masks: constants bound to a rule, masks joined by and / or, lambdas."""
+"""Composed masks: constants bound to a rule, masks joined by and / or, Python functions."""
 
 import hashlib
 import inspect
 import linecache
 import sys
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..block_mask import BlockMask
+from ..block_mask import BlockMask, TensorFunction, is_python, with_tensors
 from ..torch_backend import triton_language
-from .lambdas import parts_of
 
 # By the name of a made function: the functions that it calls.
 _PARTS: dict[str, dict[str, Any]] = {}
@@ -51,21 +50,39 @@ def or_masks(*masks: Any) -> Any:
 
     Args:
         masks: one or more @triton.jit functions (b, h, q_pos, k_pos, *tensors), results of this
-            module included, or lambdas in a file (before Python 3.11 one per line), with the
-            numbers of their scope fixed. Pass the mod_tensors of all masks, in order.
+            module included: pass the mod_tensors of all masks, in order. Or Python functions, as
+            `attention` takes them: the numbers and tensors that they read are now fixed.
 
     Raises:
-        ValueError: there is no mask.
-        TypeError: a mask is a Python function, or a lambda without its source.
+        ValueError: there is no mask, a Python function cannot be translated, or it reads tensors
+            and another mask takes mod_tensors.
     """
     return _joined("or", "|", masks)
+
+
+def from_python(function: Callable[..., Any]) -> TensorFunction:
+    """A Python function as a mask_mod or score_mod, translated once for all calls.
+
+    Calls need not translate it, and torch.compile can trace them. The numbers and tensors that it
+    reads are now fixed; the elements of the tensors may change.
+
+    Args:
+        function: (b, h, q_pos, k_pos), a mask, or (score, b, h, q_pos, k_pos), as `attention` takes
+            them.
+
+    Raises:
+        ValueError: it has other parameters, or cannot be translated.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    needed = [x for x in parameters if x.default is x.empty and x.kind <= x.POSITIONAL_OR_KEYWORD]
+    return TensorFunction.of("score_mod" if len(needed) == 5 else "mask_mod", function)
 
 
 def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int = 64) -> float:
     """Fraction of the blocks of scores with a visible pair, which kernels visit.
 
     Args:
-        mask: a `mask_mod` or `BlockMask`, evaluated for batch row 0 and head 0.
+        mask: a `mask_mod` of any kind, evaluated for batch row 0 and head 0.
         T_q, T_k: numbers of queries, at the last positions, and keys.
         tensors: its mod_tensors, on the CPU.
         block: queries and keys of a block.
@@ -73,7 +90,9 @@ def visited_blocks(mask: Any, T_q: int, T_k: int, *tensors: Tensor, block: int =
     q_pos = torch.arange(T_k - T_q, T_k, dtype=torch.int32, device="cpu")[None, None, :, None]
     k_pos = torch.arange(T_k, dtype=torch.int32, device="cpu")[None, None, None]
     places = triton_language.Places(0, 1, 0, 1, q_pos, k_pos)
-    seen = triton_language.mask_mod(mask, places, tensors).expand(1, 1, T_q, T_k)[0]
+    made = with_tensors({"mask_mod": mask, "mod_tensors": tensors}, q_pos.device)
+    seen = triton_language.mask_mod(made["mask_mod"], places, made["mod_tensors"])
+    seen = seen.expand(1, 1, T_q, T_k)[0]
     padded = torch.nn.functional.pad(seen, (0, -T_k % block, 0, -T_q % block))
     rows, columns = (n // block for n in padded.shape[1:])
     blocks = padded.reshape(rows, block, columns, block).any(3).any(1)
@@ -88,22 +107,30 @@ def _parameters(mod: Any) -> list[str]:
 def _joined(name: str, operator: str, masks: tuple[Any, ...]) -> Any:
     if not masks:
         raise ValueError(f"{name}_masks takes one mask or more, got none")
-    parts = [_jitted(mask.mask_mod if isinstance(mask, BlockMask) else mask) for mask in masks]
+    parts = [TensorFunction.of("mask_mod", x) if is_python(x) else x for x in masks]
+    held = [x.tensors if isinstance(x, (BlockMask, TensorFunction)) else None for x in parts]
+    own = [x for tensors in held for x in tensors or ()]
     calls: list[str] = []
-    tensors: list[str] = []
-    for number, part in enumerate(parts):
-        own = [f"tensor_{len(tensors) + i}" for i in range(len(_parameters(part)))]
-        calls.append(f"part_{number}({', '.join(('b, h, q_pos, k_pos', *own))})")
-        tensors += own
-    scope = {f"part_{i}": part for i, part in enumerate(parts)}
-    return _made(name, scope, [*_PLACES, *tensors], f" {operator} ".join(calls))
+    names: list[str] = []
+    scope = {}
+    for number, (part, tensors) in enumerate(zip(parts, held, strict=True)):
+        scope[f"part_{number}"] = function = _function(part)
+        taken = [f"tensor_{len(names) + i}" for i in range(len(_parameters(function)))]
+        if own and taken and tensors is None:
+            raise ValueError(
+                f"{name}_masks cannot join {function.__name__}, which takes mod_tensors, with "
+                "Python functions that read tensors; make it one of them"
+            )
+        calls.append(f"part_{number}({', '.join(('b, h, q_pos, k_pos', *taken))})")
+        names += taken
+    joined = _made(name, scope, [*_PLACES, *names], f" {operator} ".join(calls))
+    return TensorFunction(joined, tuple(own)) if own else joined
 
 
-def _jitted(mask: Any) -> Any:
-    if not isinstance(mask, FunctionType):
-        return mask
-    arguments, result, scope = parts_of(mask)
-    return _made("lambda", scope, arguments, result)
+def _function(mask: Any) -> Any:
+    if isinstance(mask, BlockMask):
+        return mask.mask_mod
+    return mask.function if isinstance(mask, TensorFunction) else mask
 
 
 def _made(name: str, parts: dict[str, Any], arguments: list[str], result: str) -> Any:

@@ -1,0 +1,250 @@
+"""Masks and scores as Python functions of torch tensors, translated to @triton.jit functions.
+
+A function (b, h, q_pos, k_pos) or (score, b, h, q_pos, k_pos), as FlexAttention takes them, runs
+once on `Element`s, which record what it computes. The tensors that it reads by index are found on
+the way. Their sizes become data, so other lengths need no compilation; other numbers do.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from . import elements, stand_ins, symbols
+from .elements import Element, NotTranslated
+from .symbols import LANGUAGE, NotDifferentiable, Pointer, Symbol
+
+_PLACES = ("b", "h", "q_pos", "k_pos")
+# Parameters before the tensors, by option.
+PARAMETERS = {
+    "mask_mod": _PLACES,
+    "score_mod": ("x", *_PLACES),
+    "score_mod_grad": ("dx", "x", *_PLACES),
+}
+# Of the numbers that the parameters stand for.
+_DTYPES = dict.fromkeys(("x", "dx"), torch.float32)
+
+
+class Given(NamedTuple):
+    """A function of an option, and the mod_tensors that it is passed."""
+
+    function: Any
+    tensors: tuple[Tensor, ...]
+
+
+class _Row:
+    """What an index in the first dims leaves of a tensor."""
+
+    def __init__(self, trace: "_Trace", tensor: Tensor, indices: tuple[Any, ...]) -> None:
+        self.trace, self.tensor, self.indices = trace, tensor, indices
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.trace.indexed(self.tensor, (*self.indices, *_as_tuple(index)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotTranslated(f"uses .{name} of a row of a tensor {list(self.tensor.shape)}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise NotTranslated(f"calls {function.__name__} of a row of a tensor")
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+class _Trace(TorchFunctionMode):
+    """Runs functions on `Element`s, and collects the tensors that they read.
+
+    tensors: by id. learned: ids of those that a score reads. sizes: sizes and strides that the
+    functions need, by place of the tensor, kind and dim.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.tensors: dict[int, Tensor] = {}
+        self.learned: set[int] = set()
+        self.sizes: dict[tuple[int, str, int], int] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Apply a function of torch: as it is to tensors alone, else to elements."""
+        kwargs = kwargs or {}
+        if not any(isinstance(x, (Element, _Row)) for x in tree_leaves((args, kwargs))):
+            return function(*args, **kwargs)
+        if function.__name__ == "__getitem__":
+            return self.indexed(args[0], _as_tuple(args[1]))
+        return elements.apply(function.__name__, *args, **kwargs)
+
+    def read(self, x: Any) -> Any:
+        """An operand; of a tensor its only element."""
+        if isinstance(x, _Row):
+            raise NotTranslated(f"uses a row of a tensor {list(x.tensor.shape)}: it needs an index")
+        if not isinstance(x, Tensor):
+            return x
+        if x.numel() != 1:
+            raise NotTranslated(f"uses a tensor {list(x.shape)} as a whole: it needs an index")
+        return self.indexed(x, (0,) * x.dim())
+
+    def indexed(self, tensor: Tensor, indices: tuple[Any, ...]) -> Any:
+        """The element of a tensor at these indices, or the row that is left."""
+        if len(indices) > tensor.dim():
+            raise NotTranslated(f"indexes a tensor {list(tensor.shape)} {len(indices)} times")
+        given = tuple(map(self.read, indices))
+        for x in given:
+            if not elements.is_integer(x):
+                what = f"{x.dtype} number" if isinstance(x, Element) else type(x).__name__
+                raise NotTranslated(f"indexes a tensor by a {what}: integers alone are known")
+        if len(given) < tensor.dim():
+            return _Row(self, tensor, given)
+        self.tensors.setdefault(id(tensor), tensor)
+        number = list(self.tensors).index(id(tensor))
+        steps = [self._from_start(number, dim, x) for dim, x in enumerate(given)] or [0]
+        offset = steps.pop()
+        for dim, x in enumerate(steps):
+            offset = x * self._size(number, "stride", dim) + offset
+        pointer = Pointer(number, tensor.dtype.is_floating_point, offset, [])
+        return Element(pointer.load(None, None), tensor.dtype)
+
+    def _from_start(self, number: int, dim: int, x: Any) -> Any:
+        """An index counted from the start of its dim; a negative one counts from the end."""
+        if not isinstance(x, Element):
+            return x if x >= 0 else self._size(number, "size", dim) + x
+        if x.natural:
+            return x.value
+        return LANGUAGE.where(x.value < 0, x.value + self._size(number, "size", dim), x.value)
+
+    def _size(self, number: int, kind: str, dim: int) -> Symbol:
+        """A size, or the stride of the contiguous tensor, as an element of `sizes`."""
+        shape = list(self.tensors.values())[number].shape
+        value = shape[dim] if kind == "size" else shape[dim + 1 :].numel()
+        self.sizes.setdefault((number, kind, dim), value)
+        place = list(self.sizes).index((number, kind, dim))
+        return Pointer("sizes", False, place, []).load(None, None)
+
+    def run(self, option: str, function: Any, tensors: tuple[Tensor, ...]) -> Any:
+        """What an option's function returns, as a `Symbol`.
+
+        tensors: of a @triton.jit function; of a Python function with further parameters.
+        """
+        names = PARAMETERS[option]
+        before = set(self.tensors)
+        leaves = {name: Symbol(name, active=name == "x") for name in names}
+        if type(function).__module__.startswith("triton."):
+            result = self._run_jit(function, leaves, tensors)
+        else:
+            given = [
+                Element(leaves[name], _DTYPES.get(name, torch.int32), name in ("b", "h"))
+                for name in names
+            ]
+            result = _value(option, _called(function, given, tensors), leaves)
+        if option != "mask_mod":
+            self.learned |= set(self.tensors) - before
+        return result
+
+    def _run_jit(
+        self, function: Any, leaves: Mapping[str, Symbol], tensors: tuple[Tensor, ...]
+    ) -> Any:
+        pointers = []
+        for x in tensors:
+            self.tensors.setdefault(id(x), x)
+            number = list(self.tensors).index(id(x))
+            pointers.append(Pointer(number, x.dtype.is_floating_point, 0, []))
+        try:
+            return stand_ins.over(LANGUAGE, function)(*leaves.values(), *pointers)
+        except NotDifferentiable as error:
+            raise NotTranslated(f"is joined with {function.__name__}, of which {error}") from error
+
+    def read_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that all functions take: those that were read, then their sizes."""
+        read = [
+            x.contiguous() if place in self.learned else x.detach().contiguous()
+            for place, x in self.tensors.items()
+        ]
+        if self.sizes:
+            read.append(_on_device(tuple(self.sizes.values()), read[0].device))
+        return tuple(read)
+
+    def parameters(self, option: str) -> tuple[str, ...]:
+        """Names of the parameters of an option's function."""
+        names = [f"tensor_{n}" for n in range(len(self.tensors))]
+        return (*PARAMETERS[option], *names, *(["tensor_sizes"] if self.sizes else []))
+
+
+@lru_cache(256)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    dtype = torch.int32 if max(values) < 2**31 else torch.int64
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _called(function: Callable[..., Any], given: list[Any], tensors: tuple[Tensor, ...]) -> Any:
+    """What a Python function returns; it gets mod_tensors if it has parameters for them."""
+    for arguments in ((*given, *tensors), given):
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError:
+            continue
+        return function(*arguments)
+    taken = str(inspect.signature(function))
+    raise NotTranslated(f"takes {taken}, where {len(given)} indices and scores are passed")
+
+
+def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Symbol:
+    """The result of a Python function as a value of Triton."""
+    if not isinstance(result, (Element, bool, int, float)):
+        kind = type(result).__name__
+        raise NotTranslated(f"returns a {kind}, not a number that depends on the indices")
+    if option == "mask_mod":
+        seen, k_pos = elements.truth(result), leaves["k_pos"]
+        return seen if isinstance(seen, Symbol) else k_pos == k_pos if seen else k_pos != k_pos
+    value = elements.fraction(result)
+    return value if isinstance(value, Symbol) else LANGUAGE.zeros_like(leaves["x"]) + value
+
+
+def translated(
+    functions: Mapping[str, Given], device: torch.device | None = None
+) -> dict[str, Any]:
+    """@triton.jit functions of options, all of the same tensors, and these as mod_tensors.
+
+    functions: by option, Python's or Triton's.
+    device: of the call.
+
+    Raises:
+        ValueError: a function does what cannot be translated, or reads a tensor of another device.
+    """
+    trace = _Trace(device or torch.device("cpu"))
+    token = elements.READER.set(trace)
+    results = {}
+    try:
+        for option, (function, tensors) in functions.items():
+            try:
+                with trace:
+                    results[option] = trace.run(option, function, tensors)
+            except NotTranslated as error:
+                name = getattr(function, "__name__", type(function).__name__)
+                raise ValueError(
+                    f"{option} must be a @triton.jit function, or a Python function that can be "
+                    f"translated to one; {name} {error}"
+                ) from error
+    finally:
+        elements.READER.reset(token)
+    for x in trace.tensors.values():
+        if device is not None and x.device != device:
+            raise ValueError(
+                f"{' and '.join(functions)} must read tensors on q's device, {device}, got one "
+                f"{list(x.shape)} on {x.device}"
+            )
+    made: dict[str, Any] = {
+        option: symbols.function(option, trace.parameters(option), result)
+        for option, result in results.items()
+    }
+    return {**made, "mod_tensors": trace.read_tensors()}
