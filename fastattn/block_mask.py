@@ -10,6 +10,12 @@ from torch import Tensor
 
 from .tracing import may_keep
 
+_OUTSIDE = (
+    "{} must be translated before torch.compile traces the call: pass a BlockMask or "
+    "fastattn.mods.from_python of the Python function, made outside, without other functions or "
+    "mod_tensors; or a @triton.jit function, with tensors that change as mod_tensors"
+)
+
 
 @dataclass(frozen=True)
 class BlockMask:
@@ -55,7 +61,7 @@ class BlockMask:
 class TensorFunction:
     """A mask_mod or score_mod, made of a Python function by `mods.from_python`.
 
-    function: @triton.jit. tensors: the mod_tensors that it takes. grad: its score_mod_grad, if known.
+    function: @triton.jit. tensors: the mod_tensors that it takes. grad: score_mod_grad, if known.
     """
 
     function: Any
@@ -72,6 +78,8 @@ class TensorFunction:
         from .jit_functions import derivative
         from .jit_functions.python_functions import Given, translated
 
+        if torch.compiler.is_compiling():
+            raise ValueError(_OUTSIDE.format(option))
         made = translated({option: Given(function, ())})
         grad, tensors = None, made["mod_tensors"]
         if option == "score_mod":
@@ -99,12 +107,20 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
         ValueError: a function cannot be translated, or now, while torch.compile traces.
     """
     given = options.get("mod_tensors", ())
+    if not isinstance(given, tuple) or not all(isinstance(x, Tensor) for x in given):
+        return options  # to be refused
     functions = {
-        name: _parts(options[name], given) for name in _FUNCTIONS if options.get(name) is not None
+        name: parts_of(options[name], given) for name in _FUNCTIONS if options.get(name) is not None
     }
     python = [name for name, (function, _) in functions.items() if is_python(function)]
-    if not python and all(tensors is given for _, tensors in functions.values()):
+    held = any(isinstance(options[name], TensorFunction) for name in functions)
+    if not python and not held and all(tensors is given for _, tensors in functions.values()):
         return options
+    if given and all(tensors is not given for _, tensors in functions.values()):
+        raise ValueError(
+            f"mod_tensors are read by @triton.jit functions, and {' and '.join(functions)} read "
+            "the tensors of their scopes"
+        )
     made: dict[str, Any]
     if not python and len(functions) == 1 and not given:
         ((name, (function, tensors)),) = functions.items()
@@ -112,11 +128,7 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
         if name == "score_mod" and options[name].grad is not None:
             made["score_mod_grad"] = options[name].grad
     elif torch.compiler.is_compiling():
-        raise ValueError(
-            f"{(python or list(functions))[0]} must be translated before torch.compile traces the "
-            "call: pass a BlockMask of it, or fastattn.mods.from_python(function), made outside, "
-            "without other functions or mod_tensors"
-        )
+        raise ValueError(_OUTSIDE.format((python or list(functions))[0]))
     else:
         from .jit_functions.python_functions import Given, translated
 
@@ -127,13 +139,13 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
     return {**options, **made}
 
 
-def _parts(x: Any, given: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+def parts_of(x: Any, given: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
     """The function of an option, and the tensors that it takes: its own, or the given ones."""
     if isinstance(x, TensorFunction):
         return x.function, x.tensors
     if isinstance(x, BlockMask):
         return x.mask_mod, given if x.tensors is None else x.tensors
-    return x, given
+    return x, () if given and is_python(x) else given
 
 
 def name_of(mod: Any) -> str:

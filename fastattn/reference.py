@@ -4,6 +4,7 @@ It defines masks and scores independently of the kernels and of `formula`, so th
 wrong rule in either.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -11,6 +12,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from .block_mask import is_python, parts_of
 from .checks import FARTHEST
 from .options import LAID_AS, Window
 from .torch_backend import dropout as dropout_bits
@@ -124,7 +126,11 @@ def attention(
         scores = scores + attn_bias.to(q.dtype)
     if score_mod is not None:
         seen = scores.masked_fill(~keep, 0.0)
-        scores = triton_language.score_mod(score_mod, seen, places, mod_tensors)
+        function, tensors = parts_of(score_mod, mod_tensors)
+        if is_python(function):
+            scores = _of_each_pair(function, places, seen)
+        else:
+            scores = triton_language.score_mod(function, seen, places, tensors)
 
     scores = scores.masked_fill(~keep, float("-inf"))
     sink = torch.full((H_q,), float("-inf"), dtype=q.dtype, device=q.device)
@@ -335,9 +341,21 @@ def _other_masks(
         keep = keep & (q_ids == k_ids) & (k_ids >= 0)
     if attn_mask is not None:
         keep = keep & attn_mask
-    if masks.get("mask_mod") is not None:
-        keep = keep & triton_language.mask_mod(masks["mask_mod"], places, mod_tensors)
+    function, tensors = parts_of(masks.get("mask_mod"), mod_tensors)
+    if is_python(function):
+        keep = keep & _of_each_pair(function, places)
+    elif function is not None:
+        keep = keep & triton_language.mask_mod(function, places, tensors)
     return keep
+
+
+def _of_each_pair(
+    function: Callable[..., Any], places: triton_language.Places, *scores: Tensor
+) -> Tensor:
+    """What a Python function returns for the indices of each pair, [B, H_q, T_q, T_k]."""
+    at = [x.expand(places.shape).flatten() for x in (*scores, *places.arguments())]
+    result: Tensor = torch.vmap(lambda *x: torch.as_tensor(function(*x)))(*at)
+    return result.reshape(places.shape)
 
 
 def visible_mask(

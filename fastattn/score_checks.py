@@ -279,7 +279,7 @@ def check_dropout_seed(seed: Tensor, call: Checking) -> Tensor | None:
 
 
 def check_mask_mod(mod: Any, call: Checking) -> Any:
-    """A @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or a `BlockMask`."""
+    """A function mask_mod(b, h, q_pos, k_pos, *tensors), or a `BlockMask`."""
     check_function("mask_mod", getattr(mod, "mask_mod", mod), "b, h, q_pos, k_pos", call.mods)
     return mod
 
@@ -327,7 +327,7 @@ def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
     python: Callable[..., Any] | None = getattr(mod, "fn", None)
     if not type(mod).__module__.startswith("triton.") or not inspect.isfunction(python):
         got = getattr(mod, "__name__", None) or type_name(mod)
-        raise TypeError(f"{name} must be a @triton.jit function, got {got}")
+        raise TypeError(f"{name} must be a function of Python or of @triton.jit, got {got}")
     expected = parameters.count(",") + 1 + tensors
     names = list(inspect.signature(python).parameters)
     if len(names) != expected:

@@ -165,7 +165,7 @@ def test_the_same_parts_give_the_same_function() -> None:
         mods.sliding_tiles_2d(4, 5, tile=2, kernel=2)
     with pytest.raises(ValueError, match="or_masks takes one mask or more, got none"):
         mods.or_masks()
-    with pytest.raises(ValueError, match=r"neighbours takes \(sides: .*, where 4 indices"):
+    with pytest.raises(ValueError, match=r"neighbours must take \(b, h, q_pos, k_pos\)"):
         mods.or_masks(mods.causal, neighbours)
 
 

@@ -6,7 +6,7 @@ the way. Their sizes become data, so other lengths need no compilation; other nu
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ _DTYPES = dict.fromkeys(("x", "dx"), torch.float32)
 
 
 class Given(NamedTuple):
-    """A function of an option, and the mod_tensors that it is passed."""
+    """A function of an option, and the mod_tensors that it is passed, if it is Triton's."""
 
     function: Any
     tensors: tuple[Tensor, ...]
@@ -63,13 +63,14 @@ def _as_tuple(index: Any) -> tuple[Any, ...]:
 class _Trace(TorchFunctionMode):
     """Runs functions on `Element`s, and collects the tensors that they read.
 
-    tensors: by id. learned: ids of those that a score reads. sizes: sizes and strides that the
-    functions need, by place of the tensor, kind and dim.
+    tensors: by id. learned: ids of those that a score reads. learns: whether one is run. sizes:
+    sizes and strides that the functions need, by place of the tensor, kind and dim.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.learns = False
         self.tensors: dict[int, Tensor] = {}
         self.learned: set[int] = set()
         self.sizes: dict[tuple[int, str, int], int] = {}
@@ -106,14 +107,20 @@ class _Trace(TorchFunctionMode):
                 raise NotTranslated(f"indexes a tensor by a {what}: integers alone are known")
         if len(given) < tensor.dim():
             return _Row(self, tensor, given)
-        self.tensors.setdefault(id(tensor), tensor)
-        number = list(self.tensors).index(id(tensor))
+        number = self._number(tensor)
         steps = [self._from_start(number, dim, x) for dim, x in enumerate(given)] or [0]
         offset = steps.pop()
         for dim, x in enumerate(steps):
             offset = x * self._size(number, "stride", dim) + offset
         pointer = Pointer(number, tensor.dtype.is_floating_point, offset, [])
         return Element(pointer.load(None, None), tensor.dtype)
+
+    def _number(self, tensor: Tensor) -> int:
+        """The place of a tensor among those that are read, which it now is."""
+        self.tensors.setdefault(id(tensor), tensor)
+        if self.learns:
+            self.learned.add(id(tensor))
+        return list(self.tensors).index(id(tensor))
 
     def _from_start(self, number: int, dim: int, x: Any) -> Any:
         """An index counted from the start of its dim; a negative one counts from the end."""
@@ -132,33 +139,29 @@ class _Trace(TorchFunctionMode):
         return Pointer("sizes", False, place, []).load(None, None)
 
     def run(self, option: str, function: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """What an option's function returns, as a `Symbol`.
+        """What an option's function returns, as a value of Triton.
 
-        tensors: of a @triton.jit function; of a Python function with further parameters.
+        tensors: of a @triton.jit function.
         """
+        self.learns = option != "mask_mod"
         names = PARAMETERS[option]
-        before = set(self.tensors)
         leaves = {name: Symbol(name, active=name == "x") for name in names}
         if type(function).__module__.startswith("triton."):
-            result = self._run_jit(function, leaves, tensors)
-        else:
-            given = [
-                Element(leaves[name], _DTYPES.get(name, torch.int32), name in ("b", "h"))
-                for name in names
-            ]
-            result = _value(option, _called(function, given, tensors), leaves)
-        if option != "mask_mod":
-            self.learned |= set(self.tensors) - before
-        return result
+            return self._run_jit(function, leaves, tensors)
+        given = [
+            Element(leaves[name], _DTYPES.get(name, torch.int32), name in ("b", "h"))
+            for name in names
+        ]
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError as error:
+            raise NotTranslated(f"must take ({', '.join(names)}): {error}") from error
+        return _value(option, self.read(function(*given)), leaves)
 
     def _run_jit(
         self, function: Any, leaves: Mapping[str, Symbol], tensors: tuple[Tensor, ...]
     ) -> Any:
-        pointers = []
-        for x in tensors:
-            self.tensors.setdefault(id(x), x)
-            number = list(self.tensors).index(id(x))
-            pointers.append(Pointer(number, x.dtype.is_floating_point, 0, []))
+        pointers = [Pointer(self._number(x), x.dtype.is_floating_point, 0, []) for x in tensors]
         try:
             return stand_ins.over(LANGUAGE, function)(*leaves.values(), *pointers)
         except NotDifferentiable as error:
@@ -184,18 +187,6 @@ class _Trace(TorchFunctionMode):
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     dtype = torch.int32 if max(values) < 2**31 else torch.int64
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _called(function: Callable[..., Any], given: list[Any], tensors: tuple[Tensor, ...]) -> Any:
-    """What a Python function returns; it gets mod_tensors if it has parameters for them."""
-    for arguments in ((*given, *tensors), given):
-        try:
-            inspect.signature(function).bind(*arguments)
-        except TypeError:
-            continue
-        return function(*arguments)
-    taken = str(inspect.signature(function))
-    raise NotTranslated(f"takes {taken}, where {len(given)} indices and scores are passed")
 
 
 def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Symbol:
@@ -232,8 +223,8 @@ def translated(
             except NotTranslated as error:
                 name = getattr(function, "__name__", type(function).__name__)
                 raise ValueError(
-                    f"{option} must be a @triton.jit function, or a Python function that can be "
-                    f"translated to one; {name} {error}"
+                    f"{option} must be a @triton.jit function, or a Python function that "
+                    f"translates to one; {name} {error}"
                 ) from error
     finally:
         elements.READER.reset(token)
