@@ -77,10 +77,10 @@ def apply(name: str, *operands: Any, **options: Any) -> Any:
     name = name.strip("_")
     if name not in _FUNCTIONS and name[:1] == "r" and name[1:] in _FUNCTIONS:
         name, operands = name[1:], operands[::-1]
+    read = READER.get().read
+    given = list(map(read, operands))
     if name not in _FUNCTIONS:
         raise NotTranslated(f"calls {name} of an index or score")
-    read = READER.get().read
-    given = map(read, operands)
     try:
         return _FUNCTIONS[name](*given, **{key: read(x) for key, x in options.items()})
     except TypeError as error:
@@ -337,7 +337,9 @@ def _abs(x: Any) -> Element:
 
 
 _records("pos", "positive")(lambda x: x)
-_records("relu")(lambda x: _maximum(x, 0))
+_records("relu")(lambda x, inplace=False: _maximum(x, 0))
+_records("silu")(lambda x, inplace=False: _mul(x, apply("sigmoid", x)))
+_records("gelu")(lambda x: _mul(x, apply("erf", _mul(x, 0.5**0.5)) * 0.5 + 0.5))
 _records("square")(lambda x: _mul(x, x))
 _records("reciprocal")(lambda x: _div(1.0, x))
 _records("sign", "sgn")(

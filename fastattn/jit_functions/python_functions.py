@@ -197,8 +197,9 @@ def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Symbol:
     if option == "mask_mod":
         seen, k_pos = elements.truth(result), leaves["k_pos"]
         return seen if isinstance(seen, Symbol) else k_pos == k_pos if seen else k_pos != k_pos
-    value = elements.fraction(result)
-    return value if isinstance(value, Symbol) else LANGUAGE.zeros_like(leaves["x"]) + value
+    value, x = elements.fraction(result), leaves["x"]
+    # A score has the shape of its tile.
+    return value if x in symbols.ordered(value) else LANGUAGE.zeros_like(x) + value
 
 
 def translated(
