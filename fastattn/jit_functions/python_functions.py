@@ -199,7 +199,8 @@ def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Symbol:
         return seen if isinstance(seen, Symbol) else k_pos == k_pos if seen else k_pos != k_pos
     value, x = elements.fraction(result), leaves["x"]
     # A score has the shape of its tile.
-    return value if x in symbols.ordered(value) else LANGUAGE.zeros_like(x) + value
+    whole = any(y is x for y in symbols.ordered(value))
+    return value if whole else LANGUAGE.zeros_like(x) + value
 
 
 def translated(
