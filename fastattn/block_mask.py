@@ -52,6 +52,11 @@ class BlockMask:
             object.__setattr__(self, "mask_mod", own.function)
             object.__setattr__(self, "tensors", own.tensors)
 
+    def to(self, device: torch.device) -> "BlockMask":
+        """A mask whose own tensors are on a device; its tables are made anew."""
+        own = None if self.tensors is None else tuple(x.to(device) for x in self.tensors)
+        return BlockMask(self.mask_mod, self.per_batch, self.per_head, tensors=own)
+
     def may_keep(self, device: torch.device) -> bool:
         """Whether a table that is made now may be kept in `tables`."""
         return may_keep(device)

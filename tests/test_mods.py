@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import triton
-import triton.language as tl
 
 import fastattn
 from fastattn import BlockMask, attention, mods

@@ -68,14 +68,37 @@ def test_a_traced_call_lets_no_mask_fall_that_hides(monkeypatch):
         assert mask is None or torch.equal(mask, expected)
 
 
-def test_unknown_mask_functions_are_computed():
-    def every_other(b, h, q, k):
-        return (q - k) % 2 == 0
+def test_other_mask_functions_are_translated_or_computed(monkeypatch):
+    """Kernels get the function, torch its entries."""
+    ids, padding = torch.tensor([[0, 1, 1, 0, 1], [2, 2, 0, 0, 2]]), torch.ones(2, 5).bool()
+    padding[1, :2] = False
 
-    for function in (every_other, masking.and_masks(masking.causal_mask_function, every_other)):
-        mask = hf_attention.attention_mask(1, 4, 4, mask_function=function)
-        assert type(mask) is torch.Tensor
-        assert mask[0, 0, 3].tolist()[1] is True and mask[0, 0, 3].tolist()[2] is False
+    def same(b, h, q, k):
+        return torch.where(q < ids.shape[1], ids[b, q], -1) == ids[b, k]
+
+    def every_other(b, h, q, k):
+        return torch.isin(q - k, torch.tensor([0, 2]))
+
+    for function, q_offset, kv_offset, backend in (
+        (same, 0, 0, "triton"),
+        (masking.or_masks(masking.causal_mask_function, same), 0, 0, "torch"),
+        (masking.and_masks(masking.causal_mask_function, same), 2, 1, "triton"),
+    ):
+        T_q, T_k = 5 - q_offset, 5 - kv_offset
+        mask = hf_attention.attention_mask(
+            2, T_q, T_k, q_offset, kv_offset, function, attention_mask=padding
+        )
+        q, k, v = heads(T_q, T_k, B=2)
+        monkeypatch.setenv("FASTATTN_BACKEND", backend)
+        o, _ = hf_attention.attention_forward(layer(), q, k, v, mask)
+        assert (mask._made is None) is (backend == "triton")
+        moved = mask.rule().to(torch.device("meta")).mask_mod
+        assert {x.device.type for x in moved.tensors} == {"meta"}
+        plain, _ = hf_attention.attention_forward(layer(), q, k, v, mask.entries())
+        torch.testing.assert_close(o, plain)
+    mask = hf_attention.attention_mask(1, 4, 4, mask_function=every_other)
+    assert type(mask) is torch.Tensor
+    assert mask[0, 0, 3].tolist() == [False, True, False, True]
     remapped = masking.remap_positions_for_packed_sequence(
         masking.causal_mask_function, torch.tensor([[0, 1, 0, 1]])
     )

@@ -8,6 +8,7 @@ An implementation registers two functions with transformers, for attention and f
 Not every family calls registered functions: see `models`.
 """
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import dispatch
 from ...cache.views import view_of_tensors
 from ...functional.decode import decode_attention
 from ...functional.fused_attention import attention, attention_varlen
@@ -152,6 +154,9 @@ def attention_forward(
     if isinstance(mask, LazyMask):
         fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
         rule = mask.rule() if fits else None
+        beside = output_attentions or any(x is not None for x in (cu_seq_lens_q, *chosen))
+        if rule is not None and rule.mask_mod is not None and (beside or _by_torch(query)):
+            rule = None
         mask = mask.entries() if rule is None else None
     elif mask is None or mask.dim() == 2:
         rule = _rule_without_mask(mask, bool(causal), sliding_window, query, key)
@@ -185,6 +190,11 @@ def attention_forward(
     options.pop("dropout", None)
     weights = attention_weights(query, key, **options)
     return o, (weights if share is None else weights * share).to(query.dtype)
+
+
+def _by_torch(query: Tensor) -> bool:
+    """Whether torch serves a layer: it computes a mask's entries once, for all layers."""
+    return query.is_cpu and os.environ.get(dispatch.ENVIRONMENT) not in ("triton", "hopper")
 
 
 def _refuse_beside_cache(causal: bool, *values: Any) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...block_mask import BlockMask
+
 
 class Rule(NamedTuple):
     """Visibility of keys, in the terms of `fastattn.attention`.
@@ -26,6 +28,7 @@ class Rule(NamedTuple):
             number; or None.
         chunk: size of chunks; a query sees only its own chunk. None = one chunk.
         chunk_start: integers [B], the position at which a row's first chunk begins.
+        mask_mod: of `fastattn.attention`, in place of all but query_offset and padding; or None.
     """
 
     causal: bool = False
@@ -36,12 +39,13 @@ class Rule(NamedTuple):
     documents: Tensor | tuple[Tensor, Tensor] | None = None
     chunk: int | None = None
     chunk_start: Tensor | None = None
+    mask_mod: BlockMask | None = None
 
     def to(self, device: torch.device) -> "Rule":
         """The same rule with its tensors on a device."""
         fields = self._asdict()
         moved: dict[str, Any] = {
-            name: x.to(device) for name, x in fields.items() if isinstance(x, Tensor)
+            name: x.to(device) for name, x in fields.items() if isinstance(x, (Tensor, BlockMask))
         }
         return self._replace(**moved)
 
@@ -57,6 +61,8 @@ class Rule(NamedTuple):
             options["key_padding_mask"] = self.padding
         if self.documents is not None:
             options["documents"] = self.documents
+        if self.mask_mod is not None:
+            options["mask_mod"] = self.mask_mod
         return options
 
 

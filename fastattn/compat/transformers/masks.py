@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...block_mask import BlockMask
 from .lazy_mask import LazyMask, Rule
 from .models import takes_rules
 
@@ -35,9 +36,10 @@ def attention_mask(
     """Make the mask of all layers of one kind.
 
     Returns bool [B, 1, T_q, T_k], True = attend: a `LazyMask` if the rule of mask_function is known
-    and the call is not traced, else a plain tensor. Families that need the mask of "eager" get it:
-    dtype [B, 1, T_q, T_k], 0 = attend, the lowest number elsewhere. Only traced calls return None
-    (the mask is `is_causal` alone), as a layer's `is_causal` may differ from its mask.
+    or it translates to a mask_mod, and the call is not traced; else a plain tensor. Families that
+    need the mask of "eager" get it: dtype [B, 1, T_q, T_k], 0 = attend, the lowest number
+    elsewhere. Only traced calls return None (the mask is `is_causal` alone), as a layer's
+    `is_causal` may differ from its mask.
 
     Args:
         batch_size, q_length, kv_length: B, T_q, T_k.
@@ -94,7 +96,7 @@ def attention_mask(
         causal = mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned
         whole = mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip
         return None if plain and (causal or whole) else entries()
-    rule = rule_of(mask_function)
+    rule = rule_of(mask_function) or _translated(mask_function, kv_offset)
     if rule is None or (_numbered(rule) and not (aligned and q_offset == 0)):
         return entries()
     rule = _with_chunk_numbers(rule, kv_length, device)
@@ -150,6 +152,18 @@ def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
     if maker == "sliding_window_overlay":
         return Rule(left=width - 1)
     return Rule(left=width, right=width)
+
+
+def _translated(mask_function: Callable[..., Any], kv_offset: int) -> Rule | None:
+    """The rule of a function that is not transformers' own; None if it has no translation."""
+
+    def of_keys(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return mask_function(b, h, i + kv_offset, j + kv_offset)
+
+    try:
+        return Rule(mask_mod=BlockMask(of_keys))
+    except ValueError:
+        return None
 
 
 def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:

@@ -170,7 +170,9 @@ def by_positions(
         ValueError: positions start anew in a call with cached tokens.
     """
     T_q, T_k = query.shape[2], key.shape[2]
-    if position_ids is None or position_ids.dim() != 2 or rule.documents is not None or T_q == 1:
+    if position_ids is None or position_ids.dim() != 2 or T_q == 1:
+        return rule
+    if rule.documents is not None or rule.mask_mod is not None:
         return rule
     # Positions of another attention's queries say nothing of its keys.
     other = getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower()
