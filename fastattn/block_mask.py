@@ -19,7 +19,7 @@ _OUTSIDE = (
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A user's mask function with its properties and its tables of blocks.
+    """A mask function with its properties and its tables of blocks.
 
     Kernels skip empty blocks and do not mask full ones. To classify the blocks, a kernel evaluates
     the function at every pair, once for each `BlockMask` and shape: keep the object and pass it to

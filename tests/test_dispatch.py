@@ -57,6 +57,11 @@ def test_reason_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import fastattn as f; from fastattn import *"
     code += "; assert not any(hasattr(f, x) or x in f.__all__ for x in ('tune', 'verify'))"
+    # Python functions are translated all the same.
+    code += "; import torch; ids = torch.arange(6)[None] // 4; x = torch.randn(1, 1, 6, 8)"
+    code += "; same = BlockMask(lambda b, h, i, j: ids[b, i] == ids[b, j])"
+    code += "; o, other = attention(x, x, x, mask_mod=same), attention(x, x, x, documents=ids)"
+    code += "; torch.testing.assert_close(o, other)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

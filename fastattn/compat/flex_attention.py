@@ -111,7 +111,7 @@ def _function_of(mask: BlockMask) -> Callable[..., Any]:
     """The mask that a `BlockMask` stands for: its function in partial blocks, True in full ones."""
     counts = (mask.kv_num_blocks, mask.full_kv_num_blocks)
     lists = (mask.kv_indices, mask.full_kv_indices)
-    kinds = sum(
+    kinds: Any = sum(
         n * _listed(count, indices)
         for n, count, indices in zip((1, 2), counts, lists, strict=True)
         if count is not None and indices is not None

@@ -79,8 +79,10 @@ def attention(
             ids from offsets.
         attn_mask: bool (True = attend) with 2 to 4 dims that broadcast to [B, H_q, T_q, T_k]; not
             expanded in memory. A float tensor is taken as attn_bias.
-        mask_mod: @triton.jit function mask_mod(b, h, q_pos, k_pos, *mod_tensors) -> bool, True =
-            attend, with q_pos = p and k_pos = j; or a `BlockMask` of one.
+        mask_mod: function mask_mod(b, h, q_pos, k_pos) -> bool, True = attend, with q_pos = p and
+            k_pos = j, in Python over torch tensors, as for FlexAttention: translated to Triton in
+            each call; or one of `mods.from_python`; or a `BlockMask` of one. Or a @triton.jit
+            function mask_mod(b, h, q_pos, k_pos, *mod_tensors).
         query_offset: position of query 0, an int or int32/int64 [B]. Default T_k - T_q: the last
             query is at the last key (bottom-right). Within +-2^28; a tensor's values are clamped to
             this range.
@@ -111,13 +113,13 @@ def attention(
             multi-head latent attention). The kernels do not serve it with relative_keys.
         attn_bias: float, broadcasting as attn_mask, differentiable. -inf hides a key; in the
             kernels, so do values below -2.3e38, such as torch.finfo(torch.float32).min.
-        score_mod: @triton.jit function score_mod(x, b, h, q_pos, k_pos, *mod_tensors) -> score.
+        score_mod: function score_mod(x, b, h, q_pos, k_pos) -> score, likewise, or @triton.jit with
+            mod_tensors. The tensors that it reads are differentiable, once, in fp32: by a kernel,
+            or by torch in chunks of queries if no derivative of score_mod is known.
         score_mod_grad: @triton.jit function score_mod_grad(dx, x, b, h, q_pos, k_pos, *mod_tensors)
             -> gradient of score_mod's x, from the gradient dx of its result. Default: derived from
             score_mod.
-        mod_tensors: contiguous tensors, passed to mask_mod, score_mod and score_mod_grad as
-            pointers for tl.load. Those that score_mod reads are differentiable, once, in fp32: by a
-            kernel, or by torch in chunks of queries if no derivative of score_mod is known.
+        mod_tensors: contiguous tensors, passed to @triton.jit functions as pointers for tl.load.
         sinks: float [H_q], differentiable: per head, the score of one more key with value 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
             Always applied: pass 0 for evaluation.

@@ -138,7 +138,8 @@ def truth(x: Any) -> Any:
     value = _value(x)
     if not isinstance(value, Symbol):
         return bool(value)
-    return value if x.dtype == torch.bool else value != 0
+    zero: Any = 0
+    return value if x.dtype == torch.bool else value != zero
 
 
 def is_integer(x: Any) -> bool:
@@ -427,4 +428,4 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Element, f"__{_name}__", lambda x, y, name=_name: apply(name, x, y))
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(Element, f"__{_name}__", lambda x, name=_name: apply(name, x))
-Element.__hash__ = object.__hash__  # type: ignore[method-assign]
+Element.__hash__ = object.__hash__  # type: ignore[method-assign,assignment]

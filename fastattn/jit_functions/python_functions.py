@@ -68,7 +68,7 @@ class _Trace(TorchFunctionMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
         self.learns = False
         self.tensors: dict[int, Tensor] = {}
@@ -189,13 +189,14 @@ def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Symbol:
+def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Any:
     """The result of a Python function as a value of Triton."""
     if not isinstance(result, (Element, bool, int, float)):
         kind = type(result).__name__
         raise NotTranslated(f"returns a {kind}, not a number that depends on the indices")
     if option == "mask_mod":
-        seen, k_pos = elements.truth(result), leaves["k_pos"]
+        k_pos: Any = leaves["k_pos"]
+        seen = elements.truth(result)
         return seen if isinstance(seen, Symbol) else k_pos == k_pos if seen else k_pos != k_pos
     value, x = elements.fraction(result), leaves["x"]
     # A score has the shape of its tile.

@@ -68,13 +68,13 @@ class _Dtype(NamedTuple):
 class Load(NamedTuple):
     """An element of a float tensor: the tensor and the offset."""
 
-    tensor: int | str
+    tensor: Any
     offset: Any
     symbol: Symbol
 
 
 class Pointer:
-    def __init__(self, tensor: int | str, is_float: bool, offset: Any, loads: list[Load]) -> None:
+    def __init__(self, tensor: Any, is_float: bool, offset: Any, loads: list[Load]) -> None:
         self.tensor, self.is_float, self.offset, self.loads = tensor, is_float, offset, loads
 
     def __add__(self, steps: Any) -> "Pointer":
@@ -147,11 +147,9 @@ def call(name: str, rule: _Rule | None) -> Callable[..., Any]:
     """A function of triton.language, or else of its libdevice."""
 
     def apply(*operands: Any, **_: Any) -> Any:
-        import triton.language as tl
-
         if not any(isinstance(x, Symbol) for x in operands) and hasattr(math, name):
             return getattr(math, name)(*operands)
-        home = "tl" if hasattr(tl, name) else "libdevice"
+        home = "tl" if hasattr(generated.tl, name) else "libdevice"
         text = f"{home}.{name}({', '.join('{}' for _ in operands)})"
         return Symbol(text, *operands, active=None if rule else False, rule=rule)
 
