@@ -184,12 +184,15 @@ def test_offsets_past_two_to_the_31(monkeypatch: Any) -> None:
     assert torch.equal(o, expected)
 
 
-def far(x: torch.Tensor) -> torch.Tensor:
-    """x with more than 2^31 elements between its rows, if it has rows of heads."""
+def far(x: torch.Tensor, within: int = FAR // 2) -> torch.Tensor:
+    """x with more than 2^31 elements between its rows, if it has rows of heads.
+
+    within: elements from a row of one head to the next.
+    """
     if x.dim() < 3:
         return x
-    steps = [math.prod(x.shape[dim:-1]) * FAR // 2 for dim in range(1, x.dim())]
-    return filled(x, *steps, 1)
+    apart = [math.prod(x.shape[dim:-1]) * FAR for dim in range(1, x.dim() - 1)]
+    return filled(x, *apart, within, 1)
 
 
 def parts(result: Any) -> Iterator[torch.Tensor]:
@@ -208,6 +211,23 @@ def test_every_call_with_offsets_past_two_to_the_31(name: str) -> None:
     if name == "decode_attention":
         with pytest.raises(ValueError, match=r"k must have .* slots less than 4194304 numbers"):
             function("triton", **spread)
-        return
+        spread = {name: far(x, 2**22 - 4) for name, x in tensors.items()}
     near, actual = (parts(function("triton", **given)) for given in (tensors, spread))
     assert all(torch.equal(x, y) for x, y in zip(near, actual, strict=True))
+
+
+@on_memory_with_holes
+def test_pages_with_offsets_past_two_to_the_31() -> None:
+    """A pool of pages that is larger than 2^31 elements is read and written."""
+    pages = draw(6, 2, 8, 16), draw(6, 2, 8, 16, seed=1)
+    table, lengths = torch.tensor([[5, 0, 3], [1, 4, 2]]), torch.tensor([20, 13])
+    q, slots = draw(5, 4, 16), torch.tensor([5 * 8 + 1, 4 * 8])
+
+    def steps(k: torch.Tensor, v: torch.Tensor) -> Iterator[torch.Tensor]:
+        view = fastattn.view_of_tensors(k, v, lengths, block_table=table)
+        fastattn.append_paged(view, q[:2, :2], q[2:4, :2], slots, backend="triton")
+        yield fastattn.attention_paged(q, view, torch.tensor([0, 4, 5]), backend="triton")
+        yield fastattn.decode_attention(q[:2, :, None], view, backend="triton")
+
+    apart = [far(x, 16) for x in pages]
+    assert all(torch.equal(x, y) for x, y in zip(steps(*apart), steps(*pages), strict=True))
