@@ -103,7 +103,9 @@ def mask_options(
     if torch.compiler.is_compiling():
         return {"attn_mask": _at_all_pairs(_function_of(mask), sizes, device)}
     if mask not in _translated:
-        _translated[mask] = own.BlockMask(_function_of(mask), rows > 1, heads > 1)
+        with torch._C._DisableFuncTorch():  # a transform would wrap what is kept
+            function = _function_of(mask)
+        _translated[mask] = own.BlockMask(function, rows > 1, heads > 1)
     return {"mask_mod": _translated[mask]}
 
 

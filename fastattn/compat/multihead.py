@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import checks, dispatch, tracing
 from ..functional import call_options, fused_attention, statistics
-from ..functional.inputs import autocast
+from ..functional.inputs import autocast, duals
 from ..ops import spread
 from ..torch_backend import statistics as formula
 from .calls import Calls
@@ -336,7 +336,7 @@ def _with_weights(
     choice = dispatch.choose(q, k, v, options, backend, family="statistics")
     tensors = (q, k, v, options.attn_bias)
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if p or trains or choice.backend == "torch":
+    if p or trains or duals(q, k, v, masks) or choice.backend == "torch":
         dispatch.warn_if_slow(choice, q.device)
         o, weights = formula.attention_with_weights(q, k, v, options, p)
         return o, weights.to(narrow)

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import checks, dispatch
 from ..dispatch import Explanation
-from ..functional import fused_attention
+from ..functional import fused_attention, inputs
 from ..options import Options
-from ..tracing import decided, in_forward_mode
+from ..tracing import decided
 from .torch_sdpa import by_overrides, overridden
 from .torch_sdpa import torch_attention as torch_attention
 
@@ -147,9 +147,12 @@ def _translated(arguments: Arguments) -> _Call | str:
     dropout_p, scale = checks.as_python(dropout_p), checks.as_python(scale)
     reason = _not_plain(query, key, value, attn_mask)
     reason = reason or _odd_numbers(dropout_p, is_causal, scale, enable_gqa)
-    if reason is None and os.environ.get(dispatch.ENVIRONMENT) == "torch":
-        reason = f'{dispatch.ENVIRONMENT} is "torch"'
-    reason = reason or dispatch.why_not_triton(query, key, value, _NO_OPTIONS)
+    mask = {"attn_mask": _without_causal_bias(attn_mask)}
+    # torch's fused kernels have no tangents: any backend serves calls with them.
+    if reason is None and not inputs.duals(query, key, value, mask):
+        forced = os.environ.get(dispatch.ENVIRONMENT) == "torch"
+        reason = f'{dispatch.ENVIRONMENT} is "torch"' if forced else None
+        reason = reason or dispatch.why_not_triton(query, key, value, _NO_OPTIONS)
     if reason is not None:
         return reason
     heads = _in_four_dims(query, key, value, enable_gqa)
@@ -185,8 +188,6 @@ def _not_plain(*tensors: Tensor | None) -> str | None:
             return "an argument is no tensor"
         elif is_traceable_wrapper_subclass(x) or has_torch_function((x,)):
             return f"an argument is a {type(x).__name__}"
-    if in_forward_mode():
-        return "the kernels have no forward-mode derivatives"
     override = overridden(*map(_without_causal_bias, tensors))
     return None if override is None else f"{override} wants to see the call"
 

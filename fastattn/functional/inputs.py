@@ -99,14 +99,18 @@ def restored(
 
 
 def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Options with mod_tensors detached, and mod_tensors themselves if any requires grad.
+    """Options with mod_tensors detached, and mod_tensors themselves if any learns.
 
-    Checks refuse mod_tensors that require grad, as only two functions give them a gradient.
+    Checks refuse mod_tensors with gradients or tangents, which only two functions give them.
     """
     mods = options.get("mod_tensors")
     if options.get("score_mod") is None or type(mods) is not tuple:
         return options, ()
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in mods):
+    dual = tracing.in_forward_mode()
+    if not any(
+        isinstance(x, Tensor) and (x.requires_grad or (dual and tracing.has_tangent(x)))
+        for x in mods
+    ):
         return options, ()
     plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in mods)
     return {**options, "mod_tensors": plain}, mods

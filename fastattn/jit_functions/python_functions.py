@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from . import elements, stand_ins, symbols
@@ -169,10 +170,11 @@ class _Trace(TorchFunctionMode):
 
     def read_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that all functions take: those that were read, then their sizes."""
-        read = [
-            x.contiguous() if place in self.learned else x.detach().contiguous()
-            for place, x in self.tensors.items()
-        ]
+        read = []
+        for place, x in self.tensors.items():
+            # No operation without need: a transform of torch.func would wrap the tensor.
+            x = x if place in self.learned or not x.is_floating_point() else x.detach()
+            read.append(x if x.is_contiguous() else x.contiguous())
         if self.sizes:
             read.append(_on_device(tuple(self.sizes.values()), read[0].device))
         return tuple(read)
@@ -183,10 +185,19 @@ class _Trace(TorchFunctionMode):
         return (*PARAMETERS[option], *names, *(["tensor_sizes"] if self.sizes else []))
 
 
-@lru_cache(256)
 def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers as a tensor, which is kept for later calls unless a trace or CUDA graph owns it."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if capturing or is_in_torch_dispatch_mode():
+        return _filled.__wrapped__(values, device)
+    return _filled(values, device)
+
+
+@lru_cache(256)
+def _filled(values: tuple[int, ...], device: torch.device) -> Tensor:
     dtype = torch.int32 if max(values) < 2**31 else torch.int64
-    return torch.tensor(values, dtype=dtype, device=device)
+    with torch._C._DisableFuncTorch():  # a transform would wrap the tensor
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Any:

@@ -28,6 +28,7 @@ from .gradients import (
     Kernels,
     as_batch,
     as_packed,
+    differentiable_mod_gradients,
     laid,
     mod_gradients,
     needed_of,
@@ -287,6 +288,8 @@ class _Attention(torch.autograd.Function):
         # Without learned options there are only q, k and v; with learned mod_tensors, all.
         count = 3 + len(LEARNED)
         needed = (*needs[:count], *(False,) * (count - len(needs)))
+        if any(needs[count:]) and torch.is_grad_enabled():
+            return (None, None, *differentiable_mod_gradients(ctx, needs, do, dlse))
         by: Kernels = ctx.by
         # torch's legacy vmap (is_grads_batched=True) calls an op once for each gradient; a mode
         # entered after the forward, such as torch's flop counter, sees only ops.

@@ -150,15 +150,7 @@ def gradients_and_delta(
 def mod_gradients(
     kernels: Kernels, ctx: Any, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
-    """Gradients of mod_tensors, by a kernel, or by torch if score_mod has an unknown derivative.
-
-    Raises:
-        NotImplementedError: double backward is required.
-    """
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            'gradients of mod_tensors have none of their own by kernels; backend="torch" has them'
-        )
+    """Gradients of mod_tensors, by a kernel, or by torch if score_mod has an unknown derivative."""
     from ..jit_functions.derivative import NotDifferentiable, load_gradients
 
     q, k, v, o, lse, options = saved(ctx)
@@ -213,6 +205,20 @@ def differentiable_gradients(
     """`kernel_gradients` by torch's formula, for create_graph=True."""
     inputs = (q, k, v, *options.differentiable)
     return gradients_by_formula(formula_of(options), inputs, needed, (do, dlse))
+
+
+def differentiable_mod_gradients(
+    ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """`differentiable_gradients`, and those of mod_tensors."""
+    q, k, v, _, _, options = saved(ctx)
+    inputs = (q, k, v, *options.differentiable, *options.mod_tensors)
+    count = len(inputs) - len(options.mod_tensors)
+
+    def function(*tensors: Any) -> tuple[Tensor, Tensor]:
+        return formula_of(options._replace(mod_tensors=tensors[count:]))(*tensors[:count])
+
+    return gradients_by_formula(function, inputs, needed, (do, dlse))
 
 
 def formula_of(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:

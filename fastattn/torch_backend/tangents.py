@@ -17,10 +17,13 @@ _SCORES = 2**26
 
 
 def carried(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Name of the first of q, k, v and the learned options with a tangent, or None."""
+    """Name of the first of mod_tensors, q, k, v and the learned options with a tangent, or None."""
     if not tracing.in_forward_mode():
         return None
-    named = zip(("q", "k", "v", *LEARNED), (q, k, v, *options.differentiable), strict=True)
+    named = [
+        *(("mod_tensors", x) for x in options.mod_tensors),
+        *zip(("q", "k", "v", *LEARNED), (q, k, v, *options.differentiable), strict=True),
+    ]
     return next((name for name, x in named if x is not None and tracing.has_tangent(x)), None)
 
 

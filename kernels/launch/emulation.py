@@ -374,6 +374,16 @@ def _np_dtype(dtype: Any) -> np.dtype[Any]:
     return _np_dtypes[element.name]
 
 
+_stock_argument = stock._implicit_cvt
+
+
+def _argument(arg: Any) -> Any:
+    """An argument in a kernel; the stock one keeps 32 bits of an int64 from 2**31 to 2**32."""
+    if isinstance(arg, int) and 2**31 <= arg < 2**32:
+        return tl.tensor(TensorHandle(np.array([arg], np.int64), tl.int64), tl.int64)
+    return _stock_argument(arg)
+
+
 class _Builder(_CheckedMemory, _NanRules, _TensorCores, _Bfloat16):
     pass
 
@@ -389,3 +399,4 @@ def install() -> None:
     stock.InterpretedFunction.run = _run
     stock._patch_lang = _patch_lang
     stock._get_np_dtype = _np_dtype
+    stock._implicit_cvt = _argument

@@ -4,11 +4,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from calls_of_flash_attn import check, offsets
 
 from fastattn.compat import flash_attn
@@ -22,6 +25,7 @@ from fastattn.compat.flash_attn import (
     version_4,
 )
 from fastattn.rotary import rotary_tables
+from fastattn.testing.inputs import draws
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -270,3 +274,28 @@ def test_version_4(draw, device):
     alone = version_4.flash_attn_varlen_func(*flat, None, *cu, **given | {"return_lse": False})
     assert torch.equal(alone[0], o) and alone[1] is None
     check(o.view(2, 5, 4, 8), q, k, v, **options)
+
+
+def test_nanochat_takes_two_assignments(monkeypatch, device):
+    """The lines of the page on a stand-in, and nanochat's calls of flash-attn 3."""
+    parent, module = types.ModuleType("nanochat"), types.ModuleType("nanochat.flash_attention")
+    parent.flash_attention, module._fa3, module.USE_FA3 = module, None, False
+    monkeypatch.setitem(sys.modules, "nanochat", parent)
+    monkeypatch.setitem(sys.modules, "nanochat.flash_attention", module)
+    page = Path(__file__).parents[2] / "docs" / "doors" / "flash_attn.md"
+    exec(re.search(r"^```py\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)[1])
+    assert module.USE_FA3
+    how = {"causal": True, "window_size": (3, 0)}
+    q, k, v = (draws(seed=i, device=device)(2, 9, heads, 16) for i, heads in enumerate((4, 2, 2)))
+    o = module._fa3.flash_attn_func(q, k, v, **how)
+    seen = torch.ones(9, 9, dtype=torch.bool, device=device).tril().triu(-3)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(*rows, attn_mask=seen, enable_gqa=True)
+    torch.testing.assert_close(o, expected.transpose(1, 2))
+    caches = torch.zeros(2, 2, 12, 2, 16, device=device)
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        filled = torch.full((2,), start, dtype=torch.int32, device=device)
+        new = {name: x[:, start:end] for name, x in (("k", k), ("v", v))}
+        step = q[:, start:end], *caches
+        part = module._fa3.flash_attn_with_kvcache(*step, cache_seqlens=filled, **new, **how)
+        torch.testing.assert_close(part, o[:, start:end])

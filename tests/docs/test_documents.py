@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from programs_on_ranks import run_on_ranks
 
-from fastattn import attention
+from fastattn import attention, attention_weights
 from fastattn.cli.main import build_parser
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -303,3 +304,26 @@ def test_the_line_of_each_name_works(monkeypatch) -> None:
         except Exception as error:
             failed[name] = error
     assert not failed
+
+
+def test_the_masks_of_drafts_show_what_their_models_see(monkeypatch) -> None:
+    """EAGLE-3: a causal text, and of each step the token's own key. DFlash: the text before a
+    block's anchor, and the block.
+    """
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    scope: dict[str, object] = {}
+    exec(next(find_blocks(read("docs/names.md"), "python"))[1], scope)
+
+    def seen(name: str, T_q: int, T_k: int, *tensors: torch.Tensor) -> torch.Tensor:
+        how = {"mask_mod": scope[name], "mod_tensors": tensors, "query_offset": 0}
+        return (
+            attention_weights(torch.ones(2, 1, T_q, 8), torch.ones(2, 1, T_k, 8), **how)[:, 0] > 0
+        )
+
+    text, own = torch.ones(6, 6, dtype=torch.bool).tril(), torch.eye(6, dtype=torch.bool)
+    expected = torch.cat((text, own, own), 1).expand(2, 6, 18)
+    assert torch.equal(seen("eagle3", 6, 18, torch.tensor([6])), expected)
+    anchors, sizes = torch.tensor([[1, 5], [6, 0]]), torch.tensor([6, 2, 2])
+    before = torch.arange(6) < anchors.repeat_interleave(2, 1)[:, :, None]
+    blocks = torch.block_diag(*torch.ones(2, 2, 2)).bool().expand(2, 4, 4)
+    assert torch.equal(seen("dflash", 4, 10, anchors, sizes), torch.cat((before, blocks), 2))

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from fuzz.judges import check_by_kernels
+from public_calls import calls
 
 import fastattn
 from fastattn.kernels import backward, backward_dkv, forward
@@ -140,17 +141,17 @@ def test_neighbours_in_the_pack_reach_nothing(device: str) -> None:
 _NO_RESERVE = 0x4000
 
 
-def sparse(*sizes: int, strides: tuple[int, ...]) -> torch.Tensor:
-    """An fp16 tensor in many GiB of which only those pages exist that were written; else zero."""
+def sparse(*sizes: int, strides: tuple[int, ...], dtype: Any = torch.float16) -> torch.Tensor:
+    """A tensor in many GiB of which only those pages exist that were written; else zero."""
     elements = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     assert elements > 2**31, "the point of it"
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    memory = torch.frombuffer(mmap.mmap(-1, 2 * elements, flags=flags), dtype=torch.float16)
+    memory = torch.frombuffer(mmap.mmap(-1, dtype.itemsize * elements, flags=flags), dtype=dtype)
     return memory.as_strided(sizes, strides)
 
 
 def filled(x: torch.Tensor, *strides: int) -> torch.Tensor:
-    return sparse(*x.shape, strides=strides).copy_(x)
+    return sparse(*x.shape, strides=strides, dtype=x.dtype).copy_(x)
 
 
 FAR = 2**31 + 2**20
@@ -158,8 +159,13 @@ FAR = 2**31 + 2**20
 FAR_STRIDES = (8 * FAR, 3 * FAR, FAR // 8)
 
 
-@pytest.mark.skipif(not tiles._INTERPRETING, reason="a GPU has no memory with holes")
-@pytest.mark.skipif(sys.platform != "linux", reason="memory with holes is Linux's")
+on_memory_with_holes = pytest.mark.skipif(
+    not tiles._INTERPRETING or sys.platform != "linux",
+    reason="memory with holes is Linux's, and no GPU has it",
+)
+
+
+@on_memory_with_holes
 def test_offsets_past_two_to_the_31(monkeypatch: Any) -> None:
     """Inputs, outputs and gradients spread over more than 2^31 elements, in memory with holes."""
 
@@ -176,3 +182,52 @@ def test_offsets_past_two_to_the_31(monkeypatch: Any) -> None:
     assert_matches_reference(triton_attention, q, k, v, clean=clean, attn_mask=mask, attn_bias=bias)
     o, expected = (triton_attention(q, k, v, attn_bias=x) for x in (far_bias, bias))
     assert torch.equal(o, expected)
+
+
+def far(x: torch.Tensor, within: int = FAR // 2) -> torch.Tensor:
+    """x with more than 2^31 elements between its rows, if it has rows of heads.
+
+    within: elements from a row of one head to the next.
+    """
+    if x.dim() < 3:
+        return x
+    apart = [math.prod(x.shape[dim:-1]) * FAR for dim in range(1, x.dim() - 1)]
+    return filled(x, *apart, within, 1)
+
+
+def parts(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    else:
+        for part in result.values() if isinstance(result, dict) else result or ():
+            yield from parts(part)
+
+
+@on_memory_with_holes
+@pytest.mark.parametrize("name", calls("cpu"))
+def test_every_call_with_offsets_past_two_to_the_31(name: str) -> None:
+    function, tensors = calls("cpu")[name]
+    spread = {name: far(x) for name, x in tensors.items()}
+    if name == "decode_attention":
+        with pytest.raises(ValueError, match=r"k must have .* slots less than 4194304 numbers"):
+            function("triton", **spread)
+        spread = {name: far(x, 2**22 - 4) for name, x in tensors.items()}
+    near, actual = (parts(function("triton", **given)) for given in (tensors, spread))
+    assert all(torch.equal(x, y) for x, y in zip(near, actual, strict=True))
+
+
+@on_memory_with_holes
+def test_pages_with_offsets_past_two_to_the_31() -> None:
+    """A pool of pages that is larger than 2^31 elements is read and written."""
+    pages = draw(6, 2, 8, 16), draw(6, 2, 8, 16, seed=1)
+    table, lengths = torch.tensor([[5, 0, 3], [1, 4, 2]]), torch.tensor([20, 13])
+    q, slots = draw(5, 4, 16), torch.tensor([5 * 8 + 1, 4 * 8])
+
+    def steps(k: torch.Tensor, v: torch.Tensor) -> Iterator[torch.Tensor]:
+        view = fastattn.view_of_tensors(k, v, lengths, block_table=table)
+        fastattn.append_paged(view, q[:2, :2], q[2:4, :2], slots, backend="triton")
+        yield fastattn.attention_paged(q, view, torch.tensor([0, 4, 5]), backend="triton")
+        yield fastattn.decode_attention(q[:2, :, None], view, backend="triton")
+
+    apart = [far(x, 16) for x in pages]
+    assert all(torch.equal(x, y) for x, y in zip(steps(*apart), steps(*pages), strict=True))

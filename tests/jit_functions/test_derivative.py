@@ -273,13 +273,23 @@ def test_tensors_that_learn_from_packed_sequences(backend: str, device: str) -> 
     torch.testing.assert_close(actual, wanted)
 
 
+def test_gradients_of_gradients_mix_tensors_and_queries(device: str) -> None:
+    q, k, v = make_qkv(1, 4, 2, 5, 5, D, device=device)
+    table = draw(4, 8).to(device).requires_grad_()
+    how: dict[str, Any] = {"score_mod": bucketed, "mod_tensors": (table,)}
+
+    def second(backend: str) -> tuple[torch.Tensor, ...]:
+        o = fastattn.attention(q, k, v, backend=backend, **how)
+        first = torch.autograd.grad(o.sin().sum(), (q, table), create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, table))
+
+    torch.testing.assert_close(second("triton"), second("torch"), atol=1e-5, rtol=1e-4)
+
+
 def test_what_has_no_gradient_is_refused(device: str) -> None:
     q, k, v = make_qkv(1, 4, 2, 5, 5, D, device=device)
     table = draw(4, 8).to(device).requires_grad_()
     how: dict[str, Any] = {"score_mod": bucketed, "mod_tensors": (table,)}
-    o = fastattn.attention(q, k, v, backend="triton", **how)
-    with pytest.raises(NotImplementedError, match="mod_tensors have none of their own"):
-        torch.autograd.grad(o.sum(), table, create_graph=True)
     with pytest.raises(ValueError, match="mod_tensors require a gradient, which kernels"):
         torch.func.grad(lambda q: fastattn.attention(q, k, v, backend="triton", **how).sum())(q)
     with pytest.raises(ValueError, match=r"mod_tensors\[0\] has no gradient, but requires one"):

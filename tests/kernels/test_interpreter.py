@@ -91,6 +91,18 @@ def test_a_launch_leaves_the_language_as_it_found_it() -> None:
     assert language() == before
 
 
+@triton.jit
+def half_kernel(out_ptr, x):
+    tl.store(out_ptr, x >> 1)
+
+
+@pytest.mark.parametrize("x", [2**31 - 2, 2**31, 2**32 - 2, 2**32, -(2**31) - 2])
+def test_whole_numbers_arrive(x: int) -> None:
+    out = torch.zeros(1, dtype=torch.int64)
+    half_kernel[(1,)](out, x)
+    assert out.item() == x // 2
+
+
 def test_threads_launch_one_after_another() -> None:
     """Forward in some threads and backward, which autograd runs in threads of its own, at once."""
     q, k, v = (torch.randn(1, 1, 20, 16) for _ in range(3))

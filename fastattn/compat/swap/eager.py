@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
+from ...tracing import transforming
 from ..calls import Calls, running, traced_modules
 from ..sdpa import Arguments, by_torch, served_attention, torch_attention
 from .adapted import CAPTURES, REASON, REFUSED, UNSERVED
@@ -274,6 +275,8 @@ def _why_not(module: nn.Module) -> str | None:
     """Reason that a module's forward cannot be captured, or None."""
     if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
         return "torch.jit or torch.fx traces the call"
+    if transforming():
+        return "torch.func transforms the call; tangents of forward_ad are served"
     if torch._dynamo.config.disable:  # an error with fullgraph=True
         return _OFF
     parts = [part for part in module.modules() if part is not module]

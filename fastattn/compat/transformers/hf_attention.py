@@ -25,6 +25,7 @@ from ...functional.selected import selected_attention
 from ...functional.statistics import attention_weights
 from ...options import OPTIONS
 from ...position_tables import document_ids
+from ...tracing import in_forward_mode
 from ..sdpa import bounded_bias
 from .continuous import NAME as NAME
 from .continuous import attend_paged
@@ -275,6 +276,8 @@ def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
 def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether this is a decoding step that the decode kernels serve."""
     if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if in_forward_mode():
         return False
     T_k = key.shape[2]
     offset = options.get("query_offset", T_k - 1)

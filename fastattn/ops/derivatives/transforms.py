@@ -96,6 +96,8 @@ def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
         return None
     if torch.compiler.is_compiling():
         return f"{name} has a tangent, which kernels do not carry where torch.compile traces"
+    if name == "mod_tensors":
+        return "mod_tensors have a tangent, which has no kernel"
     for second in ("relative_keys", "key2"):
         if getattr(options, second) is not None:
             return f"{name} has a tangent, and {second} has no kernel for that"
