@@ -314,16 +314,15 @@ def test_the_masks_of_drafts_show_what_their_models_see(monkeypatch) -> None:
     scope: dict[str, object] = {}
     exec(next(find_blocks(read("docs/names.md"), "python"))[1], scope)
 
-    def seen(name: str, T_q: int, T_k: int, *tensors: torch.Tensor) -> torch.Tensor:
-        how = {"mask_mod": scope[name], "mod_tensors": tensors, "query_offset": 0}
-        return (
-            attention_weights(torch.ones(2, 1, T_q, 8), torch.ones(2, 1, T_k, 8), **how)[:, 0] > 0
-        )
+    def seen(name: str, T_q: int, T_k: int) -> torch.Tensor:
+        q, k = torch.ones(2, 1, T_q, 8), torch.ones(2, 1, T_k, 8)
+        return attention_weights(q, k, mask_mod=scope[name], query_offset=0)[:, 0] > 0
 
+    anchors = torch.tensor([[1, 5], [6, 0]])
+    scope |= {"T": 6, "block": 2, "anchors": anchors}
     text, own = torch.ones(6, 6, dtype=torch.bool).tril(), torch.eye(6, dtype=torch.bool)
     expected = torch.cat((text, own, own), 1).expand(2, 6, 18)
-    assert torch.equal(seen("eagle3", 6, 18, torch.tensor([6])), expected)
-    anchors, sizes = torch.tensor([[1, 5], [6, 0]]), torch.tensor([6, 2, 2])
+    assert torch.equal(seen("eagle3", 6, 18), expected)
     before = torch.arange(6) < anchors.repeat_interleave(2, 1)[:, :, None]
     blocks = torch.block_diag(*torch.ones(2, 2, 2)).bool().expand(2, 4, 4)
-    assert torch.equal(seen("dflash", 4, 10, anchors, sizes), torch.cat((before, blocks), 2))
+    assert torch.equal(seen("dflash", 4, 10), torch.cat((before, blocks), 2))
