@@ -40,7 +40,11 @@ def test_the_gallery_counts_the_blocks_that_it_shows(drawing: ModuleType, on_tor
     assert {name: pair for name, pair in rows.items() if pair[0] != pair[1]} == {}
     shown = set(re.findall(r"mods\.(\w+)", (PICTURES.parent / "gallery.md").read_text()))
     names = (PICTURES.parents[1] / "tests" / "public_names.txt").read_text()
-    assert set(re.findall(r"^fastattn\.mods\.(\w+)", names, re.M)) - shown == {"bind", "or_masks"}
+    assert set(re.findall(r"^fastattn\.mods\.(\w+)", names, re.M)) - shown == {
+        "bind",
+        "from_python",
+        "or_masks",
+    }
 
 
 @pytest.mark.parametrize("name", ["training", "first"])
