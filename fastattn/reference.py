@@ -341,12 +341,17 @@ def _other_masks(
         keep = keep & (q_ids == k_ids) & (k_ids >= 0)
     if attn_mask is not None:
         keep = keep & attn_mask
-    function, tensors = parts_of(masks.get("mask_mod"), mod_tensors)
-    if is_python(function):
-        keep = keep & _of_each_pair(function, places)
-    elif function is not None:
-        keep = keep & triton_language.mask_mod(function, places, tensors)
+    if masks.get("mask_mod") is not None:
+        keep = keep & shown_by(masks["mask_mod"], places, mod_tensors)
     return keep
+
+
+def shown_by(mask: Any, places: triton_language.Places, mod_tensors: tuple[Tensor, ...]) -> Tensor:
+    """A mask_mod of any kind as a bool tensor that broadcasts to the scores."""
+    function, tensors = parts_of(mask, mod_tensors)
+    if is_python(function):
+        return _of_each_pair(function, places)
+    return triton_language.mask_mod(function, places, tensors)
 
 
 def _of_each_pair(

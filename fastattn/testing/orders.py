@@ -111,7 +111,9 @@ class OtherOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._reordered(func, args, kwargs)
         rounds = func.overloadpacket in _ROUNDING
         if func.overloadpacket is _aten._to_copy:
-            rounds = args[0].is_floating_point() and result.dtype.itemsize == 2 < args[0].itemsize
+            x = args[0]  # in torch.vmap also a number
+            rounds = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 2
+            rounds = rounds and result.dtype.itemsize == 2
         if not rounds or func._schema.is_mutable:
             return result
         return self._rounded(result) if isinstance(result, Tensor) else result

@@ -69,7 +69,7 @@ _MAYBE_OF_HEADS = (
 _ELEMENTWISE = {
     "abs", "add", "cast", "cdiv", "ceil", "clamp", "constexpr", "cos", "div_rn", "dtype", "erf",
     "exp", "exp2", "fdiv", "floor", "fma", "load", "log", "log2", "logical_and", "logical_or",
-    "maximum", "minimum", "mul", "range", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn",
+    "maximum", "minimum", "mul", "range", "rint", "rsqrt", "sigmoid", "sin", "sqrt", "sqrt_rn",
     "static_assert", "static_print", "static_range", "sub", "to", "umulhi", "where",
 }  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""Users' functions of generated calls: masks and scores, alone and with tensors to read.
+"""Users' functions of generated calls: masks and scores, alone and with tensors to read; Python's.
 
 Tables have TABLE entries, which positions and heads wrap around, so that any position is legal.
 """
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -71,8 +72,31 @@ def by_table_grad(dx, x, b, h, q_pos, k_pos, floats, integers):
     return dx * tl.load(floats + h % TABLE)
 
 
+REACH = torch.tensor([2, 9, 0, 4])
+RAMP = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def of_scope(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
+    far = (q_pos - k_pos).abs() > REACH[h % 4 - 4]
+    return ~far | ((q_pos - k_pos) // 5 % 3 == b % 2) | (k_pos % 7 == 0)
+
+
+def ramped(x: Any, b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
+    slope = RAMP[h % 3][(q_pos - k_pos) % 4]
+    return torch.where(k_pos % 16 == 9, -torch.inf, torch.tanh(x * slope) + slope * 2 - x / 3)
+
+
 # (function, whether b matters, whether h does)
-MASKS: list[tuple[Any, bool, bool]] = [(striped, True, False), (ahead_or_near, False, True)]
+MASKS: list[tuple[Any, bool, bool]] = [
+    (striped, True, False),
+    (ahead_or_near, False, True),
+    (of_scope, True, True),
+]
 MASKS_OF_TENSORS: list[tuple[Any, bool, bool]] = [(within_table, False, True)]
-SCORES: list[tuple[Any, Any]] = [(halved, halved_grad), (bent, bent_grad), (hiding, hiding_grad)]
+SCORES: list[tuple[Any, Any]] = [
+    (halved, halved_grad),
+    (bent, bent_grad),
+    (hiding, hiding_grad),
+    (ramped, None),
+]
 SCORES_OF_TENSORS: list[tuple[Any, Any]] = [(by_table, by_table_grad)]
