@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
-from . import checks, tracing
+from . import checks, kernels, tracing
 from .ops import attention_ops, call, spread
 from .ops.derivatives import transforms
 from .ops.gradients import Kernels

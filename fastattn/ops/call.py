@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-import fastattn.kernels as kernels
-
-from .. import checks, tracing
+from .. import checks, kernels, tracing
 from ..options import CONTIGUOUS, TENSORS, Options
 from . import schema
 from .flops import Formula, register

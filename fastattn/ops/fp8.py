@@ -4,8 +4,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
+from .. import kernels
 from ..options import Options
 from ..position_tables import document_ids
 from . import call, flops
