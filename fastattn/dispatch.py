@@ -440,6 +440,7 @@ def warn_once(message: str, device: torch.device | None = None) -> None:
 def _depth_of_user() -> int:
     """Level of the caller of `warn_once`'s caller, outside of this package and of torch."""
     frame, depth = sys._getframe(2), 2
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("fastattn", "torch"):
+    ours = (f"{__package__}.", "torch.")
+    while frame.f_back and f"{frame.f_globals['__name__']}.".startswith(ours):
         frame, depth = frame.f_back, depth + 1
     return depth
