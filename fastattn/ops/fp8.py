@@ -40,8 +40,8 @@ def pack_by_torch(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     padded[:, :, places] = v.view(torch.uint8)
     padded = padded[:, :, :length]
     # Rows n, half, four, two become columns n, four, half, two.
-    packed = padded.unflatten(2, (-1, 2, 4, 2)).permute(0, 1, 6, 2, 4, 3, 5).flatten(3)
-    return packed.view(v.dtype)
+    rows = padded.reshape(B, H, length // 16, 2, 4, 2, D)
+    return rows.permute(0, 1, 6, 2, 4, 3, 5).flatten(3).view(v.dtype)
 
 
 @operator(flops.nothing)
