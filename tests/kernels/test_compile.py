@@ -29,6 +29,8 @@ BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "a case is in two rows"
 UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 UNITS |= {"gfx1100": "wmma", "gfx1201": "wmma"}  # mma.sync of the others
+# Head dims from which selected attention has dK and dV apart; of others 256.
+WIDE = {"gfx942": math.inf, "gfx1100": 128, "gfx1201": 128}
 CONSUMERS = 2  # of a Hopper kernel
 SCORE_MODS = ("functions", "reading")  # options with a score_mod
 # Bytes of spills a thread: tiles were chosen for Triton 3.7; 3.6 runs ptxas with other options.
@@ -121,7 +123,7 @@ def kernels_of(case: Case) -> list[str]:
         return [*kernels, kernels[-1]]
     if case.launch == "tangent_backward" and case.arguments[0] == 128:
         return [*kernels, kernels[-1]]
-    if case.launch == "selected" and case.arguments[0] == 256 and case.target != "gfx942":
+    if case.launch == "selected" and case.arguments[0] >= WIDE.get(case.target, 256):
         return [*kernels, kernels[-1]]
     if case.launch == "attention" and tile_of(case, DKV).apart:
         return [y for x in kernels for y in ([x, x] if x == DKV else [x])]
