@@ -152,8 +152,8 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
             return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
     elif not x.is_cuda:
         return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
-    elif _is_before_ampere(x.device):
-        return "no kernel was tried below compute capability 8.0, where their tiles spill registers"
+    elif _spills_all(x.device):
+        return "tiles spill registers below compute capability 8.0 and on gfx10; none was tried"
     for x in inputs.values():
         if x.dtype == torch.float64:
             names = " or ".join(inputs)
@@ -161,9 +161,10 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _is_before_ampere(device: torch.device) -> bool:
+def _spills_all(device: torch.device) -> bool:
     # torch.compile folds this query of a device into a constant, and no other.
-    return torch.version.hip is None and torch.cuda.get_device_properties(device).major < 8
+    major = torch.cuda.get_device_properties(device).major
+    return major < 8 if torch.version.hip is None else major == 10
 
 
 def _is_rdna(device: torch.device) -> bool:
