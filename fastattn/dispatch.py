@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
-from . import checks, tracing
+from . import checks, kernels, tracing
 from .ops import attention_ops, call, spread
 from .ops.derivatives import transforms
 from .ops.gradients import Kernels
@@ -20,9 +18,8 @@ from .options import Options
 from .tuned import choices
 from .tuned.families import head_dim_class
 
-MAX_HEAD_DIM = 512
-# Limits of registers without fp32 matrix units, and on AMD.
-MAX_HEAD_DIM_NARROW = 256
+# And on a GPU with fewer registers or without matrix units for float32: wider tiles spill.
+MAX_HEAD_DIM, MAX_HEAD_DIM_NARROW, MAX_HEAD_DIM_RDNA = 512, 256, 128
 _NOT_HOPPER = "its kernels are written for GPUs of compute capability 9.0"
 ENVIRONMENT, LOG = "FASTATTN_BACKEND", "FASTATTN_LOG"
 # Functions by the family of their kernels, other than `attention` and `attention_varlen`.
@@ -94,14 +91,15 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         if options.relative_keys is not None:
             return "its kernels add relative_keys or key2 to q.k, not both"
         widest = max(q.shape[-1] + options.key2.shape[-1], v.shape[-1])
-    if widest > MAX_HEAD_DIM:
-        return f"head dim {widest} is larger than {MAX_HEAD_DIM}"
-    if widest > MAX_HEAD_DIM_NARROW and q.dtype == torch.float32:
-        limit = MAX_HEAD_DIM_NARROW
-        return f"head dim {widest} is larger than {limit}, the limit for float32"
-    if widest > MAX_HEAD_DIM_NARROW and torch.version.hip is not None:
-        return f"head dim {widest} is larger than {MAX_HEAD_DIM_NARROW}, the limit on AMD"
-    return None
+    limit, of = MAX_HEAD_DIM, ""
+    if _is_rdna(q.device):
+        if q.dtype == torch.float32 or options.relative_keys is not None:
+            return "tiles for float32, and those for relative_keys, spill registers on RDNA"
+        limit, of = MAX_HEAD_DIM_RDNA, ", the limit on RDNA"
+    elif q.dtype == torch.float32 or torch.version.hip is not None:
+        of = "for float32" if q.dtype == torch.float32 else "on AMD"
+        limit, of = MAX_HEAD_DIM_NARROW, f", the limit {of}"
+    return f"head dim {widest} is larger than {limit}{of}" if widest > limit else None
 
 
 def on_hopper(device: torch.device) -> bool:
@@ -154,8 +152,8 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
             return f"{name} is on the CPU and TRITON_INTERPRET=1 is not set"
     elif not x.is_cuda:
         return f"{name} is on {x.device.type}; kernels exist for CUDA and ROCm devices"
-    elif _is_before_ampere(x.device):
-        return "no kernel was tried below compute capability 8.0, where their tiles spill registers"
+    elif _spills_all(x.device):
+        return "tiles spill registers below compute capability 8.0 and on gfx10; none was tried"
     for x in inputs.values():
         if x.dtype == torch.float64:
             names = " or ".join(inputs)
@@ -163,9 +161,15 @@ def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _is_before_ampere(device: torch.device) -> bool:
+def _spills_all(device: torch.device) -> bool:
     # torch.compile folds this query of a device into a constant, and no other.
-    return torch.version.hip is None and torch.cuda.get_device_properties(device).major < 8
+    major = torch.cuda.get_device_properties(device).major
+    return major < 8 if torch.version.hip is None else major == 10
+
+
+def _is_rdna(device: torch.device) -> bool:
+    amd = device.type == "cuda" and torch.version.hip is not None
+    return amd and torch.cuda.get_device_properties(device).major >= 10
 
 
 def _why_hopper_is_slow(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -269,7 +273,8 @@ def choose(
     if forced == "torch":
         return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
     why: dict[str, str | None] = {}
-    reason: str | None = None
+    uncompiled = family == "statistics" and _is_rdna(q.device)
+    reason = "Triton 3.7 does not compile its kernels for RDNA" if uncompiled else None
     for one in reversed(among):
         why[one.name] = reason = reason or one.why_not(q, k, v, options)
     fastest = None
@@ -366,11 +371,8 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
         return True
     # The interpreted kernel is opt-in: torch is much faster.
     x = next(iter(inputs.values()))
-    return (
-        reason is None
-        and not x.is_cpu
-        and choices.why_quarantined("triton", x, x, (family,)) is None
-    )
+    fits = reason is None and not x.is_cpu
+    return fits and choices.why_quarantined("triton", x, x, (family,)) is None
 
 
 def quantizes(x: Tensor) -> bool:
@@ -442,6 +444,7 @@ def warn_once(message: str, device: torch.device | None = None) -> None:
 def _depth_of_user() -> int:
     """Level of the caller of `warn_once`'s caller, outside of this package and of torch."""
     frame, depth = sys._getframe(2), 2
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("fastattn", "torch"):
+    ours = (f"{__package__}.", "torch.")
+    while frame.f_back and f"{frame.f_globals['__name__']}.".startswith(ours):
         frame, depth = frame.f_back, depth + 1
     return depth

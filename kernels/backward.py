@@ -44,7 +44,7 @@ from .rules.score_gradient import QueryRows, load_lse, store_delta, tile_gradien
 from .rules.tile import load_rows
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ..options import Options
 
 _Strides = namedtuple("_Strides", "q k v o do dq dquery")
 

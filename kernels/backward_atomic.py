@@ -36,7 +36,7 @@ from .rules.tile import (
 )
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ..options import Options
 
 # Rows of statistics are padded to tiles of this size, for the Hopper kernels.
 STATS_ROWS = 128

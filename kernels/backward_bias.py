@@ -36,7 +36,7 @@ from .rules.score_gradient import QueryRows, load_lse, tile_gradient
 from .rules.tile import load_tile, load_vector
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ..options import Options
 
 _Strides = namedtuple("_Strides", "q k v do")
 

@@ -44,7 +44,7 @@ from .rules.tile import add_tile, load_block, load_vector
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastattn.options import Options
+    from ..options import Options
 
 # Programs per multiprocessor: with fewer than the first number, heads are split up to the second.
 # Causal tiles differ in length, so one wave of programs leaves half of the device idle.

@@ -39,7 +39,7 @@ from .rules.score_gradient import QueryRows, load_lse, score_gradient, store_del
 from .rules.tile import load_block
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ..options import Options
 
 _Strides = namedtuple("_Strides", "q k v o do")
 

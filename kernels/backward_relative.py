@@ -48,7 +48,7 @@ from .rules.tile import (
 )
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ..options import Options
 
 
 _Strides = namedtuple("_Strides", "q k v do")

@@ -43,7 +43,7 @@ from .rules.tile import load_rows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastattn.options import Options
+    from ..options import Options
 
     Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
     Plan = Callable[[Options, Tensor, Tensor, Tensor, Tensor], Launch]

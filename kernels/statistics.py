@@ -48,7 +48,7 @@ from .rules.softmax import LN2, LOG2E, weights
 from .rules.tile import load_block, load_tile
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ..options import Options
 
 # Position of no key; empty entries of a list count down from it.
 _NOWHERE = tl.constexpr(2**31 - 1)

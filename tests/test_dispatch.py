@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fastattn
 from fastattn import dispatch
 from fastattn.functional import call_memo
 from fastattn.ops import call
+from fastattn.options import Options
 from fastattn.testing import make_qkv
 
 
@@ -152,17 +154,51 @@ def test_a_log_has_a_line_for_each_kind_of_call(monkeypatch, capsys, device: str
 
 
 @pytest.mark.parametrize(
-    ("major", "reason"), [(7, "no kernel was tried below compute capability 8.0"), (8, None)]
+    ("hip", "major", "served"),
+    [(None, 7, False), (None, 8, True), (None, 10, True), ("7.0", 10, False), ("7.0", 11, True)],
 )
-def test_gpus_before_ampere_are_left_to_torch(
-    major: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+def test_gpus_whose_tiles_all_spill_are_left_to_torch(
+    hip: str | None, major: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with FakeTensorMode():
         q = torch.empty(1, 2, 8, 64, device="cuda", dtype=torch.float16)
     told = dispatch.why_no_kernel({"q": q})
-    assert (told and told.partition(",")[0]) == reason
+    reason = "tiles spill registers below compute capability 8.0 and on gfx10; none was tried"
+    assert told == (None if served else reason)
+
+
+@pytest.mark.parametrize(
+    ("arch", "D", "dtype", "options", "reason"),
+    [
+        (11, 128, torch.bfloat16, {"causal": True, "softcap": 9.0}, None),
+        (11, 64, torch.float32, {}, "tiles for float32, and those for relative_keys, spill"),
+        (12, 256, torch.float16, {}, "head dim 256 is larger than 128, the limit on RDNA"),
+        (12, 64, torch.float16, {"relative_keys": (4, 17, 64)}, "tiles for float32, and those"),
+        (9, 256, torch.float16, {}, None),
+        (9, 64, torch.float32, {"relative_keys": (4, 17, 64)}, None),
+    ],
+)
+def test_rdna_gets_the_kernels_that_do_not_spill(
+    arch: int, D: int, dtype: torch.dtype, options: dict[str, Any], reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """And torch all others, with the reason; CDNA, of major version 9, keeps its own."""
+    properties = SimpleNamespace(major=arch, minor=0, multi_processor_count=96)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with FakeTensorMode():
+        q, k, v = torch.empty(3, 1, 4, 8, D, device="cuda", dtype=dtype)
+        if "relative_keys" in options:
+            shape = options["relative_keys"]
+            options = {"relative_keys": torch.empty(shape, device="cuda", dtype=dtype)}
+    told = dispatch.why_not_triton(q, k, v, Options(**options))
+    assert (told is None) if reason is None else str(told).startswith(reason)
+    if arch == 11 and reason is None:
+        told = dispatch.choose(q, k, v, Options(), family="statistics").reasons["triton"]
+        assert told.endswith("does not compile its kernels for RDNA")
 
 
 def test_a_layout_that_is_probably_wrong_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

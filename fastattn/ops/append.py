@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
+from .. import kernels
 from ..cache_view import CacheView
 from . import flops
 from .call import fake_in_layout, operator

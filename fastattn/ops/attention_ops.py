@@ -14,9 +14,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-import fastattn.kernels as kernels
-
-from .. import tracing
+from .. import kernels, tracing
 from ..options import LEARNED, Options
 from . import call, flops
 from .call import contiguous, fake_in_layout, fake_output, may_be_kept, operator

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-import fastattn.kernels as kernels
-
-from .. import checks, tracing
+from .. import checks, kernels, tracing
 from ..options import CONTIGUOUS, TENSORS, Options
 from . import schema
-from .flops import Formula, register
+from .flops import NAMESPACE, Formula, register
 
 TRITON_INSTALLED = find_spec("triton") is not None
 # Triton reads this once, when kernels are imported.
@@ -91,7 +89,7 @@ class Operator(Generic[_P, _R]):
             self.op = schema.operator(name, self.direct, tensors, returns, flops)
         else:
             self.op = torch.library.custom_op(
-                f"fastattn::{name}",
+                f"{NAMESPACE}::{name}",
                 self.direct,
                 mutates_args=mutates_args,
                 schema=torch.library.infer_schema(launch, mutates_args=mutates_args),

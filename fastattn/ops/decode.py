@@ -6,9 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
-from .. import tracing
+from .. import kernels, tracing
 from ..cache_view import CacheView
 from ..options import Options
 from . import flops

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Of the operators in torch.ops: the name of this package, which a copy has another of.
+NAMESPACE = __package__.rpartition(".")[0].replace(".", "_")
 _COUNTER = "torch.utils.flop_counter"
 # Operations from an operator's arguments by name.
 Formula = Callable[[Mapping[str, Any]], int]
@@ -23,7 +25,7 @@ _formulas: dict[str, tuple[Sequence[str], Formula]] = {}
 
 
 def register(name: str, parameters: Sequence[str], formula: Formula) -> None:
-    """Count calls of the operator fastattn::`name` by `formula`."""
+    """Count calls of the operator NAMESPACE::`name` by `formula`."""
     _formulas[name] = parameters, formula
     if _COUNTER in sys.modules:
         _tell(sys.modules[_COUNTER], (name,))
@@ -108,7 +110,7 @@ def _tell(counter: ModuleType, names: Sequence[str]) -> None:
     """Register formulas with torch."""
     for name in names:
         parameters, formula = _formulas[name]
-        target = getattr(torch.ops.fastattn, name)
+        target = getattr(getattr(torch.ops, NAMESPACE), name)
         if target not in counter.flop_registry:
             count = partial(_count, parameters, formula)
             counter.register_flop_formula(target, get_raw=True)(count)

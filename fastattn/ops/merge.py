@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
+from .. import kernels
 from . import flops
 from .call import operator
 

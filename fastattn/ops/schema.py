@@ -14,7 +14,7 @@ from torch._library.custom_ops import CustomOpDef
 from .. import block_mask
 from ..options import FUNCTIONS, Options
 from ..score_checks import MAX_MOD_TENSORS
-from .flops import Formula, register
+from .flops import NAMESPACE, Formula, register
 
 _SCHEMA_TYPES = {
     Tensor | None: "Tensor?",
@@ -77,6 +77,6 @@ def operator(
 
     arguments = ", ".join(f"{kind} {name}" for name, kind in _SCHEMA.items())
     schema = f"({tensors}, {arguments}) -> {returns}"
-    op = torch.library.custom_op(f"fastattn::{name}", call, mutates_args=(), schema=schema)
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", call, mutates_args=(), schema=schema)
     register(name, (*names, *_SCHEMA), flops)
     return op

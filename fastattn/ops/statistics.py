@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
+from .. import kernels
 from ..options import Options
 from . import flops
 from .attention_ops import HOPPER, PORTABLE, by_hopper, setup_context

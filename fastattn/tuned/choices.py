@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
-from .. import tracing
+from .. import kernels, tracing
 from ..ops import call
 from ..options import Options
 from . import findings, shipped

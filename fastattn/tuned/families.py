@@ -7,9 +7,7 @@ Portable kernels have a family for each direction and for each class of register
 
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
-from .. import tracing
+from .. import kernels, tracing
 from ..options import OPTIONS, Options
 
 # Backends whose kernels `auto` takes only if a GPU has run them right.

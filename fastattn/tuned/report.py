@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-import fastattn.kernels as kernels
-
+from .. import kernels
 from ..ops import call
 from . import choices
 from .findings import Record

@@ -116,12 +116,11 @@ class Store:
 
 
 def cache_folder() -> Path:
-    """$FASTATTN_CACHE_DIR, else the platform's folder for a user's caches."""
+    """$FASTATTN_CACHE_DIR, else fastattn in $XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get(CACHE_DIR):
         return Path(folder)
-    from platformdirs import user_cache_path
-
-    return user_cache_path("fastattn")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home, "fastattn")
 
 
 def warn_once(message: str) -> None:

@@ -41,7 +41,7 @@ from .kernel import DecodeConstants, decode_kernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastattn.options import Options
+    from ...options import Options
 
 
 def launch_decode(

@@ -20,7 +20,7 @@ from ..rules.pages import CacheTensors
 from .launch import as_bytes, kernel_launch
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 
 class _Step(NamedTuple):

@@ -31,7 +31,7 @@ from ..rules.tile import load_block, load_vector
 from .tangent import score_tangent_strides, tile_of_tangents
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 # q, k, v, tq, tk, tv, tbias, trelative
 Inputs: TypeAlias = tuple[

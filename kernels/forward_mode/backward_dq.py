@@ -45,7 +45,7 @@ from .tangent import (
 )
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 
 _Strides = namedtuple("_Strides", "q k v tq tk tv tbias trelative o to do h dq")

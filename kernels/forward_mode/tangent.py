@@ -50,7 +50,7 @@ from ..rules.softmax import LOG2E, weights
 from ..rules.tile import load_rows
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 
 class InputTangents(NamedTuple):

@@ -46,7 +46,7 @@ from .tile_table import APART_HEAD_DIM, backward_config, tile_columns
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastattn.options import Options
+    from ...options import Options
 
 
 def launch_hopper_backward(

@@ -27,8 +27,7 @@ from .pipeline import ROWS
 from .tile_table import HopperConfig, forward_config, fp8_config
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
-
+    from ...options import Options
     from ..forward import Forward as ForwardLauncher
 
 

@@ -29,7 +29,7 @@ from .pipeline import ROWS
 from .tile_table import APART_HEAD_DIM, HEAD_DIMS, HopperConfig, backward_config, tile_columns
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _TYPES = {**_DTYPES, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}

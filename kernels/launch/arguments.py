@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
     # For type checks only: at run time this package imports nothing above it.
-    from fastattn.options import Options
+    from ...options import Options
 
 # Window sides are added to positions in int32. Distances are shorter: sequences are shorter than
 # 2^28, and no query is farther from the first key (`tile.FARTHEST`).

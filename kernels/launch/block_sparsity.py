@@ -25,7 +25,7 @@ from .launches import Launch
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 
 class _Block(NamedTuple):

@@ -16,7 +16,7 @@ from .arguments import UNBOUNDED, block_dim, blocks, index_type
 from .tiles import TileConfig
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 # Partial results are written and read: more splits cost more than they save.
 _MOST_SPLITS = 128

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from fastattn.options import Options
+    from ...options import Options
 
 # Index of a descriptor's tensor, and a descriptor of a tensor with the same layout.
 Described: TypeAlias = "tuple[int, TensorDescriptor | None]"

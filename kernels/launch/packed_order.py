@@ -23,7 +23,7 @@ from .block_sparsity import CallTables
 from .launches import Launch
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 _BLOCK = 64
 

@@ -36,7 +36,7 @@ HOPPER = ("hopper_forward", "hopper_dq", "hopper_dkv", "hopper_one_pass", "hoppe
 HOPPER_FORWARD = ("hopper_forward", "hopper_fp8")
 # A number and a bool to force and install like tiles: see `programs_at_once` and `one_launch`.
 SPLITS, ONE_LAUNCH = "splits", "one_launch"
-TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+TABLES = ("interpreter", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx1100")
 
 
 @dataclass(frozen=True)
@@ -345,14 +345,14 @@ def _arch(driver: Any, device: int) -> str:
 
 
 def table_for(arch: str) -> str:
-    """The table for `arch`: its own, or the nearest older NVIDIA generation's.
+    """The table for `arch`: its own, or the nearest older NVIDIA generation's, or CDNA's or RDNA's.
 
     sm_89 and the consumer Blackwell chips (sm_120) have 99 KB of shared memory, like sm_86.
     """
     if arch in TABLES:
         return arch
     if not arch.startswith("sm_"):
-        return "gfx942"
+        return "gfx1100" if arch.startswith("gfx1") else "gfx942"
     number = int(re.sub(r"\D", "", arch))
     if number >= 120 or number in (87, 89):
         return "sm_86"

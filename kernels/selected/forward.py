@@ -34,7 +34,7 @@ from .lists import (
 )
 
 if TYPE_CHECKING:
-    from fastattn.options import Options
+    from ...options import Options
 
 
 @triton.jit(do_not_specialize=["H_q", "H_k", "T_q", "T_k"])

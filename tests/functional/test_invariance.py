@@ -152,7 +152,7 @@ def test_gradients_are_those_of_other_calls(backend: str, device: str) -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "gfx1100"])
 def test_every_kernel_has_the_same_tile(arch: str) -> None:
     """Whatever options take in registers: other blocks of keys would give other bits, and so would
     warps that lie otherwise.

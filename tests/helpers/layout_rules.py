@@ -126,8 +126,7 @@ def check_import(arrow: Import) -> Iterator[str]:
     if top in sys.stdlib_module_names:
         return
     if top == "fastattn":
-        of_types = arrow.target == "fastattn.options"  # the record of a call, for type checkers
-        if within(arrow.importer, KERNELS) and not (arrow.relative or of_types):
+        if within(arrow.importer, KERNELS) and not arrow.relative:
             yield f"{arrow}; inside kernels/ import relatively"
     elif within(arrow.importer, KERNELS):
         if top not in KERNEL_DEPENDENCIES:

@@ -27,7 +27,10 @@ DAY, NIGHT = compiled_cases.read(Path(__file__).with_name("compiled.txt"))
 CASES = gate_cases(DAY, NIGHT)
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "a case is in two rows"
-UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}  # mma.sync of the others
+UNITS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+UNITS |= {"gfx1100": "wmma", "gfx1201": "wmma"}  # mma.sync of the others
+# Head dims from which selected attention has dK and dV apart; of others 256.
+WIDE = {"gfx942": math.inf, "gfx1100": 128, "gfx1201": 128}
 CONSUMERS = 2  # of a Hopper kernel
 SCORE_MODS = ("functions", "reading")  # options with a score_mod
 # Bytes of spills a thread: tiles were chosen for Triton 3.7; 3.6 runs ptxas with other options.
@@ -120,7 +123,7 @@ def kernels_of(case: Case) -> list[str]:
         return [*kernels, kernels[-1]]
     if case.launch == "tangent_backward" and case.arguments[0] == 128:
         return [*kernels, kernels[-1]]
-    if case.launch == "selected" and case.arguments[0] == 256 and case.target != "gfx942":
+    if case.launch == "selected" and case.arguments[0] >= WIDE.get(case.target, 256):
         return [*kernels, kernels[-1]]
     if case.launch == "attention" and tile_of(case, DKV).apart:
         return [y for x in kernels for y in ([x, x] if x == DKV else [x])]
@@ -149,8 +152,8 @@ def unit_of(case: Case, fact: CompiledFacts) -> set[str]:
     if "fp32" in case.arguments:
         return {"mfma"} if case.target == "gfx942" else set()
     # 16 rows of decoding are too few for the matrix units of Hopper and Blackwell.
-    few = case.launch == "decode" and case.target != "gfx942" and len(case.arguments) < 5
-    few = few or (case.launch == "decode" and case.target != "gfx942" and case.arguments[4] == 1)
+    few = case.launch == "decode" and not case.target.startswith("gfx")
+    few = few and (len(case.arguments) < 5 or case.arguments[4] == 1)
     return {"mma.sync" if few else UNITS.get(case.target, "mma.sync")}
 
 
@@ -174,7 +177,7 @@ def check(case: Case, n: int, fact: CompiledFacts) -> None:
     full, masked = loops_of(fact)
     if attention and "mma" not in case.limits:
         assert fact.mma == unit_of(case, fact)
-    usual = 0.01 if case.target != "gfx942" and "fp32" not in case.arguments else None
+    usual = 0.01 if case.target[:3] != "gfx" and "fp32" not in case.arguments else None
     assert few_moves(full, case.limit("moved", n, 0 if hopper else usual)), "full blocks spill"
     assert few_moves(masked, case.limit("moved_masked", n, None if hopper else usual))
     most = case.limit("masked", n, 1e9)

@@ -84,7 +84,8 @@ def test_architectures_without_a_table_borrow_one() -> None:
     borrowed = {
         "interpreter": "interpreter", "sm_75": "sm_80", "sm_80": "sm_80", "sm_87": "sm_86",
         "sm_89": "sm_86", "sm_90": "sm_90", "sm_103": "sm_100", "sm_120": "sm_86",
-        "gfx942": "gfx942", "gfx90a": "gfx942",
+        "gfx942": "gfx942", "gfx90a": "gfx942", "gfx950": "gfx942", "gfx1100": "gfx1100",
+        "gfx1201": "gfx1100",
     }  # fmt: skip
     assert {arch: tiles.table_for(arch) for arch in borrowed} == borrowed
 

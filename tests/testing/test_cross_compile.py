@@ -48,6 +48,7 @@ def count_new_lengths() -> list[int]:
 
 
 MATRIX_OPS = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
+MATRIX_OPS |= {"gfx1100": "wmma", "gfx1201": "wmma"}
 OFTEN = ("sm_90", "gfx942")
 
 
@@ -65,7 +66,7 @@ def test_a_matmul_compiles_for_every_target(compile_pool: CompilePool, target: s
     (loop,) = loops(facts)
     products = loop.count("HMMA", "HGMMA", "UTCHMMA")
     if not target.startswith("sm_"):
-        products = sum(n for opcode, n in loop.opcodes.items() if opcode.startswith("v_mfma"))
+        products = loop.count("v_mfma", "v_wmma")
     assert 0 < products < loop.total
 
 

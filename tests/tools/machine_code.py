@@ -60,7 +60,7 @@ class Instruction:
 
     @property
     def is_matrix_op(self) -> bool:
-        return self.base.endswith("MMA") or self.base == "v_mfma"
+        return self.base.endswith("MMA") or self.base in ("v_mfma", "v_wmma")
 
     @property
     def target(self) -> int | None:

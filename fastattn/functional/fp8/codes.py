@@ -3,7 +3,6 @@
 from typing import Literal, NamedTuple, overload
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ... import checks, dispatch
@@ -166,9 +165,8 @@ def viewed(values: PackedValues, sequences: bool) -> Tensor:
 def unpacked(values: PackedValues, cu_seqlens: Tensor | None = None) -> Tensor:
     """Inverse of `pack_values`: v [B, H_k, T_k, D], or [total_k, H_k, D]."""
     codes = values.codes.view(torch.uint8)
-    v = rearrange(
-        codes, "b h d (n four half two) -> b h (n half four two) d", half=2, four=4, two=2
-    )
+    *others, columns = codes.shape
+    v = codes.view(*others, columns // 16, 4, 2, 2).permute(0, 1, 3, 5, 4, 6, 2).flatten(2, 5)
     if cu_seqlens is None:
         return v[:, :, : values.length].view(E4M3)
     v = torch.nn.functional.pad(v, (0, 0, 0, 1))  # for the rows of no sequence

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-import fastattn.kernels as launchers
-
+from ... import kernels as launchers
 from ... import tracing
 from ...options import FUNCTIONS, LEARNED, Options
 from ...torch_backend import formula

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
+from ... import kernels
 from ..call import operator
 
 

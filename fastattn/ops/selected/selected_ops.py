@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fastattn.kernels as kernels
-
-from ... import tracing
+from ... import kernels, tracing
 from ...options import Options
 from ...torch_backend import formula
 from ...torch_backend.double_backward import gradients_with_graph

@@ -47,8 +47,11 @@ TARGETS = {
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
     "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * 1024),
+    "sm_121": Target(GPUTarget("cuda", 121, 32), 99 * 1024),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
     "gfx950": Target(GPUTarget("hip", "gfx950", 64), 160 * 1024),
+    "gfx1100": Target(GPUTarget("hip", "gfx1100", 32), 64 * 1024),
+    "gfx1201": Target(GPUTarget("hip", "gfx1201", 32), 64 * 1024),
 }
 
 # Triton's version, as limits of tests depend on it.
