@@ -128,7 +128,8 @@ def attention(
         seen = scores.masked_fill(~keep, 0.0)
         function, tensors = parts_of(score_mod, mod_tensors)
         if is_python(function):
-            scores = _of_each_pair(function, places, seen)
+            wide = seen.to(torch.promote_types(q.dtype, torch.float32))
+            scores = _of_each_pair(function, places, wide).to(q.dtype)
         else:
             scores = triton_language.score_mod(function, seen, places, tensors)
 
@@ -359,6 +360,8 @@ def _of_each_pair(
 ) -> Tensor:
     """What a Python function returns for the indices of each pair, [B, H_q, T_q, T_k]."""
     at = [x.expand(places.shape).flatten() for x in (*scores, *places.arguments())]
+    if not at[0].numel():  # torch.vmap takes none
+        return scores[0] if scores else at[0].reshape(places.shape) > 0
     result: Tensor = torch.vmap(lambda *x: torch.as_tensor(function(*x)))(*at)
     return result.reshape(places.shape)
 

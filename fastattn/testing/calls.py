@@ -15,7 +15,6 @@ import fastattn
 
 from .. import reference
 from ..options import OPTIONS
-from ..torch_backend import triton_language
 from .compare import DIFFERENTIABLE, assert_matches_reference
 from .fp8 import dequantized
 
