@@ -166,7 +166,7 @@ class _Trace(TorchFunctionMode):
         try:
             return stand_ins.over(LANGUAGE, function)(*leaves.values(), *pointers)
         except NotDifferentiable as error:
-            raise NotTranslated(f"is joined with {function.__name__}, of which {error}") from error
+            raise NotTranslated(f"cannot be joined with Python functions: {error}") from error
 
     def read_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that all functions take: those that were read, then their sizes."""
@@ -234,7 +234,7 @@ def translated(
             try:
                 with trace:
                     results[option] = trace.run(option, function, tensors)
-            except NotTranslated as error:
+            except (NotTranslated, NotDifferentiable) as error:
                 name = getattr(function, "__name__", type(function).__name__)
                 raise ValueError(
                     f"{option} must be a @triton.jit function, or a Python function that "
