@@ -93,6 +93,12 @@ def flex_attention(
     return (result[0], AuxOutput(lse=result[1])) if with_lse else (result, AuxOutput())
 
 
+def mask_options(mask: BlockMask, query: Tensor, key: Tensor) -> dict[str, Any]:
+    """Options of `fastattn.attention` that stand for a block_mask."""
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return {"attn_mask": _seen(mask, sizes, query.device)}
+
+
 Sizes = tuple[int, int, int, int]
 
 

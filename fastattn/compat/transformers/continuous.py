@@ -142,9 +142,10 @@ def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int |
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None or (rule is not None and rule.chunk is not None):
         raise NotImplementedError("cache: fastattn does not serve attention in chunks over pages")
-    if mask is not None and not isinstance(mask, LazyMask) and mask.dtype != torch.bool:
+    kind = getattr(mask, "dtype", type(mask).__name__)
+    if mask is not None and not isinstance(mask, LazyMask) and kind != torch.bool:
         raise NotImplementedError(
-            f"cache with an attention_mask of {mask.dtype}: fastattn goes by offsets there; "
+            f"cache with an attention_mask of {kind}: fastattn goes by offsets there; "
             'attn_implementation="sdpa" takes the mask'
         )
     if window is None and rule is not None and rule.left is not None:
