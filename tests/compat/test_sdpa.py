@@ -336,11 +336,23 @@ TORCH_SERVES = {
 }
 
 
+def result(attend: Callable[..., Tensor], arguments: dict[str, Any]) -> Any:
+    """What is returned, or the error."""
+    try:
+        return attend(**arguments)
+    except RuntimeError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("name", TORCH_SERVES)
 def test_the_rest_is_torchs_bit_for_bit(served, name):
     arguments = {**qkv(), **TORCH_SERVES[name]}
-    ours = sdpa.scaled_dot_product_attention(**arguments)
-    assert torch.equal(ours, torch_attention(**arguments))
+    ours, expected = (
+        result(attend, arguments) for attend in (sdpa.scaled_dot_product_attention, torch_attention)
+    )
+    # On a CPU a mask beside is_causal is refused from torch 2.15 on.
+    refused = isinstance(expected, str) and name == "mask-and-causal"
+    assert ours == expected if refused else torch.equal(ours, expected)
     assert served == []
     assert sdpa.explain(**arguments).reasons["triton"]
 
