@@ -189,7 +189,8 @@ def attention_forward(
     if not output_attentions:
         return o, None
     options.pop("dropout", None)
-    weights = attention_weights(query, key, **options)
+    with torch.no_grad():
+        weights = attention_weights(query, key, **options)
     return o, (weights if share is None else weights * share).to(query.dtype)
 
 
