@@ -33,7 +33,9 @@ CHECKS = {
         "testing/test_gluon_emulator.py", "kernels/test_hopper_attention.py",
         "kernels/test_hopper_parts.py",
     ],
-    "torch": ["compat/test_sdpa.py", "functional/test_nan.py", "torch_backend/test_torch_attention.py"],
+    "torch": [
+        "compat/test_sdpa.py", "functional/test_nan.py", "torch_backend/test_torch_attention.py",
+    ],
     "tools": ["bench/tune/test_candidates.py", "bench/tune/test_tuner.py", "test_packaging.py"],
 }  # fmt: skip
 
