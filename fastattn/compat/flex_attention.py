@@ -94,7 +94,11 @@ def flex_attention(
 
 
 def mask_options(mask: BlockMask, query: Tensor, key: Tensor) -> dict[str, Any]:
-    """Options of `fastattn.attention` that stand for a block_mask."""
+    """Options of `fastattn.attention`, for query and key [B, H, T, D], in place of a block_mask.
+
+    Raises:
+        ValueError: it is of other sizes.
+    """
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     return {"attn_mask": _seen(mask, sizes, query.device)}
 

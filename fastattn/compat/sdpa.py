@@ -209,7 +209,10 @@ def _parts(arguments: Arguments, call: _Call) -> list[Arguments]:
     sizes = [-1] * rank
     sizes[dim] = call.shape[dim]
     tensors = (x[(None,) * (rank - x.dim())].expand(sizes).unbind(dim) for x in arguments[:4])
-    return [Arguments(*entries, *arguments[4:]) for entries in zip(*tensors, strict=True)]
+    return [
+        arguments._replace(query=q, key=k, value=v, attn_mask=mask)
+        for q, k, v, mask in zip(*tensors, strict=True)
+    ]
 
 
 def _not_plain(*tensors: Tensor | None) -> str | None:

@@ -87,7 +87,7 @@ def attend_paged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Any,
     window: int | None,
     cu_seq_lens_q: Tensor | None,
     cache: Any,
@@ -136,7 +136,7 @@ def attend_paged(
     return attention_paged(q, view, offsets[0], **options)[None]
 
 
-def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int | None:
+def _window(module: nn.Module, mask: Any, window: int | None) -> int | None:
     """The window of a layer; refuse masks that offsets and a window do not express."""
     rule = mask.rule() if isinstance(mask, LazyMask) else None
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)

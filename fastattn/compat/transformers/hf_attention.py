@@ -256,7 +256,9 @@ def _rule_without_mask(
 def _block_mask_options(mask: object, query: Tensor, key: Tensor) -> dict[str, Any]:
     """Options that stand for a BlockMask of FlexAttention; other objects are refused."""
     # Imported late, as it takes a second.
-    from ..flex_attention import BlockMask, mask_options
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from ..flex_attention import mask_options
 
     if not isinstance(mask, BlockMask):
         raise TypeError(
@@ -313,7 +315,7 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 
 
 def _check_packed(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, rule: Rule | None
+    module: nn.Module, query: Tensor, key: Tensor, mask: object, rule: Rule | None
 ) -> None:
     """Check that the mask agrees with the offsets of packed sequences."""
     if query.shape[0] != 1:
