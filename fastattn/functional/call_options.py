@@ -91,13 +91,13 @@ _OPTIONS = {
     for name, row in OPTIONS.items()
 }
 
-_place = {name: n for n, name in enumerate(_OPTIONS)}.__getitem__
+_PLACES = {name: n for n, name in enumerate(_OPTIONS)}
 
 
 def _checked_options(call: Checking) -> Options:
     """`Options` of a call. On the critical path of GPU calls, so only given options are checked."""
     arguments, fields, sizes = call.arguments, call.fields, call.sizes
-    for name in arguments if len(arguments) < 2 else sorted(arguments, key=_place):
+    for name in arguments if len(arguments) < 2 else sorted(arguments, key=lambda x: _PLACES[x]):
         default, needs, expected, rule, names = _OPTIONS[name]
         x = arguments[name]
         if x is default:
