@@ -33,6 +33,9 @@ CHECKS = {
         "testing/test_gluon_emulator.py", "kernels/test_hopper_attention.py",
         "kernels/test_hopper_parts.py",
     ],
+    "torch": [
+        "compat/test_sdpa.py", "functional/test_nan.py", "torch_backend/test_torch_attention.py",
+    ],
     "tools": ["bench/tune/test_candidates.py", "bench/tune/test_tuner.py", "test_packaging.py"],
 }  # fmt: skip
 
@@ -60,6 +63,7 @@ ROWS = (
     Versions("3.12", "2.12", "3.7"),
     Versions("3.13", "2.13", "3.9"),
     Versions("3.13", "2.14", "3.8"),
+    Versions("3.13", "2.15", "3.9"),
 )
 
 

@@ -65,7 +65,7 @@ def flex_attention(
         )
     options: dict[str, Any] = {} if score_mod is None else {"score_mod": score_mod}
     if block_mask is not None:
-        options |= mask_options(block_mask, (*query.shape[:3], key.shape[2]), query.device)
+        options |= mask_options(block_mask, query, key)
         if key.shape[0] == 1:
             key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     wanted = AuxRequest(lse=return_lse) if return_aux is None else return_aux
@@ -83,14 +83,16 @@ _translated: "WeakKeyDictionary[BlockMask, own.BlockMask]" = WeakKeyDictionary()
 
 
 def mask_options(
-    mask: BlockMask, sizes: tuple[int, int, int, int], device: torch.device
+    mask: BlockMask, query: Tensor, key: Tensor, *, at_all_pairs: bool = False
 ) -> dict[str, Any]:
-    """Options of `fastattn.attention` for a `BlockMask` of torch and sizes B, H_q, T_q, T_k.
+    """Options of `fastattn.attention`, for query and key [B, H, T, D], in place of a block_mask.
+
+    at_all_pairs: the mask is evaluated, which takes a byte for each pair, as far as it varies.
 
     Raises:
         ValueError: it is of other sizes, or its function cannot be translated.
     """
-    B, H_q, T_q, T_k = sizes
+    B, H_q, T_q, T_k = sizes = (*query.shape[:3], key.shape[2])
     if tuple(mask.seq_lengths) != (T_q, T_k):
         raise ValueError(
             f"block_mask must be of {T_q} queries and {T_k} keys, got {tuple(mask.seq_lengths)}"
@@ -100,8 +102,8 @@ def mask_options(
         raise ValueError(
             f"block_mask must be of 1 or {B} rows and 1 or {H_q} heads, got {rows} and {heads}"
         )
-    if torch.compiler.is_compiling():
-        return {"attn_mask": _at_all_pairs(_function_of(mask), sizes, device)}
+    if at_all_pairs or torch.compiler.is_compiling():
+        return {"attn_mask": _at_all_pairs(_function_of(mask), sizes, query.device)}
     if mask not in _translated:
         with torch._C._DisableFuncTorch():  # a transform would wrap what is kept
             function = _function_of(mask)
@@ -129,7 +131,7 @@ def _function_of(mask: BlockMask) -> Callable[..., Any]:
 
 
 def _at_all_pairs(
-    function: Callable[..., Any], sizes: tuple[int, int, int, int], device: torch.device
+    function: Callable[..., Any], sizes: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """A mask [B, H_q, T_q, T_k], expanded where it is constant."""
     for dim in (3, 2, 1, 0):

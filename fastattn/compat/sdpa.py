@@ -50,13 +50,17 @@ class Arguments(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A translated call of `fastattn.attention`, and the shape of torch's result."""
+    """A translated call of `fastattn.attention`, and the shape of torch's result.
+
+    split: a leading dim whose entries have to be calls of their own, see `_uneven`.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     options: dict[str, Any]
     shape: tuple[int, ...]
+    split: int | None = None
 
 
 def scaled_dot_product_attention(
@@ -98,9 +102,13 @@ def scaled_dot_product_attention(
 
 def served_attention(arguments: Arguments) -> Tensor | str:
     """Compute `scaled_dot_product_attention` by the kernels, or return why they do not serve it."""
-    call = _translated(_decided(arguments))
+    arguments = _decided(arguments)
+    call = _translated(arguments)
     if isinstance(call, str):
         return call
+    if call.split is not None:
+        outputs: list[Any] = [served_attention(x) for x in _parts(arguments, call)]
+        return torch.stack(outputs, call.split)
     return fused_attention.attention(call.q, call.k, call.v, **call.options).reshape(call.shape)
 
 
@@ -134,7 +142,11 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
 
     "torch" means torch's own function. Computes nothing.
     """
-    call = _translated(Arguments.of_call(*arguments, **options))
+    bound = Arguments.of_call(*arguments, **options)
+    call = _translated(bound)
+    while isinstance(call, _Call) and call.split is not None:
+        bound = _parts(bound, call)[0]
+        call = _translated(bound)
     if isinstance(call, str):
         return Explanation("torch", {"triton": call})
     return fused_attention.explain(call.q, call.k, call.v, **call.options)
@@ -160,22 +172,50 @@ def _translated(arguments: Arguments) -> _Call | str:
         return heads
     q, k, v, batch = heads
     options: dict[str, Any] = {"causal": is_causal, "query_offset": 0}
+    split = None
     if attn_mask is not None:
         # Shape that torch adds the mask to, without leading dims of value alone.
         leading = _common(query.shape[:-3], key.shape[:-3])
         assert leading is not None, "value fits too"
         H = () if query.dim() == 2 else (max(query.shape[-3], key.shape[-3]),)
         scores = (*leading, *H, query.shape[-2], key.shape[-2])
-        masked = _mask_options(attn_mask, is_causal, query, scores, batch)
+        masked = _mask_options(attn_mask, is_causal, query, scores)
         if isinstance(masked, str):
             return masked
         options.update(masked)
+        split = _uneven(attn_mask.shape[:-3], batch)
     if scale is not None:
         options["scale"] = scale
     if dropout_p:
         options["dropout"] = dropout_p
     heads_dim = (q.shape[1],) if query.dim() > 2 else ()
-    return _Call(q, k, v, options, (*batch, *heads_dim, q.shape[2], v.shape[3]))
+    return _Call(q, k, v, options, (*batch, *heads_dim, q.shape[2], v.shape[3]), split)
+
+
+def _uneven(leading: tuple[int, ...], batch: tuple[int, ...]) -> int | None:
+    """The shortest leading dim, if a mask broadcasts over some of them and not over others.
+
+    A pair bias [B, 1, H, L, S] for query [B, N, H, L, E] is one: as rows of [B * N, H, L, S], it
+    would be copied N times.
+    """
+    leading = (1,) * (len(batch) - len(leading)) + leading
+    dims = [n for n, size in enumerate(batch) if size != 1]
+    if len({leading[n] == 1 for n in dims}) < 2:
+        return None
+    return batch.index(min(batch[n] for n in dims))
+
+
+def _parts(arguments: Arguments, call: _Call) -> list[Arguments]:
+    """The calls of each entry of the leading dim along which a call is split."""
+    dim, rank = call.split, len(call.shape)
+    assert dim is not None
+    sizes = [-1] * rank
+    sizes[dim] = call.shape[dim]
+    tensors = (x[(None,) * (rank - x.dim())].expand(sizes).unbind(dim) for x in arguments[:4])
+    return [
+        arguments._replace(query=q, key=k, value=v, attn_mask=mask)
+        for q, k, v, mask in zip(*tensors, strict=True)
+    ]
 
 
 def _not_plain(*tensors: Tensor | None) -> str | None:
@@ -271,7 +311,6 @@ def _mask_options(
     is_causal: bool,
     query: Tensor,
     scores: tuple[int, ...],
-    batch: tuple[int, ...],
 ) -> dict[str, Any] | str:
     """attn_mask as options of `attention`; scores: the shape that torch adds it to."""
     if is_causal:
@@ -290,8 +329,8 @@ def _mask_options(
     sizes = zip(mask.shape, scores[-mask.dim() :], strict=True)
     if any(size not in (1, full) for size, full in sizes):
         return "attn_mask does not broadcast to the scores"
-    if mask.dim() > 3 and len(batch) > 1:
-        mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
+    # Of all leading dims or of none, as `_uneven` saw.
+    mask = mask.flatten(0, -4) if mask.dim() > 4 else mask
     if mask.dtype == torch.bool:
         return {"attn_mask": mask}
     return {"attn_bias": bounded_bias(mask)}

@@ -183,7 +183,9 @@ def first(
         if by_torch or not from_compiler(error):
             raise
         return None
-    if key is not None and (not by_torch or call[0].is_cpu or TRITON_INSTALLED):
+    # A device that Triton drives has kernels or findings that may come to serve the call.
+    drives = TRITON_INSTALLED and call[0].is_cuda
+    if key is not None and (not by_torch or call[0].is_cpu or drives):
         _keep(run, call[0], key, arguments, options, cast, by_torch)
     return results
 

@@ -92,7 +92,7 @@ _OPTIONS = {
     for name, row in OPTIONS.items()
 }
 
-_place = {name: n for n, name in enumerate(_OPTIONS)}.__getitem__
+_PLACES = {name: n for n, name in enumerate(_OPTIONS)}
 
 
 def _checked_options(call: Checking) -> Options:
@@ -100,7 +100,7 @@ def _checked_options(call: Checking) -> Options:
     if "mask_mod" in call.arguments or "score_mod" in call.arguments:
         call = call._replace(arguments=with_tensors(dict(call.arguments), call.q.device))
     arguments, fields, sizes = call.arguments, call.fields, call.sizes
-    for name in arguments if len(arguments) < 2 else sorted(arguments, key=_place):
+    for name in arguments if len(arguments) < 2 else sorted(arguments, key=lambda x: _PLACES[x]):
         default, needs, expected, rule, names = _OPTIONS[name]
         x = arguments[name]
         if x is default:

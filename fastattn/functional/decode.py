@@ -193,6 +193,8 @@ def _newest_key(
         return None
     if q.is_nested or (q.requires_grad and torch.is_grad_enabled()):
         return None
+    if torch._C._is_any_autocast_enabled():  # which the torch backend switches off
+        return None
     if type(slots[0]) is list and not decode_torch.by_rows(q, cache.length_bound):
         return None
     key = [backend, dispatch.raw_name(), q.shape, q.dtype, q.layout, k.shape, cache.dtype]

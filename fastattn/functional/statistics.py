@@ -91,15 +91,10 @@ def attention_statistics(
     top = checks.check_count("top", top, 0)
     if top > MAX_TOP:
         raise ValueError(f"top must be at most {MAX_TOP}, got {top}")
-    learns = torch.is_grad_enabled() and (lse is None or lse.requires_grad)
-    with torch.set_grad_enabled(learns):
+    with torch.set_grad_enabled(_learns(lse)):
         q, k, lse, checked, served = _prepared("attention_statistics", q, k, lse, backend, options)
     compute = formula.attention_statistics if served == "torch" else kernels.attention_statistics
-    inputs = (q, k, lse, *checked.differentiable)
-    if learns and any(x is not None and x.requires_grad for x in inputs):
-        return AttentionStatistics(*formula.differentiable(compute, q, k, lse, top, checked))
-    with torch.no_grad():
-        return AttentionStatistics(*compute(q, k, lse, top, checked))
+    return AttentionStatistics(*_computed(compute, formula.of_rows, q, k, lse, top, checked))
 
 
 def attention_weights(
@@ -113,7 +108,7 @@ def attention_weights(
 ) -> Tensor:
     """All weights of `attention`, for shapes where they fit in memory.
 
-    Not differentiable: inputs are detached.
+    Differentiable as those of `attention_statistics`.
 
     Args:
         q, k, lse, backend, options: as for `attention_statistics`.
@@ -127,18 +122,40 @@ def attention_weights(
         TypeError, ValueError: as `attention`, or the result exceeds max_elements.
     """
     max_elements = checks.check_count("max_elements", max_elements, 0)
-    with torch.no_grad():
+    with torch.set_grad_enabled(_learns(lse)):
         q, k, lse, checked, served = _prepared("attention_weights", q, k, lse, backend, options)
-        shape = (*q.shape[:3], k.shape[2])
-        elements = shape[0] * shape[1] * shape[2] * shape[3]
-        if elements > max_elements:
-            raise ValueError(
-                f"attention_weights would have shape {list(shape)}, {elements} numbers, more than "
-                f"max_elements={max_elements}; attention_statistics needs no such tensor"
-            )
-        if served == "torch":
-            return formula.attention_weights(q, k, lse, checked)
-        return kernels.attention_weights(q, k, lse, checked)
+    shape = (*q.shape[:3], k.shape[2])
+    elements = shape[0] * shape[1] * shape[2] * shape[3]
+    if elements > max_elements:
+        raise ValueError(
+            f"attention_weights would have shape {list(shape)}, {elements} numbers, more than "
+            f"max_elements={max_elements}; attention_statistics needs no such tensor"
+        )
+    compute = formula.attention_weights if served == "torch" else _weights_by_kernels
+    return _computed(compute, formula.attention_weights, q, k, lse, 0, checked)[0]
+
+
+def _weights_by_kernels(
+    q: Tensor, k: Tensor, lse: Tensor | None, _: int, options: Options
+) -> tuple[Tensor]:
+    return (kernels.attention_weights(q, k, lse, options),)
+
+
+def _learns(lse: Tensor | None) -> bool:
+    """Whether results may have gradients: an lse without one makes them constants."""
+    return torch.is_grad_enabled() and (lse is None or lse.requires_grad)
+
+
+def _computed(
+    compute: Any, of_some: Any, q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
+) -> tuple[Tensor, ...]:
+    """compute(q, k, lse, top, options), with the gradients of `of_some` where they are wanted."""
+    tensors = (q, k, lse, *options.differentiable)
+    if _learns(lse) and any(x is not None and x.requires_grad for x in tensors):
+        return formula.differentiable(compute, of_some, q, k, lse, top, options)
+    with torch.no_grad():
+        results: tuple[Tensor, ...] = compute(q, k, lse, top, options)
+        return results
 
 
 def _prepared(

@@ -32,6 +32,12 @@ def attend(
     first_row: b of the first batch row. A cache with pages, codes, a ring or a batch index is
     copied for the call.
     """
+    if tracing.autocasting(q.device):
+        # torch's function would round q and the cache.
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(
+                q, view, new_lengths, options, uniform, return_lse=return_lse, first_row=first_row
+            )
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
     newest = None

@@ -17,7 +17,7 @@ _FP32 = torch.float32
 
 
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Compute = Callable[[Tensor, Tensor, Tensor | None, int, Options], Statistics]
+Compute = Callable[[Tensor, Tensor, Tensor | None, int, Options], tuple[Tensor, ...]]
 
 
 def attention_statistics(
@@ -27,7 +27,7 @@ def attention_statistics(
     received = q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.promote_types(q.dtype, _FP32))
     parts = []
     for rows, own in _chunks(q, k, options):
-        part = _of_rows(q[:, :, rows], k, None if lse is None else lse[:, :, rows], top, own)
+        part = of_rows(q[:, :, rows], k, None if lse is None else lse[:, :, rows], top, own)
         received += part[1]
         parts.append(part)
     entropy, _, largest, positions, distance = (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -39,7 +39,7 @@ def _chunks(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, Opt
     return chunks(options, T_q, B * H_q * k.shape[2], _SCORES)
 
 
-def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options) -> Statistics:
+def of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options) -> Statistics:
     """`attention_statistics` of some rows, differentiable."""
     x, p, lse = _scored(q, k, lse, options)
     seen = x > float("-inf")
@@ -61,27 +61,32 @@ def _of_rows(q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Option
 
 
 def differentiable(
-    compute: Compute, q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
-) -> Statistics:
-    """compute(q, k, lse, top, options) with gradients by torch, in chunks of rows."""
-    statistics: Statistics = _Differentiable.apply(  # type: ignore[no-untyped-call]
-        compute, top, options, q, k, lse, *options.differentiable
+    compute: Compute, of_some: Compute, q: Tensor, k: Tensor, lse: Tensor | None, top: int,
+    options: Options,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """compute(q, k, lse, top, options) with gradients by torch, in chunks of rows.
+
+    of_some: the same of some rows, differentiable.
+    """
+    results: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
+        compute, of_some, top, options, q, k, lse, *options.differentiable
     )
-    return statistics
+    return results
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, compute: Compute, top: int, options: Options, *tensors: Tensor | None
-    ) -> Statistics:
+        ctx: Any, compute: Compute, of_some: Compute, top: int, options: Options,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         q, k, lse = tensors[:3]
         assert q is not None and k is not None
         results = compute(q, k, lse, top, options)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(results[3])
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
         ctx.save_for_backward(*tensors)
-        ctx.top, ctx.options = top, options
+        ctx.of_some, ctx.top, ctx.options = of_some, top, options
         return results
 
     @staticmethod
@@ -89,7 +94,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         leaves = [
             x if x is None else x.detach().requires_grad_(need)
-            for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
+            for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
         ]
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, _FP32)) for x in wanted]
@@ -98,8 +103,8 @@ class _Differentiable(torch.autograd.Function):
             assert q is not None and k is not None
             options = ctx.options._replace(**dict(zip(LEARNED, learned, strict=True)))
             for rows, own in _chunks(q, k, options):
-                of_rows = None if lse is None else lse[:, :, rows]
-                results = _of_rows(q[:, :, rows], k, of_rows, ctx.top, own)
+                own_lse = None if lse is None else lse[:, :, rows]
+                results = ctx.of_some(q[:, :, rows], k, own_lse, ctx.top, own)
                 # The weight received by a key depends on every row.
                 pairs = [
                     (y, dy if n == 1 else dy[:, :, rows])
@@ -111,7 +116,7 @@ class _Differentiable(torch.autograd.Function):
                     total += x
         by_leaf = iter(total.to(x.dtype) for total, x in zip(sums, wanted, strict=True))
         of_leaves = [next(by_leaf) if x is not None and x.requires_grad else None for x in leaves]
-        return None, None, None, *of_leaves
+        return None, None, None, None, *of_leaves
 
 
 def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
@@ -136,9 +141,11 @@ def _largest(q: Tensor, k: Tensor, options: Options, first_row: int = 0) -> Tens
     return torch.cat(parts, 2)
 
 
-def attention_weights(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> Tensor:
+def attention_weights(
+    q: Tensor, k: Tensor, lse: Tensor | None, _: int, options: Options
+) -> tuple[Tensor]:
     """All weights [B, H_q, T_q, T_k], in fp32 or wider."""
-    return _scored(q, k, lse, options)[1]
+    return (_scored(q, k, lse, options)[1],)
 
 
 def attention_with_weights(

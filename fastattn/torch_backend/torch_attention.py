@@ -68,7 +68,9 @@ def bind(
         return partial(_with_lse, shown=None, is_causal=lower, first_row=first_row)
     if bare:
         wide = tracing.always(T_k >= WIDEST_VECTOR)
-        short = q.is_cpu and not (wide or options.dropout)
+        # ONNX's operators pass NaN on.
+        for_onnx = not known and torch.onnx.is_in_onnx_export()
+        short = q.is_cpu and not (wide or options.dropout or for_onnx)
         bound = partial(_short, known=known) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
     skips = causal and fits and T_k > _KEYS_AT_ONCE
@@ -225,7 +227,7 @@ def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     in_keys = k.isnan().any(-1)
     if is_causal:
         # Query i sees keys 0..i.
-        seen = in_keys.cummax(-1).values
+        seen = in_keys.cumsum(-1) > 0
         last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
         in_keys = seen[..., last]
     else:

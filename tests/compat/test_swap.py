@@ -175,6 +175,17 @@ def test_autocast_decides_the_dtype(swap):
     assert actual.dtype == expected.dtype == torch.bfloat16 and total(done) == 1
 
 
+def test_products_in_and_out_of_autocast_are_not_joined(swap):
+    """Though they were where autocast was off all along."""
+    model, x = Formed(FORMS["out-of-autocast"]), tokens()
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(x), plain(x))
+    assert (done.calls[""].served, done.calls[""].passed) == (1, 1), str(done)
+
+
 class Gate(nn.Module):
     """It names softmax, and its attention calls torch's function."""
 
@@ -392,6 +403,53 @@ def test_backend_of_torch_compile(kind, served):
     assert_equal(compiled, model, x)
     # The model in fp64 and fp32, and the compiled one.
     assert len(served) == 1
+
+
+class Untraced(nn.Module):
+    """torch.compile cannot trace the context manager."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.qkv, self.kind = nn.Linear(C, 3 * C), kind
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.random.fork_rng(
+            devices=[],
+        ):
+            if self.kind == "torch's":
+                return F.scaled_dot_product_attention(q, k, v)
+            hidden = torch.ones(q.shape[2], q.shape[2]).triu(1) > 0
+        return (q @ k.mT * 0.3).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        if self.kind != "before":
+            return self.attend(q, k, v).transpose(1, 2).flatten(2)
+        o = F.scaled_dot_product_attention(q, k, v)
+        with torch.random.fork_rng(devices=[]):
+            return o.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("kind", ["torch's", "own", "before"])
+def test_the_backend_warns_of_what_is_in_no_graph(swap, served, kind):
+    model, x = Untraced(kind), tokens()
+
+    def warned() -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            actual = torch.compile(model, backend=backend, options={"inner": "eager"})(x)
+        torch.testing.assert_close(actual, model(x))
+        return [str(each.message) for each in told if "swap(model)" in str(each.message)]
+
+    before = kind == "before"
+    told = warned()
+    assert len(served) == before and len(told) == (not before)
+    line = Untraced.attend.__code__.co_firstlineno + 1
+    assert before or f"test_swap.py:{line} (with torch.random.fork_rng()" in told[0]
+    if kind == "torch's":  # as the warning tells
+        swap(model)
+        warned()
+        assert len(served) == 2  # and by the model itself
 
 
 def test_without_transformers_its_models_are_left(swap, monkeypatch):

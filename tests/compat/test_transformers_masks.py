@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils as masking
-from transformers_models import heads, layer
+from transformers_models import decoder, heads, layer, tokens
 
 from fastattn.compat.transformers import hf_attention, lazy_mask, masks
 
@@ -180,3 +181,35 @@ def test_what_wrappers_ask_of_arguments_makes_no_entries():
     assert len(masks_seen) == 4 and all(x._made is None for x in (mask, *masks_seen))
     assert not mask.is_complex() and mask.get_device() == -1 and mask.is_cpu
     assert mask._made is None
+
+
+SEQUENCES = torch.tensor([[0] * 9 + [1] * 15, [2] * 20 + [3] * 4])
+
+
+def in_sequences(b, h, i, j):
+    return (SEQUENCES[b, i] == SEQUENCES[b, j]) & (j <= i)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss-sinks"])
+def test_a_block_mask_is_the_mask_of_its_pairs(name):
+    model = decoder(name, "cpu")
+    model.set_attn_implementation("fastattn")
+    i = torch.arange(24)
+    pairs = in_sequences(torch.arange(2)[:, None, None, None], 0, i[:, None], i)
+    results = []
+    for mask in (pairs, create_block_mask(in_sequences, 2, None, 24, 24, device="cpu")):
+        logits = model(tokens(2, 24, "cpu"), attention_mask=mask).logits
+        results.append((logits, *torch.autograd.grad(logits.sin().sum(), model.parameters())))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_block_masks_of_other_sizes_and_what_is_no_mask_are_refused():
+    q, k, v = heads(6, 6, B=2)
+    mask = create_block_mask(in_sequences, 2, None, 5, 6, device="cpu")
+    with pytest.raises(ValueError, match=r"must be of 6 queries and 6 keys, got \(5, 6\)"):
+        hf_attention.attention_forward(layer(), q, k, v, mask)
+    with pytest.raises(TypeError, match=r"attention_mask must be a tensor, a Block.* got list"):
+        hf_attention.attention_forward(layer(), q, k, v, [[True] * 6])
+    with pytest.raises(NotImplementedError, match="cache with an attention_mask of BlockMask"):
+        hf_attention.attention_forward(layer(), q, k, v, mask, cache=object())

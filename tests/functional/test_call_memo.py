@@ -42,6 +42,18 @@ def test_a_known_packed_call_has_gradients_of_its_lse(device: str) -> None:
     assert all(map(torch.equal, once, again))
 
 
+def test_calls_on_meta_ask_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has no driver on a machine without one, unless it interprets, as here."""
+
+    def active(dtype: torch.dtype) -> None:
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    monkeypatch.setattr(call_memo.attention_ops, "device_key", active)
+    q, k, v = inputs("meta")
+    for _ in range(2):
+        assert attention(q, k, v, causal=True).shape == q.shape
+
+
 def test_dropout_draws_a_seed_at_each_call(device: str, checked: list[str]) -> None:
     tensors = inputs(device)
     torch.manual_seed(3)

@@ -173,3 +173,21 @@ def test_rings_give_the_bits_of_whole_caches(window: int, keep_first: int, devic
             keys = (x[:, :, : first + 3] for x in (k, v))
             exact = reference.attention(q, *keys, causal=True, **options)
             torch.testing.assert_close(o, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["contiguous", "pages-of-3"])
+def test_autocast_rounds_nothing(kind: str, backend: str, device: str) -> None:
+    """A query has its cache's dtype, and its result has that too."""
+    q, k, v, lengths = tokens(device)
+    filled = fill(kind, k, v, lengths)
+    expected = decode_attention(q, filled.view, backend=backend)
+    whole = KVCache(2, 2, 21, 16, device=device)
+    whole.append(k, v)
+    wholes = []
+    for enabled in (False, True):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            actual = decode_attention(q, filled.view, backend=backend)
+            wholes.append(decode_attention(q, whole, backend=backend))
+        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(*wholes)

@@ -133,18 +133,20 @@ def test_gradients_of_statistics(
         leaves = [q, k, *(x for n, x in options.items() if n in ("attn_bias", "sinks"))]
         leaves = [x.requires_grad_() for x in leaves]
         options |= {n: x for n, x in zip(("attn_bias", "sinks"), leaves[2:], strict=False)}
-        entropy, received, top, distance = function(q, k, **options)
-        loss = entropy.sin().sum() + (received.cos() + top.square().sum((-1, -2))[..., None]).sum()
+        entropy, received, top, distance, weights = function(q, k, **options)
+        loss = weights.exp().sum() + entropy.sin().sum()
+        loss = loss + (received.cos() + top.square().sum((-1, -2))[..., None]).sum()
         return list(torch.autograd.grad(loss + distance.sin().sum(), leaves))
 
     def ours(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
         actual = fastattn.attention_statistics(q, k, top=2, backend=backend, **options)
         assert not actual.top_positions.requires_grad
-        return actual.entropy, actual.received, actual.top_weights, actual.distance
+        weights = fastattn.attention_weights(q, k, backend=backend, **options)
+        return actual.entropy, actual.received, actual.top_weights, actual.distance, weights
 
     def oracle(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
         entropy, received, weights, distance = statistics_oracle(q, k, **options)
-        return entropy, received, weights.topk(2).values, distance
+        return entropy, received, weights.topk(2).values, distance, weights
 
     given = options
     exact = of(oracle, torch.float64)
@@ -155,12 +157,13 @@ def test_gradients_of_statistics(
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_what_has_no_gradient(backend: str, device: str) -> None:
-    """Weights, and what is computed from an lse without one."""
+    """What is computed from an lse without one."""
     q, k, v = make_qkv(1, 1, 1, 5, 5, 16, device=device)
-    assert not fastattn.attention_weights(q, k, score_mod=square, backend=backend).requires_grad
     lse = fastattn.attention(q, k, v, return_lse=True, backend=backend)[1]
     actual = fastattn.attention_statistics(q, k, lse=lse.detach(), backend=backend)
     assert not any(x.requires_grad for x in actual)
+    weights = fastattn.attention_weights(q, k, lse=lse.detach(), backend=backend)
+    assert not weights.requires_grad
     actual = fastattn.attention_statistics(q, k, lse=lse, backend=backend)
     ours = torch.autograd.grad(actual.entropy.sin().sum(), q)[0]
     actual = fastattn.attention_statistics(q, k, backend=backend)

@@ -277,6 +277,12 @@ def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T) @ v).unflatten(0, (B, H))
 
 
+def _out_of_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        s = q @ k.mT
+    return s.softmax(-1) @ v
+
+
 LAST = "bijh,bhjd->bhid"
 # Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
@@ -297,6 +303,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
     "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),
+    "out-of-autocast": lambda q, k, v, s, m: _out_of_autocast(q, k, v),
 }
 
 

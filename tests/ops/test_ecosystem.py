@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -146,6 +146,46 @@ def test_selective_checkpointing(kept: bool, device: str, monkeypatch: pytest.Mo
     assert len(launches) == (1 if kept else 2)
     for ours, expected in zip(actual, torch.autograd.grad(loss(*inputs), inputs), strict=True):
         assert torch.equal(ours, expected)
+
+
+class Causal(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fastattn.attention(q, k, v, causal=True, backend="torch")
+
+
+def exported_cases() -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
+    """Modules on torch, and inputs of few keys, of which torch's kernel is asked for NaN."""
+    q, k, v = make_qkv(**SIZES, requires_grad=False)
+    layer = fastattn.CausalGQAttention(32, 4, 2, backend="torch").eval()
+    attend = Causal().eval()
+    return [(attend, (q, k, v)), (attend, (q, q, q)), (layer, (torch.randn(2, 17, 32),))]
+
+
+# Operators that onnxscript converts; it has none for aten.cummax.
+IN_ONNX = """
+__or__ _assert_tensor_metadata add any arange clamp cumsum flatten floor_divide gt index isnan
+linear scaled_dot_product_attention to transpose unsqueeze view where
+"""
+
+
+def test_exported_graphs_have_operators_that_onnx_has() -> None:
+    for module, inputs in exported_cases():
+        graph = torch.export.export(module, inputs).graph
+        used = {x.target.__name__.split(".")[0] for x in graph.nodes if x.op == "call_function"}
+        assert "scaled_dot_product_attention" in used
+        assert used <= set(IN_ONNX.split())
+
+
+# Of torch's exporter.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_onnx_has_the_same_results() -> None:
+    """And no more operators than torch's own function: no check for NaN, which Softmax keeps."""
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"{package} is no dependency of the tests")
+    for module, inputs in exported_cases():
+        program = torch.onnx.export(module, inputs, dynamo=True, verbose=False)
+        assert "IsNaN" not in {node.op_type for node in program.model.graph}
+        torch.testing.assert_close(program(*inputs)[0], module(*inputs))
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ the modules of `swap(model, eager=True)`.
 
 import threading
 import time
+import warnings
 from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from .form import form_of
 from .graph import rewrite
 from .nodes import Unmatched
 from .scope import is_of_swap
+from .source import untraced
 
 _OFF = "torch.compile is switched off"
 _NONE = "no softmax is in its graph"
@@ -42,7 +44,8 @@ def backend(
     """Backend of torch.compile that replaces attention in a graph by `fastattn.attention`.
 
     Matches product, softmax and product, or torch's scaled_dot_product_attention. Another backend
-    compiles the rest of the graph.
+    compiles the rest of the graph. What follows a context manager that torch.compile cannot trace
+    is in no graph.
 
     Args:
         graph, example_inputs: as for any backend.
@@ -51,12 +54,29 @@ def backend(
 
     Raises:
         torch._dynamo.exc.InvalidBackend: there is no inner backend of this name.
+    Warns:
+        UserWarning: attention follows such a context manager, in a function where a graph ends.
     """
     import torch._dynamo
 
     _serve(graph)
+    _warn_of_rest(graph)
     inner = torch._dynamo.lookup_backend((options or {}).get("inner", "inductor"))
     return inner(graph, example_inputs, **rest)
+
+
+def _warn_of_rest(graph: fx.GraphModule) -> None:
+    """Warn of a context manager that has broken the graph, if attention follows it."""
+    why = getattr(graph, "compile_subgraph_reason", None)
+    place = untraced(why.user_stack) if why is not None and why.graph_break else None
+    if place is not None:
+        warnings.warn(
+            f"torch.compile cannot trace the context manager at {place}: the rest of its function, "
+            "with attention in it, runs as it is. fastattn.swap(model), before the compilation, "
+            "serves torch's scaled_dot_product_attention there",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _serve(graph: fx.GraphModule) -> tuple[int, str]:

@@ -36,7 +36,7 @@ def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
         elif name == "_set_grad_enabled":
             state = (node.args[0], *state[1:])
         elif name == "_enter_autocast":
-            state = (*state, node)
+            state = state if _switches_off_what_is_off(node, state) else (*state, node)
         elif name == "_exit_autocast":
             state = tuple(x for x in state if x is not node.args[0])
         elif waiting and read and node.op in ("call_function", "call_method"):
@@ -48,6 +48,12 @@ def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
             ):
                 return f"{name} is between the products"
     return None
+
+
+def _switches_off_what_is_off(enter: fx.Node, state: tuple[Any, ...]) -> bool:
+    """Whether autocast is entered to be off, and nothing in the graph or around it is on."""
+    device, _, enabled, *_ = enter.args
+    return not enabled and len(state) == 1 and not torch.is_autocast_enabled(str(device))
 
 
 def name_of(node: fx.Node) -> str:

@@ -1,8 +1,11 @@
 """Names in the code of a module class, for reports and to choose candidates of capture."""
 
+import linecache
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import takewhile
+from traceback import FrameSummary
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -58,3 +61,28 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
+
+
+def untraced(stack: Iterable[FrameSummary]) -> str | None:
+    """Place of the innermost with statement of a stack, if attention follows in its function.
+
+    From a context manager that torch.compile cannot trace on, a function is in no graph.
+    """
+    for frame in reversed([*stack]):
+        lines, at = linecache.getlines(frame.filename), (frame.lineno or 1) - 1
+        if at >= len(lines) or not lines[at].lstrip().startswith("with "):
+            continue
+        follows = any(name in x for x in _rest(lines, at) for name in (SDPA, "softmax"))
+        return f"{frame.filename}:{frame.lineno} ({lines[at].strip()})" if follows else None
+    return None
+
+
+def _rest(lines: list[str], at: int) -> Iterator[str]:
+    """Lines of a function from this one on."""
+    heads = (x for x in reversed(lines[:at]) if x.lstrip().startswith(("def ", "async def ")))
+    width = next((n for n in map(_indent, heads) if n < _indent(lines[at])), -1)
+    return takewhile(lambda x: not x[: width + 1].strip(), lines[at:])
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

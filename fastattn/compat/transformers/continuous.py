@@ -87,7 +87,7 @@ def attend_paged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Any,
     window: int | None,
     cu_seq_lens_q: Tensor | None,
     cache: Any,
@@ -136,15 +136,16 @@ def attend_paged(
     return attention_paged(q, view, offsets[0], **options)[None]
 
 
-def _window(module: nn.Module, mask: Tensor | None, window: int | None) -> int | None:
+def _window(module: nn.Module, mask: Any, window: int | None) -> int | None:
     """The window of a layer; refuse masks that offsets and a window do not express."""
     rule = mask.rule() if isinstance(mask, LazyMask) else None
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None or (rule is not None and rule.chunk is not None):
         raise NotImplementedError("cache: fastattn does not serve attention in chunks over pages")
-    if mask is not None and not isinstance(mask, LazyMask) and mask.dtype != torch.bool:
+    kind = getattr(mask, "dtype", type(mask).__name__)
+    if mask is not None and not isinstance(mask, LazyMask) and kind != torch.bool:
         raise NotImplementedError(
-            f"cache with an attention_mask of {mask.dtype}: fastattn goes by offsets there; "
+            f"cache with an attention_mask of {kind}: fastattn goes by offsets there; "
             'attn_implementation="sdpa" takes the mask'
         )
     if window is None and rule is not None and rule.left is not None:

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, chunk_ids
 from .packing import by_positions, read_sequences, sequence_numbers
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Attend = Callable[..., Any]
 # First and last tested minor version.
@@ -73,7 +76,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: "Tensor | BlockMask | None",
     dropout: float = 0.0,
     scaling: float | Tensor | None = None,
     is_causal: bool | None = None,
@@ -100,7 +103,7 @@ def attention_forward(
         value: [B, H_k, T_k, D_v].
         attention_mask: bool (True = attend) or float (added), broadcasting to [B, H_q, T_q, T_k];
             bool or integer [B, T_k] (0 = padding, others number the sequences), the queries being
-            the last tokens; or None.
+            the last tokens; a `BlockMask` of FlexAttention; or None.
         dropout: of the weights.
         scaling: factor on the products; default D ** -0.5.
         is_causal: queries see no later keys; used without a mask or with a 2-dim one.
@@ -129,7 +132,7 @@ def attention_forward(
 
     Raises:
         NotImplementedError: a cache with a mask that offsets and a window do not express.
-        TypeError: attention_mask of 4 dims is neither bool nor float.
+        TypeError: attention_mask of 4 dims is neither bool nor float, or it is no mask.
         ValueError: no mask for a causal layer with 1 < T_q != T_k, as the queries' positions are
             unknown; cu_seq_lens_q with padding; or position_ids that start anew behind a cache.
     """
@@ -152,13 +155,16 @@ def attention_forward(
     if position_bias is not None:
         options["attn_bias"] = bounded_bias(position_bias)
     mask, rule = attention_mask, None
+    beside = output_attentions or any(x is not None for x in (cu_seq_lens_q, *chosen))
     if isinstance(mask, LazyMask):
         fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
         rule = mask.rule() if fits else None
-        beside = output_attentions or any(x is not None for x in (cu_seq_lens_q, *chosen))
         if rule is not None and rule.mask_mod is not None and (beside or _by_torch(query)):
             rule = None
         mask = mask.entries() if rule is None else None
+    elif mask is not None and not isinstance(mask, Tensor):
+        options.update(_block_mask_options(mask, query, key, beside or query.shape[2] == 1))
+        mask = None
     elif mask is None or mask.dim() == 2:
         rule = _rule_without_mask(mask, bool(causal), sliding_window, query, key)
         mask = None
@@ -189,7 +195,8 @@ def attention_forward(
     if not output_attentions:
         return o, None
     options.pop("dropout", None)
-    weights = attention_weights(query, key, **options)
+    with torch.no_grad():
+        weights = attention_weights(query, key, **options)
     return o, (weights if share is None else weights * share).to(query.dtype)
 
 
@@ -257,6 +264,23 @@ def _rule_without_mask(
     return rule._replace(padding=numbers != 0, documents=(numbers[:, T_k - T_q :], numbers))
 
 
+def _block_mask_options(
+    mask: object, query: Tensor, key: Tensor, at_all_pairs: bool
+) -> dict[str, Any]:
+    """Options that stand for a BlockMask of FlexAttention; other objects are refused."""
+    # Imported late, as it takes a second.
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from ..flex_attention import mask_options
+
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            "attention_mask must be a tensor, a BlockMask of torch's FlexAttention or None, got "
+            f"{type(mask).__name__}"
+        )
+    return mask_options(mask, query, key, at_all_pairs=at_all_pairs)
+
+
 def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
     """Add a mask's entries to the options; floats are added to a bias."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -306,7 +330,7 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 
 
 def _check_packed(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, rule: Rule | None
+    module: nn.Module, query: Tensor, key: Tensor, mask: object, rule: Rule | None
 ) -> None:
     """Check that the mask agrees with the offsets of packed sequences."""
     if query.shape[0] != 1:
