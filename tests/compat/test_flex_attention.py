@@ -124,3 +124,17 @@ def test_what_is_returned() -> None:
     )
     assert torch.equal(actual, o) and torch.equal(aux.lse, lse) and aux.max_scores is None
     assert flex_attention(q, q, q, return_aux=torchs.AuxRequest())[1].lse is None
+    both = torchs.AuxRequest(lse=True, max_scores=True)
+    _, aux = flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=both)
+    torch.testing.assert_close(aux.lse, lse)
+    torch.testing.assert_close(aux.max_scores, (q @ k[:, :1].mT * D**-0.5).amax(-1))
+
+
+def test_positions_count_from_the_first_query_and_key() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    mask = torchs.create_block_mask(
+        lambda b, h, i, j: i + 2 >= j, None, None, 9, T, device="cpu", BLOCK_SIZE=8
+    )
+    how: dict[str, Any] = {"score_mod": SCORES["hidden"], "block_mask": mask, "enable_gqa": True}
+    expected = torchs.flex_attention(q[:, :, :9], k, v, **how)
+    torch.testing.assert_close(flex_attention(q[:, :, :9], k, v, **how), expected)

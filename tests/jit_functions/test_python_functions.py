@@ -75,7 +75,8 @@ MASKS: dict[str, Callable[..., Any]] = {
     "xor, shifts, ~": lambda b, h, i, j: ((i ^ j) >> 1 & 3 | ~j & 1 | 1 << b) % 3 == 0,
     "modulus of negatives": lambda b, h, i, j: (i - j) % WIDTH == (j - 2 * i) // -WIDTH % -3 + 4,
     "fractions": lambda b, h, i, j: (i - j) / 4 % 1.5 >= torch.floor((j - i) / 3.0) // 2 + 2,
-    "rounding": lambda b, h, i, j: torch.div(i - j, 3, rounding_mode="trunc") == torch.round(j / 2),
+    "rounding": lambda b, h, i, j: torch.div(i - j, 3, rounding_mode="trunc")
+    == torch.round(j / 2) + torch.trunc((i - 3) / 2),
     "clamped": lambda b, h, i, j: (i.clamp(2, 9) - torch.clamp(j, max=7)).abs() <= 2,
     "logical": lambda b, h, i, j: torch.logical_or(torch.logical_not(i % 2), (i > j) ^ (b > 0)),
     "an element alone": lambda b, h, i, j: (i - j) * FACTOR < torch.tensor([4]) + HALF[h],
@@ -88,7 +89,8 @@ SCORES: dict[str, Callable[..., Any]] = {
     "product": lambda s, b, h, i, j: s * s * FACTOR - s**3 / 2 + 2.0**s,
     "choice": lambda s, b, h, i, j: torch.where(s > 0, torch.sqrt(s.abs() + 1), s.sigmoid()),
     "hidden": lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf),
-    "half": lambda s, b, h, i, j: s + HALF[h] * HALF[2 - h] + torch.rsub(s, 1, alpha=1),
+    "half": lambda s, b, h, i, j: s + HALF[h] * HALF[2 - h] + torch.rsub(s, 1, alpha=2),
+    "weighed": lambda s, b, h, i, j: torch.add(s, torch.sub(i, j, alpha=3), alpha=2),
     "without the score": lambda s, b, h, i, j: i * 0.5,
     "a number": lambda s, b, h, i, j: 2,
     "other functions": lambda s, b, h, i, j: (
@@ -142,6 +144,22 @@ def test_drawn_expressions() -> None:
             assert_as_torch(eval(text))
         except AssertionError as error:
             raise AssertionError(text) from error
+
+
+def test_kernels_take_what_was_drawn(device: str) -> None:
+    """Several expressions in one function, and scores that are not of the score."""
+    draw = random.Random(1)
+    texts = [
+        drawn(draw, BOOLS, 2).replace("IDS", "ids").replace("FLAGS", "flags") for _ in range(8)
+    ]
+    scope = {**globals(), "ids": IDS.to(device), "flags": FLAGS.to(device)}
+    q, k, v = make_qkv(B, H, H, T, T, 16, device=device)
+    for text, score in zip((texts[:4], texts[4:]), ("without the score", "a number"), strict=True):
+        mask = eval(f"lambda b, h, i, j: (i == j) | {' ^ '.join(text)}", scope)
+        how: dict[str, Any] = {"mask_mod": mask, "score_mod": SCORES[score]}
+        expected = reference.attention(q, k, v, **how)
+        o = attention(q, k, v, **how, backend="triton")
+        torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -227,6 +245,9 @@ def test_torch_compile_traces_what_was_translated() -> None:
         ("mask_mod", BlockMask(mods.and_masks(documents, lambda b, h, i, j: j > 1))),
         ("score_mod", score),
     ):
-        torch.testing.assert_close(call(q, k, v, **{option: x}), attention(q, k, v, **{option: x}))
+        o, plain = call(q, k, v, **{option: x}), attention(q, k, v, **{option: x})
+        torch.testing.assert_close(o, plain)
+        grads = (torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (o, plain))
+        torch.testing.assert_close(*grads)
     with pytest.raises(Exception, match="must be translated before torch"):
         call(q, k, v, mask_mod=documents)
