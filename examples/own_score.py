@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from fastattn import attention
@@ -21,12 +19,6 @@ from fastattn.training.data.text import standard_library_text
 
 WIDTH, HEADS, T = 64, 4, 128
 SHAPE = {"num_layers": 2, "num_heads": HEADS, "embed_dim": WIDTH, "context_length": T}
-
-
-@triton.jit
-def forgetting(x, b, h, q_pos, k_pos, forgotten):
-    row = forgotten + (b * 4 + h) * 128  # of [B, HEADS, T]
-    return x + tl.load(row + q_pos) - tl.load(row + k_pos)
 
 
 class Forgetting(nn.Module):
@@ -39,12 +31,16 @@ class Forgetting(nn.Module):
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        forgotten = nn.functional.logsigmoid(self.gates(x)).cumsum(1).mT.contiguous()
+        forgotten = nn.functional.logsigmoid(self.gates(x)).cumsum(1).mT
+
+        def forgetting(x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return x + forgotten[b, h, i] - forgotten[b, h, j]
+
         if self.dense:
             x = q @ k.mT * q.shape[-1] ** -0.5 + forgotten[..., None] - forgotten[:, :, None]
             o = x.masked_fill(torch.ones_like(x).triu(1) > 0, -torch.inf).softmax(-1) @ v
         else:
-            o = attention(q, k, v, causal=True, score_mod=forgetting, mod_tensors=(forgotten,))
+            o = attention(q, k, v, causal=True, score_mod=forgetting)
         return self.out(o.transpose(1, 2).flatten(2))
 
 
