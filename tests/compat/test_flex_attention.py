@@ -130,6 +130,15 @@ def test_what_is_returned() -> None:
     torch.testing.assert_close(aux.max_scores, (q @ k[:, :1].mT * D**-0.5).amax(-1))
 
 
+def test_each_row_has_its_blocks() -> None:
+    q, k, v = torch.randn(3, 2, 1, 64, 8, generator=torch.Generator().manual_seed(0))
+    mask = torchs.create_block_mask(
+        lambda b, h, i, j: (j < 32) == (b == 0), 2, None, 64, 64, device="cpu", BLOCK_SIZE=32
+    )
+    expected = torchs.flex_attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), expected)
+
+
 def test_positions_count_from_the_first_query_and_key() -> None:
     q, k, v = (x.detach() for x in inputs())
     mask = torchs.create_block_mask(

@@ -214,25 +214,28 @@ def test_every_call_takes_them(backend: str, device: str) -> None:
         )
 
 
-def test_sizes_are_data_and_objects_keep_their_tensors() -> None:
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_sizes_are_data_and_objects_keep_their_tensors(backend: str, device: str) -> None:
     """Other lengths and tensors take the same function; calls in turn do not mix them up."""
-    q, k, v = make_qkv(B, H, H, T, T, 16)
+    q, k, v = make_qkv(B, H, H, T, T, 16, device=device)
     masks, functions = [], set()
-    for n in range(3):
-        ids = IDS.roll(n, 1)[:, : T - n]
+    for n in (0, 0, 1, 2):
+        ids = IDS.roll(n + len(masks), 1)[:, : T - n].to(device)
 
         def own(b: Any, h: Any, i: Any, j: Any, ids: Tensor = ids) -> Any:
             return ids[b, i] == ids[b, j]
 
-        made = with_tensors({"mask_mod": own}, CPU)
-        functions.add(made["mask_mod"])
-        masks.append((BlockMask(own), ids))
+        functions.add(with_tensors({"mask_mod": own}, q.device)["mask_mod"])
+        masks.append((BlockMask(own, per_head=False), ids))
+        given = with_tensors({"mask_mod": masks[-1][0]}, q.device)["mask_mod"]
+        assert given == masks[-1][0] and given.tables is masks[-1][0].tables
     assert len(functions) == 1
     for _ in range(2):
         for mask, ids in masks:
             short = [x[:, :, : ids.shape[1]] for x in (q, k, v)]
             expected = attention(*short, documents=ids)
-            torch.testing.assert_close(attention(*short, mask_mod=mask), expected)
+            o = attention(*short, mask_mod=mask, backend=backend)
+            torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_torch_compile_traces_what_was_translated() -> None:
