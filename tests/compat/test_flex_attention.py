@@ -130,6 +130,25 @@ def test_what_is_returned() -> None:
     torch.testing.assert_close(aux.max_scores, (q @ k[:, :1].mT * D**-0.5).amax(-1))
 
 
+def test_compiled_calls_take_each_mask() -> None:
+    """Also one that was used before."""
+    q, k, v = (x.detach() for x in inputs())
+    call = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    for n in (2, 5, 2):
+        ids = torch.arange(T) // n
+        mask = torchs.create_block_mask(
+            lambda b, h, i, j, ids=ids: ids[i] == ids[j],
+            *(None, None, T, T),
+            device="cpu",
+            BLOCK_SIZE=8,
+        )
+        expected = torchs.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        if n == 2:
+            flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        o = call(q, k, v, block_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(o, expected)
+
+
 def test_each_row_has_its_blocks() -> None:
     q, k, v = torch.randn(3, 2, 1, 64, 8, generator=torch.Generator().manual_seed(0))
     mask = torchs.create_block_mask(

@@ -97,6 +97,17 @@ def test_other_mask_functions_are_translated_or_computed(monkeypatch):
         assert {x.device.type for x in moved.tensors} == {"meta"}
         plain, _ = hf_attention.attention_forward(layer(), q, k, v, mask.entries())
         torch.testing.assert_close(o, plain)
+    monkeypatch.setenv("FASTATTN_BACKEND", "triton")
+    q, k, v = heads(5, 5)
+    for beside in (
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32)},
+        {"indices": torch.tensor([0, 2, 3]).expand(1, 5, 3)},
+    ):
+        mask = hf_attention.attention_mask(1, 5, 5, mask_function=same)
+        o, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **beside)
+        plain, _ = hf_attention.attention_forward(layer(), q, k, v, mask.entries(), **beside)
+        torch.testing.assert_close(o, plain)
     mask = hf_attention.attention_mask(1, 4, 4, mask_function=every_other)
     assert type(mask) is torch.Tensor
     assert mask[0, 0, 3].tolist() == [False, True, False, True]
