@@ -1,5 +1,6 @@
 """Calls like an earlier one skip what was worked out for that, and nothing else."""
 
+import gc
 import inspect
 import sys
 from functools import lru_cache, partial
@@ -196,11 +197,14 @@ def entered(call) -> tuple[int, set[str]]:
         ):
             files.add(name)
 
+    gc.collect()
+    gc.disable()  # finalizers of other tests' objects are no part of the call
     sys.setprofile(counting)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count, files
 
 

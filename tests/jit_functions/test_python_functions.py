@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 import fastattn
-from fastattn import BlockMask, attention, mods, reference
+from fastattn import BlockMask, attention, dispatch, mods, reference
 from fastattn.block_mask import with_tensors
 from fastattn.testing import make_qkv
 from fastattn.testing.compare import assert_matches_reference
+from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.torch_backend import triton_language
 
 B, H, T = 2, 3, 12
@@ -160,6 +162,21 @@ def test_kernels_take_what_was_drawn(device: str) -> None:
         expected = reference.attention(q, k, v, **how)
         o = attention(q, k, v, **how, backend="triton")
         torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-4)
+
+
+def compiled_functions(names: list[tuple[str, str]]) -> None:
+    """Launch, in a process that compiles."""
+    q, k, v = (x.detach() for x in make_qkv(B, H, H, T, T, 64, dtype=torch.bfloat16))
+    with mock.patch.object(dispatch, "why_no_kernel", lambda inputs: None):
+        for mask, score in names:
+            how: dict[str, Any] = {"mask_mod": MASKS[mask], "score_mod": SCORES[score]}
+            attention(q, k, v, **how, backend="triton")
+
+
+def test_what_was_translated_compiles(compile_pool: CompilePool) -> None:
+    names = [("an index in an index", "without the score"), ("fractions", "other functions")]
+    kernels = compile_pool.facts(f"{__file__}:compiled_functions", "sm_90", names=names)
+    assert sum(fact.name == "attention_forward_kernel" for fact in kernels) == len(names)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
