@@ -116,11 +116,15 @@ class Store:
 
 
 def cache_folder() -> Path:
-    """$FASTATTN_CACHE_DIR, else fastattn in $XDG_CACHE_HOME or ~/.cache."""
+    """$FASTATTN_CACHE_DIR, else the platform's folder for a user's caches."""
     if folder := os.environ.get(CACHE_DIR):
         return Path(folder)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home, "fastattn")
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError:  # a copy for Hugging Face's kernels has no dependencies
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return Path(home, "fastattn")
+    return user_cache_path("fastattn")
 
 
 def warn_once(message: str) -> None:
