@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .jit_functions.stand_ins import is_jit
+from .options import FUNCTIONS
 from .tracing import may_keep
 
 _OUTSIDE = (
@@ -81,11 +83,11 @@ class TensorFunction:
             ValueError: it cannot be translated.
         """
         from .jit_functions import derivative
-        from .jit_functions.python_functions import Given, translated
+        from .jit_functions.python_functions import translated
 
         if torch.compiler.is_compiling():
             raise ValueError(_OUTSIDE.format(option))
-        made = translated({option: Given(function, ())})
+        made = translated({option: (function, ())})
         grad, tensors = None, made["mod_tensors"]
         if option == "score_mod":
             with suppress(derivative.NotDifferentiable):
@@ -95,11 +97,7 @@ class TensorFunction:
 
 def is_python(function: Any) -> bool:
     """Whether a function of an option is Python's, which needs a translation."""
-    return callable(function) and not type(function).__module__.startswith("triton.")
-
-
-# Options that are functions, in the order of their translation.
-_FUNCTIONS = ("mask_mod", "score_mod", "score_mod_grad")
+    return callable(function) and not is_jit(function)
 
 
 def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
     if not isinstance(given, tuple) or not all(isinstance(x, Tensor) for x in given):
         return options  # to be refused
     functions = {
-        name: parts_of(options[name], given) for name in _FUNCTIONS if options.get(name) is not None
+        name: parts_of(options[name], given) for name in FUNCTIONS if options.get(name) is not None
     }
     python = [name for name, (function, _) in functions.items() if is_python(function)]
     held = any(isinstance(options[name], TensorFunction) for name in functions)
@@ -135,9 +133,9 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
     elif torch.compiler.is_compiling():
         raise ValueError(_OUTSIDE.format((python or list(functions))[0]))
     else:
-        from .jit_functions.python_functions import Given, translated
+        from .jit_functions.python_functions import translated
 
-        made = translated({name: Given(*parts) for name, parts in functions.items()}, device)
+        made = translated(functions, device)
     mask = options.get("mask_mod")
     if isinstance(mask, BlockMask):
         made["mask_mod"] = BlockMask(made["mask_mod"], mask.per_batch, mask.per_head, mask.tables)

@@ -4,7 +4,6 @@ It defines masks and scores independently of the kernels and of `formula`, so th
 wrong rule in either.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -125,13 +124,8 @@ def attention(
     if attn_bias is not None:
         scores = scores + attn_bias.to(q.dtype)
     if score_mod is not None:
-        seen = scores.masked_fill(~keep, 0.0)
-        function, tensors = parts_of(score_mod, mod_tensors)
-        if is_python(function):
-            wide = seen.to(torch.promote_types(q.dtype, torch.float32))
-            scores = _of_each_pair(function, places, wide).to(q.dtype)
-        else:
-            scores = triton_language.score_mod(function, seen, places, tensors)
+        seen = scores.masked_fill(~keep, 0.0).to(torch.promote_types(q.dtype, torch.float32))
+        scores = applied(score_mod, places, mod_tensors, seen).to(q.dtype)
 
     scores = scores.masked_fill(~keep, float("-inf"))
     sink = torch.full((H_q,), float("-inf"), dtype=q.dtype, device=q.device)
@@ -343,26 +337,23 @@ def _other_masks(
     if attn_mask is not None:
         keep = keep & attn_mask
     if masks.get("mask_mod") is not None:
-        keep = keep & shown_by(masks["mask_mod"], places, mod_tensors)
+        keep = keep & applied(masks["mask_mod"], places, mod_tensors)
     return keep
 
 
-def shown_by(mask: Any, places: triton_language.Places, mod_tensors: tuple[Tensor, ...]) -> Tensor:
-    """A mask_mod of any kind as a bool tensor that broadcasts to the scores."""
-    function, tensors = parts_of(mask, mod_tensors)
-    if is_python(function):
-        return _of_each_pair(function, places)
-    return triton_language.mask_mod(function, places, tensors)
-
-
-def _of_each_pair(
-    function: Callable[..., Any], places: triton_language.Places, *scores: Tensor
+def applied(
+    mod: Any, places: triton_language.Places, mod_tensors: tuple[Tensor, ...], *scores: Tensor
 ) -> Tensor:
-    """What a Python function returns for the indices of each pair, [B, H_q, T_q, T_k]."""
+    """Result of a mask_mod, or with scores of a score_mod, of any kind, for each pair."""
+    function, tensors = parts_of(mod, mod_tensors)
+    if not is_python(function):
+        apply: Any = triton_language.score_mod if scores else triton_language.mask_mod
+        result: Tensor = apply(function, *scores, places, tensors)
+        return result
     at = [x.expand(places.shape).flatten() for x in (*scores, *places.arguments())]
     if not at[0].numel():  # torch.vmap takes none
         return scores[0] if scores else at[0].reshape(places.shape) > 0
-    result: Tensor = torch.vmap(lambda *x: torch.as_tensor(function(*x)))(*at)
+    result = torch.vmap(lambda *x: torch.as_tensor(function(*x)))(*at)
     return result.reshape(places.shape)
 
 

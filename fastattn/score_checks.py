@@ -24,6 +24,7 @@ from .checks import (
     type_name,
     within_reach,
 )
+from .jit_functions.stand_ins import is_jit
 
 # An operator has so many parameters for them.
 MAX_MOD_TENSORS = 8
@@ -325,7 +326,7 @@ def derived(mod: Any, tensors: tuple[Tensor, ...], where: str) -> Any:
 def check_function(name: str, mod: Any, parameters: str, tensors: int) -> None:
     """A @triton.jit function of `parameters` and one parameter for each of mod_tensors."""
     python: Callable[..., Any] | None = getattr(mod, "fn", None)
-    if not type(mod).__module__.startswith("triton.") or not inspect.isfunction(python):
+    if not is_jit(mod) or not inspect.isfunction(python):
         got = getattr(mod, "__name__", None) or type_name(mod)
         raise TypeError(f"{name} must be a function of Python or of @triton.jit, got {got}")
     expected = parameters.count(",") + 1 + tensors

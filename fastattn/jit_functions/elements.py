@@ -20,7 +20,7 @@ class NotTranslated(Exception):
 
 
 class Reader(Protocol):
-    """What elements ask of the translation that they belong to."""
+    """The translation that elements belong to, as they see it."""
 
     device: torch.device
 
@@ -428,4 +428,3 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Element, f"__{_name}__", lambda x, y, name=_name: apply(name, x, y))
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(Element, f"__{_name}__", lambda x, name=_name: apply(name, x))
-Element.__hash__ = object.__hash__  # type: ignore[method-assign,assignment]

@@ -8,7 +8,7 @@ the way. Their sizes become data, so other lengths need no compilation; other nu
 import inspect
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,15 +31,8 @@ PARAMETERS = {
 _DTYPES = dict.fromkeys(("x", "dx"), torch.float32)
 
 
-class Given(NamedTuple):
-    """A function of an option, and the mod_tensors that it is passed, if it is Triton's."""
-
-    function: Any
-    tensors: tuple[Tensor, ...]
-
-
 class _Row:
-    """What an index in the first dims leaves of a tensor."""
+    """A tensor that is indexed in its first dims alone."""
 
     def __init__(self, trace: "_Trace", tensor: Tensor, indices: tuple[Any, ...]) -> None:
         self.trace, self.tensor, self.indices = trace, tensor, indices
@@ -140,14 +133,14 @@ class _Trace(TorchFunctionMode):
         return Pointer("sizes", False, place, []).load(None, None)
 
     def run(self, option: str, function: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """What an option's function returns, as a value of Triton.
+        """The result of an option's function, as a value of Triton.
 
         tensors: of a @triton.jit function.
         """
         self.learns = option != "mask_mod"
         names = PARAMETERS[option]
         leaves = {name: Symbol(name, active=name == "x") for name in names}
-        if type(function).__module__.startswith("triton."):
+        if stand_ins.is_jit(function):
             return self._run_jit(function, leaves, tensors)
         given = [
             Element(leaves[name], _DTYPES.get(name, torch.int32), name in ("b", "h"))
@@ -216,11 +209,11 @@ def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Any:
 
 
 def translated(
-    functions: Mapping[str, Given], device: torch.device | None = None
+    functions: Mapping[str, tuple[Any, tuple[Tensor, ...]]], device: torch.device | None = None
 ) -> dict[str, Any]:
     """@triton.jit functions of options, all of the same tensors, and these as mod_tensors.
 
-    functions: by option, Python's or Triton's.
+    functions: by option, Python's or Triton's, each with the mod_tensors that Triton's takes.
     device: of the call.
 
     Raises:

@@ -4,9 +4,36 @@ Triton's language and other @triton.jit functions in its globals are replaced by
 """
 
 import builtins
+import operator
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
+
+
+def is_jit(x: Any) -> bool:
+    """Whether x is an object of Triton's, as a @triton.jit function is."""
+    return type(x).__module__.startswith("triton.")
+
+
+class Language:
+    """Parts of `triton.language` that are the same with any stand-in for its values."""
+
+    @property
+    def math(self) -> "Language":
+        return self
+
+    extra = libdevice = cuda = hip = math
+
+    constexpr = staticmethod(lambda x: x)
+    static_assert = static_print = staticmethod(lambda *_, **__: None)
+    static_range = range = range
+    abs = staticmethod(abs)
+    cast = staticmethod(lambda x, dtype: x.to(dtype))
+    cdiv = staticmethod(lambda x, y: (x + y - 1) // y)
+    add, sub, mul = map(staticmethod, (operator.add, operator.sub, operator.mul))
+    logical_and = staticmethod(lambda x, y: (x != 0) & (y != 0))
+    logical_or = staticmethod(lambda x, y: (x != 0) | (y != 0))
+    PropagateNan = SimpleNamespace(NONE=False, ALL=True)
 
 
 def over(language: Any, mod: Any) -> Callable[..., Any]:
@@ -42,4 +69,4 @@ def _stand_in(language: Any, x: Any) -> Any:
     if (getattr(x, "__module__", None) or "").startswith("triton.language"):
         name = str(x) if kind.__name__ == "dtype" else getattr(x, "__name__", "")
         return x.value if kind.__name__ == "constexpr" else getattr(language, name)
-    return over(language, x) if kind.__module__.startswith("triton.") else x
+    return over(language, x) if is_jit(x) else x

@@ -3,13 +3,11 @@
 import hashlib
 import linecache
 import math
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from . import generated
+from . import generated, stand_ins
 
 
 class NotDifferentiable(Exception):
@@ -218,33 +216,17 @@ _RULES: dict[str, _Rule | None] = {
 }
 
 
-class _Language:
+class _Language(stand_ins.Language):
     """Stand-in for `triton.language`: each call makes a `Symbol`."""
 
-    @property
-    def math(self) -> "_Language":
-        return self
-
-    extra = libdevice = cuda = hip = math
-
-    constexpr = staticmethod(lambda x: x)
-    static_assert = static_print = staticmethod(lambda *_, **__: None)
-    static_range = range = range
     where = staticmethod(where)
     exp, log, rsqrt = staticmethod(_exp), staticmethod(_log), staticmethod(_rsqrt)
-    abs = staticmethod(abs)
-    cast = staticmethod(lambda x, dtype: x.to(dtype))
-    cdiv = staticmethod(lambda x, y: (x + y - 1) // y)
 
     def clamp(self, x: Any, low: Any, high: Any, **_: Any) -> Any:
         return self.minimum(self.maximum(x, low), high)
 
     fdiv = div_rn = staticmethod(lambda x, y: x / y)
-    add, sub, mul = map(staticmethod, (operator.add, operator.sub, operator.mul))
     zeros_like = staticmethod(lambda x: Symbol("tl.zeros_like({})", x, active=False))
-    logical_and = staticmethod(lambda x, y: (x != 0) & (y != 0))
-    logical_or = staticmethod(lambda x, y: (x != 0) | (y != 0))
-    PropagateNan = SimpleNamespace(NONE=False, ALL=True)
 
     @staticmethod
     def load(pointer: Any, mask: Any = None, other: Any = None, **_: Any) -> Symbol:

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..block_mask import BlockMask, TensorFunction, is_python, with_tensors
+from ..block_mask import TensorFunction, is_python, parts_of, with_tensors
 from ..torch_backend import triton_language
 
 # By the name of a made function: the functions that it calls.
@@ -108,15 +108,15 @@ def _joined(name: str, operator: str, masks: tuple[Any, ...]) -> Any:
     if not masks:
         raise ValueError(f"{name}_masks takes one mask or more, got none")
     parts = [TensorFunction.of("mask_mod", x) if is_python(x) else x for x in masks]
-    held = [x.tensors if isinstance(x, (BlockMask, TensorFunction)) else None for x in parts]
-    own = [x for tensors in held for x in tensors or ()]
+    functions = [parts_of(x, ()) for x in parts]
+    own = [x for _, tensors in functions for x in tensors]
     calls: list[str] = []
     names: list[str] = []
     scope = {}
-    for number, (part, tensors) in enumerate(zip(parts, held, strict=True)):
-        scope[f"part_{number}"] = function = _function(part)
+    for number, (function, tensors) in enumerate(functions):
+        scope[f"part_{number}"] = function
         taken = [f"tensor_{len(names) + i}" for i in range(len(_parameters(function)))]
-        if own and taken and tensors is None:
+        if own and taken and not tensors:
             raise ValueError(
                 f"{name}_masks cannot join {function.__name__}, which takes mod_tensors, with "
                 "Python functions that read tensors; make it one of them"
@@ -125,12 +125,6 @@ def _joined(name: str, operator: str, masks: tuple[Any, ...]) -> Any:
         names += taken
     joined = _made(name, scope, [*_PLACES, *names], f" {operator} ".join(calls))
     return TensorFunction(joined, tuple(own)) if own else joined
-
-
-def _function(mask: Any) -> Any:
-    if isinstance(mask, BlockMask):
-        return mask.mask_mod
-    return mask.function if isinstance(mask, TensorFunction) else mask
 
 
 def _made(name: str, parts: dict[str, Any], arguments: list[str], result: str) -> Any:

@@ -234,7 +234,7 @@ def _visible(q: Tensor, k: Tensor, **masks: Any) -> Tensor:
     keep = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
     mod, read = masks.pop("mask_mod", None), masks.pop("mod_tensors", ())
     if mod is not None:
-        keep = keep & reference.shown_by(mod, places, read)
+        keep = keep & reference.applied(mod, places, read)
     ids = masks.pop("documents", None)
     if ids is not None:
         q_ids, k_ids = ids if isinstance(ids, tuple) else (ids, ids)

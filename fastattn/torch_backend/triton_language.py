@@ -9,7 +9,6 @@ for each of them.
 import operator
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -375,7 +374,7 @@ def _load(pointer: Any, mask: Any = None, other: Any = None, **_: Any) -> Value:
     return pointer.load(mask, other)
 
 
-class _Language:
+class _Language(stand_ins.Language):
     """The supported part of `triton.language`."""
 
     int1, int8, int16 = torch.bool, torch.int8, torch.int16
@@ -385,28 +384,12 @@ class _Language:
     float32 = fp32 = torch.float32
     float64 = fp64 = torch.float64
 
-    @property
-    def math(self) -> "_Language":
-        return self
-
-    extra = libdevice = cuda = hip = math
-
-    constexpr = staticmethod(lambda x: x)
-    static_assert = static_print = staticmethod(lambda *_, **__: None)
     load = staticmethod(_load)
     where = staticmethod(_where)
-    cast = staticmethod(lambda x, dtype: x.to(dtype))
-    abs = staticmethod(abs)
     minimum = staticmethod(_least)
     maximum = staticmethod(_largest)
     clamp = staticmethod(_clamp)
-    PropagateNan = SimpleNamespace(NONE=False, ALL=True)
-    add, sub, mul = map(staticmethod, (operator.add, operator.sub, operator.mul))
-    logical_and = staticmethod(lambda x, y: (x != 0) & (y != 0))
-    logical_or = staticmethod(lambda x, y: (x != 0) | (y != 0))
     zeros_like = staticmethod(lambda x: Value(torch.zeros_like(x.x), x.real))
-    static_range = range = range
-    cdiv = staticmethod(lambda x, y: (x + y - 1) // y)
     fma = staticmethod(lambda x, y, z: x * y + z)
 
     def __getattr__(self, name: str) -> Any:

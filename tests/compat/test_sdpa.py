@@ -362,7 +362,7 @@ TORCH_SERVES = {
 
 
 def result(attend: Callable[..., Tensor], arguments: dict[str, Any]) -> Any:
-    """What is returned, or the error."""
+    """The result, or the error."""
     try:
         return attend(**arguments)
     except RuntimeError as error:

@@ -157,7 +157,7 @@ def test_gradients_of_statistics(
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_what_has_no_gradient(backend: str, device: str) -> None:
-    """What is computed from an lse without one."""
+    """Results of an lse without a gradient have none."""
     q, k, v = make_qkv(1, 1, 1, 5, 5, 16, device=device)
     lse = fastattn.attention(q, k, v, return_lse=True, backend=backend)[1]
     actual = fastattn.attention_statistics(q, k, lse=lse.detach(), backend=backend)

@@ -45,7 +45,7 @@ def assert_as_torch(function: Callable[..., Any], *scores: Tensor) -> None:
         actual = triton_language.score_mod(made[option], *scores, places(), made["mod_tensors"])
     else:
         actual = triton_language.mask_mod(made[option], places(), made["mod_tensors"])
-    expected = reference._of_each_pair(function, places(), *scores)
+    expected = reference.applied(function, places(), (), *scores)
     torch.testing.assert_close(
         actual.expand(expected.shape), expected.to(actual.dtype), equal_nan=True
     )
@@ -181,7 +181,7 @@ def test_what_was_translated_compiles(compile_pool: CompilePool) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_captured_tensors_learn(backend: str, device: str) -> None:
-    """Those of scores do, also where a mask reads them too."""
+    """Tensors of scores do, also where a mask reads them too."""
     table, factor = torch.rand(H, 2 * T), torch.tensor(0.5)
     bound = torch.tensor(6.5)
 
