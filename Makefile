@@ -45,7 +45,7 @@ help:
 	@echo "make fuzz   random calls of every function against the oracle, for SECONDS"
 	@echo "make mutants   COUNT lines of FILES, or of what changed SINCE, made wrong by rule: which does no test see?"
 	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
-	@echo "make test-servers   the doors into servers, on their own classes, from their distributions"
+	@echo "make test-servers   the integrations of servers, on their own classes, from their distributions"
 	@echo "make lint   ruff check, ruff format --check, mypy, and pyright on what users write"
 	@echo "make format rewrite the sources with ruff"
 	@echo "make docs   the site, in build/site; a broken link or a public name without a docstring fails"

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 _ENGINE = (
     "serve requests by examples/engine.py, over PagedKVCache, append_paged and attention_paged, or "
-    "by vLLM or SGLang (docs/doors)"
+    "by vLLM or SGLang (docs/integrations)"
 )
 _SPECULATIVE = "see examples/speculative.py, over attention_paged(tree_mask=)"
 _RANKS = "torchrun's ranks train by DDP or FSDP2, and torch.distributed.checkpoint saves shards"

@@ -38,7 +38,7 @@ MODULES = {
     "Several GPUs": ("fastattn.parallel",),
     "Layers and models": ("fastattn.modules", "fastattn.models", "fastattn.generation"),
     "Training": ("fastattn.training",),
-    "Drop-in": ("fastattn.compat",),
+    "Integrations": ("fastattn.compat",),
     "Formulas and checks": (),
 }
 # Of the module fastattn, by the modules that define its names.
@@ -175,3 +175,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{home()}/blob/main/{path}"
 
     return LINK.sub(lead, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Leads from the former addresses of the integrations, doors/, to their pages."""
+    site = Path(config.site_dir)
+    for page in sorted((site / "integrations").rglob("index.html")):
+        to = page.parent.relative_to(site)
+        former = site / "doors" / to.relative_to("integrations")
+        former.mkdir(parents=True, exist_ok=True)
+        address = f"{posixpath.relpath(to, former.relative_to(site))}/"
+        html = f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">'
+        (former / "index.html").write_text(html, encoding="utf-8")

@@ -100,7 +100,9 @@ def browser(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the pictures")
-    parser.add_argument("--pages", nargs="*", help="instead of all, such as masks/ and doors/sdpa/")
+    parser.add_argument(
+        "--pages", nargs="*", help="instead of all, such as masks/ and integrations/sdpa/"
+    )
     arguments = parser.parse_args()
     if not shutil.which("chromium") or not SITE.exists():
         parser.error("this needs chromium, and a site: make docs")

@@ -18,10 +18,10 @@ import torch
 from oracles import assert_by_oracle, with_gradients
 from torch.nn import functional as F
 
-from fastattn.compat import diffusers as door
+from fastattn.compat import diffusers as integration
 
 FOLDER = os.environ.get("FASTATTN_DIFFUSERS")
-PAGE = Path(__file__).parents[2] / "docs" / "doors" / "diffusers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "diffusers.md"
 PLACE = "diffusers.models.attention_dispatch"
 
 
@@ -72,8 +72,8 @@ def dispatcher(monkeypatch):
         for name in ("diffusers", "diffusers.models"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         monkeypatch.setitem(sys.modules, PLACE, module)
-    door.register()
-    door.register()
+    integration.register()
+    integration.register()
     return module
 
 
@@ -152,7 +152,7 @@ def test_parts_of_a_ring():
     ctx = _context()
     parts = list(zip(k.split([3, 4], 1), v.split([3, 4], 1), strict=True))
     actual = [
-        door.forward_op(ctx, q, *part, None, 0.0, False, None, False, True, _save_ctx=i == 0)
+        integration.forward_op(ctx, q, *part, None, 0.0, False, None, False, True, _save_ctx=i == 0)
         for i, part in enumerate(parts)
     ]
     (o, lse), (other, other_lse) = ((o, lse.unsqueeze(-1)) for o, lse in actual)
@@ -162,7 +162,7 @@ def test_parts_of_a_ring():
     torch.testing.assert_close(o, wanted)
     do = torch.randn_like(o)
     grads = [
-        door.backward_op(ctx, do, query=q, key=key, value=value, out=o, lse=lse.squeeze(-1))
+        integration.backward_op(ctx, do, query=q, key=key, value=value, out=o, lse=lse.squeeze(-1))
         for key, value in parts
     ]
     dq, dk, dv = zip(*grads, strict=True)
@@ -174,9 +174,9 @@ def test_a_single_part_is_saved_whole():
     """Without overrides, as by Ulysses: with the mask, and fewer heads of keys."""
     q, k, v = _inputs()
     ctx, mask = _context(), _masks()["keys"]
-    o = door.forward_op(ctx, q, k, v, mask, 0.0, False, 0.3, True)
+    o = integration.forward_op(ctx, q, k, v, mask, 0.0, False, 0.3, True)
     wanted = _torchs(q, k, v, mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(o, wanted)
     do = torch.randn_like(o)
     grads = torch.autograd.grad(wanted, (q, k, v), do)
-    torch.testing.assert_close(door.backward_op(ctx, do), grads)
+    torch.testing.assert_close(integration.backward_op(ctx, do), grads)

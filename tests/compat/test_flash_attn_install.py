@@ -282,7 +282,7 @@ def test_nanochat_takes_two_assignments(monkeypatch, device):
     parent.flash_attention, module._fa3, module.USE_FA3 = module, None, False
     monkeypatch.setitem(sys.modules, "nanochat", parent)
     monkeypatch.setitem(sys.modules, "nanochat.flash_attention", module)
-    page = Path(__file__).parents[2] / "docs" / "doors" / "flash_attn.md"
+    page = Path(__file__).parents[2] / "docs" / "integrations" / "flash_attn.md"
     exec(re.search(r"^```py\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)[1])
     assert module.USE_FA3
     how = {"causal": True, "window_size": (3, 0)}

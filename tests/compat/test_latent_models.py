@@ -1,4 +1,4 @@
-"""Tiny models of today with latent attention, through the door into transformers: as "eager".
+"""Tiny models of today with latent attention, served through transformers: as "eager".
 
 Logits and every gradient by the error budget, and a prompt and steps by transformers' own cache.
 """

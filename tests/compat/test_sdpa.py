@@ -244,13 +244,13 @@ BIASED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("door", BIASED)
-def test_a_row_of_lowest_numbers_is_the_mean_of_its_values(door, monkeypatch, device):
+@pytest.mark.parametrize("integration", BIASED)
+def test_a_row_of_lowest_numbers_is_the_mean_of_its_values(integration, monkeypatch, device):
     """The budget says nothing here: naive runs in base two take the lowest number for -inf."""
     monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
     q, k, v = to_device(qkv(), device).values()
     bias = lowest_rows(LOWEST).to(device)
-    o = BIASED[door](q, k, v, bias=bias)
+    o = BIASED[integration](q, k, v, bias=bias)
     torch.testing.assert_close(o[:, :, 2], v.mean(2))
 
 

@@ -16,7 +16,7 @@ from oracles import assert_by_oracle
 from torch import Tensor
 
 from fastattn import reference
-from fastattn.compat import sglang as door
+from fastattn.compat import sglang as integration
 from fastattn.quantization import codes_within
 
 H_Q, H_K, D, ROWS, CONTEXT, LAYER = 4, 2, 16, 7, 80, 1
@@ -33,7 +33,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         server_stubs.use_sglang(monkeypatch, server_stubs.SGLANG)
     else:
         server_stubs.install(monkeypatch, server_stubs.SGLANG_STUBS)
-    door.register()
+    integration.register()
     actual = SimpleNamespace()
     for module, names in server_stubs.SGLANG_STUBS.items():
         for name in names:
@@ -311,7 +311,7 @@ def test_the_class_has_sglangs_signatures(sglang: Any) -> None:
 
 
 def test_the_name_is_among_the_choices_once(sglang: Any) -> None:
-    door.register()
+    integration.register()
     for name in vars(sglang):
         if name.startswith(("ATTENTION_BACKEND_C", "DETERMINISTIC", "RADIX_SUPPORTED")):
             assert getattr(sglang, name).count("fastattn") == 1

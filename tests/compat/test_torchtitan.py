@@ -1,4 +1,4 @@
-"""The class of docs/doors/torchtitan.md keeps the interface of torchtitan's attention.
+"""The class of docs/integrations/torchtitan.md keeps the interface of torchtitan's attention.
 
 torchtitan brings a logger, data sets and more, and is not installed for tests: stand-ins have what
 the page uses of it. Where it is installed, the facts below are compared with it.
@@ -24,7 +24,7 @@ from fastattn import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
-PAGE = Path(__file__).parents[2] / "docs" / "doors" / "torchtitan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "torchtitan.md"
 # Of VarlenAttention.forward in torchtitan 0.3.0, torchtitan/models/common/attention.py: parameters,
 # the first three of which decoder_sharding.py shards by name, and the fields of the masks.
 POSITIONAL = ["q_BLNH", "k_BLNH", "v_BLNH"]

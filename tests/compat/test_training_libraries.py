@@ -1,4 +1,4 @@
-"""The pages on other libraries' trainers, docs/doors/accelerate.md and docs/doors/lightning.md.
+"""The pages on accelerate and Lightning (docs/integrations): their programs on two ranks.
 
 Their programs run as they are on two ranks, which are started once for all of them; a step
 there is a step of one process. A page whose library is not installed is left out.
@@ -25,7 +25,7 @@ from fastattn.models.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
-DOORS = Path(__file__).parents[2] / "docs" / "doors"
+INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
 RANKS = 2
 
 
@@ -49,7 +49,7 @@ CASES = {
 
 def program_of(case: Case) -> tuple[str, str]:
     """The program of a page, up to where the model is there and from there on."""
-    text = (DOORS / f"{case.page}.md").read_text(encoding="utf-8")
+    text = (INTEGRATIONS / f"{case.page}.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.DOTALL)
     assert case.change[0] in program
     before, after = program.replace(*case.change, 1).split(case.until)

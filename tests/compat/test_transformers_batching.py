@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 from transformers_models import GQA, decoder_config, heads, layer
 
-from fastattn.compat import transformers as door
+from fastattn.compat import transformers as integration
 from fastattn.compat.transformers import continuous
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
@@ -29,8 +29,8 @@ def enabled(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))
     name = "lazy_import_flash_attention"
     monkeypatch.setattr(initialization, name, getattr(initialization, name))
-    door.register()
-    door.enable_continuous_batching()
+    integration.register()
+    integration.enable_continuous_batching()
 
 
 def model(name: str):
@@ -77,7 +77,7 @@ def test_batched_tokens_are_those_of_requests_alone(name, enabled, monkeypatch):
         calls.append(args[0].shape[2])
         return continuous.attend_paged(module, *args)
 
-    monkeypatch.setattr(door.hf_attention, "attend_paged", counted)
+    monkeypatch.setattr(integration.hf_attention, "attend_paged", counted)
     actual = batched(built)
     assert kept == {"fastattn"}
     assert max(calls) == 8
@@ -105,12 +105,12 @@ def test_slots_of_tokens_without_a_row_and_of_padded_tables():
 
 
 def test_refused_without_the_call(monkeypatch):
-    door.register()
+    integration.register()
     with pytest.raises(ValueError, match="fastattn is not supported for continuous batching"):
         batched(model("llama-gqa"), auto_switch_to_flash=False)
     monkeypatch.delattr(paged_cache, "is_flash_attention_requested")
     with pytest.raises(ImportError, match=r"continuous_batching\.cache has no is_flash_attention"):
-        door.enable_continuous_batching()
+        integration.enable_continuous_batching()
 
 
 def test_refused_beside_a_cache():
@@ -119,17 +119,17 @@ def test_refused_beside_a_cache():
     given = {"cache": object(), "cu_seq_lens_q": offsets, "cu_seq_lens_k": {}}
     for wrong in ({"is_causal": False}, {"output_attentions": True}, {"dropout": 0.1}):
         with pytest.raises(NotImplementedError, match=next(iter(wrong))):
-            door.attention_forward(layer(), q, k, v, None, **given, **wrong)
+            integration.attention_forward(layer(), q, k, v, None, **given, **wrong)
     with pytest.raises(NotImplementedError, match="scores of the caller's own"):
-        door.attention_forward(layer(), q, k, v, None, **given, indices=torch.zeros(1, 4, 1))
+        integration.attention_forward(layer(), q, k, v, None, **given, indices=torch.zeros(1, 4, 1))
     with pytest.raises(ValueError, match="cache needs cu_seq_lens_q and cu_seq_lens_k"):
-        door.attention_forward(layer(), q, k, v, None, **given | {"cu_seq_lens_q": None})
+        integration.attention_forward(layer(), q, k, v, None, **given | {"cu_seq_lens_q": None})
     chunks = masking.chunked_causal_mask_function(3, torch.zeros(1).long())
-    chunked, ruled = layer(), door.attention_mask(1, 4, 4, mask_function=chunks)
+    chunked, ruled = layer(), integration.attention_mask(1, 4, 4, mask_function=chunks)
     chunked.config = tr.Llama4TextConfig(attention_chunk_size=3)
     for module, mask in ((chunked, None), (layer(), ruled)):
         with pytest.raises(NotImplementedError, match="attention in chunks over pages"):
-            door.attention_forward(module, q, k, v, mask, **given)
+            integration.attention_forward(module, q, k, v, mask, **given)
     bias = torch.zeros(1, 1, 4, 4)
     with pytest.raises(NotImplementedError, match=r"attention_mask of torch\.float32"):
-        door.attention_forward(layer(), q, k, v, bias, **given)
+        integration.attention_forward(layer(), q, k, v, bias, **given)

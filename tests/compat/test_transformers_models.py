@@ -112,7 +112,7 @@ def test_layers_that_rely_on_the_mask_to_be_causal(device):
 
 
 def test_qwen3_next_and_its_gated_layer_as_ours(device):
-    """The model through the door, and the weights of its layer in `CausalGQAttention`."""
+    """The model through the integration, and the weights of its layer in `CausalGQAttention`."""
     config = tr.Qwen3NextConfig(
         **{**GQA, "num_hidden_layers": 1}, head_dim=8, partial_rotary_factor=0.5,
         layer_types=["full_attention"], mlp_only_layers=[0], attention_bias=True,

@@ -17,7 +17,7 @@ from oracles import assert_by_oracle
 from torch import Tensor
 
 from fastattn import reference
-from fastattn.compat import vllm as door
+from fastattn.compat import vllm as integration
 from fastattn.quantization import codes_within
 
 H_Q, H_K, D, SIZE = 4, 2, 16, 16
@@ -54,11 +54,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         server_stubs.use_folder(monkeypatch, server_stubs.VLLM)
     else:
         server_stubs.install(monkeypatch, server_stubs.VLLM_STUBS)
-    door.register()
+    integration.register()
     yield importlib.import_module("vllm.v1.attention.backend")
     if not server_stubs.VLLM:
         for name in ("Backend", "MetadataBuilder", "Impl"):
-            vars(door).pop(name, None)
+            vars(integration).pop(name, None)
 
 
 def backend() -> Any:
@@ -274,9 +274,9 @@ def test_vllm_finds_the_door() -> None:
 
 
 def test_another_version_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door.distributions, "version", lambda name: "0.34.1")
+    monkeypatch.setattr(integration.distributions, "version", lambda name: "0.34.1")
     with pytest.warns(UserWarning, match=r"written for vLLM 0.33, and this is 0.34.1"):
-        _ = door.__getattr__("Backend")
-    monkeypatch.setattr(door.distributions, "version", lambda name: "0.33.2")
-    _ = door.__getattr__("Backend")
+        _ = integration.__getattr__("Backend")
+    monkeypatch.setattr(integration.distributions, "version", lambda name: "0.33.2")
+    _ = integration.__getattr__("Backend")
     assert "vllm" in sys.modules

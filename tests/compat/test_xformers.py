@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from fastattn import attention, attention_varlen
-from fastattn.compat import xformers as door
+from fastattn.compat import xformers as integration
 
 FOLDER = os.environ.get("FASTATTN_XFORMERS")
 QUERIES, KEYS = [3, 2, 5], [4, 6, 5]
@@ -61,7 +61,7 @@ def _starts(lengths):
 
 def _blocks(name):
     """Fields of a bias, and the rows of keys of each block."""
-    kind = door._BLOCKS[name]
+    kind = integration._BLOCKS[name]
     lengths = [2, 6, 1] if kind.first else KEYS
     local = {"size": {"_window_size": 5 if kind.first else 2}, "sides": SIDES, "": {}}[kind.local]
     fields = {"q_seqinfo": _info(_starts(QUERIES)), **local}
@@ -110,7 +110,7 @@ def _inputs(B, M, N):
 
 
 def _check(q, k, v, bias, mask, *learned):
-    o = door.memory_efficient_attention(q, k, v, bias, scale=0.3)
+    o = integration.memory_efficient_attention(q, k, v, bias, scale=0.3)
     wanted = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.3
     ).transpose(1, 2)
@@ -130,7 +130,7 @@ def test_biases_of_whole_rows(name):
     _check(*_inputs(2, 5, 7), _bias(name, fields), _seen(5, 7, name, fields))
 
 
-@pytest.mark.parametrize("name", door._BLOCKS)
+@pytest.mark.parametrize("name", integration._BLOCKS)
 def test_biases_of_blocks(name):
     fields, rows, total = _blocks(name)
     mask = torch.zeros(sum(QUERIES), total, dtype=torch.bool)
@@ -143,9 +143,9 @@ def test_added_tensors_and_groups():
     q, k, v = _inputs(2, 5, 7)
     added = torch.randn(2, 2, 5, 7, requires_grad=True)
     _check(q, k, v, added, added, added)
-    o = door.memory_efficient_attention(q, k, v, added)
+    o = integration.memory_efficient_attention(q, k, v, added)
     grouped = [*(x.unsqueeze(2) for x in (q, k, v)), added.unsqueeze(1)]
-    of_groups = door.memory_efficient_attention(*grouped)[:, :, 0]
+    of_groups = integration.memory_efficient_attention(*grouped)[:, :, 0]
     torch.testing.assert_close(of_groups, o)
     grads = (torch.autograd.grad(x.square().sum(), added)[0] for x in (of_groups, o))
     torch.testing.assert_close(*grads)
@@ -155,11 +155,11 @@ def test_added_tensors_and_groups():
     _check(q, k, v, bias, added + torch.ones(5, 7).tril().log(), added)
     with pytest.raises(ValueError, match=r"query must be \[1, 10"):
         kind = type("BlockDiagonalMask", (), _blocks("BlockDiagonalMask")[0])
-        door.memory_efficient_attention(q, k, v, kind())
+        integration.memory_efficient_attention(q, k, v, kind())
     fields, _, total = _blocks("BlockDiagonalMask")
     q, k, v = _inputs(1, sum(QUERIES), total + 1)
     with pytest.raises(ValueError, match=rf"key must have {total} rows .* got {total + 1}"):
-        door.memory_efficient_attention(q, k, v, _bias("BlockDiagonalMask", fields))
+        integration.memory_efficient_attention(q, k, v, _bias("BlockDiagonalMask", fields))
 
 
 @pytest.mark.parametrize("name", [None, "BlockDiagonalCausalFromBottomRightMask"])
@@ -167,7 +167,7 @@ def test_dropped_weights_are_those_of_the_seed(name):
     q, k, v = _inputs(1, sum(QUERIES), sum(KEYS))
     bias = None if name is None else _bias(name, _blocks(name)[0])
     torch.manual_seed(3)
-    o = door.memory_efficient_attention(q, k, v, bias, 0.5)
+    o = integration.memory_efficient_attention(q, k, v, bias, 0.5)
     torch.manual_seed(3)
     if name is None:
         heads = (x.transpose(1, 2) for x in (q, k, v))

@@ -25,10 +25,10 @@ TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
 # Programs of several processes or of libraries that are not here, and where they run.
 ON_RANKS = {
     "docs/parallel.md": "tests/parallel/test_torchrun.py",
-    "docs/doors/accelerate.md": "tests/compat/test_training_libraries.py",
-    "docs/doors/diffusers.md": "tests/compat/test_diffusers.py",
-    "docs/doors/lightning.md": "tests/compat/test_training_libraries.py",
-    "docs/doors/torchtitan.md": "tests/compat/test_torchtitan.py",
+    "docs/integrations/accelerate.md": "tests/compat/test_training_libraries.py",
+    "docs/integrations/diffusers.md": "tests/compat/test_diffusers.py",
+    "docs/integrations/lightning.md": "tests/compat/test_training_libraries.py",
+    "docs/integrations/torchtitan.md": "tests/compat/test_torchtitan.py",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
