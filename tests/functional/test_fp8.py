@@ -97,7 +97,7 @@ def test_the_kernel_gives_the_bits_of_torch(
 
 
 def test_a_head_of_more_tiles_than_are_compared_at_once(device: str):
-    """Tiles of 16 rows; the largest number stands in the last of 129."""
+    """Tiles of 16 rows; the largest number is in the last of 129."""
     x = torch.randn(1, 1, 16 * 129, 512, dtype=torch.bfloat16)
     x[..., -3, 7] = 50.0
     _, scale = fp8_ops.quantize(x.to(device), None, None, False)

@@ -29,7 +29,7 @@ def count_of(what: str) -> int:
     """How many "launches", tensor maps ("descriptors") that the driver accepted, or launches that
     may begin before the one ahead of them has ended ("early").
     """
-    return int(getattr(_DRIVER, f"rehearsal_{what}")())
+    return int(getattr(_DRIVER, f"dry_run_{what}")())
 
 
 class Stream:

@@ -1,4 +1,4 @@
-"""`python tests/rehearsal MODULE.FUNCTION...`: plays these parts, and prints their scenes."""
+"""`python tests/dry_run MODULE.FUNCTION...`: play these parts, and print their scenes."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Faults planted for the rehearsal to catch: what it lets pass here, it would let pass anywhere."""
+"""Injected faults that the dry run has to catch."""
 
 import os
 from unittest import mock
@@ -32,9 +32,9 @@ def planted() -> None:
         stage.play("read while captured", lambda: record_cuda_graph(read_a_value))
         stage.play("descriptor's stride", unaligned_stride)
         stage.play("descriptor's address", unaligned_address)
-        os.environ["REHEARSAL_SHARED_BYTES"] = "64"
+        os.environ["DRY_RUN_SHARED_BYTES"] = "64"
         stage.play("shared memory", lambda: train(2, 64, causal=True))
-        del os.environ["REHEARSAL_SHARED_BYTES"]
+        del os.environ["DRY_RUN_SHARED_BYTES"]
 
 
 def qkv() -> list[Tensor]:
@@ -49,7 +49,7 @@ def read_a_value() -> None:
 
 
 def unaligned_stride() -> None:
-    """Rows 136 bytes apart, which the checks on the host are told to let pass."""
+    """Rows 136 bytes apart, with the checks on the host off."""
     with (
         mock.patch.object(TensorDescriptor, "__post_init__", lambda descriptor: None),
         mock.patch.object(descriptors, "tma_strides", lambda x: list(x.stride())),
@@ -64,6 +64,6 @@ def unaligned_address() -> None:
 
 
 def without_copies(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A launch on tensors as they lie, where it would copy those that TMA cannot read."""
+    """A launch on the original tensors, where it would copy those that TMA cannot read."""
     with mock.patch.object(forward, "aligned", lambda x: x):
         forward.launch_forward(q, k, v, Options(causal=True, scale=0.125))
