@@ -21,7 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "docs").rglob("*.md"))
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 # Of these all blocks together are one program.
-TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorial")]
+TUTORIALS = [page for page in PAGES if page.startswith(("docs/tutorial", "docs/guide/gpt"))]
 # Programs of several processes or of libraries that are not here, and where they run.
 ON_RANKS = {
     "docs/parallel.md": "tests/parallel/test_torchrun.py",
