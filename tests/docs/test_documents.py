@@ -210,9 +210,17 @@ def test_documents_and_examples_are_short() -> None:
         assert len(read(document).splitlines()) <= lines, document
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_within_its_column_on_the_site(page: str) -> None:
+    """At 1280 pixels a column has 82 characters; recorded output scrolls."""
+    blocks = [*find_blocks(read(page), "python"), *find_blocks(read(page), "bash")]
+    lines = [line for _, block in blocks for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("document", ON_RANKS)
 def test_a_program_of_ranks_is_run_elsewhere(document: str) -> None:
-    assert document.rpartition("/")[2] in read(ON_RANKS[document])
+    assert Path(document).stem in read(ON_RANKS[document])
 
 
 def test_a_line_for_every_feature_runs(run_as_a_program, tmp_path):
