@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..models.gpt import GPT
 from ..models.stack import on_meta
-from .extras import import_extra
+from ..missing import import_extra
 from .tasks.kinds import KINDS, Kind
 from .tokenizers import Tokenizer, from_json
 

@@ -26,7 +26,7 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .data.text import read_text_file
-from .extras import import_extra
+from ..missing import import_extra
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
 

@@ -19,7 +19,7 @@ from ..modules.weights import cross_attention_weights, self_attention_weights
 from .checkpoint import Trained
 from .data.tagged_text import split_words
 from .data.text import DataError
-from .extras import import_extra
+from ..missing import import_extra
 from .tasks.tagging import cut_rows
 from .tasks.translation import encode_texts, translate_ids
 
