@@ -13,7 +13,10 @@ from ..missing import installing
 
 # By package: the command that installs it, and the purpose.
 PACKAGES = {
-    "numpy": ("pip install numpy", "Triton's interpreter, in which `fastattn verify` runs on a CPU"),
+    "numpy": (
+        "pip install numpy",
+        "Triton's interpreter, in which `fastattn verify` runs on a CPU",
+    ),
     "transformers": (installing("hf"), 'attn_implementation="fastattn"'),
     "tokenizers": (installing("gpt"), "`fastattn train` with subword tokenizers"),
     "safetensors": (installing("gpt"), "checkpoints"),
