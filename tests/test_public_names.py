@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fastattn.cli.main import build_parser
-from fastattn.removed import REMOVED
+from fastattn.missing import REMOVED
 
 LISTED = Path(__file__).with_name("public_names.txt")
 MODULES = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setuptools.compat.py310 import tomllib
 
 yaml = pytest.importorskip("yaml")
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -53,6 +54,10 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     with tarfile.open(sdist) as tar:
         tar.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
+    # A module of an earlier build, deleted since.
+    stale = unpacked / "build" / "lib" / "fastattn" / "deleted.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     return sdist, build(unpacked, folder, "wheel")
 
 
@@ -165,6 +170,33 @@ def test_the_checks_of_the_versions_are_there(versions: dict[str, Any]) -> None:
     named = [name for names in versions["CHECKS"].values() for name in names if ".py" in name]
     assert named == list(dict.fromkeys(named))
     assert [name for name in named if not (CHECKOUT / "tests" / name).is_file()] == []
+
+
+def newest_release() -> str:
+    """Return the version of the newest tag, or "" before the first."""
+    command = ["git", "tag", "--list", "v*", "--sort=-v:refname"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    return done.stdout.partition("\n")[0].removeprefix("v")
+
+
+def test_the_citation_is_of_the_newest_release() -> None:
+    citation = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text(encoding="utf-8"))
+    told = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    unreleased = told["tool"]["setuptools_scm"]["fallback_version"]
+    assert citation["version"] == (newest_release() or unreleased)
+    assert ("date-released" in citation) == bool(newest_release())
+    assert citation["url"] == told["project"]["urls"]["Source"]
+
+
+def test_no_text_installs_an_unreleased_package_by_name() -> None:
+    """An index may have another project under this name."""
+    if newest_release():
+        pytest.skip("a release is on the index")
+    own = r"pip install (?:-\S+ )*[\"']?fastattn(?![\w.-])"
+    texts = {name for name in files() if name.endswith((".py", ".md", ".yml", ".toml"))}
+    texts.remove("docs/releases.md")
+    found = [x for x in texts if re.search(own, (CHECKOUT / x).read_text(encoding="utf-8"))]
+    assert found == []
 
 
 def test_what_is_read_by_forms_is_well_formed() -> None:

@@ -9,13 +9,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-# By package: the install target and the purpose.
+from ..missing import installing
+
+# By package: the command that installs it, and the purpose.
 PACKAGES = {
-    "numpy": ("numpy", "Triton's interpreter, by which `fastattn verify` runs without a GPU"),
-    "transformers": ("fastattn[hf]", 'attn_implementation="fastattn"'),
-    "tokenizers": ("fastattn[gpt]", "`fastattn train` with pieces of words"),
-    "safetensors": ("fastattn[gpt]", "checkpoints"),
-    "matplotlib": ("fastattn[gpt]", "`fastattn inspect`, and plots"),
+    "numpy": (
+        "pip install numpy",
+        "Triton's interpreter, in which `fastattn verify` runs on a CPU",
+    ),
+    "transformers": (installing("hf"), 'attn_implementation="fastattn"'),
+    "tokenizers": (installing("gpt"), "`fastattn train` with subword tokenizers"),
+    "safetensors": (installing("gpt"), "checkpoints"),
+    "matplotlib": (installing("gpt"), "`fastattn inspect`, and plots"),
 }
 
 
@@ -93,8 +98,8 @@ def _caches() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for package, (installs, purpose) in PACKAGES.items():
+    for package, (command, purpose) in PACKAGES.items():
         try:
             yield Finding(package, metadata.version(package))
         except metadata.PackageNotFoundError:
-            yield Finding(package, "not installed", f'for {purpose}: pip install "{installs}"')
+            yield Finding(package, "not installed", f"for {purpose}: {command}")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..removed import REMOVED
+from ..missing import REMOVED
 
 INTERRUPTED = 130  # exit status of a command stopped by Ctrl-C
 # The file that adds each command, loaded only for the one that runs.

@@ -38,8 +38,8 @@ def add(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    from ..missing import find_extra
     from ..training.data.prepare import prepare
-    from ..training.extras import find_extra
 
     tqdm = find_extra("tqdm") if sys.stderr.isatty() else None
     bar = None if tqdm is None else tqdm.tqdm(unit="B", unit_scale=True, dynamic_ncols=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..files.replace import remove_partial, replacing
-from .extras import find_extra, import_extra
+from ..missing import find_extra, import_extra
 
 METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
 # Seconds between two lines where there is no terminal to draw a bar on.

@@ -47,7 +47,7 @@ def test_each_thing_that_is_missing_has_its_remedy(
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(doctor.metadata, "version", missing)
-    assert 'pip install "fastattn[hf]"' in remedies()["transformers"]
+    assert 'pip install ".[hf]" in a checkout' in remedies()["transformers"]
 
 
 def test_the_report_counts_what_is_to_do() -> None:
