@@ -178,7 +178,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leads from the former addresses of the integrations, doors/, to their pages."""
+    """Redirects from the former addresses of the integrations."""
     site = Path(config.site_dir)
     for page in sorted((site / "integrations").rglob("index.html")):
         to = page.parent.relative_to(site)

@@ -169,7 +169,7 @@ def test_info_names_versions_and_reasons(capsys):
     assert "fastattn " in written
     assert "cpu: 1 threads" in written
     assert "backend: torch" in written
-    assert 'not triton: backend "torch" was asked for' in written
+    assert 'not triton: backend "torch" was requested' in written
 
 
 @pytest.mark.parametrize(
