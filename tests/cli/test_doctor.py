@@ -41,7 +41,7 @@ def test_each_thing_that_is_missing_has_its_remedy(
 
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     assert "TRITON_CACHE_DIR" in remedies()["cache of kernels"]
-    assert "FASTATTN_CACHE_DIR" in remedies()["cache of findings"]
+    assert "FASTATTN_CACHE_DIR" in remedies()["cache of results"]
 
     def missing(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
