@@ -175,9 +175,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def tutorials() -> list[str]:
     """The pages whose blocks together are one program."""
     docs = CHECKOUT / "docs"
-    return sorted(x.relative_to(docs).as_posix() for x in docs.glob("tutorial*/**/*.md")) + [
-        "tutorial.md"
-    ]
+    pages = (
+        docs / "guide" / "gpt.md",
+        docs / "tutorial.md",
+        *sorted((docs / "tutorials").iterdir()),
+    )
+    return [x.relative_to(docs).as_posix() for x in pages]
 
 
 def notebook_path(page: str) -> str:
