@@ -1,4 +1,4 @@
-"""Dry run of the GPU path without a GPU, on a stub CUDA driver and on fake CUDA tensors."""
+"""Dry run of the GPU path on a stub CUDA driver: launches, graphs, streams, devices."""
 
 import json
 import os
@@ -18,7 +18,7 @@ DRY_RUN = Path(__file__).parent / "dry_run"
 DRIVER = ("launches.attention_calls", "launches.cache_calls", "launches.hopper_calls")
 FAKES = ("fakes.direct_path", "fakes.op_path")
 PROCESSES = ((*DRIVER, "running.calls", "faults.planted"), (*FAKES, "fakes.planted"))
-# What the dry run has to say of each of `tests/dry_run/faults.py`, and of `fakes.py`.
+# The message for each of `tests/dry_run/faults.py`, and of `fakes.py`.
 FAULTS = {
     "batch size": r"compiled again for another shape: \['fill'\]",
     "no launch": "launched nothing",
@@ -37,7 +37,7 @@ FAKE_FAULTS = {
 
 @cache
 def played(parts: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    """The scenes of parts of the dry run, by part, from a separate process."""
+    """Run parts of the dry run in a process of their own; their records, by part."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("TRITON_INTERPRET", "FASTATTN_BACKEND"):
         environment.pop(name, None)

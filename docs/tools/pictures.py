@@ -1,5 +1,5 @@
-"""Draws docs/pictures: masks as the library applies them, computed blocks, caches, charts, and
-terminals.
+"""Draws docs/pictures: masks as the library applies them, computed blocks, caches, charts,
+terminals, and the project's mark.
 
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
@@ -220,7 +220,8 @@ def pictures() -> dict[str, str]:
     every = reports(RESULTS)
     # Of the GPU with the most figures.
     gpus = Counter(gpu_of(data) for data in every for _ in data["results"])
-    measured = charts.measured(*(x for x in every if gpu_of(x) == gpus.most_common(1)[0][0]))
+    of_one = [x for x in every if gpu_of(x) == gpus.most_common(1)[0][0]]
+    measured = charts.measured(*of_one) | {"measured-overview": charts.overview(*of_one)}
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
     drawn["kept-for-backward.svg"] = kept_memory()
@@ -229,7 +230,8 @@ def pictures() -> dict[str, str]:
         record = (terminal["RECORDED"] / f"{name}.txt").read_text(encoding="utf-8")
         drawn[f"terminal-{name}.svg"] = terminal["draw"](record)
     drawn |= runpy.run_path(str(Path(__file__).with_name("caches.py")))["caches"]() | lists()
-    return drawn | {name: draw_mask(weights) for name, weights, _ in tables()}
+    masks = {name: draw_mask(weights) for name, weights, _ in tables()}
+    return drawn | masks | runpy.run_path(str(Path(__file__).with_name("brand.py")))["brand"](masks)
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:

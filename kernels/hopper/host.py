@@ -184,8 +184,10 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 
 def not_elementwise(function: Any) -> str | None:
-    """Name of an operation of a @triton.jit function that may not be elementwise, or None."""
-    # Such operations need layouts in Gluon; tiles here have other shapes than the portable ones.
+    """Name of an operation of a @triton.jit function that may not be elementwise, or None.
+
+    Such operations need layouts in Gluon, and tiles here have other shapes than the portable ones.
+    """
     return _first_not_elementwise(function)
 
 
@@ -254,7 +256,7 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
     if options.dropout:
         return "dropout needs too many registers"
     if (parts := parts_of_keys(q, k, options)) > 1:
-        return f"the GPU would idle: two passes split a tile of keys among {parts} programs"
+        return f"it would leave the GPU idle: two passes split a tile of keys in {parts} programs"
     return None
 
 

@@ -40,7 +40,7 @@ def test_blocks_as_libraries_write_them(swap, name):
     assert_equal(model, plain, tokens(name))
     assert total(done) == 2, str(done)
     assert len(done.replaced) == 2 and not done.left, str(done)
-    assert "[1 so far]" in str(done)
+    assert "[1 call so far]" in str(done)
     before = total(done)
     done.undo()
     assert torch.equal(model(tokens(name)), plain(tokens(name)))

@@ -1,4 +1,4 @@
-"""`python tests/dry_run MODULE.FUNCTION...`: play these parts, and print their scenes."""
+"""`python tests/dry_run MODULE.FUNCTION...`: run these parts and print their records."""
 
 import dataclasses
 import importlib

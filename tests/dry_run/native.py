@@ -1,4 +1,4 @@
-"""Build and load the two libraries of the dry run; kept beside Triton's cache."""
+"""Build and load the dry run's two libraries; they are kept beside Triton's cache."""
 
 import ctypes
 import os

@@ -127,7 +127,8 @@ class Swap:
         if (calls := self.calls.get(name)) is None:
             return ""
         why = f", {calls.passed} without fastattn: {calls.reason}" if calls.passed else ""
-        return f" [{calls.served} so far{why}]"
+        count = "1 call" if calls.served == 1 else f"{calls.served} calls"
+        return f" [{count} so far{why}]"
 
 
 def _unserved(softmax: bool) -> str:

@@ -1,8 +1,12 @@
-"""Names that were removed, and what to use instead."""
+"""Errors of missing names and packages: what replaces a removed name, how to install an extra."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import importlib
+from typing import Any, NoReturn
+
+# No release is on an index. `fastattn[hf]` from one would be another project's package.
+_INSTALL = 'pip install ".[{}]" in a checkout of fastattn'
 
 _ENGINE = (
     "see examples/engine.py, with PagedKVCache, append_paged and attention_paged, or use "
@@ -42,3 +46,34 @@ def raise_missing(module: str, name: str) -> NoReturn:
     if instead := REMOVED.get(full.removeprefix("fastattn.")):
         raise ImportError(f"{full} was removed: {instead}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs an extra of pyproject.toml."""
+    return _INSTALL.format(extra)
+
+
+def import_extra(module: str, purpose: str) -> Any:
+    """Import a module of the `gpt` extra, by its dotted name.
+
+    purpose: what needs it, as the subject of the message: "a checkpoint".
+
+    Raises:
+        ModuleNotFoundError: the package is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(
+            f"{purpose} needs the package {package}, which is not installed: {installing('gpt')}",
+            name=error.name,
+        ) from error
+
+
+def find_extra(module: str) -> Any:
+    """Import an optional module, or return None where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
