@@ -45,7 +45,7 @@ class CacheView(NamedTuple):
             included.
         dtype: of keys and values as attention gets them.
         counters: int32 [rows], all 0, for kernels that count their programs; each resets them.
-        rope: [P, H_k, S, R] in dtype: further key columns, behind those of k, which then are the
+        rope: [P, H_k, S, R] in dtype: further key columns, after those of k, which then are the
             value. None: k has all columns.
     """
 

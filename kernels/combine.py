@@ -74,7 +74,7 @@ def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.con
     """o [1, BLOCK_DV] and lse [1] of a row, its parts merged in order.
 
     row_ptr: the row in its first part, `step` elements before that in the next; the facts of a part
-    are `facts` elements behind.
+        are `facts` elements after it.
     """
     cols = tl.arange(0, BLOCK_DV)[None, :]
     acc, m, l = no_parts(BLOCK_DV)

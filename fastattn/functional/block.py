@@ -86,7 +86,7 @@ def attention_block_backward(
     backend: str | None = None,
     **options: Any,
 ) -> BlockGradients:
-    """Compute the share of a part of the keys in the gradients of `attention` to all keys.
+    """Compute the share of one part of the keys in the gradients of attention to all keys.
 
     Args:
         do: gradient of o, in q's dtype.

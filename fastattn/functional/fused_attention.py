@@ -120,7 +120,7 @@ def attention(
             -> gradient of score_mod's x, from the gradient dx of its result. Default: derived from
             score_mod.
         mod_tensors: contiguous tensors, passed to @triton.jit functions as pointers for tl.load.
-        sinks: float [H_q], differentiable: per head, the score of one more key with value 0.
+        sinks: float [H_q], differentiable attention sinks: per head, the score of a key of value 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
             Always applied: pass 0 for evaluation.
         dropout_seed: int64 [2] on q's device: the same weights with every backend, those of

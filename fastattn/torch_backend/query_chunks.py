@@ -86,7 +86,7 @@ def attention_in_tiles(
     """Compute o and lse, in fp32 or wider, so that a query has the same bits in every call.
 
     Tiles of positions and blocks of keys have fixed sizes and places: a query is in the same row of
-    the same tile in every call, and meets the same blocks in the same order. torch's operators are
+    the same tile in every call, and visits the same blocks in the same order. torch's operators are
     assumed to compute a row alike in tensors of one shape, whatever the other rows hold. Not for
     packed calls. Offsets and lengths are read on the host.
     """
