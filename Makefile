@@ -154,12 +154,12 @@ docs: $(VENV)/.installed-docs links
 
 # The version is that of the newest tag.
 dist: $(VENV)/.installed-dev
-	@rm -rf dist build/lib build/bdist.*
+	@rm -rf dist build/bdist.*
 	$(bin)/python -c 'import sys, setuptools.build_meta as x; x.build_sdist("dist"); x.build_wheel("dist")'
 	$(bin)/twine check --strict dist/*
 
 test-wheel:
-	@rm -rf build/wheel build/lib build/bdist.*
+	@rm -rf build/wheel build/bdist.*
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/python -m pip install $(PIP_ARGS) .
 	cd build/wheel && bin/fastattn verify --quick

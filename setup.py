@@ -5,6 +5,7 @@ a distribution is in pyproject.toml.
 """
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def packages(folders: dict[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    # pip builds here, and setuptools would install modules of an earlier build that are deleted.
+    shutil.rmtree(CHECKOUT / "build" / "lib", ignore_errors=True)
     told = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     setup(

@@ -3,7 +3,7 @@
     python bench/prebuild.py                      # build/prebuilt.txz, which run_all unpacks
     python bench/prebuild.py --out FILE --check   # and unpack it: a second process compiles nothing
 
-Triton's driver runs on a stand-in for CUDA's (tests/rehearsal), for an H100 or H200, so that the
+Triton's driver runs on a stub of CUDA's (tests/dry_run), for an H100 or H200, so that the
 launchers are built as well. Triton finds the kernels where its version, Python's and this checkout
 are the same.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path.append(str(CHECKOUT / "tests" / "rehearsal"))
+sys.path.append(str(CHECKOUT / "tests" / "dry_run"))
 WORKERS = os.cpu_count() or 1
 # Triton's cache of earlier runs; delete it to leave out kernels that have changed since.
 KEPT = CHECKOUT / "build" / "prebuilt"

@@ -1,4 +1,4 @@
-"""Users' functions in options, and their names for operators, which take only strings."""
+"""`BlockMask`, and users' functions in options: their translation, and names for operators."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class BlockMask:
             object.__setattr__(self, "tensors", own.tensors)
 
     def to(self, device: torch.device) -> "BlockMask":
-        """A mask whose own tensors are on a device; its tables are made anew."""
+        """Copy whose tensors are on a device; its tables are made anew."""
         own = None if self.tensors is None else tuple(x.to(device) for x in self.tensors)
         return BlockMask(self.mask_mod, self.per_batch, self.per_head, tensors=own)
 
@@ -103,8 +103,8 @@ def is_python(function: Any) -> bool:
 def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Options with @triton.jit functions alone, all of which take mod_tensors.
 
-    Python functions are translated, and so is what goes with them. Returns the same dict if there
-    is nothing to do.
+    Python functions are translated, as are the functions passed with them. Returns the same dict if
+    there is nothing to do.
 
     Raises:
         ValueError: a function cannot be translated, or now, while torch.compile traces.
@@ -121,7 +121,7 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
         return options
     if given and all(tensors is not given for _, tensors in functions.values()):
         raise ValueError(
-            f"mod_tensors are read by @triton.jit functions, and {' and '.join(functions)} read "
+            f"mod_tensors are for @triton.jit functions; {' and '.join(functions)} read "
             "the tensors of their scopes"
         )
     made: dict[str, Any]

@@ -159,7 +159,7 @@ class CacheView(NamedTuple):
     def written(self, k: Tensor, v: Tensor) -> tuple["CacheView", Tensor, Tensor | None]:
         """The buffers that appending k [B, H_k, T, D] and v writes, and what goes to each.
 
-        The parts of a row that have scales count as heads. What lies in one memory is written once.
+        The parts of a row that have scales count as heads. Shared memory is written once.
         """
         if self.rope is not None and self.k_scale is not None:
             parts = (self.k_scale.shape[3], -1)

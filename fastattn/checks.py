@@ -42,7 +42,7 @@ _SAID = {
     "int32": "an int32 tensor",
     "int64": "an int64 tensor",
 }
-# Ours, and other libraries' names of the same. A function takes at most one of ours.
+# fastattn's names, and other libraries' names for the same. A function takes one of a row at most.
 _NAMES = (
     ("scale", "softmax_scale sm_scale scaling"),
     ("attn_mask key_padding_mask memory_padding_mask", "attention_mask mask"),
@@ -90,18 +90,17 @@ def check_tensor(name: str, x: Any) -> Tensor:
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
     if x.is_nested:
         raise TypeError(
-            f"{name} must be a dense tensor, got a nested one: attention_varlen takes sequences of "
-            "several lengths as the values() of a jagged tensor [N, *, H, D], and its offsets() "
-            "as cu_seqlens_q"
+            f"{name} must be a dense tensor, got a nested one: pass attention_varlen the values() "
+            "of a jagged tensor [N, *, H, D], and its offsets() as cu_seqlens_q"
         )
     if x.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, as to_dense() makes one, got {x.layout}")
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}: call to_dense()")
     # Recognised by its method, without an import of torch.distributed.tensor.
     if type(x) is not Tensor and hasattr(x, "to_local"):
         raise TypeError(
-            f"{name} must be the tensor of one device, got a {type(x).__name__}: "
-            "fastattn.attention and decode_attention take these for q, k and v, sharded by rows or "
-            "heads, and beside them for options; elsewhere pass its to_local(), or call in "
+            f"{name} must be a tensor of one device, got a {type(x).__name__}: only "
+            "fastattn.attention and decode_attention take DTensors, if q, k and v are DTensors "
+            "sharded by rows or heads; elsewhere pass its to_local(), or call in "
             "torch.distributed.tensor.experimental.local_map"
         )
     if in_forward_mode():
@@ -113,9 +112,9 @@ def refuse_tangent(name: str, x: Tensor) -> None:
     """Raise NotImplementedError if x has a forward-mode tangent, which would be dropped."""
     if in_forward_mode() and has_tangent(x):
         raise NotImplementedError(
-            f"{name} has a tangent (torch.autograd.forward_ad, torch.func.jvp or jacfwd), and "
-            "fastattn carries none of it: attention and attention_varlen do, of q, k, v and of the "
-            "options that learn; elsewhere take derivatives in reverse mode (autograd, "
+            f"{name} has a tangent (torch.autograd.forward_ad, torch.func.jvp or jacfwd), which is "
+            "not supported here: only attention and attention_varlen support forward mode, for q, "
+            "k, v and options with gradients; elsewhere use reverse mode (autograd, "
             "torch.func.vjp, jacrev), or detach it"
         )
 
@@ -155,7 +154,7 @@ def check_qkv(
 
 
 def sizes_of(q: Tensor) -> Sizes:
-    """Sizes of q's dims, as `check_qkv` has them."""
+    """Sizes of q's dims, as `check_qkv` returns them."""
     return dict(zip((DENSE if q.dim() == 4 else PACKED)[0].split(), q.shape, strict=True))
 
 
@@ -221,7 +220,7 @@ def _fits(shape: Sequence[int], dims: list[str], sizes: Sizes) -> bool:
 
 
 def wrong_shape(name: str, x: Tensor, dims: str, sizes: Sizes) -> ValueError:
-    """The error of a shape, which says the names of the dims and their known sizes."""
+    """Error for a wrong shape, with the names of the dims and their known sizes."""
     names = [dim.strip("[]()?") for dim in dims.split()]
     forms = []
     for named in (names, [str(sizes.get(name, name)) for name in names]):
@@ -290,14 +289,12 @@ def check_keep_first(x: Any, windowed: bool) -> int:
     """Check for an int >= 0, with an option that hides the first keys."""
     count = check_count("keep_first", x, 0)
     if count and not windowed:
-        raise ValueError(
-            f"keep_first={count} keeps keys that a window or stride hides; neither is given"
-        )
+        raise ValueError(f"keep_first={count} needs a window or stride; neither is given")
     return within_reach(count)
 
 
 def check_count(name: str, x: Any, least: int) -> int:
-    """An int of at least `least`, returned as Python's own."""
+    """Check for an int of at least `least`; returns a Python int."""
     count = check_int(name, x)
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {x}")
@@ -334,7 +331,7 @@ def check_offsets(
 
 
 def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
-    """Check that offsets start at 0, never fall and do not exceed `total`. Waits for the device."""
+    """Check offsets: from 0, non-decreasing, at most `total`. Waits for the device."""
     values = offsets.tolist()
     if values[0] != 0 or values[-1] > total:
         raise ValueError(
@@ -342,7 +339,7 @@ def check_offset_values(name: str, offsets: Tensor, total: int) -> None:
         )
     for n, (start, end) in enumerate(pairwise(values)):
         if end < start:
-            raise ValueError(f"{name} must not fall, got {start} then {end} at sequence {n}")
+            raise ValueError(f"{name} must be non-decreasing, got {start}, {end} at sequence {n}")
 
 
 def check_scale(scale: Any, D: int) -> float:
@@ -358,7 +355,7 @@ def check_pair(name: str, x: Any, what: str) -> None:
 
 
 def check_number(name: str, x: Any) -> float:
-    """An int or a float, returned as a float."""
+    """Check for an int or a float; returns a float."""
     x = as_python(x)
     if isinstance(x, bool) or not isinstance(x, _NUMBERS):
         raise TypeError(f"{name} must be a float, got {got(x)}")
@@ -366,14 +363,14 @@ def check_number(name: str, x: Any) -> float:
 
 
 def check_float_dtype(name: str, x: Any) -> torch.dtype:
-    """A dtype of floating numbers."""
+    """Check for a floating dtype."""
     if not isinstance(x, torch.dtype) or not x.is_floating_point:
         raise TypeError(f"{name} must be a floating dtype, got {x!r}")
     return x
 
 
 def check_positive(name: str, x: Any) -> float:
-    """A positive, finite number."""
+    """Check for a positive, finite number."""
     x = check_number(name, x)
     if not 0 < x < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {x}")
@@ -381,7 +378,7 @@ def check_positive(name: str, x: Any) -> float:
 
 
 def check_fraction(name: str, x: Any) -> float:
-    """A number from 0 to 1, without 1."""
+    """Check for a number in [0, 1)."""
     x = check_number(name, x)
     if not 0 <= x < 1:
         raise ValueError(f"{name} must be in [0, 1), got {x}")

@@ -31,7 +31,7 @@ _FUNCTIONS: dict[str | None, str] = {
 
 
 class Explanation(NamedTuple):
-    """The backend that serves a call, and the reason against each faster one.
+    """The backend of a call, and why each faster one was not used.
 
     Attributes:
         forced: the backend was requested by argument or by FASTATTN_BACKEND.
@@ -65,7 +65,7 @@ if _STORED is not None:
     raw_name = partial(_STORED.get, os.environ.encodekey(ENVIRONMENT))
 
 
-def asked_for(backend: str | None) -> str:
+def requested_backend(backend: str | None) -> str:
     """The backend requested by argument, or else by the environment.
 
     Raises:
@@ -85,11 +85,11 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return reason
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in options.mod_tensors)
     if wanted and (tracing.may_be_traced(q) or tracing.in_forward_mode()):
-        return "mod_tensors require a gradient, which kernels give where nothing traces alone"
+        return "mod_tensors require a gradient, which kernels compute only where nothing traces"
     widest = max(q.shape[-1], v.shape[-1])
     if options.key2 is not None:
         if options.relative_keys is not None:
-            return "its kernels add relative_keys or key2 to q.k, not both"
+            return "its kernels do not support relative_keys and key2 together"
         widest = max(q.shape[-1] + options.key2.shape[-1], v.shape[-1])
     limit, of = MAX_HEAD_DIM, ""
     if _is_rdna(q.device):
@@ -143,7 +143,7 @@ def why_not_hopper_fp8(
 
 
 def why_no_kernel(inputs: dict[str, Tensor]) -> str | None:
-    """Reason that no Triton kernel takes these tensors, or None; the first tells the device."""
+    """Reason that no Triton kernel takes these tensors, the first on the call's device, or None."""
     name, x = next(iter(inputs.items()))
     if not call.TRITON_INSTALLED:
         return "triton is not installed"
@@ -269,9 +269,9 @@ def choose(
     """
     dense = "attention" if options.cu_seqlens_q is None else "attention_varlen"
     spread.refuse(_FUNCTIONS.get(family, dense))
-    forced = asked_for(backend)
+    forced = requested_backend(backend)
     if forced == "torch":
-        return Explanation("torch", {"triton": 'backend "torch" was asked for'}, forced=True)
+        return Explanation("torch", {"triton": 'backend "torch" was requested'}, forced=True)
     why: dict[str, str | None] = {}
     uncompiled = family == "statistics" and _is_rdna(q.device)
     reason = "Triton 3.7 does not compile its kernels for RDNA" if uncompiled else None
@@ -286,11 +286,11 @@ def choose(
         for one in among:
             why[one.name] = why[one.name] or one.why_slow(q, k, v, options)
     elif forced not in why or why[forced] is not None:
-        reason = why.get(forced) or reason or "it has no such kernel"
+        reason = why.get(forced) or reason or "there is no such kernel"
         raise ValueError(f'backend "{forced}" cannot serve this call: {reason}')
     for index, one in enumerate(among):
         if one.name == forced or (forced == "auto" and why[one.name] is None):
-            requested = f'backend "{one.name}" was asked for'
+            requested = f'backend "{one.name}" was requested'
             # On other devices a faster backend is not expected.
             faster = {x.name: why[x.name] or requested for x in among[:index] if x.on(q.device)}
             return Explanation(
@@ -298,8 +298,8 @@ def choose(
             )
     if options.batch_invariant and q.is_cuda:
         raise ValueError(
-            f'batch_invariant: "triton" cannot serve this call: {why["triton"]}; with '
-            'backend="torch" in every call, all have the bits of that'
+            f'batch_invariant: "triton" cannot serve this call: {why["triton"]}; pass '
+            'backend="torch" in every call for equal bits'
         )
     return Explanation("torch", {"triton": str(why["triton"])}, measured=fastest == "torch")
 
@@ -355,13 +355,13 @@ def takes_kernel(task: str, backend: str | None, inputs: dict[str, Tensor], fami
     Args:
         task: description, for the message.
         backend: the caller's argument.
-        inputs: by name; the first tells the device.
+        inputs: by name; the first has the call's device.
         family: its name in `fastattn verify`.
 
     Raises:
         ValueError: the backend is unknown, or is "triton" and cannot do it.
     """
-    forced = asked_for(backend)
+    forced = requested_backend(backend)
     if forced == "torch":
         return False
     reason = why_no_kernel(inputs)
@@ -420,15 +420,15 @@ def _differs(x: object, default: object) -> bool:
 
 
 def warn_if_slow(explanation: Explanation, device: torch.device) -> None:
-    """Warn once per reason if torch serves a GPU tensor although it was not requested, and once if
-    slower kernels do for want of a verdict.
+    """Warn once per reason if torch serves a GPU call unrequested, and once if the Hopper kernels
+    are unverified.
     """
     if explanation.forced or explanation.measured:
         return
     if explanation.backend == "torch":
         warn_once(f"fastattn falls back to torch: {explanation.reasons['triton']}", device)
     elif explanation.reasons.get("hopper", "").startswith(choices.NEVER_RAN):
-        message = "fastattn takes slower kernels where no GPU has run Hopper's (see explain)"
+        message = "fastattn uses slower kernels, as no GPU has run the Hopper kernels (see explain)"
         warn_once(f"{message}: {choices.REMEDY}", device)
 
 

@@ -66,8 +66,8 @@ def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
     document get id -1, padding.
 
     Args:
-        cu_seqlens: int32 or int64 [N + 1], from 0, never falling, to at most length. Values are
-            read on a CPU only.
+        cu_seqlens: int32 or int64 [N + 1], non-decreasing from 0 to at most length. Values are read
+            on a CPU only.
         length: the number of positions.
 
     Raises:

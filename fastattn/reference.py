@@ -312,7 +312,7 @@ _POSITIONAL = (
 def _positional(masks: dict[str, Any]) -> dict[str, Any]:
     unknown = masks.keys() - {*_POSITIONAL, "documents", "mask_mod"}
     if unknown:
-        raise TypeError(f"attention takes no {', '.join(sorted(unknown))}")
+        raise TypeError(f"attention does not support {', '.join(sorted(unknown))}")
     return {name: masks[name] for name in _POSITIONAL if name in masks}
 
 

@@ -1,4 +1,4 @@
-"""Rules of options that their tags do not say: pairs, users' functions, what goes with what.
+"""Checks of options beyond dtype and shape: pairs, users' functions, combinations.
 
 Each takes an option and its call, and returns the value for the call's record.
 """
@@ -105,7 +105,7 @@ _VARIANT = {
     "dropout": "it draws by the row of the batch",
     "key_padding_mask": "keys move to other blocks; key_lengths hide the last ones",
     "documents": "they begin within blocks of keys; attention_varlen takes sequences",
-    "positions": "keys are not met in their order",
+    "positions": "keys are not visited in order",
 }
 
 
@@ -248,8 +248,8 @@ def check_query2(query: Tensor, call: Checking) -> Tensor:
     if call.arguments.get("scale") is None:
         if any(_one_memory(x, call.v) for x in (call.k, call.arguments["key2"])):
             raise ValueError(
-                "scale must be given where values are keys too, as of latents: it is that of the "
-                "head dim before a projection was absorbed, not of the widths here"
+                "scale must be given if v is k or key2, as for latents: it is that of the head dim "
+                "before a projection was absorbed, not of the widths here"
             )
         call.fields["scale"] = (call.q.shape[-1] + query.shape[-1]) ** -0.5
     return query

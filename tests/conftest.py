@@ -35,7 +35,7 @@ if _foreign := list(foreign(_CHECKOUT)):
 # Files that take longest. They start first: else workers would wait for the last of them. Without
 # workers they run last: what fails sooner ends a run with -x sooner.
 _COSTLY = (
-    "test_rehearsal.py",
+    "test_dry_run.py",
     "docs/test_documents.py",
     "parallel/test_context_attention.py",
     "kernels/test_compile.py",

@@ -72,7 +72,7 @@ def test_kernels_serve_where_they_run_and_an_argument_forces_a_backend(device: s
     served = fastattn.explain(q, k, v)
     assert served == fastattn.Explanation("triton", {}) and str(served) == "backend: triton"
     explanation = fastattn.explain(q, k, v, backend="torch")
-    asked = {"triton": 'backend "torch" was asked for'}
+    asked = {"triton": 'backend "torch" was requested'}
     assert explanation == fastattn.Explanation("torch", asked, forced=True)
     forced = fastattn.explain(q, k, v, backend="triton")
     assert forced == fastattn.Explanation("triton", {}, forced=True)
@@ -134,7 +134,7 @@ def test_hopper_is_no_backend_of_other_functions(
 ) -> None:
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     q, k, _ = make_qkv(D=64, dtype=torch.bfloat16, device=device)
-    with pytest.raises(ValueError, match="it has no such kernel"):
+    with pytest.raises(ValueError, match="there is no such kernel"):
         fastattn.attention_weights(q, k, backend="hopper")
 
 
@@ -150,7 +150,7 @@ def test_a_log_has_a_line_for_each_kind_of_call(monkeypatch, capsys, device: str
     by_kernel, by_torch = capsys.readouterr().err.splitlines()
     call = "fastattn: attention q[1, 2, 4, 16] k[1, 1, 4, 16] v[1, 1, 4, 16] float32 softcap"
     assert by_kernel.startswith(f"{call} -> triton; tile ")
-    assert by_torch == f'{call} -> torch; not triton: backend "torch" was asked for'
+    assert by_torch == f'{call} -> torch; not triton: backend "torch" was requested'
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_layout_that_is_probably_wrong_is_named_once(monkeypatch: pytest.Monke
     for by_layout in calls:
         dispatch._warned.clear()
         call_memo.forget()
-        with pytest.warns(UserWarning, match=r"Of tensors \[B, T, H, D\]") as seen:
+        with pytest.warns(UserWarning, match=r"If the tensors are \[B, T, H, D\]") as seen:
             for T in (8, 4):
                 by_layout(q[:, :, :T])
         assert [x.filename for x in seen] == [__file__]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fastattn.cli.main import build_parser
-from fastattn.removed import REMOVED
+from fastattn.missing import REMOVED
 
 LISTED = Path(__file__).with_name("public_names.txt")
 MODULES = (
@@ -163,6 +163,8 @@ def _of_commands(parser: argparse.ArgumentParser) -> Iterator[str]:
             for command in action.choices.values():
                 yield from _of_commands(command)
             continue
+        if "--print-completion" in action.option_strings:
+            continue  # shtab's, where it is installed
         facts = {"nargs": action.nargs, "choices": action.choices, "required": action.required}
         facts |= {"const": action.const, "default": action.default}
         said = [f"{name}={x!r}" for name, x in facts.items() if x not in (None, False)]

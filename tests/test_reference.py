@@ -117,7 +117,7 @@ def test_a_row_that_sees_nothing_has_its_sink() -> None:
 
 
 def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="attention takes no colour"):
+    with pytest.raises(TypeError, match="attention does not support colour"):
         reference.attention(*make_qkv(1, 1, 1, 2, D=4), colour=1)
 
 

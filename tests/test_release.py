@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setuptools.compat.py310 import tomllib
 
 yaml = pytest.importorskip("yaml")
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -53,6 +54,10 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     with tarfile.open(sdist) as tar:
         tar.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
+    # A module of an earlier build, deleted since.
+    stale = unpacked / "build" / "lib" / "fastattn" / "deleted.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     return sdist, build(unpacked, folder, "wheel")
 
 
@@ -137,13 +142,15 @@ def test_workflows_run_what_a_contributor_runs(path: Path) -> None:
             assert words[:2] == ["bash", ".ci/run"] or words[:2] == ["test", "-e"], command
 
 
-def test_the_changelog_of_a_release_is_a_page() -> None:
-    """Lines of work go under "Unreleased"; a merge may put them elsewhere."""
+def test_the_changelog_of_a_version_is_a_page() -> None:
+    """By kinds of change; a merge may put lines elsewhere."""
     text = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
-    first, *released = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    assert first.startswith("[Unreleased]") and released
-    assert first.count("### Attention") == 0 and first.count("\n") < 150
-    assert max(part.count("\n") for part in released) < 80
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert parts[0].startswith("[Unreleased]")
+    for part in parts:
+        kinds = re.findall(r"^### (.*)$", part, re.MULTILINE)
+        assert kinds == [x for x in ("Added", "Changed", "Removed", "Fixed") if x in kinds]
+        assert part.count("\n") < 130
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +170,33 @@ def test_the_checks_of_the_versions_are_there(versions: dict[str, Any]) -> None:
     named = [name for names in versions["CHECKS"].values() for name in names if ".py" in name]
     assert named == list(dict.fromkeys(named))
     assert [name for name in named if not (CHECKOUT / "tests" / name).is_file()] == []
+
+
+def newest_release() -> str:
+    """Return the version of the newest tag, or "" before the first."""
+    command = ["git", "tag", "--list", "v*", "--sort=-v:refname"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+    return done.stdout.partition("\n")[0].removeprefix("v")
+
+
+def test_the_citation_is_of_the_newest_release() -> None:
+    citation = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text(encoding="utf-8"))
+    told = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    unreleased = told["tool"]["setuptools_scm"]["fallback_version"]
+    assert citation["version"] == (newest_release() or unreleased)
+    assert ("date-released" in citation) == bool(newest_release())
+    assert citation["url"] == told["project"]["urls"]["Source"]
+
+
+def test_no_text_installs_an_unreleased_package_by_name() -> None:
+    """An index may have another project under this name."""
+    if newest_release():
+        pytest.skip("a release is on the index")
+    own = r"pip install (?:-\S+ )*[\"']?fastattn(?![\w.-])"
+    texts = {name for name in files() if name.endswith((".py", ".md", ".yml", ".toml"))}
+    texts.remove("docs/releases.md")
+    found = [x for x in texts if re.search(own, (CHECKOUT / x).read_text(encoding="utf-8"))]
+    assert found == []
 
 
 def test_what_is_read_by_forms_is_well_formed() -> None:

@@ -176,9 +176,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def tutorials() -> list[str]:
     """The pages whose blocks together are one program."""
     docs = CHECKOUT / "docs"
-    return sorted(x.relative_to(docs).as_posix() for x in docs.glob("tutorial*/**/*.md")) + [
-        "tutorial.md"
-    ]
+    pages = (
+        docs / "guide" / "gpt.md",
+        docs / "tutorial.md",
+        *sorted((docs / "tutorials").iterdir()),
+    )
+    return [x.relative_to(docs).as_posix() for x in pages]
 
 
 def notebook_path(page: str) -> str:
@@ -232,7 +235,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leads from the former addresses of the integrations, doors/, to their pages."""
+    """Redirects from the former addresses of the integrations."""
     site = Path(config.site_dir)
     for page in sorted((site / "integrations").rglob("index.html")):
         to = page.parent.relative_to(site)

@@ -220,7 +220,8 @@ def pictures() -> dict[str, str]:
     every = reports(RESULTS)
     # Of the GPU with the most figures.
     gpus = Counter(gpu_of(data) for data in every for _ in data["results"])
-    measured = charts.measured(*(x for x in every if gpu_of(x) == gpus.most_common(1)[0][0]))
+    of_one = [x for x in every if gpu_of(x) == gpus.most_common(1)[0][0]]
+    measured = charts.measured(*of_one) | {"measured-overview": charts.overview(*of_one)}
     drawn = {f"overview-{theme}.svg": overview(theme) for theme in THEMES}
     drawn |= {f"{name}.svg": chart for name, chart in measured.items()}
     drawn["kept-for-backward.svg"] = kept_memory()

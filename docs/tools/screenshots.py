@@ -4,7 +4,8 @@ make docs && python docs/tools/screenshots.py build/screenshots
 
 Each page is opened at the width of a desktop and of a phone, and pictured from top to bottom. A
 page that is wider than its window, a picture that does not load and, on a desktop, code that is
-wider than its column are reported; the exit status is then 1. Needs chromium. The site is served on the loopback interface alone.
+wider than its column are reported; the exit status is then 1. Needs chromium. The site is served
+on the loopback interface alone.
 """
 
 import argparse

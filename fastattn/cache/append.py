@@ -78,9 +78,5 @@ def append(
 
 
 def serves(k: Tensor, backend: str | None) -> bool:
-    """Whether the kernel appends k, not torch.
-
-    Raises:
-        ValueError: as `append`.
-    """
+    """Whether the kernel appends k, not torch; raises as `append`."""
     return dispatch.takes_kernel("append to this cache", backend, {"k": k}, "append")

@@ -20,7 +20,7 @@ def check_sizes(**sizes: Any) -> list[int]:
 
 
 def check_ints(name: str, each: str, numbers: Any) -> list[int]:
-    """Python ints from a list, a tuple or a CPU tensor; each: the name of one."""
+    """Check for ints in a list, a tuple or a CPU tensor; returns Python ints. each: name of one."""
     if not isinstance(numbers, Iterable) or (isinstance(numbers, Tensor) and not numbers.dim()):
         raise TypeError(f"{name} must be a sequence of ints, got {checks.got(numbers)}")
     return [checks.check_int(each, n) for n in numbers]

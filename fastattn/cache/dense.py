@@ -315,7 +315,7 @@ class KVCache:
             self.starts = None
             return
         if self.window is not None:
-            raise ValueError("starts: a cache with a window takes no padding on the left")
+            raise ValueError("starts: a cache with a window does not support padding on the left")
         self._check_row_integers("starts", starts)
         with torch.inference_mode(False):
             self.starts = starts.clamp(0, self.max_length).to(torch.int32)

@@ -54,7 +54,7 @@ def _records(
 ) -> Stored:  # fmt: skip
     if dtype != torch.bfloat16 or latent_dim % _OF_SCALE or rope_dim < 1 or shape[-2] != 1:
         raise ValueError(
-            f"quantize='fp8_ds_mla' takes one head of bfloat16, latent_dim a multiple of "
+            f"quantize='fp8_ds_mla' needs one head of bfloat16, latent_dim a multiple of "
             f"{_OF_SCALE}, and a rope_dim, got {shape[-2]} of {dtype}, {latent_dim} and {rope_dim}"
         )
     width = _codes_and_scales(latent_dim) + 2 * rope_dim
@@ -86,7 +86,7 @@ def stored_in_records(records: Tensor, latent_dim: int) -> Stored:
 def view_of_records(
     records: Tensor, latent_dim: int, lengths: Tensor, block_table: Tensor | None = None
 ) -> CacheView:
-    """A `CacheView` of records that somebody else keeps, [P, 1, S, bytes] of `stored_in_records`.
+    """A `CacheView` of external records [P, 1, S, bytes], as in `stored_in_records`.
 
     Args:
         records: uint8, int8 or float8_e4m3fn, any strides but the last.

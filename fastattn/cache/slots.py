@@ -88,7 +88,7 @@ def _view(cache: Any) -> CacheView:
     if not isinstance(cache, tuple) or len(cache) != 2:
         raise TypeError(
             "cache must be a CacheView or (k_pages, v_pages), "
-            f"got {checks.type_name(cache)}; a cache of ours has its own append"
+            f"got {checks.type_name(cache)}; use its own append"
         )
     k, v = (
         checks.check_tensor(name, x) for name, x in zip(("k_pages", "v_pages"), cache, strict=True)

@@ -99,7 +99,7 @@ def _check_buffers(
             raise TypeError(f"{name} must be a float tensor, int8 or float8_e4m3fn, got {x.dtype}")
         if codes != (scale is not None):
             raise ValueError(
-                f"{name}_scale goes with int8 and float8_e4m3fn alone, got it with {x.dtype}"
+                f"{name}_scale is for int8 and float8_e4m3fn only, got it with {x.dtype}"
                 if scale is not None
                 else f"{name}_scale must be given, as {name} is {x.dtype}"
             )

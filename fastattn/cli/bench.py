@@ -22,13 +22,15 @@ def add(commands: Any) -> None:
     add("--kv-heads", type=int, help="key/value heads (default: --heads)")
     add("--embed-dim", type=int, help="width of the model (default: 768; CPU: 128)")
     add("--context", type=int, help="tokens of a sequence (default: 1024; CPU: 128)")
-    add("--batch", type=int, help="sequences a step (default: 16; CPU: 4)")
+    add("--batch", type=int, help="sequences per step (default: 16; CPU: 4)")
     add("--vocab-size", type=int, help="size of the vocabulary (default: 50304; CPU: 256)")
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
-    add("--backends", nargs="+", choices=("auto", "triton", "torch"), help="(default: all)")
+    backends = ("auto", "triton", "hopper", "torch")
+    text = "backends to time (default: auto triton torch; CPU: triton torch)"
+    add("--backends", nargs="+", choices=backends, help=text)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", default="auto", choices=dtypes, help="of activations (default: auto)")
+    add("--dtype", default="auto", choices=dtypes, help="dtype of activations (default: auto)")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -55,7 +57,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     )
     dtype = resolve_dtype(TrainConfig(dtype=arguments.dtype).dtype, device)
     batch = default(arguments.batch, 16, 4)
-    lines = [f"{'backend':8}{'ms/step':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'MiB':>10}"]
+    names = f"{'ms/step':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'MiB':>10}"
+    _write("backend", names)
     timed = 0
     # On a CPU auto takes torch.
     for backend in arguments.backends or BACKENDS[small:]:
@@ -69,16 +72,21 @@ def _bench(arguments: argparse.Namespace) -> int:
                 steps=arguments.steps,
             )
         except torch.OutOfMemoryError:
-            lines.append(f"{backend:8} out of memory")
+            _write(backend, " out of memory")
         except ValueError as error:
             if backend not in str(error):
                 raise
-            lines.append(f"{backend:8} {error}")
+            _write(backend, f" {error}")
         else:
             timed += 1
             mfu = "" if timing.mfu is None else f"{timing.mfu:.1%}"
             peak = "" if timing.peak_mib is None else f"{timing.peak_mib:,.0f}"
             figures = f"{timing.step_ms:10.2f}{timing.tokens_per_second:12,.0f}"
-            lines.append(f"{backend:8}{figures}{timing.model_tflops:10.3g}{mfu:>8}{peak:>10}")
-    sys.stdout.write("\n".join(lines) + "\n")
+            _write(backend, f"{figures}{timing.model_tflops:10.3g}{mfu:>8}{peak:>10}")
     return 0 if timed else 1
+
+
+def _write(backend: str, figures: str) -> None:
+    """Print a row at once: the next one may take a minute."""
+    sys.stdout.write(f"{backend:8}{figures}\n")
+    sys.stdout.flush()

@@ -11,20 +11,18 @@ def add(commands: Any) -> None:
     """Add the commands to the parser's subcommands."""
     parser = commands.add_parser(
         "import-hf",
-        help="make a checkpoint of a GPT-2 in Hugging Face's layout",
-        description="Make a checkpoint of a folder with config.json, model.safetensors and a "
-        "tokenizer, as Hugging Face transformers saves a GPT-2.",
+        help="convert a Hugging Face GPT-2 to a checkpoint",
+        description="Convert a GPT-2 that Hugging Face transformers saved, a folder with "
+        "config.json, model.safetensors and a tokenizer, to a checkpoint.",
     )
     parser.set_defaults(command=_import_hf)
-    parser.add_argument("folder", metavar="DIR", help="folder that transformers has written")
+    parser.add_argument("folder", metavar="DIR", help="folder of the GPT-2")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer's JSON in place of DIR's own"
+        "--tokenizer", metavar="FILE", help="tokenizer's JSON file (default: that of DIR)"
     )
 
-    parser = commands.add_parser(
-        "export-hf", help="write a checkpoint as a GPT-2 in Hugging Face's layout"
-    )
+    parser = commands.add_parser("export-hf", help="convert a checkpoint to a Hugging Face GPT-2")
     parser.set_defaults(command=_export_hf)
     text = "folder of a run or of one checkpoint"
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help=text)
@@ -32,8 +30,8 @@ def add(commands: Any) -> None:
 
     parser = commands.add_parser(
         "import-nanogpt",
-        help="make a checkpoint of nanoGPT's ckpt.pt",
-        description="Make a checkpoint of nanoGPT's ckpt.pt, running no code that is in it.",
+        help="convert nanoGPT's ckpt.pt to a checkpoint",
+        description="Convert nanoGPT's ckpt.pt to a checkpoint, running no code from the file.",
     )
     parser.set_defaults(command=_import_nanogpt)
     parser.add_argument("file", metavar="FILE", help="ckpt.pt")

@@ -1,4 +1,4 @@
-"""`fastattn info --doctor`: find problems of this machine, with remedies."""
+"""`fastattn info --doctor`: problems of this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-# By package: the install target and the purpose.
+from ..missing import installing
+
+# By package: the command that installs it, and the purpose.
 PACKAGES = {
-    "numpy": ("numpy", "Triton's interpreter, by which `fastattn verify` runs without a GPU"),
-    "transformers": ("fastattn[hf]", 'attn_implementation="fastattn"'),
-    "tokenizers": ("fastattn[gpt]", "`fastattn train` with pieces of words"),
-    "safetensors": ("fastattn[gpt]", "checkpoints"),
-    "matplotlib": ("fastattn[gpt]", "`fastattn inspect`, and plots"),
+    "numpy": (
+        "pip install numpy",
+        "Triton's interpreter, `fastattn verify` on a CPU",
+    ),
+    "transformers": (installing("hf"), 'attn_implementation="fastattn"'),
+    "tokenizers": (installing("gpt"), "`fastattn train` with subword tokenizers"),
+    "safetensors": (installing("gpt"), "checkpoints"),
+    "matplotlib": (installing("gpt"), "`fastattn inspect`, and plots"),
 }
 
 
@@ -52,9 +57,9 @@ def _device() -> Iterator[Finding]:
         yield Finding("GPU", f"torch {torch.__version__} is built for the CPU alone", remedy)
     elif not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi") or shutil.which("rocm-smi")
-        remedy = "look at what nvidia-smi or rocm-smi says, and at CUDA_VISIBLE_DEVICES"
+        remedy = "check nvidia-smi or rocm-smi, and CUDA_VISIBLE_DEVICES"
         if driver is None:
-            remedy = "if there is one, install its driver"
+            remedy = "if there is a GPU, install its driver"
         yield Finding("GPU", f"torch, built for {built}, sees none", remedy)
     else:
         for index in range(torch.cuda.device_count()):
@@ -80,7 +85,7 @@ def _caches() -> Iterator[Finding]:
     from ..tuned.store import CACHE_DIR, cache_folder
 
     triton = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-    folders = {"kernels": (triton, "TRITON_CACHE_DIR"), "findings": (cache_folder(), CACHE_DIR)}
+    folders = {"kernels": (triton, "TRITON_CACHE_DIR"), "results": (cache_folder(), CACHE_DIR)}
     for name, (folder, variable) in folders.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
         sizes = (path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -93,8 +98,8 @@ def _caches() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for package, (installs, purpose) in PACKAGES.items():
+    for package, (command, purpose) in PACKAGES.items():
         try:
             yield Finding(package, metadata.version(package))
         except metadata.PackageNotFoundError:
-            yield Finding(package, "not installed", f'for {purpose}: pip install "{installs}"')
+            yield Finding(package, "not installed", f"for {purpose}: {command}")

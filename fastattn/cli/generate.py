@@ -39,15 +39,15 @@ def add(commands: Any) -> None:
     add("--tokens", type=int, default=500, help="largest number of new tokens (default: 500)")
     add("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
-    add("--cuda-graph", action="store_true", help="replay the steps as a CUDA graph")
+    add("--cuda-graph", action="store_true", help="replay decoding steps as a CUDA graph")
     text = "when the context is full: restart from its last half (default), or crop the text to "
     text += "the last context in every step, as nanoGPT does, which is slower"
     add("--past-context", choices=("restart", "crop"), help=text)
-    # None by default, so that a missing option does not contradict --beams.
-    drawn = parser.add_argument_group("choice of tokens")
+    # None by default: a missing option must not contradict --beams.
+    drawn = parser.add_argument_group("sampling")
     add = drawn.add_argument
     add("--temperature", type=float, help=f"divisor of the logits (default: {_TEMPERATURE})")
-    add("--top-k", type=int, help="keep so many of the most likely tokens")
+    add("--top-k", type=int, help="keep this many of the most likely tokens")
     add("--top-p", type=float, help="keep the most likely tokens that sum to this probability")
     add("--min-p", type=float, help="keep tokens at least MIN_P times as likely as the top one")
     text = "keep tokens of at least this probability, which some courses call top-p"
@@ -59,10 +59,10 @@ def add(commands: Any) -> None:
         default=None,
         help="take the most likely token in each step",
     )
-    add("--seed", type=int, help="seed of the choice (default: a new one each time)")
+    add("--seed", type=int, help="seed of sampling (default: a new one each time)")
     search = parser.add_argument_group("beam search")
     add = search.add_argument
-    add("--beams", type=int, help="number of beams in a search for the most likely text")
+    add("--beams", type=int, help="number of beams")
     add(
         "--length-penalty",
         type=float,
@@ -198,6 +198,6 @@ def _write_texts(prompts: list[str], pieces: Iterator[tuple[int, str]]) -> None:
 
 
 def _report(tally: Tally, seconds: float) -> None:
-    """Report the speed on stderr, so that stdout holds the text alone."""
+    """Report the speed on stderr; stdout has the text alone."""
     speed = f"{tally.tokens / seconds:,.0f} tokens/s"
     sys.stderr.write(f"{tally.tokens} tokens in {seconds:.2f} s: {speed}\n")

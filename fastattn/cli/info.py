@@ -1,4 +1,4 @@
-"""`fastattn info`: versions, and the backend and tiles for each device, with reasons."""
+"""`fastattn info`: versions, and each device's backend and tiles, with reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     text = "show devices, backends and versions"
     description = "Show versions, and for each device which backend serves a causal call and why, "
-    description += "where the tiles of its kernels come from, and what `fastattn verify` found."
+    description += "where its tiles come from, and the results of fastattn verify."
     info = commands.add_parser("info", help=text, description=description)
     info.add_argument(
         "--distributed",
@@ -61,13 +61,13 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _distributed() -> int:
-    """Report the backends of torch.distributed and the ranks that torchrun started; one prints."""
+    """Print the backends of torch.distributed and the number of ranks, on rank 0."""
     import os
 
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():
-        raise ValueError("there are no ranks: torchrun --nproc-per-node 4 -m ... starts some")
+        raise ValueError("--distributed found no ranks: start it by torchrun -m fastattn")
     world, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if int(os.environ["RANK"]):
         return 0

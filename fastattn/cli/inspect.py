@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
         "inspect",
         help="draw the attention weights of a trained model",
         description="Draw the attention weights of every layer and head over a text into a PNG "
-        "file, with one row a query.",
+        "file, a row per query.",
     )
     parser.set_defaults(command=_inspect)
     add = parser.add_argument

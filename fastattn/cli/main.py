@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..removed import REMOVED
+from ..missing import REMOVED, find_extra
 
 INTERRUPTED = 130  # exit status of a command stopped by Ctrl-C
-# The file that adds each command, loaded only for the one that runs.
+# The file of each command; only that of the command that runs is imported.
 _FILES = {
     "prepare": "prepare",
     "train": "train",
@@ -36,7 +36,7 @@ _FILES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command; without a command, show the help.
 
     Args:
         argv: arguments without the program's name; default: the process's own.
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Ctrl-C.
     """
     try:
-        words = sys.argv[1:] if argv is None else argv
-        arguments = build_parser(words[0] if words else None).parse_args(argv)
+        words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+        arguments = build_parser(words[0]).parse_args(words)
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
@@ -65,7 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, with the closest valid one."""
+    """Reports a wrong word in one line, with the closest valid one.
+
+    Help is coloured on a terminal where rich-argparse is installed, or by Python 3.14.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        if rich := find_extra("rich_argparse"):
+            options["formatter_class"] = rich.RichHelpFormatter
+        super().__init__(**options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in args or ():
@@ -84,11 +92,18 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"argument {name}: a path must not be empty (.: the current folder)")
         return parsed, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(x) for x in action.choices]
+            closest = difflib.get_close_matches(str(value), choices, 1)
+            hint = f"did you mean {closest[0]!r}?" if closest else f"choose {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"invalid choice {value!r}: {hint}")
+
     def _hint(self, word: str) -> str:
         """Suggest an option for an unknown one."""
         option = word.partition("=")[0]
         if closest := difflib.get_close_matches(option, self._option_string_actions, 1, 0.7):
-            return f"; the closest to {option} is {closest[0]}"
+            return f": did you mean {closest[0]}?"
         if "--set" in self._option_string_actions:
             return f"; a field of the model: --set {option[2:].replace('-', '_')}=VALUE"
         return ""
@@ -98,15 +113,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of one command, or of all where there is no such."""
+    """Build the parser of one command, or of all commands where it names none."""
     parser = _Parser(
-        prog="fastattn", description="Fused attention in Triton, with small transformers."
+        prog="fastattn",
+        description="Check and tune fused attention kernels; train and run small transformers.",
     )
     parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     files = [_FILES[command]] if command in _FILES else dict.fromkeys(_FILES.values())
     for file in files:
         importlib.import_module(f"..{file}", __name__).add(commands)
+    if shtab := find_extra("shtab"):
+        shtab.add_argument_to(parser, help="print a script that completes commands and options")
+        paths = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
+        for action in (x for one in commands.choices.values() for x in one._actions):
+            if action.metavar in paths:
+                action.complete = paths[action.metavar]
     return parser
 
 

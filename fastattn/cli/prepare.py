@@ -1,9 +1,10 @@
-"""`fastattn prepare`: text files to token files, for `fastattn train --data`."""
+"""`fastattn prepare`: tokenize text files, for `fastattn train --data`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,21 +15,23 @@ def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "prepare",
-        help="make token files of texts, for training on more text than fits in memory",
-        description="Make token files of text files, for fastattn train --data.",
+        help="tokenize texts larger than memory, for fastattn train --data",
+        description="Tokenize text files into token files, for fastattn train --data.",
     )
     parser.set_defaults(command=_prepare)
     add = parser.add_argument
     text = "UTF-8 text files, and folders of them"
     add("--text", nargs="+", required=True, metavar="PATH", help=text)
     add("--out", required=True, metavar="DIR", help="folder of the token files")
-    text = "tokenizer as of fastattn train (default: bpe), trained on the first 10 MB of the text "
+    text = (
+        "tokenizer, as for fastattn train (default: bpe), trained on the first 10 MB of the text "
+    )
     text += "(char: on all of it)"
     add("--tokenizer", default="bpe", metavar="NAME", help=text)
     text = "size of the vocabulary to train, except for char (default: 1024)"
     add("--vocab-size", type=int, default=1024, metavar="N", help=text)
-    text = "unit of a document, which attends only to itself: a file (default), a line, or a "
-    text += "paragraph, which an empty line ends"
+    text = "a document, which attends only to itself: a file (default), a line, or a paragraph, "
+    text += "which an empty line ends"
     add("--documents", choices=("file", "line", "paragraph"), default="file", help=text)
     text = (
         "a file that is not UTF-8: stop and leave nothing (strict, default), or read wrong bytes "
@@ -38,19 +41,25 @@ def add(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    from ..missing import find_extra
     from ..training.data.prepare import prepare
-    from ..training.extras import find_extra
+    from ..training.metrics import LINE_INTERVAL
 
     tqdm = find_extra("tqdm") if sys.stderr.isatty() else None
     bar = None if tqdm is None else tqdm.tqdm(unit="B", unit_scale=True, dynamic_ncols=True)
-    seen = [0, 0]
+    seen, last_line = [0, 0], time.monotonic()
 
     def show(done: int, total: int) -> None:
+        nonlocal last_line
         seen[:] = done, total
         if bar is not None:
             bar.total = total
             bar.update(done - bar.n)
+        elif time.monotonic() - last_line >= LINE_INTERVAL:
+            last_line = time.monotonic()
+            say(f"{done:,} of {total:,} bytes")
 
+    say(f"tokenizing {', '.join(arguments.text)} into {arguments.out}")
     names = ("tokenizer", "vocab_size", "documents", "errors")
     options = {name: getattr(arguments, name) for name in names}
     try:

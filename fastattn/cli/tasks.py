@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "--beams",
         type=int,
         default=1,
-        help="beams of the search for the most likely text (default: 1)",
+        help="number of beams of a beam search (default: 1)",
     )
     parser.add_argument(
         "--truncate", action="store_true", help="cut texts that are too long for the model"
@@ -48,7 +48,7 @@ def _add_input(parser: argparse.ArgumentParser, *, repeatable: bool = False) -> 
         one.add_argument("--text", action="append", help="a text; repeatable")
         one.add_argument("--file", metavar="FILE", help="UTF-8 file, one text a line")
     else:
-        one.add_argument("--text")
+        one.add_argument("--text", help="text to tag")
         one.add_argument("--file", metavar="FILE", help="UTF-8 file")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
 
@@ -105,7 +105,7 @@ def _translate(arguments: argparse.Namespace) -> int:
 
 
 def _texts(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Texts to translate, each with its file and line."""
+    """Yield texts to translate, each with its file and line."""
     from ..training.data.text import read_text_file
 
     if arguments.file is None:

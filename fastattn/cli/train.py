@@ -19,14 +19,20 @@ MODELS = ("gpt", "encoder", "seq2seq")
 TASKS = ("language", "tagging", "masked", "translation")
 # Options for fields of the model's configuration; --set sets the others.
 _MODEL = {
-    "--preset": ("preset", "published configuration, such as gpt2-small, which others change"),
+    "--preset": (
+        "preset",
+        "published configuration, such as gpt2-small; options override it",
+    ),
     "--layers": ("num_layers", "number of layers (default: 4)"),
     "--heads": ("num_heads", "query heads (default: 4)"),
     "--kv-heads": ("num_kv_heads", "key/value heads (default: --heads)"),
     "--embed-dim": ("embed_dim", "width of the model (default: 128)"),
     "--hidden-dim": ("hidden_dim", "width of the MLP (default: 4 x --embed-dim)"),
     "--context": ("context_length", "gpt, encoder: tokens of the context (default: 64)"),
-    "--decoder-layers": ("num_decoder_layers", "seq2seq: of the decoder (default: --layers)"),
+    "--decoder-layers": (
+        "num_decoder_layers",
+        "seq2seq: decoder layers (default: --layers)",
+    ),
     "--source-length": ("source_length", "seq2seq: tokens of the source (default: 64)"),
     "--target-length": ("target_length", "seq2seq: tokens of the target (default: 64)"),
     "--dropout": ("dropout", "dropout of embeddings and layer outputs (default: 0)"),
@@ -34,10 +40,16 @@ _MODEL = {
         "positions",
         "learned (default), sinusoidal, rotary, alibi, scalar, content, transformer_xl or none",
     ),
-    "--window": ("window", "keys that a token sees, itself included (default: all)"),
+    "--window": (
+        "window",
+        "sliding window, the token itself included (default: all keys)",
+    ),
     "--block": ("block", "order of norm, attention and MLP: pre (default), post or parallel"),
     "--norm": ("norm", "layernorm (default) or rmsnorm"),
-    "--ffn": ("activation", "of the MLP: relu, gelu (default), gelu_tanh, geglu or swiglu"),
+    "--ffn": (
+        "activation",
+        "MLP activation: relu, gelu (default), gelu_tanh, geglu or swiglu",
+    ),
 }
 
 
@@ -49,26 +61,26 @@ def add(commands: Any) -> None:
         description="Train a model. Without --text the data are this Python's standard "
         "library: its source text to continue (gpt) or to fill in (encoder, masked), its tokens "
         "with their tags (encoder, tagging), its docstrings with the names of their functions "
-        "(seq2seq). Under torchrun --nproc-per-node N -m fastattn train ... the ranks share out "
-        "the rows of a batch.",
-        # No defaults here, so that missing options do not contradict a resumed run.
+        "(seq2seq). Under torchrun --nproc-per-node N -m fastattn train ... batches are split over "
+        "the ranks.",
+        # No defaults here: a missing option must not contradict a resumed run.
         argument_default=argparse.SUPPRESS,
     )
     parser.set_defaults(command=_train)
     run = parser.add_argument_group("run")
-    run.add_argument("--model", choices=MODELS, help="the kind of model (default: gpt)")
+    run.add_argument("--model", choices=MODELS, help="kind of model (default: gpt)")
     run.add_argument(
         "--task",
         choices=TASKS,
-        help="what an encoder learns: tagging (default) or masked; other models have one task",
+        help="task of an encoder: tagging (default) or masked; other models have one task",
     )
-    run.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/<model>)")
+    run.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/<model>)")
     run.add_argument(
         "--resume",
         action="store_true",
         default=False,
-        help="continue the run in --out with its own options, to a larger --steps if given; start "
-        "it if there is none",
+        help="continue the run in --out with its saved options, to --steps if given; start a run "
+        "if there is none",
     )
     _add_settings(parser.add_argument_group("data"), "data", DataConfig)
     model = parser.add_argument_group("model")
@@ -88,7 +100,7 @@ def add(commands: Any) -> None:
 
 
 def _add_settings(group: Any, part: str, config: type) -> None:
-    """Add an option for every field of a configuration, with its own help and type."""
+    """Add an option for each field of a configuration, with the field's help and type."""
     kinds = get_type_hints(config)
     for field in dataclasses.fields(config):
         about, kind = field.metadata, kinds[field.name]
@@ -110,7 +122,7 @@ def _add_settings(group: Any, part: str, config: type) -> None:
 
 
 def _value(text: str) -> Any:
-    """A JSON value, or the text itself."""
+    """Parse a JSON value; other text is itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -118,7 +130,7 @@ def _value(text: str) -> Any:
 
 
 def _options(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Options by part and field, from dests such as "training.steps"."""
+    """Sort options by part and field, from dests such as "training.steps"."""
     parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "data": {}}
     for name, value in chosen.items():
         part, _, field = name.partition(".")
@@ -170,7 +182,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _score_lines(scores: Mapping[str, Any]) -> Iterator[str]:
-    """One line per figure; figures by tag follow their name, sorted."""
+    """Yield a line per figure; figures by tag follow their name."""
     for name, value in scores.items():
         title = _SCORE_TITLES.get(name, name)
         if isinstance(value, Mapping):

@@ -13,10 +13,10 @@ def add(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "tune",
-        help="time tiles and backends on this machine's GPU, and remember the fastest",
+        help="autotune tiles and backends on this GPU",
         description="Verify the kernels, time candidates against the shipped choices, and "
         "store each winner at once: Ctrl-C loses nothing. Untimed kernels come first. "
-        "Later calls use the findings, unless FASTATTN_TUNED=0.",
+        "Later calls use the results, unless FASTATTN_TUNED=0.",
     )
     parser.set_defaults(command=_tune)
     add = parser.add_argument
@@ -24,13 +24,18 @@ def add(commands: Any) -> None:
     add("--kv-heads", type=int, help="key/value heads (default: --heads)")
     add("--dims", type=int, nargs="+", metavar="D", help="head dims (default: 128 64 256)")
     dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", nargs="+", choices=dtypes, help="in this order (default: bfloat16 float32)")
+    add(
+        "--dtype",
+        nargs="+",
+        choices=dtypes,
+        help="dtypes in order (default: bfloat16 float32)",
+    )
     add("--seconds", type=float, default=300.0, help="time limit (default: 300)")
     add("--device", default="auto", help="auto or cuda:<index> (default: auto)")
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--export", metavar="FILE", help="write all findings to a file at the end")
+    one.add_argument("--export", metavar="FILE", help="write all results to a file at the end")
     one.add_argument(
-        "--import", dest="read", metavar="FILE", help="store the findings of a file, and end"
+        "--import", dest="read", metavar="FILE", help="store the results of a file, and exit"
     )
 
 
@@ -52,7 +57,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     store = Store(environment(device))
     if arguments.read is not None:
         count = store.import_(arguments.read)
-        sys.stdout.write(f"stored {count} findings of {arguments.read}\n")
+        sys.stdout.write(f"stored {count} results of {arguments.read}\n")
         return 0
     if arguments.export is not None:
         store.export(arguments.export)  # report an unwritable file at once
@@ -84,7 +89,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def summary(result: Any) -> list[str]:
-    """Lines that summarise a `Tuning`."""
+    """Format the summary of a `Tuning`."""
     faster = [row for _, row in result.rows if row["gain"]]
     left = sum(step.status == "not reached" for step in result.steps)
     lines = [f"choices measured: {len(result.rows)}, faster than shipped: {len(faster)}"]
@@ -92,5 +97,5 @@ def summary(result: Any) -> list[str]:
         lines[0] += f"; kept in {result.folder}"
     if left:
         steps = f"{left} of {len(result.steps)}"
-        lines.append(f"steps not reached: {steps}; the same command goes on there")
+        lines.append(f"steps not reached: {steps}; the same command continues there")
     return lines

@@ -14,9 +14,10 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="check every kernel's accuracy on this machine",
-        description="Run every family of kernels on this GPU against float64, in processes that "
-        "may hang or crash. Kernels that fail are skipped here from then on; explain and "
-        "fastattn info say why. Without a GPU some of them run in Triton's interpreter.",
+        description="Check every family of kernels on this GPU against float64, in child "
+        "processes, so that a hang or a crash ends one case alone. Kernels that fail are skipped "
+        "here from then on; explain and fastattn info say why. Without a GPU, some run in Triton's "
+        "interpreter.",
     )
     parser.set_defaults(command=_verify)
     add = parser.add_argument
@@ -27,11 +28,11 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="triton, hopper (default: all that the GPU has)",
     )
-    family = "families of kernels, such as forward, backward, decode (all; a wrong name lists them)"
+    family = "families, such as forward, backward, decode (default: all; a wrong name lists them)"
     add("--family", nargs="+", metavar="NAME", help=family)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
-    add("--export", metavar="FILE", help="write all findings about this device to a file")
-    add("--clear", action="store_true", help="forget all verdicts about this device, and end")
+    add("--export", metavar="FILE", help="write this device's results to a file")
+    add("--clear", action="store_true", help="forget this device's results, and exit")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -46,7 +47,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     store = Store(environment(device))
     if arguments.clear:
         store.clear(verification.KIND)
-        sys.stdout.write(f"forgot the verdicts on {report.name_of(device)}\n")
+        sys.stdout.write(f"forgot the results on {report.name_of(device)}\n")
         return 0
     choice = {"backends": arguments.backend, "families": arguments.family}
     scope = verification.scope_of(device, **choice, quick=arguments.quick)

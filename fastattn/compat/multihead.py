@@ -201,7 +201,7 @@ def _is_torchs(layer: nn.Module, query: Tensor) -> bool:
     wide = query.dtype in (torch.float32, torch.float64) and not tracing.autocasting(query.device)
     if not wide or not tracing.always(query.numel() > 0):
         return False
-    asked = dispatch.asked_for(_backend(layer))
+    asked = dispatch.requested_backend(_backend(layer))
     no_kernel = asked == "auto" and dispatch.why_no_kernel({"query": query}) is not None
     return (asked == "torch" or no_kernel) and spread.why_partial() is None
 

@@ -79,7 +79,7 @@ def additive_attention(
 
 def _check_backend(backend: str | None) -> None:
     spread.refuse("additive_attention")
-    asked = dispatch.asked_for(backend)
+    asked = dispatch.requested_backend(backend)
     if asked not in ("auto", "torch"):
         raise ValueError(
             f'backend "{asked}" cannot serve additive_attention, which has no kernel: pass "torch"'

@@ -36,7 +36,7 @@ class Callee(NamedTuple):
         if name not in OPTIONS:
             raise checks.unexpected(self.name, name, self.taken)
         reason = self.refusal(OPTIONS[name])
-        raise TypeError(f"{self.name} takes no {name}" + (f": {reason}" if reason else ""))
+        raise TypeError(f"{self.name} does not support {name}" + (f": {reason}" if reason else ""))
 
     def sign(self, function: Function) -> Function:
         """Replace **options in the signature of the function by its options."""
@@ -64,9 +64,9 @@ PAGED = _callee("attention_paged", lambda row: row.cache or row.packed, causal=T
 FP8 = _callee("attention_fp8")
 PACKED_FP8 = _callee("attention_varlen_fp8")
 ADDITIVE = _callee(
-    "additive_attention", lambda row: "of attention's options it takes the masks alone"
+    "additive_attention", lambda row: "of attention's options it supports only the masks"
 )
-SELECTED = _callee("selected_attention", lambda row: "lists of key blocks go with simpler options")
+SELECTED = _callee("selected_attention", lambda row: "it supports only simpler masks and scores")
 
 
 def _expected(name: str, row: OptionSpec) -> tuple[str, str, str] | None:
@@ -147,17 +147,18 @@ def _dense(
 
 
 def _warn_of_layout(q: Tensor, T_q: int, T_k: int, options: dict[str, Any]) -> None:
-    """Warn once of tensors that look like [B, T, H, D], of which grouped heads are fewer keys.
+    """Warn once about tensors that look like [B, T, H, D], whose grouped heads look like fewer
+    keys.
 
-    A transposed view was laid by someone who knows.
+    Not about transposed views, which show that the caller knows the layout.
     """
     if T_k and not T_q % T_k and q.stride(1) >= q.stride(2):  # noqa: SIM102
         if not options.keys() & {"query_offset", "positions"}:
             dispatch.warn_once(
-                "attention takes [B, H, T, D]: of these causal queries, which are the last ones, "
-                "most come before the first key, and get 0. Of tensors [B, T, H, D], as flash-attn "
-                "has them, pass x.transpose(1, 2); if the first query is at the first key, "
-                "query_offset=0"
+                "attention takes [B, H, T, D]: the last of these causal queries is at the last "
+                "key, so most come before the first key and get 0. If the tensors are [B, T, H, "
+                "D], as in flash-attn, pass x.transpose(1, 2); if the first query is at the first "
+                "key, pass query_offset=0"
             )
 
 

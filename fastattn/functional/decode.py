@@ -169,7 +169,7 @@ def explain_decode(
     backend: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Backend of `decode_attention` for these arguments, and why faster ones are passed over.
+    """Return the backend of a call of `decode_attention`, and why a faster one was not used.
 
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
@@ -273,7 +273,7 @@ def _checked_decode(
 
 
 def check_order(view: CacheView, options: Options) -> None:
-    """ValueError where keys of a cache stand in other blocks than without padding."""
+    """Raise ValueError if padding moves keys to other blocks than without padding."""
     if options.batch_invariant and view.starts is not None:
         raise ValueError(
             "padding on the left cannot be combined with batch_invariant: it moves keys to other "
@@ -321,5 +321,5 @@ def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, An
             f"keep_first must be the ring's {view.keep_first}, got {options['keep_first']}"
         )
     if options.get("stride") is not None:
-        raise ValueError("stride: the keys that it shows are not kept by a ring")
+        raise ValueError("stride is not supported with a ring, which drops keys that it shows")
     return {**options, "window": (left, None), "keep_first": view.keep_first}

@@ -257,7 +257,7 @@ def explain(
     backend: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Backend of `attention` for these arguments, and why faster ones are passed over.
+    """Return the backend of a call of `attention`, and why a faster one was not used.
 
     With deterministic=False also whether gradients would come in one pass, or why not. With few
     queries and many keys also whether keys are split among programs.
@@ -265,8 +265,8 @@ def explain(
     Checks the arguments as `attention` does, and computes nothing.
 
     Returns:
-        An `Explanation`: `.backend`, `.one_pass`, `.split_keys`, and `.reasons` by name of the
-        backend passed over; `str()` formats it.
+        An `Explanation`: `.backend`, `.one_pass`, `.split_keys`, and `.reasons` by name of a
+        backend that was not used; `str()` formats it.
     """
     arguments: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(arguments)

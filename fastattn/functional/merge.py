@@ -131,7 +131,7 @@ def cascade_attention(
     forked = checks.check_flag("forked", forked)
     unknown = how.keys() - {"num_splits", "backend"}
     if unknown:
-        raise TypeError(f"cascade_attention takes no {', '.join(sorted(unknown))}")
+        raise TypeError(f"cascade_attention does not support {', '.join(sorted(unknown))}")
     shared, _ = view_of_cache(prefix, "prefix")
     view, _ = view_of_cache(cache)
     if shared.batch_size != 1:

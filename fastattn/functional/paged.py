@@ -155,7 +155,7 @@ def explain_paged(
     backend: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Backend of `attention_paged` for these arguments, and why faster ones are passed over.
+    """Return the backend of a call of `attention_paged`, and why a faster one was not used.
 
     Checks the arguments as `attention_paged` does, and computes nothing.
     """

@@ -81,7 +81,7 @@ def _unscaled(
     options: "AttentionArguments",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     if "scale" in options:
-        raise TypeError(f"{name} takes no scale: its score is not scaled")
+        raise TypeError(f"{name} does not support scale: its score is not scaled")
     options["scale"] = 1.0
     if checks.check_flag("return_lse", return_lse):
         return fused_attention.attention(q, k, v, return_lse=True, backend=backend, **options)

@@ -163,7 +163,7 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Tensor | None, Options, str]:
     """q, k and lse for the backend, the checked options, and the backend."""
     if arguments.get("dropout"):
-        raise TypeError(f"{name} takes no dropout: it tells of the weights before it")
+        raise TypeError(f"{name} does not support dropout: it reports weights before dropout")
     if k is not None and not isinstance(k, Tensor):
         k, arguments = _of_cache(name, q, k, arguments)
     call_options.DENSE._replace(name=name).refuse_others(arguments)
@@ -208,7 +208,7 @@ def _of_cache(
 
 
 def check_max(options: Options) -> None:
-    """ValueError where a maximum changes the order of the sum that is promised."""
+    """Raise ValueError if return_max changes the order of a sum that batch_invariant promises."""
     if options.batch_invariant and options.sinks is not None:
         raise ValueError(
             "return_max cannot be combined with batch_invariant and sinks, which come last"

@@ -2,8 +2,8 @@
 
 from typing import NoReturn
 
+from ..missing import raise_missing
 from ..models.sampling import Sampling as Sampling
-from ..removed import raise_missing
 from .generate import Batch as Batch
 from .generate import generate_batch as generate_batch
 from .generate import generate_text as generate_text

@@ -350,7 +350,7 @@ class CausalGQAttention(GQAttention):
         **options: "Unpack[SelfOptions]",
     ) -> None:
         if "causal" in options:
-            raise TypeError("CausalGQAttention takes no causal: use GQAttention(..., causal=False)")
+            raise TypeError("CausalGQAttention is causal: use GQAttention(..., causal=False)")
         super().__init__(embed_dim, num_heads, num_kv_heads, causal=True, **options)
 
 

@@ -45,9 +45,9 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
     if options.relative_keys is not None:
-        return "its kernel does not know relative_keys"
+        return "its kernel does not support relative_keys"
     if options.key2 is not None:
-        return "its kernel does not know key2"
+        return "its kernel does not support key2"
     return None
 
 
@@ -84,10 +84,10 @@ def by_hopper(
         if not call.from_compiler(error):
             raise
         cause = " ".join(str(error).split())[:200]
-        reason = f"a kernel of it does not compile here: {type(error).__name__}: {cause}"
+        reason = f"one of its kernels does not compile here: {type(error).__name__}: {cause}"
     result = otherwise(*arguments, **_)  # raises if a user's function is what does not compile
     uncompiled.append(reason)
-    warnings.warn(f"fastattn goes on with triton: {uncompiled[0]}", UserWarning, stacklevel=2)
+    warnings.warn(f"fastattn uses triton instead: {uncompiled[0]}", UserWarning, stacklevel=2)
     return result
 
 

@@ -164,7 +164,7 @@ class Operator(Generic[_P, _R]):
                 break
             message = " ".join(str(error).split())[:200]
             warnings.warn(
-                f"fastattn takes smaller tiles than {refused}, and is slower for it: "
+                f"fastattn uses smaller, slower tiles than {refused}: "
                 f"{type(error).__name__}: {message}",
                 UserWarning,
                 stacklevel=3,
@@ -225,8 +225,8 @@ def contiguous(options: Options) -> Options:
 
 
 def may_be_kept(q: Tensor, options: Options) -> bool:
-    """Whether a launch may serve later calls too: without users' functions, of options that kernels
-    read as they lie, on the current device.
+    """Whether a launch may serve later calls too: no users' functions or copies of options, and on
+    the current device.
     """
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return False

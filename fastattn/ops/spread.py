@@ -1,4 +1,4 @@
-"""A sequence that is spread over ranks: a call on a rank's tokens sees a part of it."""
+"""Refuse calls on one rank's tokens of a sequence that is spread over ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,4 +44,4 @@ def why_partial() -> str | None:
 def refuse(call: str) -> None:
     """Raise a TypeError if a call would see a part of its sequence."""
     if (reason := why_partial()) is not None:
-        raise TypeError(f"{call} is not served {reason}")
+        raise TypeError(f"{call} is not supported {reason}")

@@ -44,8 +44,8 @@ def attend(
     """Run `torch_backend.attention` on a packed call, as an operator."""
     if (name := tangents.carried(q, k, v, options)) is not None:
         raise NotImplementedError(
-            f"{name} has a tangent, and packed calls carry none where torch traces them: leave "
-            "this call to eager mode (torch.compiler.disable)"
+            f"{name} has a tangent, which packed calls do not support where torch traces them: "
+            "run this call eagerly (torch.compiler.disable)"
         )
     options = laid(options, as_batch)
     forward = varlen_forward_lse if return_lse else varlen_forward

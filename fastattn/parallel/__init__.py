@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from ..removed import raise_missing
+from ..missing import raise_missing
 from .choose import MethodExplanation as MethodExplanation
 from .context_parallel_attention import context_attention as context_attention
 from .context_parallel_attention import explain_context as explain_context

@@ -42,18 +42,18 @@ def explanation(
         return MethodExplanation(*_by_rule(reasons, k, ranks, plan, options))
     if method in reasons:
         return MethodExplanation(None, reasons)
-    return MethodExplanation(method, reasons, "which was asked for")
+    return MethodExplanation(method, reasons, "which was requested")
 
 
 def _by_rule(
     reasons: dict[str, str], k: Tensor, ranks: Ranks, plan: ContextPlan, options: Options
 ) -> tuple[str | None, dict[str, str], str]:
-    """The method of "auto", the reasons against others, and its own.
+    """The method of "auto", the reasons against others, and the reason for it.
 
-    A ring that goes a part of the way sends the fewest keys. Else exchanged heads: a rank sends its
-    tokens once, less the more ranks there are, and all ranks have equally much to do, under every
-    mask; but K/V heads would be repeated for more ranks. Else gathered keys: few messages, that
-    overlap with the computation, for any heads. Two mesh dims have one method.
+    A ring that skips hops sends the fewest keys. Else ulysses: a rank sends its tokens once, and
+    all ranks have equal work under every mask; but more ranks than K/V heads would repeat those.
+    Else gather: few messages, which overlap with compute, for any heads. Two mesh dims have one
+    method.
     """
     able = [name for name in METHODS if name not in reasons]
     hops = plan.hops(options) if "ring" in able else ranks.size
@@ -97,7 +97,7 @@ def why_not(
         # Gathered keys are in order, as are the tokens of ranks that hold all of them.
         in_order = method == "ulysses" or (method == "gather" and name != "dropout")
         if name in options and not in_order and not plan.merged(degree).aligned:
-            return f"{name} goes by positions: the plan's block must be a multiple of 128"
+            return f"{name} depends on positions: the plan's block must be a multiple of 128"
     return None
 
 

@@ -126,7 +126,7 @@ def explain_context(
     method: str = "auto",
     **options: "Unpack[AttentionArguments]",
 ) -> MethodExplanation:
-    """Method of `context_attention` for these arguments, and why others are passed over.
+    """Return the method of a call of `context_attention`, and why others were not used.
 
     Checks this rank's arguments. Computes and sends nothing.
     """
@@ -165,7 +165,7 @@ def _checked_options(
             )
     for name, reason in _REFUSED.items():
         if not _is_default(name, options.get(name)):
-            raise TypeError(f"context_attention takes no {name}: {reason}")
+            raise TypeError(f"context_attention does not support {name}: {reason}")
     _CALLEE.refuse_others(options)
     arguments = {name: x for name, x in options.items() if not _is_default(name, x)}
     mask = arguments.get("attn_mask")

@@ -68,7 +68,7 @@ def decode_attention(
     options = {name: x for name, x in options.items() if x is not _TAKEN.default(name)}
     for name in options:
         if name in REFUSED:
-            raise TypeError(f"{_TAKEN.name} takes no {name}: {REFUSED[name]}")
+            raise TypeError(f"{_TAKEN.name} does not support {name}: {REFUSED[name]}")
     page = checks.check_count("page", page, 1)
     arguments = {name: x for name, x in options.items() if name not in (*_MASKS, *_BIASES, "sinks")}
     arguments["causal"] = False

@@ -37,7 +37,7 @@ class ContextPlan:
         T: tokens of the sequence, without padding.
         stretches: ranges (start, stop) of each rank, ascending, padding included.
         block: tokens that stay together.
-        balance: how they were.
+        balance: how tokens were assigned.
         imbalance: visible pairs of query and key of the busiest rank, over the mean.
         pairs: visible pairs of each rank's queries.
         documents: extents of the plan's documents, if any.

@@ -124,8 +124,8 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
         if error is not None:
             raise error from lost
         raise RuntimeError(
-            "a rank has not come to this call: it has ended, was stopped, makes no such call, or "
-            f"has taken longer than the timeout of the process group ({lost})"
+            "a rank did not make this call: it has ended, was stopped, skips the call, or took "
+            f"longer than the timeout of the process group ({lost})"
         ) from lost
     if error is not None:
         raise error

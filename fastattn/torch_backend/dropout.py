@@ -92,7 +92,8 @@ _AT_ONCE = 2**16
 
 
 def _kept(shape: Sequence[int], seed: Any, counter: Sequence[Tensor], least: int) -> Tensor:
-    """Which words are at least `least`: bool [*shape, 4]. In parts, if the seed is two numbers.
+    """Mask of the words that are at least `least`: bool [*shape, 4]; in parts if the seed is
+    numbers.
 
     counter: its first three words, which broadcast to `shape`.
     """

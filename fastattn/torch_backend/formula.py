@@ -25,7 +25,7 @@ def attention(
     first_row: int = 0,
     first_query: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o in q's dtype, or unrounded by options; lse; computed in fp32 or wider.
+    """o in q's dtype, or unrounded if an option says so, and lse; computed in fp32 or wider.
 
     Args:
         q, k, v: as in `fastattn.attention`, or packed as in `attention_varlen`.
@@ -136,7 +136,7 @@ def _relative_products(query: Tensor, keys: Tensor, k: Tensor, options: Options)
 
 
 def normalised(x: Tensor, sinks: Tensor | None, with_lse: bool = True) -> tuple[Tensor, Any]:
-    """softmax of scores (-inf: masked) with sinks, and the log of its denominators, if asked for.
+    """softmax of scores (-inf: masked) with sinks, and the log of its denominators if requested.
 
     A fully masked row has weights 0 and lse -inf, with gradients 0.
     """
@@ -156,7 +156,7 @@ def normalised(x: Tensor, sinks: Tensor | None, with_lse: bool = True) -> tuple[
 
 
 def _softmax(x: Tensor, with_lse: bool) -> tuple[Tensor, Any]:
-    """softmax and, if asked for, logsumexp of the last dim."""
+    """softmax and, if requested, logsumexp of the last dim."""
     if not (tracing.in_forward_mode() and tracing.has_tangent(x)):
         return x.softmax(-1), x.logsumexp(-1) if with_lse else None
     # The tangents of torch's functions are computed in place, so they have no backward.

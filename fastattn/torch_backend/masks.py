@@ -1,4 +1,4 @@
-"""The mask of a call, and what is added to its scores, as torch tensors."""
+"""Mask and additive biases of a call as torch tensors."""
 
 import math
 from functools import lru_cache
@@ -25,7 +25,7 @@ def by_value(
     options: Options, exists: Tensor | None, B: int, H_q: int, T_q: int, T_k: int,
     device: torch.device, first_row: int,
 ) -> Tensor | None:  # fmt: skip
-    """The part of `visible` that hangs on more than positions. exists: `existing_keys`."""
+    """The part of `visible` that depends on more than positions. exists: `existing_keys`."""
     keep = _both(options.attn_mask, None if exists is None else exists[:, None, None, :])
     if options.q_documents is not None and options.k_documents is not None:
         same = options.q_documents[:, :, None] == options.k_documents[:, None, :]

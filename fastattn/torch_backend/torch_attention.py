@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernel, with our semantics.
+"""Attention by torch's fused kernel, with the semantics of `fastattn.attention`.
 
 It is the fast path on a CPU and the last resort elsewhere. It adds to
 torch.nn.functional.scaled_dot_product_attention: padded-out keys are zeroed, as torch would

@@ -182,7 +182,7 @@ class Value:
             raise AttributeError(name)
         if name in _METHODS:
             return partial(getattr(LANGUAGE, name), self)
-        raise NotImplementedError(f".{name} of a Triton value has no stand-in in torch")
+        raise NotImplementedError(f".{name} of a Triton value is not supported in torch")
 
 
 def _operand(x: Any, real: torch.dtype, fraction: bool) -> Any:
@@ -396,7 +396,7 @@ class _Language(stand_ins.Language):
         if name in _ELEMENTWISE:
             return _elementwise(_ELEMENTWISE[name])
         raise NotImplementedError(
-            f"tl.{name} has no stand-in in torch, which evaluates masks and scores there"
+            f"tl.{name} is not supported by the torch backend, which evaluates masks and scores"
         )
 
 

@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from ..removed import raise_missing
+from ..missing import raise_missing
 
 
 def __getattr__(name: str) -> NoReturn:

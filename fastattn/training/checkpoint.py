@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..missing import import_extra
 from ..models.gpt import GPT
 from ..models.stack import on_meta
-from .extras import import_extra
 from .tasks.kinds import KINDS, Kind
 from .tokenizers import Tokenizer, from_json
 

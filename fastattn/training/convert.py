@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..missing import import_extra
 from ..models import gpt2
 from ..models.fields import check_type
 from ..models.gpt import GPTConfig
@@ -26,7 +27,6 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .data.text import read_text_file
-from .extras import import_extra
 from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..files.replace import replacing
+from ..missing import import_extra
 from ..modules.cross_attention import CrossGQAttention
 from ..modules.self_attention import GQAttention
 from ..modules.weights import cross_attention_weights, self_attention_weights
 from .checkpoint import Trained
 from .data.tagged_text import split_words
 from .data.text import DataError
-from .extras import import_extra
 from .tasks.tagging import cut_rows
 from .tasks.translation import encode_texts, translate_ids
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..files.replace import remove_partial, replacing
-from .extras import find_extra, import_extra
+from ..missing import find_extra, import_extra
 
 METRICS_FILE, CURVE_FILE = "metrics.jsonl", "loss.png"
-# Seconds between two lines where there is no terminal to draw a bar on.
-_LINE_INTERVAL = 10.0
+# Seconds between two lines where there is no terminal for a bar.
+LINE_INTERVAL = 10.0
 
 
 def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class ProgressBar(Progress):
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif now - self._last_line >= _LINE_INTERVAL or step == self._total:
+        elif now - self._last_line >= LINE_INTERVAL or step == self._total:
             self._last_line = now
             self.note(f"step {step}/{self._total}: {text}")
 

@@ -223,8 +223,8 @@ def _model_fields(
         for name, value in chosen.items():
             if name not in _OWN_FIELDS and base[name] != value:
                 raise CheckpointError(
-                    f"the pretrained encoder is of another configuration: its {name} is "
-                    f"{base[name]!r}, not {value!r}"
+                    f"the pretrained encoder has {name}={base[name]!r}, got {value!r}: leave the "
+                    "option out"
                 )
     own = {name: x for name, x in base.items() if name not in _vocabulary_fields(kind)}
     return {**own, **chosen}
@@ -280,9 +280,8 @@ def _continued(options: Options, checkpoint: Checkpoint) -> Options:
     source, kind = checkpoint.source, checkpoint.kind
     if imported := checkpoint.config.get("imported"):
         raise CheckpointError(f"{source} was imported from {imported}: it has no run to continue")
-    other = f"{source} is of another configuration:"
     if options.kind not in (None, kind.name):
-        raise CheckpointError(f"{other} it holds {kind.title}, not {KINDS[options.kind].title}")
+        raise CheckpointError(f"{source} holds {kind.title}, not {KINDS[options.kind].title}")
     saved = {
         "model": checkpoint.model_config.to_dict(),
         "training": dict(checkpoint.config["training"]),
@@ -294,7 +293,10 @@ def _continued(options: Options, checkpoint: Checkpoint) -> Options:
             value = list(value) if isinstance(value, tuple) else value
             if name not in _CHANGEABLE and saved[part].get(name) != value:
                 was = saved[part].get(name)
-                raise CheckpointError(f"{other} its {name} is {was!r}, not {value!r}")
+                raise CheckpointError(
+                    f"{source} was started with {name}={was!r}, got {value!r}: leave the option "
+                    "out to continue it, or choose another folder"
+                )
             saved[part][name] = value
     for name in _vocabulary_fields(kind):
         del saved["model"][name]

@@ -1,4 +1,4 @@
-"""Training steps of the reference GPT, with each attention backend."""
+"""Timing of training steps of the reference GPT with one attention backend."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def time_training_steps(
     Args:
         config: of the model; sequences have its context_length.
         batch_size: sequences a step.
-        backend: "triton" or "torch".
+        backend: "auto", "triton", "hopper" or "torch".
         device, dtype: where to run, and autocast's dtype; weights are float32.
         steps: timed steps, at least 1.
         warm_up: steps before them.

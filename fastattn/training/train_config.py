@@ -29,7 +29,7 @@ def setting(
     choices: tuple[str, ...] = (),
     path: str = "",
 ) -> Any:
-    """A field of a configuration that `fastattn train` offers.
+    """Make a field of a configuration that `fastattn train` has an option for.
 
     Args:
         default: its value.
@@ -60,9 +60,9 @@ def check_settings(config: Any) -> None:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of the loop; the defaults suit a model of about a million parameters.
+    """Settings of the training loop; the defaults suit about a million parameters.
 
-    `fastattn train --help` shows them all. Weights are float32 in every dtype.
+    `fastattn train --help` lists them. Weights are float32 in every dtype.
 
     Raises:
         ValueError: a field is out of range, or fields disagree.
@@ -71,31 +71,36 @@ class TrainConfig:
     steps: int = setting(2000, "optimizer steps", check=_COUNT)
     batch_size: int = setting(
         12,
-        "windows, sentences or pairs of a forward pass of all ranks",
+        "examples per forward pass, over all ranks",
         flag="--batch",
         check=_COUNT,
     )
-    accumulation: int = setting(1, "forward passes a step", flag="--accumulate", check=_COUNT)
+    accumulation: int = setting(
+        1, "gradient accumulation: forward passes per step", flag="--accumulate", check=_COUNT
+    )
     learning_rate: float = setting(
         3e-3,
-        "AdamW's learning rate after warm-up",
+        "learning rate of AdamW after warm-up",
         flag="--lr",
         check=("positive", lambda x: x > 0),
     )
     min_learning_rate: float | None = setting(
-        None, "learning rate of the last step (a tenth of --lr)", flag="--min-lr", check=_AMOUNT
+        None,
+        "learning rate of the last step (default: a tenth of --lr)",
+        flag="--min-lr",
+        check=_AMOUNT,
     )
     warmup_steps: int | None = setting(
-        None, "steps of rising learning rate (5 %% of --steps)", flag="--warmup", check=_AMOUNT
+        None, "steps of linear warm-up (default: 5 %% of --steps)", flag="--warmup", check=_AMOUNT
     )
-    weight_decay: float = setting(0.1, "of matrices; vectors have none", check=_AMOUNT)
-    beta1: float = setting(0.9, "AdamW's average of gradients", check=_SHARE)
-    beta2: float = setting(0.99, "AdamW's average of squared gradients", check=_SHARE)
-    grad_clip: float = setting(1.0, "largest norm of all gradients; 0: any", check=_AMOUNT)
+    weight_decay: float = setting(0.1, "weight decay of matrices; vectors have none", check=_AMOUNT)
+    beta1: float = setting(0.9, "decay of AdamW's first moment", check=_SHARE)
+    beta2: float = setting(0.99, "decay of AdamW's second moment", check=_SHARE)
+    grad_clip: float = setting(1.0, "largest norm of the gradient; 0: no clipping", check=_AMOUNT)
     eval_interval: int = setting(
         250, "steps between estimates of the validation loss", flag="--eval-every", check=_COUNT
     )
-    eval_batches: int = setting(20, "batches of an estimate", check=_COUNT)
+    eval_batches: int = setting(20, "batches per estimate", check=_COUNT)
     log_interval: int = setting(
         10, "steps between lines of metrics.jsonl", flag="--log-every", check=_COUNT
     )
@@ -104,19 +109,19 @@ class TrainConfig:
     )
     seed: int = setting(
         0,
-        "of weights, batches and dropout",
+        "seed of weights, batches and dropout",
         check=("in [0, 2**63)", lambda x: 0 <= x < 2**63),
     )
     device: str = setting("auto", "auto (a GPU, if there is one), cpu, cuda or cuda:<index>")
     dtype: str = setting(
         "auto",
-        "of activations: auto is bfloat16 on a GPU that has it, else float32",
+        "dtype of activations: auto is bfloat16 on a GPU that has it, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool = setting(False, "use torch.compile")
     activation_checkpointing: bool = setting(False, "recompute layers in the backward pass")
     fsdp: bool = setting(
-        False, "on several ranks: share out weights and moments too (FSDP2), in place of DDP"
+        False, "several ranks: shard weights and optimizer states (FSDP2) instead of DDP"
     )
 
     def __post_init__(self) -> None:
@@ -165,7 +170,7 @@ class DataConfig:
     text: tuple[str, ...] = setting(
         (),
         "UTF-8 text; tagging: CoNLL files; translation: lines of source, a tab, and target "
-        "(the standard library's text)",
+        "(default: the standard library)",
         path="FILE",
     )
     prepared: str | None = setting(
@@ -175,7 +180,9 @@ class DataConfig:
         path="DIR",
     )
     validation: tuple[str, ...] = setting(
-        (), "tagging, translation: files to validate on (the last tenth of --text)", path="FILE"
+        (),
+        "tagging, translation: files to validate on (default: the last tenth of --text)",
+        path="FILE",
     )
     tokenizer: str | None = setting(
         None,
@@ -186,7 +193,7 @@ class DataConfig:
     )
     vocab_size: int = setting(1024, "size of the vocabulary to train, except for char")
     start_from: str | None = setting(
-        None, "tagging: begin with encoder and tokenizer of a masked run's folder", path="DIR"
+        None, "tagging: start from the encoder and tokenizer of a masked run", path="DIR"
     )
     pairs: str | None = setting(
         None,
@@ -194,9 +201,7 @@ class DataConfig:
         "dates to words",
         choices=("names", "dates"),
     )
-    truncate: bool = setting(
-        False, "translation: cut texts that are too long, instead of refusing them"
-    )
+    truncate: bool = setting(False, "translation: cut texts that are too long, instead of an error")
 
     def __post_init__(self) -> None:
         check_settings(self)

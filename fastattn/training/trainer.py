@@ -233,7 +233,8 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled)
 
     def _results(self, *, record: bool) -> dict[str, Any]:
-        """Validation loss and scores of a finished run."""
+        """Compute the validation loss and the scores of a finished run."""
+        self.progress.note("validating on the whole split")
         loss, scores = self.validation_loss(), self.scores()
         if record:
             self._record_validation(loss, "whole split", scores)

@@ -18,6 +18,6 @@ def test_layout_of_the_docstring():
 
 def test_left_padding_is_refused_and_repr_names_the_window():
     cache = KVCache(1, 1, 8, 2, window=4, keep_first=1)
-    with pytest.raises(ValueError, match="starts: a cache with a window takes no padding on the"):
+    with pytest.raises(ValueError, match="a cache with a window does not support padding on"):
         cache.set_starts(torch.tensor([1]))
     assert "window=4, keep_first=1, device=cpu" in repr(cache)

@@ -16,20 +16,27 @@ def test_a_backend_that_cannot_be_timed_does_not_stop_the_next(capsys, monkeypat
     real = step_timing.time_training_steps
     refusal: Exception = torch.OutOfMemoryError("too much")
 
+    shown = []
+
     def limited(*args, backend, **kwargs):
+        shown.append(capsys.readouterr().out)
         if backend == "triton":
             raise refusal
         return real(*args, backend=backend, **kwargs)
 
     monkeypatch.setattr(step_timing, "time_training_steps", limited)
     assert main([*SMALL, "--steps", "1", "--backends", "triton", "torch"]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    shown.append(capsys.readouterr().out)
+    assert len(shown) == 3 and all(shown), "each row is printed at once"
+    head, *rows = "".join(shown).splitlines()
     assert head.split() == ["backend", "ms/step", "tokens/s", "TFLOP/s", "MFU", "MiB"]
     assert "out of memory" in rows[0] and rows[1].startswith("torch")
     assert float(rows[1].split()[1]) > 0
     refusal = ValueError('backend "triton" cannot serve this call: no GPU')
     assert main([*SMALL, "--backends", "triton"]) == 1
     assert str(refusal) in capsys.readouterr().out
+    assert main([*SMALL, "--backends", "hopper"]) == 1
+    assert 'backend "hopper" cannot serve this call: ' in capsys.readouterr().out
 
 
 def test_numbers_out_of_range_are_one_line(capsys):

@@ -41,13 +41,13 @@ def test_each_thing_that_is_missing_has_its_remedy(
 
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     assert "TRITON_CACHE_DIR" in remedies()["cache of kernels"]
-    assert "FASTATTN_CACHE_DIR" in remedies()["cache of findings"]
+    assert "FASTATTN_CACHE_DIR" in remedies()["cache of results"]
 
     def missing(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(doctor.metadata, "version", missing)
-    assert 'pip install "fastattn[hf]"' in remedies()["transformers"]
+    assert 'pip install ".[hf]" in a checkout' in remedies()["transformers"]
 
 
 def test_the_report_counts_what_is_to_do() -> None:

@@ -4,6 +4,8 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,7 +169,7 @@ def test_info_names_versions_and_reasons(capsys):
     assert "fastattn " in written
     assert "cpu: 1 threads" in written
     assert "backend: torch" in written
-    assert 'not triton: backend "torch" was asked for' in written
+    assert 'not triton: backend "torch" was requested' in written
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_an_unusable_option_is_named(options, message, text, tmp_path, error_lin
 @pytest.mark.parametrize(
     "arguments",
     [
-        *("", "fly", "train --fast", "train --steps many", "train --alibi --steps 1"),
+        *("fly", "trian", "train --fast", "train --steps many", "train --alibi --steps 1"),
         *("train --out= --steps 1", "prepare --text x --out=", "train --set"),
         *("generate", "tag", "translate", "tag --checkpoint x", "inspect --checkpoint x"),
     ],
@@ -206,8 +208,47 @@ def test_wrong_usage_is_one_line(arguments, error_line):
 
 def test_a_wrong_option_gets_the_closest_one_of_its_command(error_line):
     line = error_line("train", "--postions", "rotary", "--steps", "1", code=2)
-    assert line.startswith("fastattn train: error: unrecognized arguments: --postions rotary; ")
-    assert "the closest to --postions is --positions (" in line
+    assert line.startswith("fastattn train: error: unrecognized arguments: --postions rotary: ")
+    assert "did you mean --positions? (" in line
+    for words, hint in (("trian", "'train'"), ("train --model gtp", "'gpt'")):
+        assert f": did you mean {hint}? (" in error_line(*words.split(), code=2)
+    assert "'xyz': choose auto, float32, " in error_line("train", "--dtype", "xyz", code=2)
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr()
+    assert main(["--help"]) == 0
+    assert capsys.readouterr() == shown and "import-nanogpt" in shown.out
+
+
+@pytest.mark.parametrize("command", ["", "train"])
+def test_colours_are_for_terminals_alone(command, capsys, monkeypatch):
+    """And the words are the same without rich-argparse."""
+    pytest.importorskip("rich_argparse")
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    shown = []
+    for name, value in (("COLUMNS", "100"), ("FORCE_COLOR", "1"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+        if name == "NO_COLOR":
+            monkeypatch.setitem(sys.modules, "rich_argparse", None)
+        assert main([*command.split(), "--help"]) == 0
+        shown.append(capsys.readouterr().out)
+    pipe, terminal, plain = shown
+    assert "\x1b[" not in pipe and "\x1b[" in terminal
+    assert pipe.lower().split() == plain.lower().split()
+
+
+def test_a_shell_completes_commands_and_options(capsys):
+    pytest.importorskip("shtab")
+    assert main(["--print-completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    complete = "\nCOMP_WORDS=(fastattn train --resu); COMP_CWORD=2; _shtab_fastattn fastattn --resu"
+    done = ["bash", "-c", script + complete + '\necho "${COMPREPLY[@]}"']
+    assert subprocess.run(done, capture_output=True, text=True).stdout.strip() == "--resume"
 
 
 def test_a_removed_option_says_what_took_its_place(error_line):
@@ -249,10 +290,10 @@ def stopped(run: Path, tmp_path: Path, text: str) -> Path:
 def test_resume_with_another_configuration_or_text_is_refused(stopped, text, error_line):
     before = contents(stopped)
     for options, message in (
-        ("--layers 2", "another configuration: its num_layers is 1, not 2"),
-        ("--lr 9", "another configuration: its learning_rate is 0.003, not 9.0"),
-        ("--tokenizer bpe", "another configuration: its tokenizer is None, not 'bpe'"),
-        ("--text /etc/passwd", "another configuration: its text is"),
+        ("--layers 2", "step-00000000 was started with num_layers=1, got 2: leave the option out"),
+        ("--lr 9", "was started with learning_rate=0.003, got 9.0"),
+        ("--tokenizer bpe", "was started with tokenizer=None, got 'bpe'"),
+        ("--text /etc/passwd", "was started with text="),
         ("", "step-00000000 is of another text"),
     ):
         if not options:
@@ -270,7 +311,7 @@ def test_a_run_from_before_some_options_goes_on(stopped, text, quick, error_line
     shutil.rmtree(stopped / "step-00000000")
     save_checkpoint(stopped, saved)
     resume = ["train", "--out", str(stopped), "--resume", "--text", text, *quick]
-    assert "its softcap is None, not 5" in error_line(*resume, "--set", "softcap=5")
+    assert "was started with softcap=None, got 5" in error_line(*resume, "--set", "softcap=5")
     assert main([*resume, "--set", "attention_dropout=0", "--save-every", "1"]) == 0
     config = load_checkpoint(stopped).config
     assert config["model"]["attention_dropout"] == 0

@@ -157,7 +157,7 @@ def test_a_tagger_starts_from_a_masked_model(masked, tmp_path, error_line):
     new = tmp_path / "new"
     start = ["train", "--model", "encoder", "--text", text, "--out", new, "--start-from", masked]
     line = error_line(*start, "--embed-dim", 16)
-    assert "is of another configuration: its embed_dim is 32, not 16" in line
+    assert "the pretrained encoder has embed_dim=32, got 16: leave" in line
     line = error_line(*start, "--tokenizer", "char")
     assert "start_from brings its own tokenizer" in line
     line = error_line(*start[:-1], out)
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_kind_is_refused(python_tagger, translator, mask
         line = error_line(*command, "--checkpoint", run_dir, "--device", "cpu")
         assert message in line
     line = error_line("train", "--model", "gpt", "--out", translator, "--resume")
-    assert "another configuration: it holds an encoder-decoder, not a GPT" in line
+    assert "holds an encoder-decoder, not a GPT" in line
 
 
 def test_a_tokenizer_of_another_checkpoint_is_refused(masked, translator, tmp_path):

@@ -54,7 +54,7 @@ def test_a_run_prints_its_steps_and_what_it_came_to(gpu, capsys):
     ]
     assert out.splitlines() == [
         f"choices measured: 1, faster than shipped: 1; kept in {Store(H100).folder}",
-        "steps not reached: 1 of 2; the same command goes on there",
+        "steps not reached: 1 of 2; the same command continues there",
     ]
     assert main(["tune", "--heads", "8"]) == 1
 
@@ -65,7 +65,7 @@ def test_findings_go_out_and_come_in(gpu, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "another"))
     capsys.readouterr()
     assert main(["tune", "--import", str(file)]) == 0
-    assert capsys.readouterr().out == f"stored 1 findings of {file}\n"
+    assert capsys.readouterr().out == f"stored 1 results of {file}\n"
     (row,) = Store(H100).read("tiles")
     assert row.items() >= ROW.items()
     assert len(gpu) == 1

@@ -116,7 +116,7 @@ def llama_step(results: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, 
 
 
 def needs(case: str, package: str) -> Any:
-    reason = f"{package} is not installed: pip install fastattn[integrations]"
+    reason = f"{package} is not installed: pip install -e .[integrations]"
     return pytest.param(case, marks=pytest.mark.skipif(not find_spec(package), reason=reason))
 
 

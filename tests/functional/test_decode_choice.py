@@ -19,7 +19,7 @@ Q = torch.zeros(2, 4, 1, 16)
 def test_the_choice_is_explained(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = Q.to(device), filled(device)
     assert explain_decode(q, cache, backend="torch").reasons == {
-        "triton": 'backend "torch" was asked for'
+        "triton": 'backend "torch" was requested'
     }
     monkeypatch.setenv("FASTATTN_BACKEND", "torch")
     assert explain_decode(q, cache).backend == "torch"
@@ -40,6 +40,6 @@ def test_the_choice_for_packed_queries_is_explained(device: str) -> None:
     forced = explain_paged(**call, backend="triton")
     assert (forced.backend, forced.forced) == ("triton", True)
     reasons = explain_paged(**call, backend="torch").reasons
-    assert reasons == {"triton": 'backend "torch" was asked for'}
+    assert reasons == {"triton": 'backend "torch" was requested'}
     with pytest.raises(ValueError, match="cannot serve this call"):
         explain_paged(**call, backend="hopper")

@@ -55,7 +55,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
 }  # fmt: skip
 # A cache holds the heads of a rank.
 SERVED = {("decode_attention", "q"), *(("attention", x) for x in "qkv")}
-REFUSED = r"one device, got a DTensor: fastattn\.attention and .*"
+REFUSED = r"one device, got a DTensor: only fastattn\.attention and .*"
 
 # What these call takes DTensors, though not beside plain tensors.
 TAKEN: dict[str, Callable[..., Any]] = {
@@ -86,7 +86,7 @@ def test_each_argument_of_others_is_refused(name, by_head):
 def test_a_cascade_refuses_before_its_first_part(by_head):
     """Not by what it does with the parts."""
     prefix = cache().view(torch.tensor([0]))
-    with pytest.raises(TypeError, match=r"^q must be the tensor of one device, got a DTensor"):
+    with pytest.raises(TypeError, match=r"^q must be a tensor of one device, got a DTensor"):
         fastattn.cascade_attention(by_head(torch.randn(2, 2, 1, 16)), prefix, cache())
 
 

@@ -209,7 +209,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
     assert fastattn.explain_fp8(*codes).backend == "hopper"
     told = fastattn.explain_fp8(*codes, backend="torch")
     assert told.backend == "torch" and told.forced
-    assert told.reasons["hopper"].startswith('backend "torch" was asked for')
+    assert told.reasons["hopper"].startswith('backend "torch" was requested')
     with pytest.raises(ValueError, match="cannot serve this call: out_dtype is float32; they"):
         fastattn.explain_fp8(*codes, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="cannot serve this call: head dim 32 is none of 64"):

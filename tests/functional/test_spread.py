@@ -32,7 +32,7 @@ def test_no_call_sees_the_tokens_of_one_rank(name: str, backend: str, device: st
     """Known calls too."""
     function, tensors = calls(device)[name]
     function(backend, **tensors)
-    refused = TypeError, " is not served under ContextParallel, where it would see"
+    refused = TypeError, " is not supported under ContextParallel, where it would see"
     error, message = (InItsPlace, "served") if name in SERVED else refused
     with spread.attending(in_its_place), pytest.raises(error, match=message):
         function(backend, **tensors)
@@ -54,7 +54,7 @@ def test_torch_s_own_context_parallel_is_refused(mesh: DeviceMesh, device: str) 
     expected = layer(x)
     with (
         context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
-        pytest.raises(TypeError, match="attention is not served under torch's context_parallel"),
+        pytest.raises(TypeError, match="attention is not supported under torch's context_parallel"),
     ):
         layer(x)
     assert torch.equal(layer(x), expected)

@@ -165,7 +165,7 @@ def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch
     assert explain(device, 256, backend="hopper").backend == "hopper"
     keys = draw(1, 9, 64).to(device, torch.bfloat16)
     reasons = {
-        "its kernel does not know relative_keys": explain(device, relative_keys=keys),
+        "its kernel does not support relative_keys": explain(device, relative_keys=keys),
         "the torch backend has a backward of its own": explain(device, backend="torch"),
         "softcap and head dim 128": explain(device, 128, backend="hopper", softcap=3.0),
         "dK and dV of head dim 256 take a kernel each": explain(device, 256, backend="hopper"),

@@ -61,7 +61,7 @@ def test_hopper_kernels_come_first_on_their_gpu(
     assert called == ["forward", "backward"]
     assert fastattn.explain(*inputs, backend=backend).backend == "hopper"
     portable = fastattn.explain(*inputs, backend="triton")
-    assert portable.reasons == {"hopper": 'backend "triton" was asked for'}
+    assert portable.reasons == {"hopper": 'backend "triton" was requested'}
 
 
 @pytest.mark.parametrize("launcher", ["launch_hopper_forward", "launch_hopper_backward"])
@@ -77,7 +77,7 @@ def test_what_does_not_compile_for_hopper_is_served_all_the_same(
     monkeypatch.setattr(owner, launcher, refuse)
     if owner is hopper_forward:
         monkeypatch.setattr(owner, "prepare_hopper_forward", lambda *_: refuse)
-    with pytest.warns(UserWarning, match="goes on with triton: .*TritonError: no such instruction"):
+    with pytest.warns(UserWarning, match="uses triton instead: .*TritonError: no such instruction"):
         ours = run(inputs, None)
     assert all(map(torch.equal, ours, run(inputs, "triton")))
     told = fastattn.explain(*inputs)

@@ -170,7 +170,7 @@ def test_a_tile_that_does_not_compile_gives_way_to_smaller_ones(
     monkeypatch.setattr(tiles, "tile_of", lambda *row: tiles.TileConfig(64, 32, 4, 2))
     refusing = Refusing(forward.attention_forward_kernel, 3)
     monkeypatch.setattr(forward, "attention_forward_kernel", refusing)
-    with pytest.warns(UserWarning, match="takes smaller tiles than .*out of registers") as told:
+    with pytest.warns(UserWarning, match="uses smaller, slower tiles .*out of registers") as told:
         o = fastattn.attention(q, k, v, backend="triton")
     assert_within_budget("o", o, expected.double(), expected)
     assert len(told) == 2

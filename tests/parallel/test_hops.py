@@ -209,7 +209,7 @@ def test_what_goes_by_positions_wants_them_of_groups_of_ranks(
         mesh = init_device_mesh("cpu", (2, 2))
         actual = explain_context(*own, mesh=mesh, plan=plan, method="usp", dropout=0.5)
     assert (actual.method == "usp") == served
-    assert served or actual.reasons["usp"].startswith("dropout goes by positions")
+    assert served or actual.reasons["usp"].startswith("dropout depends on pos")
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
                    "ValueError: method 'usp' cannot serve this call: it takes a mesh of two "
                    "dimensions (ring, heads); gather and ring and ulysses can"),
     "dropout": (lambda mesh: attend(mesh, "gather", dropout=0.5),
-                "ValueError: method 'gather' cannot serve this call: dropout goes by positions"),
+                "ValueError: method 'gather' cannot serve this call: dropout depends on pos"),
     "mask": (lambda mesh: attend(mesh, "gather", attn_mask=MASK),
              "ValueError: attn_mask must be sharded by its queries, [..., 48 or 1, 90 or 1], got "
              "[90, 90]: shard(x, -2, plan, mesh) does it"),
@@ -344,7 +344,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "padding": (lambda mesh: attend(mesh, "ring", key_padding_mask=MASK[:1]),
                 "ValueError: key_padding_mask must have shape [B, T_k] = [1, 48], got [1, 90]"),
     "offset": (lambda mesh: attend(mesh, "ring", query_offset=3),
-               "TypeError: context_attention takes no query_offset: the plan has the positions"),
+               "TypeError: context_attention does not support query_offset: the plan has the"),
     "typo": (lambda mesh: attend(mesh, "ring", windw=3),
              "TypeError: context_attention() got an unexpected argument 'windw'; did you mean"),
     "value": (lambda mesh: attend(mesh, "ring", softcap=-1.0),
@@ -398,7 +398,7 @@ def test_a_rank_hears_why_another_refused(ranks):
 
 
 def test_a_rank_that_does_not_come_is_an_error(ranks):
-    assert ranks[0]["absent"].startswith("RuntimeError: a rank has not come to this call: it has")
+    assert ranks[0]["absent"].startswith("RuntimeError: a rank did not make this call: it has")
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
@@ -440,7 +440,7 @@ def test_a_cache_over_ranks_serves_an_option_or_refuses_it_by_name(name):
     """An option that goes by positions would count those of one rank's cache."""
     if name in {key for _, _, options in DECODED.values() for key in options}:
         return
-    refusal = rf"decode_attention over ranks (takes no {name}: |got .* argument '{name}')"
+    refusal = rf"decode_attention over ranks (does not support {name}: |got .* argument '{name}')"
     with pytest.raises(TypeError, match=refusal):
         decode_attention(torch.ones(1), None, group=None, **{name: 1})
 

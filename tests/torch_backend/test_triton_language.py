@@ -214,7 +214,7 @@ def constant(b, h, q_pos, k_pos):
 
 
 FAULTS = [
-    (unknown, (), NotImplementedError, "tl.sum has no stand-in in torch"),
+    (unknown, (), NotImplementedError, "tl.sum is not supported by the torch"),
     (attribute, (), NotImplementedError, ".trans of a Triton value"),
     (tile_branch, (), NotImplementedError, "tile_branch branches on a tile of values"),
     (far, (torch.ones(3),), IndexError, "outside of a mod tensor of 3 elements, at offsets -1"),

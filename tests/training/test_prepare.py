@@ -13,6 +13,7 @@ import torch
 from gloo_ranks import run_alone
 
 from fastattn.cli.main import main
+from fastattn.training import metrics
 from fastattn.training.data import prepare as preparing
 from fastattn.training.data import prepared
 from fastattn.training.data.prepare import UNITS, prepare
@@ -147,8 +148,12 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     options = ["--documents", "line"]
+    monkeypatch.setattr(metrics, "LINE_INTERVAL", 0.0)
     assert main([*command, str(tmp_path / "lines"), *options]) == 0
-    assert capsys.readouterr().out.startswith("30,000 tokens of 5,000 documents in")
+    written = capsys.readouterr()
+    assert written.out.startswith("30,000 tokens of 5,000 documents in")
+    begin = f"tokenizing {text} into {tmp_path / 'lines'}\n"
+    assert written.err.startswith(begin) and written.err.endswith("35,000 of 35,000 bytes\n")
     monkeypatch.setattr(preparing.os, "rename", interrupt)
     assert main([*command, str(tmp_path / "next")]) == 130
     error = capsys.readouterr().err

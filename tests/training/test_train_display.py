@@ -56,7 +56,7 @@ class Screen(io.StringIO):
 
 @pytest.mark.parametrize(("terminal", "installed"), [(True, True), (True, False), (False, True)])
 def test_progress_has_what_is_known(terminal, installed, monkeypatch):
-    monkeypatch.setattr(metrics, "_LINE_INTERVAL", 0.0)
+    monkeypatch.setattr(metrics, "LINE_INTERVAL", 0.0)
     if not installed:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     screen = Screen(terminal)

@@ -226,7 +226,9 @@ def test_metrics_and_curve_are_left(tmp_path):
     assert [r["step"] for r in records if "validation_loss" in r] == [5, 10, 12]
     for name in ("tokens_per_second", "peak_mib", "learning_rate"):
         assert all(r[name] > 0 for r in records if "loss" in r)
-    assert [text.split(":")[0] for text in notes] == ["step 5/12", "step 10/12", "step 12/12"]
+    whole = "validating on the whole split"
+    steps = ["step 5/12", "step 10/12", whole, "step 12/12"]
+    assert [text.split(":")[0] for text in notes] == steps
     assert notes[-1].endswith("(whole split)")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     results = load_checkpoint(tmp_path).config["results"]

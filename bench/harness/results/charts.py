@@ -7,11 +7,13 @@ readers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any, NamedTuple
 
-from ..cases.case import Case
+from ..cases.case import Case, padded, sweep
 from ..cases.figures import input_bytes, least_memory
+from ..cases.registry import OURS, PORTABLE, named
 from .report import Record, gpu_of, group_of, number, ordered, timed
 
 # Name in a report to colour and label.
@@ -41,6 +43,18 @@ CHARTS = {
 }
 LABELS = {"dense": "no padding", "half": "rows half padded", "documents": "rows of documents"}
 LIMITS = {"tflops": ("a matrix product", "matmul_tflops"), "kv_gbps": ("a copy", "copy_gbps")}
+# Heading of a group of the overview to its case.
+OVERVIEW = {
+    "16 documents padded to 4096 tokens, 32 heads on 8": padded(
+        "forward", "documents", 4096, False
+    ),
+    "16 rows of 4096 tokens, half padding, 32 heads on 8": padded("forward", "half", 4096, False),
+    "2 x 8192 tokens, causal window of 1024, 16 heads": replace(
+        sweep("forward", 128, 8192, True), family="masks", window=(1023, 0)
+    ),
+    "4 x 4096 tokens, causal, 16 heads": sweep("forward", 128, 4096, True),
+    "4 x 4096 tokens, no mask, 16 heads": sweep("forward", 128, 4096, False),
+}
 
 
 class Bar(NamedTuple):
@@ -72,6 +86,38 @@ def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
         if groups:
             drawn[f"measured-{name}"] = chart(title, _source(data, shown.values()), groups)
     return drawn
+
+
+def beside_peers(*reports: Mapping[str, Any]) -> dict[str, list[Record]]:
+    """Timed records of each case of `OVERVIEW`, all of one run: the default's, then its peers'.
+
+    The default is the first of fastattn, its Hopper kernels and its portable ones that was timed.
+    """
+    groups: dict[str, list[Record]] = {}
+    for heading, case in OVERVIEW.items():
+        records = [x for x in timed(ordered(reports)) if x["case"]["name"] == case.name]
+        newest = {x["implementation"]: x for x in records}
+        ours = next((newest[x] for x in (OURS, named("hopper"), PORTABLE) if x in newest), None)
+        if ours is not None:
+            run = {x["implementation"]: x for x in records if x["run"] == ours["run"]}
+            peers = (run[x] for x in SHOWN if x in run and not x.startswith(OURS))
+            groups[heading] = [ours, *peers]
+    return groups
+
+
+def overview(*reports: Mapping[str, Any]) -> str:
+    """The chart of `beside_peers`: times as multiples of the default's."""
+    groups = beside_peers(*reports)
+    bars: dict[str, list[Bar]] = {}
+    for heading, (ours, *peers) in groups.items():
+        least = ours["ms"]["median"]
+        rows = bars[f"{heading}; fastattn: {number(least)} ms"] = []
+        for record in (ours, *peers):
+            colour, label = SHOWN[OURS if record is ours else record["implementation"]]
+            rows.append(Bar(label, record["ms"]["median"] / least, colour, record["stale"]))
+    records = [record for of_case in groups.values() for record in of_case]
+    title = "Forward pass, bf16, head dim 128: time as a multiple of fastattn's, less is better"
+    return chart(title, _source(reports[-1], records), bars)
 
 
 def _group(case: Mapping[str, Any]) -> tuple[Any, ...]:

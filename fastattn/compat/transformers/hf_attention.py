@@ -23,6 +23,7 @@ from ...functional.decode import decode_attention
 from ...functional.fused_attention import attention, attention_varlen
 from ...functional.selected import selected_attention
 from ...functional.statistics import attention_weights
+from ...missing import installing
 from ...options import OPTIONS
 from ...position_tables import document_ids
 from ...tracing import in_forward_mode
@@ -59,7 +60,7 @@ def register() -> None:
             raise
         raise ImportError(
             "fastattn.compat.transformers needs the package transformers, which is not installed: "
-            'pip install "fastattn[hf]"',
+            + installing("hf"),
             name="transformers",
         ) from None
     _check_version(transformers.__version__)

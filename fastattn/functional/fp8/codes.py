@@ -54,7 +54,7 @@ def quantize_fp8(
         x: [B, H, T, D], any float dtype, any strides; with cu_seqlens [total, H, D].
         lengths: int32 or int64 [B]: only the first lengths[b] tokens of batch row b count. The
             codes of the others are 0.
-        cu_seqlens: int32 or int64 [N + 1] on x's device, from 0 to at most total, never falling:
+        cu_seqlens: int32 or int64 [N + 1] on x's device, non-decreasing from 0 to at most total:
             offsets of N packed sequences, which replace batch rows.
         packed: return codes as `pack_values`, without its extra pass; D 64, 128 or 256.
 
@@ -138,7 +138,7 @@ def pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> PackedValues:
     Args:
         v: [B, H_k, T_k, D] float8_e4m3fn, D 64, 128 or 256, any strides; with cu_seqlens
             [total_k, H_k, D].
-        cu_seqlens: int32 or int64 [N + 1] on v's device, from 0 to at most total_k, never falling:
+        cu_seqlens: int32 or int64 [N + 1] on v's device, non-decreasing from 0 to at most total_k:
             cu_seqlens_k of later calls of `attention_varlen_fp8`.
 
     Raises:

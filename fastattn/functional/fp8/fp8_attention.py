@@ -194,7 +194,7 @@ def explain_fp8(
     backend: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Backend of `attention_fp8` for these arguments, and why faster ones are passed over.
+    """Return the backend of a call of `attention_fp8`, and why a faster one was not used.
 
     Checks the arguments as `attention_fp8` does, and computes nothing.
     """
@@ -322,7 +322,7 @@ def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:
 def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explanation:
     """Backend of a checked call, the Hopper kernel preferred."""
     spread.refuse("attention_fp8")
-    forced = dispatch.asked_for(backend)
+    forced = dispatch.requested_backend(backend)
     reason = dispatch.why_not_hopper_fp8(call.q, call.k, call.v, call.options, out_dtype)
     if forced == "hopper":
         if reason is None:
@@ -332,7 +332,7 @@ def _choose(call: _Call, out_dtype: torch.dtype, backend: str | None) -> Explana
         raise ValueError(f'backend "hopper" cannot serve this call: {reason}')
     like = call.stand_ins(out_dtype)
     if forced != "auto":
-        reason = f'backend "{forced}" was asked for'
+        reason = f'backend "{forced}" was requested'
     elif reason is None:
         reason = _why_slow(call.q) or choices.why_quarantined(
             "hopper", like[0], like[2], _families(call, like)
@@ -354,7 +354,7 @@ def _why_slow(q: Tensor) -> str | None:
     """Reason that the Hopper kernel may be no faster than one in 16 bits, or None."""
     if q.shape[-1] in _FASTER:
         return dispatch.why_not_worth_it(q)
-    return f'8 bits were not timed at head dim {q.shape[-1]}; backend="hopper" takes it'
+    return f'head dim {q.shape[-1]} was not timed in 8 bits; pass backend="hopper" to use it'
 
 
 def _say_once(choice: Explanation, device: torch.device) -> None:

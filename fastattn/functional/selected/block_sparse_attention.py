@@ -66,7 +66,7 @@ def selected_attention(
     Examples:
         >>> q, k = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 256, 64)
         >>> own = torch.arange(256).div(64, rounding_mode="floor").expand(1, 2, 256)
-        >>> indices = torch.stack((torch.zeros_like(own), own), -1)  # the first block and one's own
+        >>> indices = torch.stack((torch.zeros_like(own), own), -1)  # the first block and its own
         >>> selected_attention(q, k, k, indices, block=(1, 64), causal=True).shape
         torch.Size([1, 8, 256, 64])
     """
@@ -99,7 +99,7 @@ def explain_selected(
     backend: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Backend of `selected_attention` for these arguments, and why faster ones are passed over.
+    """Return the backend of a call of `selected_attention`, and why a faster one was not used.
 
     Checks the arguments as `selected_attention` does, and computes nothing.
     """

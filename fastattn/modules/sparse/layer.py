@@ -30,7 +30,7 @@ class SparseLayer(SelfProjection):
         name = type(self).__name__
         for option in options:
             if option in table(SelfOptions) and option not in TAKEN:
-                raise TypeError(f"{name} takes no {option}: it chooses keys by scores q.k alone")
+                raise TypeError(f"{name} does not support {option}: it selects keys by q.k alone")
         self.factory = {option: options.get(option) for option in ("device", "dtype")}
         chosen = complete(SelfOptions, options, name)
         super().__init__(embed_dim, num_heads, num_kv_heads, chosen)

@@ -414,9 +414,6 @@ def mapped(
 
 
 def _moved(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Fold [B, ...] of each of `size` calls to [size * B, ...].
-
-    Contiguous, as kernels need for lse, also if expanded.
-    """
+    """Fold [B, ...] of each of `size` calls to contiguous [size * B, ...], as kernels need lse."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1).contiguous()

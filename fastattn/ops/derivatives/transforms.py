@@ -95,7 +95,7 @@ def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
     if name is None:
         return None
     if torch.compiler.is_compiling():
-        return f"{name} has a tangent, which kernels do not carry where torch.compile traces"
+        return f"{name} has a tangent, which kernels do not compute under torch.compile"
     if name == "mod_tensors":
         return "mod_tensors have a tangent, which has no kernel"
     for second in ("relative_keys", "key2"):
@@ -103,7 +103,7 @@ def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
             return f"{name} has a tangent, and {second} has no kernel for that"
     levels = levels_of_tangents(q, k, v, options)
     if len(levels) > 1:
-        return f"{name} has tangents of several transforms, and kernels carry those of one"
+        return f"{name} has tangents of several transforms, and kernels compute those of one"
     if 0 not in levels and options.score_mod is not None:
         return f"{name} has a tangent of an outer transform, and score_mod has no kernel for that"
     return None

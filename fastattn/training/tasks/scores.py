@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..extras import import_extra
+from ...missing import import_extra
 
 
 def confusion(expected: Tensor, got: Tensor, num_tags: int) -> Tensor:

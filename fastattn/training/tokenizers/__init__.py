@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from ...removed import raise_missing
+from ...missing import raise_missing
 from .backend import BackendTokenizer, byte_level_bpe
 from .base import Tokenizer, TokenizerError
 from .characters import CharacterTokenizer

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..extras import import_extra
+from ...missing import import_extra
 from .base import SPECIAL_NAMES, Tokenizer, TokenizerError, encodable
 
 # Kinds of whole words by what they cut a text into: runs of anything but white space, and each

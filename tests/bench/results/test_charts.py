@@ -79,3 +79,28 @@ def test_a_chart_follows_its_file_and_shows_the_sweep_alone(report):
     kept = [x for x in report["results"] if x["case"].get("direction") != "backward"]
     gone = before.keys() - charts.measured({**report, "results": kept}).keys()
     assert gone == {"measured-backward", "measured-memory-backward"}
+
+
+def test_the_overview_sets_the_default_beside_its_peers_in_one_run(report):
+    def group(*reports):
+        said = words(charts.overview(*reports))
+        headings = [i for i, x in enumerate(said) if x.startswith(tuple(charts.OVERVIEW))]
+        assert len(headings) == len(charts.OVERVIEW)
+        return said[headings[1] : headings[2]]
+
+    padding, ours = [*charts.OVERVIEW][1], ["fastattn", "1"]
+    case = charts.OVERVIEW[padding].to_dict()
+    assert group(report) == [f"{padding}; fastattn: 3.43 ms", *ours, "torch cuDNN", "3.85"]
+    assert "outlined" in words(charts.overview(report))[1]
+
+    def again(name, ms):
+        record = {"case": case, "implementation": name, "status": "timed", "ms": {"median": ms}}
+        report["results"].append(record | {"commit": "415326a"})  # another run, an earlier one
+
+    for name in ("flex", "fastattn-hopper"):
+        again(name, 1.0)
+    assert group(report) == [f"{padding}; fastattn: 3.43 ms", *ours, "torch cuDNN", "3.85"]
+    again("fastattn", 2.0)
+    assert group(report) == [f"{padding}; fastattn: 2 ms", *ours, "FlexAttention", "0.5"]
+    none = [x for x in report["results"] if x["case"].get("family") != "padded"]
+    assert len(charts.beside_peers({**report, "results": none})) == len(charts.OVERVIEW) - 2

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fastattn.bench.cases.case import Case, sweep
-from fastattn.bench.results import tables
-from fastattn.bench.results.report import empty, load, newest, number, save
+from fastattn.bench.results import charts, tables
+from fastattn.bench.results.report import empty, load, number, save
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 RESULTS = CHECKOUT / "bench" / "results"
@@ -109,27 +109,41 @@ def test_a_run_says_that_there_is_no_gpu(tmp_path, monkeypatch, script):
     assert not (tmp_path / "out").exists()
 
 
+def read(path):
+    return (CHECKOUT / path).read_text(encoding="utf-8")
+
+
 def section(path, heading):
-    return (CHECKOUT / path).read_text(encoding="utf-8").split(heading)[1].split("\n## ")[0]
+    return read(path).split(heading)[1].split("\n## ")[0]
 
 
 def test_the_readme_has_the_newest_figures():
-    shown = {(x["case"]["name"], x["implementation"]): x for x in newest(tables.reports(RESULTS))}
-    text, ours = section("README.md", "## Results"), []
-    rows = re.findall(r"^\| (\w+ward)(.*?)(\d+) \| (.*) \|$", text, re.M)
-    for direction, mask, D, figures in rows:
-        name = sweep(direction, int(D), 4096, "without" not in mask).name
-        records = [shown[name, x] for x in ("fastattn-hopper", "sdpa-flash", "sdpa-cudnn")]
-        assert figures.split(" | ") == [number(record["tflops"]) for record in records]
-        ours.append(records[0])
-    assert len(rows) == 6
+    """Those of its chart, in a sentence, and no other."""
+    groups = charts.beside_peers(*tables.reports(RESULTS))
+    assert list(groups) == list(charts.OVERVIEW)
+    ours = [records[0] for records in groups.values()]
+
+    def times(case, peer):
+        of_case = {x["implementation"]: x["ms"]["median"] for x in [*groups.values()][case]}
+        return number(of_case[peer] / ours[case]["ms"]["median"])
+
+    documents, window, unmasked = 0, 2, 4
+    text = " ".join(read("README.md").split())
+    flex, cudnn = ([times(x, peer) for x in (documents, window)] for peer in ("flex", "sdpa-cudnn"))
+    said = f"{flex[0]} times as fast as FlexAttention on padded documents and {flex[1]} times in a "
+    said += f"sliding window; {cudnn[0]} and {cudnn[1]} times as fast as torch's cuDNN attention"
+    assert said in text
+    assert re.findall(FIGURE, text) == [f"{x} times" for x in (*flex, cudnn[1])]
+    assert float(times(unmasked, "sdpa-cudnn")) < 1 and "without a mask" in text
     assert set(re.findall(r"\b[0-9a-f]{7}\b", text)) == {record["commit"] for record in ours}
+    dates = set(re.findall(r"\b\d{4}-\d\d-\d\d\b", text))
+    assert {record["date"][:10] for record in ours} == dates
     assert ("have changed since" in text) == any(record["stale"] for record in ours)
 
 
 def test_no_sentence_states_a_figure():
     """Tables and charts are drawn; a sentence would stay as it was."""
-    pages = {"README.md": "## Results", "docs/performance.md": "## Measured"}
+    pages = {"docs/performance.md": "## Measured"}
     pages["kernels/hopper/README.md"] = "## Results on an H100"
     notes = (RESULTS / "notes.md").read_text(encoding="utf-8")
     texts = [notes, *(section(*page) for page in pages.items())]

@@ -172,9 +172,9 @@ def test_a_hopper_kernel_that_was_left_did_not_compile(
     check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that meets it is served by other kernels, and the next one is refused."""
-    monkeypatch.setattr(attention_ops, "uncompiled", ["a kernel of it does not compile here"])
+    monkeypatch.setattr(attention_ops, "uncompiled", ["one of its kernels does not compile here"])
     actual = child.outcome(Case("x", check), Setting(SUBJECT, torch.device("cpu")))
-    assert actual == ("x", "no compile", None, "a kernel of it does not compile here")
+    assert actual == ("x", "no compile", None, "one of its kernels does not compile here")
     assert attention_ops.uncompiled == []
 
 

@@ -1,4 +1,4 @@
-"""Builds the two libraries of the rehearsal, and loads them; kept beside Triton's cache."""
+"""Build and load the dry run's two libraries; they are kept beside Triton's cache."""
 
 import ctypes
 import os
@@ -52,7 +52,7 @@ def _built(source: str, name: str, compiler: str, flags: Sequence[str]) -> Path:
         raise NoCompiler(f"{source} is built with {compiler}, which is not here")
     text = (HERE / source).read_bytes()
     key = sha256(repr((text, flags, version("torch"), version("triton"))).encode()).hexdigest()
-    folder = _cache() / f"rehearsal-{key[:16]}"
+    folder = _cache() / f"dry-run-{key[:16]}"
     library = folder / name
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)

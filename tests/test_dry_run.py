@@ -1,4 +1,4 @@
-"""A dress rehearsal of the GPU path without a GPU: what no interpreter sees of it."""
+"""Dry run of the GPU path on a stub CUDA driver: launches, graphs, streams, devices."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-REHEARSAL = Path(__file__).parent / "rehearsal"
+DRY_RUN = Path(__file__).parent / "dry_run"
 # Parts of a process each: Triton's driver in one, fake tensors in the other.
 DRIVER = ("launches.attention_calls", "launches.cache_calls", "launches.hopper_calls")
 FAKES = ("fakes.direct_path", "fakes.op_path")
 PROCESSES = ((*DRIVER, "running.calls", "faults.planted"), (*FAKES, "fakes.planted"))
-# What the rehearsal has to say of each of `tests/rehearsal/faults.py`, and of `fakes.py`.
+# The message for each of `tests/dry_run/faults.py`, and of `fakes.py`.
 FAULTS = {
     "batch size": r"compiled again for another shape: \['fill'\]",
     "no launch": "launched nothing",
@@ -31,17 +31,17 @@ FAULTS = {
 FAKE_FAULTS = {
     "tensor on the CPU": r"attention_forward_kernel is launched on tensors of \['cpu', 'cuda:0'\]",
     "read on the way": r"DataDependentOutputException: aten\._local_scalar_dense",
-    "no fake": r"There was no fake impl registered for <CustomOpDef\(rehearsal::double\)>",
+    "no fake": r"There was no fake impl registered for <CustomOpDef\(dry_run::double\)>",
 }
 
 
 @cache
 def played(parts: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    """The scenes of parts of the rehearsal, by part, from a process of their own."""
+    """Run parts of the dry run in a process of their own; their records, by part."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("TRITON_INTERPRET", "FASTATTN_BACKEND"):
         environment.pop(name, None)
-    command = [sys.executable, str(REHEARSAL), *parts]
+    command = [sys.executable, str(DRY_RUN), *parts]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -49,9 +49,9 @@ def played(parts: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
 
 def scenes(part: str) -> list[dict[str, Any]]:
     if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU, so the GPU path needs no rehearsal")
+        pytest.skip("this machine has a GPU, so the GPU path needs no dry run")
     if missing := [name for name in ("cc", "c++") if shutil.which(name) is None]:
-        pytest.skip(f"the rehearsal builds a driver and a device with {missing}: not here")
+        pytest.skip(f"the dry run builds a driver and a device with {missing}: not here")
     if part.startswith("fakes.") and (torch.version.cuda or torch.version.hip):
         pytest.skip("this torch is built for GPUs, so its devices are none that can be replaced")
     (process,) = (parts for parts in PROCESSES if part in parts)

@@ -1,4 +1,4 @@
-"""The record of a rehearsal: what every call launched, compiled, waited for and raised."""
+"""Record of a dry run: what each call launched, compiled, waited for and raised."""
 
 import dataclasses
 import traceback
@@ -79,7 +79,7 @@ class Stage:
         (self.scene.recompiled if self._again else self.scene.compiled).append(kernel)
 
     def waited(self, how: str) -> None:
-        """The host waits for the GPU here; what the rehearsal itself asks for is not noted."""
+        """Note that the host waits for the GPU here, unless the dry run itself does."""
         frames = reversed(traceback.extract_stack())
         where = next((frame for frame in frames if _ours(frame.filename)), None)
         if where is not None and (line := f"{how} at {_place(where)}") not in self.scene.syncs:

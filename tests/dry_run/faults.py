@@ -1,4 +1,4 @@
-"""Faults planted for the rehearsal to catch: what it lets pass here, it would let pass anywhere."""
+"""Planted faults that the dry run must catch."""
 
 import os
 from unittest import mock
@@ -32,9 +32,9 @@ def planted() -> None:
         stage.play("read while captured", lambda: record_cuda_graph(read_a_value))
         stage.play("descriptor's stride", unaligned_stride)
         stage.play("descriptor's address", unaligned_address)
-        os.environ["REHEARSAL_SHARED_BYTES"] = "64"
+        os.environ["DRY_RUN_SHARED_BYTES"] = "64"
         stage.play("shared memory", lambda: train(2, 64, causal=True))
-        del os.environ["REHEARSAL_SHARED_BYTES"]
+        del os.environ["DRY_RUN_SHARED_BYTES"]
 
 
 def qkv() -> list[Tensor]:

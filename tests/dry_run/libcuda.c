@@ -2,7 +2,7 @@
  * refuse (CUDA Driver API: cuLaunchKernelEx, cuTensorMapEncodeTiled), and computes nothing.
  *
  * Triton 3.6 to 3.9 resolve these names; anything else one asks for fails to link, and is heard of.
- * REHEARSAL_SHARED_BYTES: shared memory of a block, if not an H100's.
+ * DRY_RUN_SHARED_BYTES: shared memory of a block, if not an H100's.
  */
 #include <cuda.h>
 #include <stdarg.h>
@@ -16,10 +16,10 @@
 static char reason[256] = "no reason given";
 static long launched, early, encoded;
 
-/* For the rehearsal itself. */
-long rehearsal_launches(void) { return launched; }
-long rehearsal_early(void) { return early; }
-long rehearsal_descriptors(void) { return encoded; }
+/* For the dry run itself. */
+long dry_run_launches(void) { return launched; }
+long dry_run_early(void) { return early; }
+long dry_run_descriptors(void) { return encoded; }
 
 static CUresult refuse(const char *format, ...) {
     va_list values;
@@ -30,7 +30,7 @@ static CUresult refuse(const char *format, ...) {
 }
 
 static unsigned shared_bytes(void) {
-    const char *given = getenv("REHEARSAL_SHARED_BYTES");
+    const char *given = getenv("DRY_RUN_SHARED_BYTES");
     return given ? (unsigned)strtoul(given, NULL, 10) : 227u * 1024u;
 }
 

@@ -141,7 +141,7 @@ def read_on_the_way() -> None:
 
 
 def operator_without_a_fake() -> None:
-    @torch.library.custom_op("rehearsal::double", mutates_args=())
+    @torch.library.custom_op("dry_run::double", mutates_args=())
     def double(x: Tensor) -> Tensor:
         return 2 * x
 

@@ -29,7 +29,7 @@ from fastattn.testing.inputs import to_device
 from fastattn.testing.option_examples import option_examples
 
 Calls = dict[str, Callable[[], object]]
-# What others return, raise or are given; and what looks at numbers and times, of which a rehearsal
+# What others return, raise or are given; and what looks at numbers and times, of which a dry run
 # has none.
 NO_CALLS = {
     "AttentionStatistics", "BlockGradients", "CacheView", "Explanation", "OutOfPages",

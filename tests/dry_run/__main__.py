@@ -1,4 +1,4 @@
-"""`python tests/rehearsal MODULE.FUNCTION...`: plays these parts, and prints their scenes."""
+"""`python tests/dry_run MODULE.FUNCTION...`: run these parts and print their records."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""One H100 for torch and Triton: CPU tensors that pose as the GPU's, and NVIDIA's driver replaced.
+"""A fake H100 for torch and Triton: CPU tensors that pose as CUDA tensors, and a stub driver.
 
 Triton's own driver, specialisation, compiler and packing of arguments run; kernels do not, so what
 they would have written reads as 0. Import this before triton and fastattn.
@@ -29,7 +29,7 @@ def count_of(what: str) -> int:
     """How many "launches", tensor maps ("descriptors") that the driver accepted, or launches that
     may begin before the one ahead of them has ended ("early").
     """
-    return int(getattr(_DRIVER, f"rehearsal_{what}")())
+    return int(getattr(_DRIVER, f"dry_run_{what}")())
 
 
 class Stream:

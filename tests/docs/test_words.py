@@ -1,0 +1,191 @@
+"""The words of documents, docstrings, comments and messages are those that readers search for."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Files and folders that may still have such words; empty once all are read.
+TO_READ: tuple[str, ...] = (
+    "CONTRIBUTING.md",
+    "bench",
+    "examples",
+    "tests",
+    "kernels/hopper",
+    "kernels/launch",
+    "kernels/rules",
+    "fastattn/cache",
+    "fastattn/cache_view.py",
+    "fastattn/checks.py",
+    "fastattn/compat",
+    "fastattn/dispatch.py",
+    "fastattn/functional",
+    "fastattn/generation",
+    "fastattn/models",
+    "fastattn/ops",
+    "fastattn/parallel",
+    "fastattn/removed.py",
+    "fastattn/rotary.py",
+    "fastattn/testing",
+    "fastattn/torch_backend",
+    "fastattn/training",
+    "fastattn/tuned",
+)
+
+# A pattern, in any case, and what to write instead. Only what is wrong in every use belongs here.
+WORDS = {
+    r"doors?": "integration",
+    r"(is|on) a floor|(every|lower|upper|top) floors?|(the|of) floors": "layer",
+    r"rehears\w*": "dry run",
+    r"plant(s|ed)? ([\w-]+ )?(faults?|lines?)": "mutant, injected fault",
+    r"gradients of gradients": "double backward",
+    r"\*?slanted\*? (figures|rows|ones|if)|is slanted": "in italics",
+    r"deals? (\w+ )?out|dealt( out)?|dealing out": "assign, distribute",
+    r"mend(s|ed|ing)?": "fix, patch",
+    r"longer than one GPU|sequence over several GPUs": "context parallelism",
+    r"come and go": "continuous batching",
+    r"passed over": "skip, not use",
+    r"(is|are|was|were|be) told(?! apart)": "get, is passed",
+    r"tells (of|the (rest|device))": "report, determine",
+    r"books? of (a|the) (\w+ )?(cache|pages?)": "page allocator",
+    r"one's own": "custom, its own",
+    r"(cannot|can not|does not|do not) go with": "is not supported with",
+    r"goes? nowhere": "is dropped",
+    r"stands? in(?! for)": "is in, replaces",
+    r"lies?|lay": "is, is stored, is held by",
+    r"asked for": "requested",
+    r"(is|are) of another": "has a different",
+    r"of ours": "fastattn's",
+    r"a share of attention": "attention sink",
+    r"left, and (why|named)": "unchanged",
+}
+PATTERN = re.compile(
+    r"(?<![\w-])(" + "|".join(WORDS).replace(" ", r"\s+") + r")(?![\w-])", re.IGNORECASE
+)
+# A docstring begins with a verb, or with the noun that the thing is.
+BEGINNING = re.compile(r'^\s*r?"""(What|Those|That|As|Of|By|Which)\b', re.MULTILINE)
+STRINGS = ("STRING", "FSTRING_MIDDLE")
+# Signs around a string or before a comment, and what stands between two that go on.
+QUOTE = re.compile(r"^#|^\w{0,2}(\"\"\"|'''|[\"'])|[\"']+$")
+WRAPPED = re.compile(r"#|[\"']\s*\w?[\"']")
+UNSEEN = re.compile(r"[^\s\"']")
+CODE = ("fastattn", "kernels", "bench", "examples", "docs/tools", "tests")
+# Recorded runs have the words of the version that ran; this file has them all.
+NOT_READ = ("docs/recorded", "tests/docs/test_words.py")
+
+
+def within(path: Path, names: tuple[str, ...]) -> bool:
+    """Whether a file is one of these or in one of these folders."""
+    name = path.relative_to(CHECKOUT).as_posix()
+    return any(name == x or name.startswith(x + "/") for x in names)
+
+
+def find_files() -> list[Path]:
+    """Every document and every Python file of the repository."""
+    files = [CHECKOUT / x for x in ("mkdocs.yml", "Makefile", *map(str, CHECKOUT.glob("*.md")))]
+    for folder in ("docs", "kernels", "bench"):
+        files += (CHECKOUT / folder).rglob("*.md")
+    for folder in CODE:
+        files += (CHECKOUT / folder).rglob("*.py*")
+    return [x for x in sorted({*files}) if x.suffix != ".pyc" and not within(x, NOT_READ)]
+
+
+def hidden(text: str) -> str:
+    """As many characters, of no word; lines end where they did."""
+    return re.sub(r"[^\n]", "\0", text)
+
+
+def blanks(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def prose_of_document(text: str) -> str:
+    """The text with code and the targets of links hidden."""
+    text = re.sub(r"^ *```.*?^ *```$", lambda x: hidden(x[0]), text, flags=re.M | re.S)
+    return re.sub(r"(``?)[^`]+?\1|(?<=\])\([^)\n]+\)", lambda x: hidden(x[0]), text)
+
+
+def prose_of_program(text: str) -> str:
+    """The text with all but comments and strings of several words hidden."""
+    lines = text.splitlines(keepends=True)
+    begins = [0, *accumulate(map(len, lines))]
+    parts, end = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        comment = token.type == tokenize.COMMENT
+        if comment or (tokenize.tok_name[token.type] in STRINGS and " " in token.string):
+            first, last = (begins[row - 1] + column for row, column in (token.start, token.end))
+            # A message may go on in the next string, and a comment in the next line.
+            parts += [UNSEEN.sub("\0", text[end:first]), QUOTE.sub(blanks, text[first:last])]
+            end = last
+    prose = "".join(parts) + UNSEEN.sub("\0", text[end:])
+    # Names in backticks, and the fields of a template.
+    return re.sub(r"(``?)[^`\n]+?\1|\{[^{}\n]*\}", lambda x: hidden(x[0]), prose)
+
+
+def find_words(path: Path) -> Iterator[str]:
+    """Each word of the list in a file, with its line and better words."""
+    text = path.read_text(encoding="utf-8")
+    program = path.suffix in (".py", ".pyi")
+    if not PATTERN.search(WRAPPED.sub(blanks, text) if program else text):
+        return  # most files end here
+    prose = prose_of_program(text) if program else prose_of_document(text)
+    for match in PATTERN.finditer(prose):
+        found = " ".join(match[1].split())
+        better = next(y for x, y in WORDS.items() if re.fullmatch(x, found, re.IGNORECASE))
+        yield f'{place(path, prose, match)}: "{found}": better "{better}"'
+
+
+def find_beginnings(path: Path) -> Iterator[str]:
+    """Each docstring that begins with such a word."""
+    text = path.read_text(encoding="utf-8") if path.suffix in (".py", ".pyi") else ""
+    for match in BEGINNING.finditer(text):
+        better = "a verb, or the noun that the thing is"
+        yield f'{place(path, text, match)}: a docstring begins with "{match[1]}": better {better}'
+
+
+def place(path: Path, text: str, match: re.Match[str]) -> str:
+    name = path.relative_to(CHECKOUT).as_posix() if path.is_relative_to(CHECKOUT) else path.name
+    return f"{name}:{text.count(chr(10), 0, match.start(1)) + 1}"
+
+
+def test_words_are_those_of_the_field() -> None:
+    files = [path for path in find_files() if not within(path, TO_READ)]
+    assert files
+    finds = (find_words, find_beginnings)
+    found = [line for path in files for find in finds for line in find(path)]
+    assert not found, "\n".join(found)
+
+
+PROGRAM = '''
+"""Which doors there are."""
+
+doors = f"{doors} is slanted and has to be"  # what lies
+raise ValueError("it was asked "
+    f"for at the `door` of {doors}, one"
+    "'s own")  # dealt
+# out
+'''
+
+
+def test_words_in_programs_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    found = [x.rpartition(": ")[0] for x in find_words(path)]
+    assert found == [
+        'a.py:2: "doors"',
+        'a.py:4: "is slanted"',
+        'a.py:4: "lies"',
+        'a.py:5: "asked for"',
+        'a.py:7: "dealt out"',
+    ]
+    (found,) = find_beginnings(path)
+    assert found.startswith('a.py:2: a docstring begins with "Which": ')
+
+
+def test_words_in_documents_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_text("`mend` [x](doors/)\n```\nmend\n```\nand one's\nown\n", encoding="utf-8")
+    assert list(find_words(path)) == ['a.md:5: "one\'s own": better "custom, its own"']
