@@ -87,7 +87,7 @@ def test_signatures_are_wrapped(site: Path) -> None:
 
 
 def test_long_code_breaks_in_tables(hooks: ModuleType) -> None:
-    row = "<td><img src='../pictures/mod-natten-1d.svg'> <code>torch.nn.functional.gelu(x)</code></td>"
+    row = "<td><img src='pictures/mod-natten-1d.svg'> <code>torch.nn.functional.gelu(x)</code></td>"
     cut = row.replace("torch.nn.functional.gelu(", "torch.<wbr>nn.<wbr>functional.<wbr>gelu(<wbr>")
     assert hooks.on_page_content(row, None, None, None) == cut
 
