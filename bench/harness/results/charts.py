@@ -45,15 +45,17 @@ LABELS = {"dense": "no padding", "half": "rows half padded", "documents": "rows 
 LIMITS = {"tflops": ("a matrix product", "matmul_tflops"), "kv_gbps": ("a copy", "copy_gbps")}
 # Heading of a group of the overview to its case.
 OVERVIEW = {
-    "16 documents padded to 4096 tokens, 32 heads on 8": padded(
+    "16 documents of 21 to 4096 tokens, padded; 32 query, 8 K/V heads": padded(
         "forward", "documents", 4096, False
     ),
-    "16 rows of 4096 tokens, half padding, 32 heads on 8": padded("forward", "half", 4096, False),
-    "2 x 8192 tokens, causal window of 1024, 16 heads": replace(
+    "16 rows of 4096 tokens, half padding; 32 query, 8 K/V heads": padded(
+        "forward", "half", 4096, False
+    ),
+    "2 x 8192 tokens, causal window of 1024; 16 heads": replace(
         sweep("forward", 128, 8192, True), family="masks", window=(1023, 0)
     ),
-    "4 x 4096 tokens, causal, 16 heads": sweep("forward", 128, 4096, True),
-    "4 x 4096 tokens, no mask, 16 heads": sweep("forward", 128, 4096, False),
+    "4 x 4096 tokens, causal; 16 heads": sweep("forward", 128, 4096, True),
+    "4 x 4096 tokens, no mask; 16 heads": sweep("forward", 128, 4096, False),
 }
 
 
