@@ -18,7 +18,7 @@ TILE, NIGHT = "#3f51b5", "#161a2b"
 INK = {"light": "#1f2430", "dark": "#e6e8ee"}
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
 CARD = (1280, 640)
-PROMISE = ("Attention with the mask you need,", "at fused speed")
+PROMISE = ("Fused attention", "for the mask you need")
 SHOWN = ("documents", "keep-first", "mod-natten-2d", "mod-tree", "mod-block-diffusion", "stride")
 
 
@@ -52,7 +52,7 @@ def card(masks: dict[str, str]) -> str:
     parts.append(f'<g transform="translate(80 72)">{mark(88)}</g>')
     parts.append(word(192, 136, 64, "#fff", "fastattn"))
     parts += (word(80, 262 + 68 * n, 56, "#fff", line, 600) for n, line in enumerate(PROMISE))
-    parts.append(word(80, 394, 30, "#a7b0d8", "Fused Triton kernels and torch modules", 400))
+    parts.append(word(80, 394, 30, "#a7b0d8", "Exact softmax attention for PyTorch in Triton", 400))
     for n, name in enumerate(SHOWN):
         place = f'<svg x="{80 + 192 * n}" y="440" width="160" height="160"'
         picture = masks[f"{name}.svg"].strip()

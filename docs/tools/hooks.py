@@ -35,6 +35,8 @@ PUBLIC_NAMES = CHECKOUT / "tests" / "public_names.txt"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 MATH = re.compile(r"^```math\n(.*?)^```$", re.M | re.S)
+CELL, CODE = re.compile(r"<td.*?</td>", re.S), re.compile(r"(?<=<code>)[^<]+")
+LONG = re.compile(r"\S{24,}")
 log = logging.getLogger("mkdocs.fastattn")
 # Titles in the reference, and their modules; other modules are under the last one.
 MODULES = {
@@ -226,6 +228,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     address = posixpath.relpath(notebook_path(page.file.src_uri), folder or ".")
     title, rest = markdown.split("\n", 1)
     return f"{title}\n\n[Download this page as a notebook]({address}){{download}}\n{rest}"
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lets long code in the cells of tables break after its dots and brackets."""
+
+    def split(code: re.Match[str]) -> str:
+        return LONG.sub(lambda x: re.sub(r"[.(\[=]", r"\g<0><wbr>", x[0]), code[0])
+
+    return CELL.sub(lambda cell: CODE.sub(split, cell[0]), html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

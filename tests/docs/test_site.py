@@ -1,5 +1,6 @@
 """The site builds strictly, fetches nothing from elsewhere, and documents every public name."""
 
+import html
 import importlib.util
 import json
 import os
@@ -73,6 +74,22 @@ def test_every_public_name_is_in_the_reference(site: Path, hooks: ModuleType) ->
             text = (site / "reference" / module / "index.html").read_text(encoding="utf-8")
             pages[module] = set(re.findall(r'\sid="([\w.]+)"', text))
         assert same or f"{module}.{name}" in pages[module], f"{module}.{name}"
+
+
+@pytest.mark.nightly
+def test_signatures_are_wrapped(site: Path) -> None:
+    """A line is longer than 80 characters for a text alone, such as a help text."""
+    pages = [x.read_text(encoding="utf-8") for x in (site / "reference").rglob("*.html")]
+    blocks = re.findall(r'<div class="[^"]*doc-signature.*?</pre>', "".join(pages), re.S)
+    lines = html.unescape(re.sub("<[^>]+>", "", "\n".join(blocks))).splitlines()
+    assert len(blocks) > 300
+    assert [x for x in lines if len(x) > 80 and not re.fullmatch(r' *".*",', x)] == []
+
+
+def test_long_code_breaks_in_tables(hooks: ModuleType) -> None:
+    row = "<td><img src='pictures/mod-natten-1d.svg'> <code>torch.nn.functional.gelu(x)</code></td>"
+    cut = row.replace("torch.nn.functional.gelu(", "torch.<wbr>nn.<wbr>functional.<wbr>gelu(<wbr>")
+    assert hooks.on_page_content(row, None, None, None) == cut
 
 
 def test_the_reference_is_in_groups_and_begins_with_attention(hooks: ModuleType) -> None:
