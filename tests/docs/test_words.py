@@ -13,14 +13,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 TO_READ: tuple[str, ...] = (
     "bench",
     "examples",
-    "tests",
+    "tests/cli",
     "fastattn/compat",
-    "fastattn/generation",
-    "fastattn/models",
-    "fastattn/rotary.py",
     "fastattn/testing",
     "fastattn/training",
-    "fastattn/tuned",
 )
 
 # A pattern, in any case, and what to write instead. Only what is wrong in every use belongs here.
