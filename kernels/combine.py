@@ -97,10 +97,8 @@ def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.con
 
 @triton.jit
 def arrives_last(arrived_ptr, count):
-    """Whether this program is the last of `count`, which then sees what all of them have stored.
-
-    It sets the counter to 0, for the next launch. See `launch.arrivals`.
-    """
+    """Whether this program is the last of `count`, which then sees all stores of the others."""
+    # It sets the counter to 0, for the next launch. See `launch.arrivals`.
     # A barrier makes the stores of all threads part of the one thread's release, and the one by
     # which Triton hands out its result makes its acquire that of all threads.
     tl.debug_barrier()

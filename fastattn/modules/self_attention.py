@@ -355,10 +355,8 @@ class CausalGQAttention(GQAttention):
 
 
 def place_slopes(layer: GQAttention, _keys: object = None) -> None:
-    """Recompute ALiBi's slopes on the device of the parameters.
-
-    They stay fp32: a cast would round them, and a move from the meta device would lose them.
-    """
+    """Recompute ALiBi's slopes in fp32 on the device of the parameters."""
+    # A cast would round them, and a move from the meta device would lose them.
     if layer.alibi_slopes is not None:
         slopes = alibi_slopes(layer.total_heads, device=layer.q_proj.weight.device)
         layer.alibi_slopes = slopes.narrow(0, layer.first_head, layer.num_heads)

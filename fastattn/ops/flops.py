@@ -87,10 +87,7 @@ def packed_over_cache(inputs: Mapping[str, Any]) -> int:
 
 
 def _pairs(q: Tensor, k: Tensor, inputs: Mapping[str, Any]) -> int:
-    """Pairs of a query and a key in all rows, or in all packed sequences.
-
-    Packed sequences with unknown offsets are assumed equally long.
-    """
+    """Pairs of query and key in all rows or packed sequences (if unknown, equally long)."""
     starts = [inputs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     pairs = q.shape[0] * q.shape[2] * k.shape[2]
     if starts[0] is None:

@@ -178,10 +178,8 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _blocks(options: Options, end: int, device: torch.device) -> Iterator[tuple[int, Options]]:
-    """The first key of each block before `end`, in order, and the options for it.
-
-    Without a key a block of none, so that results depend on the inputs.
-    """
+    """The first key of each block before `end`, in order, and the options for it."""
+    # Without keys an empty block, so that results depend on the inputs.
     for first in range(0, max(end, 1), _KEYS):
         own = _at(options, _BY_KEY, first, _KEYS)
         positions = torch.arange(first, first + _KEYS, dtype=torch.int32, device=device)

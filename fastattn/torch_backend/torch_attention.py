@@ -197,10 +197,8 @@ _cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _fits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether torch's CPU kernel, which does not check this, serves the layouts.
-
-    It has no gradients of a bias, and no dropout.
-    """
+    """Whether torch's CPU kernel supports these layouts: it does not check this."""
+    # It has no gradients of a bias, and no dropout.
     learned = any(x is not None and x.requires_grad for x in options.differentiable)
     if learned or options.fp32_results or options.dropout:
         return False
@@ -274,10 +272,8 @@ def _allow_second_derivatives(
 
 
 def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> bool:
-    """Whether torch's function shall draw what a call without a seed drops.
-
-    Not for traced calls, nor for parts of others, which all draw one seed.
-    """
+    """Whether torch's function draws the dropout mask of a call without a seed."""
+    # Not for traced calls, nor for parts of others, which all share one seed.
     if not options.dropout or options.dropout_seed is not None or return_lse:
         return False
     part = options.all_heads is not None or options.q_positions is not None
@@ -310,10 +306,8 @@ _LARGE = 1e9
 
 
 def _is_sound(o: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether no hidden number has reached o, or can reach gradients by a weight of 0.
-
-    A NaN or infinity would be in o. Gradients multiply all keys and values by numbers.
-    """
+    """Whether no hidden number has reached o, or can reach gradients by a weight of 0."""
+    # A NaN or infinity would be in o. Gradients multiply all keys and values by numbers.
     if not _is_finite(o):
         return False
     if not (o.requires_grad and masks.lacks_keys(options)):
