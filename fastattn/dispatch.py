@@ -222,7 +222,7 @@ _BY_NAME = {one.name: one for one in BACKENDS}
 def launched(
     choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Kernels, Options]:
-    """The kernels of a choice but torch, and options without a wrong or slower one-pass backward."""
+    """Kernels of a choice but torch, and options without a wrong or slower one-pass backward."""
     launchers = _BY_NAME[choice.backend].kernels
     if options.atomic_dq and _why_two_passes(choice, q, k, v, options) is not None:
         options = options._replace(atomic_dq=False)
