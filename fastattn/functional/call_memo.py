@@ -153,9 +153,9 @@ def find(key: list[Any] | None) -> KnownCall | None:
         return None
     if not slot:
         return None
-    known = slot[0]
-    if known.device_key is None or known.device_key == attention_ops.device_key(known.dtype):
-        return known
+    cached = slot[0]
+    if cached.device_key is None or cached.device_key == attention_ops.device_key(cached.dtype):
+        return cached
     return None
 
 
