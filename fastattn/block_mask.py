@@ -121,8 +121,8 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
         return options
     if given and all(tensors is not given for _, tensors in functions.values()):
         raise ValueError(
-            f"mod_tensors are for @triton.jit functions; {' and '.join(functions)} read "
-            "the tensors of their scopes"
+            f"mod_tensors are for @triton.jit functions, got Python's {' and '.join(functions)}, "
+            "which read the tensors of their scope"
         )
     made: dict[str, Any]
     if not python and len(functions) == 1 and not given:

@@ -117,7 +117,7 @@ def test_few_queries_are_left_to_the_portable_kernels(
 ) -> None:
     inputs = make_qkv(D=64, T_q=T_q, T_k=8, dtype=torch.bfloat16, device=device)
     actual = fastattn.explain(*inputs)._replace(findings=())
-    reason = {"hopper": "63 queries leave more than half of a tile of 128 empty"}
+    reason = {"hopper": "63 queries fill less than half of a tile of 128"}
     assert actual == fastattn.Explanation(*(("triton", reason) if T_q == 63 else ("hopper", {})))
     assert fastattn.explain(*inputs, backend="hopper").backend == "hopper"
 

@@ -1,11 +1,13 @@
-"""Generated parts of the site: the reference, and links from pages into the repository.
+"""Generated parts of the site: the reference, notebooks, and links into the repository.
 
 A page of the reference is made for each module with public names, which tests/public_names.txt
 lists, and one of the commands. Links that leave docs/ lead to the repository, at the address that
 pyproject.toml has. A public name without a docstring and a link to nothing fail a strict build.
+Each tutorial can be downloaded as a notebook of the same text.
 """
 
 import importlib
+import json
 import logging
 import os
 import posixpath
@@ -31,6 +33,10 @@ else:
 CHECKOUT = Path(__file__).resolve().parents[2]
 PUBLIC_NAMES = CHECKOUT / "tests" / "public_names.txt"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)#\s]+)")
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+MATH = re.compile(r"^```math\n(.*?)^```$", re.M | re.S)
+CELL, CODE = re.compile(r"<td.*?</td>", re.S), re.compile(r"(?<=<code>)[^<]+")
+LONG = re.compile(r"\S{24,}")
 log = logging.getLogger("mkdocs.fastattn")
 # Titles in the reference, and their modules; other modules are under the last one.
 MODULES = {
@@ -146,7 +152,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.repo_url = home()
     config.repo_name = "Source"
     config.edit_uri = ""
-    os.environ["COLUMNS"] = "96"  # of the commands' help
+    os.environ["COLUMNS"] = "82"  # of the commands' help
+    # An address that other sites can show: a card must have a full one.
+    config.extra["card"] = f"{home()}/raw/main/docs/pictures/social.png"
     for entry in config.nav:
         if "Reference" in entry:
             entry["Reference"] = navigation()
@@ -160,7 +168,47 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     # As from a page of docs/.
     changes = LINK.sub(lambda match: posixpath.relpath(match[1], "docs"), changes)
     files.append(File.generated(config, "changelog.md", content=changes))
+    for path in tutorials():
+        text = json.dumps(notebook(path), ensure_ascii=False, indent=1)
+        files.append(File.generated(config, notebook_path(path), content=text))
     return files
+
+
+def tutorials() -> list[str]:
+    """The pages whose blocks together are one program."""
+    docs = CHECKOUT / "docs"
+    pages = (
+        docs / "guide" / "gpt.md",
+        docs / "tutorial.md",
+        *sorted((docs / "tutorials").iterdir()),
+    )
+    return [x.relative_to(docs).as_posix() for x in pages]
+
+
+def notebook_path(page: str) -> str:
+    return f"notebooks/{Path(page).stem}.ipynb"
+
+
+def notebook(page: str) -> dict[str, Any]:
+    """A page as a Jupyter notebook: a code cell for each Python block, Markdown between them."""
+    folder = posixpath.join("docs", posixpath.dirname(page))
+
+    def lead(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, match[1]))
+        return f"{home()}/{'raw' if path.endswith(('.png', '.svg')) else 'blob'}/main/{path}"
+
+    cells: list[dict[str, Any]] = []
+    parts = PYTHON.split((CHECKOUT / "docs" / page).read_text(encoding="utf-8"))
+    for n, part in enumerate(parts):
+        cell: dict[str, Any] = {"cell_type": "markdown", "id": f"cell-{n}", "metadata": {}}
+        if n % 2:
+            cell |= {"cell_type": "code", "execution_count": None, "outputs": []}
+        else:
+            part = LINK.sub(lead, MATH.sub(r"$$\n\1$$", part))
+        if part.strip():
+            cells.append(cell | {"source": part.strip().splitlines(keepends=True)})
+    python = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": python}, "cells": cells}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -174,7 +222,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             log.warning(f"{page.file.src_uri} leads to {path}, which is not there")
         return f"{home()}/blob/main/{path}"
 
-    return LINK.sub(lead, markdown)
+    markdown = LINK.sub(lead, markdown)
+    if page.file.src_uri not in tutorials():
+        return markdown
+    address = posixpath.relpath(notebook_path(page.file.src_uri), folder or ".")
+    title, rest = markdown.split("\n", 1)
+    return f"{title}\n\n[Download this page as a notebook]({address}){{download}}\n{rest}"
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lets long code in the cells of tables break after its dots and brackets."""
+
+    def split(code: re.Match[str]) -> str:
+        return LONG.sub(lambda x: re.sub(r"[.(\[=]", r"\g<0><wbr>", x[0]), code[0])
+
+    return CELL.sub(lambda cell: CODE.sub(split, cell[0]), html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -1,5 +1,5 @@
-"""Draws docs/pictures: masks as the library applies them, computed blocks, caches, charts, and
-terminals.
+"""Draws docs/pictures: masks as the library applies them, computed blocks, caches, charts,
+terminals, and the project's mark.
 
 python docs/tools/pictures.py            # write
 python docs/tools/pictures.py --check    # exit 1 if a picture is not what the library does
@@ -230,7 +230,8 @@ def pictures() -> dict[str, str]:
         record = (terminal["RECORDED"] / f"{name}.txt").read_text(encoding="utf-8")
         drawn[f"terminal-{name}.svg"] = terminal["draw"](record)
     drawn |= runpy.run_path(str(Path(__file__).with_name("caches.py")))["caches"]() | lists()
-    return drawn | {name: draw_mask(weights) for name, weights, _ in tables()}
+    masks = {name: draw_mask(weights) for name, weights, _ in tables()}
+    return drawn | masks | runpy.run_path(str(Path(__file__).with_name("brand.py")))["brand"](masks)
 
 
 def main(show: Callable[[str], Any] = sys.stderr.write) -> int:

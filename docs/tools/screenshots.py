@@ -3,11 +3,13 @@
 make docs && python docs/tools/screenshots.py build/screenshots
 
 Each page is opened at the width of a desktop and of a phone, and pictured from top to bottom. A
-page that is wider than its window and a picture that does not load are reported; the exit status
-is then 1. Needs chromium. The site is served on the loopback interface alone.
+page that is wider than its window, a picture that does not load and, on a desktop, code that is
+wider than its column are reported; the exit status is then 1. Needs chromium. The site is served
+on the loopback interface alone.
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import json
@@ -18,13 +20,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 WIDTHS = {"desktop": 1280, "phone": 390}
 HEIGHT = 16000  # px; taller pictures fail
+REDIRECT = 'http-equiv="refresh"'  # in the pages at former addresses
 OPTIONS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -50,6 +52,8 @@ async function inspect(page, width) {
     page, width, images: images.length, height: inner.documentElement.scrollHeight,
     over: inner.documentElement.scrollWidth - width,
     broken: shown.filter((x) => !x.naturalWidth).map((x) => x.src),
+    code: width < 1000 ? [] : [...inner.querySelectorAll(".highlight:not(.language-text) code")]
+      .filter((x) => x.scrollWidth > x.clientWidth).map((x) => x.innerText.slice(0, 60)),
   };
   frame.remove();
   return view;
@@ -81,10 +85,14 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.end_headers()
         self.server.views.put(json.loads(text))
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the browser leaves once it has its picture
+            super().handle()
+
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-@contextmanager
+@contextlib.contextmanager
 def browser(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A browser with a profile of its own."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
@@ -107,7 +115,8 @@ def main() -> int:
     if not shutil.which("chromium") or not SITE.exists():
         parser.error("this needs chromium, and a site: make docs")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    every = (x.parent.relative_to(SITE).as_posix() for x in sorted(SITE.rglob("index.html")))
+    files = (x for x in sorted(SITE.rglob("index.html")) if REDIRECT not in x.read_text("utf-8"))
+    every = (x.parent.relative_to(SITE).as_posix() for x in files)
     pages = arguments.pages or [f"{page}/".removeprefix("./") for page in every]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(SITE, folder, dirs_exist_ok=True)
@@ -125,7 +134,7 @@ def main() -> int:
             with browser(size, picture, f"{site.address}{view['page']}") as process:
                 process.wait(timeout=120)
         site.shutdown()
-    wrong = [x for x in views if x["over"] > 0 or x["broken"]]
+    wrong = [x for x in views if x["over"] > 0 or x["broken"] or x["code"]]
     sys.stdout.writelines(f"{x}\n" for x in wrong)
     images = sum(x["images"] for x in views)
     sys.stdout.write(f"{len(views)} views, {images} pictures, {len(wrong)} wrong\n")

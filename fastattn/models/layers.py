@@ -58,7 +58,8 @@ def uniform_attention(
         [B, H, T_q, D_v]; 0 for a query without visible keys.
 
     Examples:
-        >>> uniform_attention(torch.tensor([1.0, 3.0, 8.0]).view(1, 1, 3, 1), causal=True).flatten()
+        >>> v = torch.tensor([1.0, 3.0, 8.0]).view(1, 1, 3, 1)
+        >>> uniform_attention(v, causal=True).flatten()
         tensor([1., 2., 4.])
     """
     B, H, T_k, _ = v.shape

@@ -26,7 +26,7 @@ _documents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _marked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-class Dealt(NamedTuple):
+class Assignment(NamedTuple):
     """Tokens of a sequence of T on each rank, without padding.
 
     grain: keys are sent in blocks of this size, counted from the start of a run.
@@ -100,11 +100,11 @@ class Documents:
         self.last = end.view(B, T).masked_fill(padding, -1).amax(0).cpu()
         self._needs: dict[Any, Needs] = {}
 
-    def needs(self, dealt: Dealt, options: Options) -> "Needs":
+    def needs(self, assignment: Assignment, options: Options) -> "Needs":
         """`Needs` from a call's checked options."""
-        key = (dealt, mask_of(options))
+        key = (assignment, mask_of(options))
         if key not in self._needs:
-            self._needs[key] = Needs(dealt, bounds(dealt.T, options, self))
+            self._needs[key] = Needs(assignment, bounds(assignment.T, options, self))
         return self._needs[key]
 
 
@@ -134,15 +134,15 @@ def remember(ids: Tensor, documents: Documents) -> None:
 class Needs:
     """Keys of each rank that each rank's queries may see, by blocks of keys."""
 
-    def __init__(self, dealt: Dealt, limits: Bounds) -> None:
-        self.dealt = dealt
-        grain, T = dealt.grain, dealt.T
-        ends = [0, *accumulate(map(len, dealt.runs))]
+    def __init__(self, assignment: Assignment, limits: Bounds) -> None:
+        self.assignment = assignment
+        grain, T = assignment.grain, assignment.T
+        ends = [0, *accumulate(map(len, assignment.runs))]
         # Numbers of a rank's runs, counted over all ranks.
         self._numbers = [slice(*both) for both in pairwise(ends)]
         pieces = sorted(
             (start, min(start + grain, run[1]), rank, ends[rank] + n)
-            for rank, runs in enumerate(dealt.runs)
+            for rank, runs in enumerate(assignment.runs)
             for n, run in enumerate(runs)
             for start in range(*run, grain)
         )
@@ -168,7 +168,7 @@ class Needs:
         begin = torch.searchsorted(self._stops, first, right=True)[some]
         end = torch.searchsorted(self._starts, last, right=True)[some]
         edges = torch.zeros(
-            len(self.dealt.runs), len(self._starts) + 1, dtype=torch.int32, device="cpu"
+            len(self.assignment.runs), len(self._starts) + 1, dtype=torch.int32, device="cpu"
         )
         one = torch.ones_like(begin, dtype=torch.int32)
         edges.index_put_((self._owners[some], begin), one, accumulate=True)
@@ -178,7 +178,7 @@ class Needs:
     @cached_property
     def seen(self) -> tuple[tuple[bool, ...], ...]:
         """[r][s]: whether rank r's queries may see a key of rank s."""
-        ranks = len(self.dealt.runs)
+        ranks = len(self.assignment.runs)
         counts = torch.zeros(ranks, ranks, dtype=torch.int64, device="cpu")
         counts.index_add_(1, self._owners, self._needed.long())
         return tuple(map(tuple, (counts > 0).tolist()))
@@ -186,7 +186,7 @@ class Needs:
     @cached_property
     def hops(self) -> Hops:
         """The fewest total hops that bring every rank its visible keys."""
-        ranks = len(self.dealt.runs)
+        ranks = len(self.assignment.runs)
         seen = torch.tensor(self.seen, device="cpu")
         r, s = seen.nonzero(as_tuple=True)
         # Rank s with keys for rank r is (r - s) steps behind it.
@@ -204,7 +204,7 @@ class Needs:
         Keys that this or a later rank on the way may see; one stretch of each run.
         """
         if step == 0:
-            return self.dealt.runs[rank]
+            return self.assignment.runs[rank]
         first, stop = (x[self._numbers[rank]].tolist() for x in self._sent[step])
         return tuple(run for run in zip(first, stop, strict=True) if run[0] < run[1])
 
@@ -212,14 +212,14 @@ class Needs:
     def _sent(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Begin and end, by step, of the keys sent from each run; equal if none."""
         sent = {}
-        ranks, every = len(self.dealt.runs), torch.arange(len(self._starts), device="cpu")
-        runs = sum(map(len, self.dealt.runs))
+        ranks, every = len(self.assignment.runs), torch.arange(len(self._starts), device="cpu")
+        runs = sum(map(len, self.assignment.runs))
         for steps in (range(self.hops.after, 0, -1), range(-self.hops.before, 0)):
             some = torch.zeros_like(self._starts, dtype=torch.bool)
             for step in steps:
                 some = some | self._needed[(self._owners + step) % ranks, every]
                 number = self._run_of[some]
-                first = torch.full((runs,), self.dealt.T, device="cpu")
+                first = torch.full((runs,), self.assignment.T, device="cpu")
                 first.scatter_reduce_(0, number, self._starts[some], "amin")
                 stop = torch.zeros(runs, dtype=torch.int64, device="cpu")
                 stop.scatter_reduce_(0, number, self._stops[some], "amax")
@@ -232,7 +232,7 @@ def total(runs: Sequence[Run]) -> int:
     return sum(stop - start for start, stop in runs)
 
 
-def needs(dealt: Dealt, options: Options) -> Needs:
+def needs(assignment: Assignment, options: Options) -> Needs:
     """`Needs` from a call's checked options and whole documents.
 
     Reading documents on a GPU waits for it, once per call. They are not read during CUDA graph
@@ -240,14 +240,14 @@ def needs(dealt: Dealt, options: Options) -> Needs:
     """
     ids = options.get("documents")
     if ids is None:
-        return _needs_by_positions(dealt, *mask_of(options))
+        return _needs_by_positions(assignment, *mask_of(options))
     if ids not in _documents:
-        few = sum(map(len, dealt.runs)) <= _FEW_RUNS * len(dealt.runs)
+        few = sum(map(len, assignment.runs)) <= _FEW_RUNS * len(assignment.runs)
         if ids.is_cuda and (not few or torch.cuda.is_current_stream_capturing()):
-            return _needs_by_positions(dealt, *mask_of(options))
+            return _needs_by_positions(assignment, *mask_of(options))
         remember(ids, Documents(ids))
     documents: Documents = _documents[ids]
-    return documents.needs(dealt, options)
+    return documents.needs(assignment, options)
 
 
 def mask_of(options: Options) -> tuple[Any, ...]:
@@ -256,7 +256,7 @@ def mask_of(options: Options) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def _needs_by_positions(dealt: Dealt, prefix: bool, *values: Any) -> Needs:
+def _needs_by_positions(assignment: Assignment, prefix: bool, *values: Any) -> Needs:
     options = {name: x for name, x in zip(_READ, values, strict=True) if x is not None}
     options |= {"prefix_lengths": 0} if prefix else {}
-    return Needs(dealt, bounds(dealt.T, options))
+    return Needs(assignment, bounds(assignment.T, options))

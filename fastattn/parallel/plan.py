@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..score_checks import POSITIONS_BLOCK
-from .hops import Dealt, Documents, mark, mask_of, needs
+from .hops import Assignment, Documents, mark, mask_of, needs
 from .pieces import Options, Run, Runs, aligned
 
 BALANCES = ("contiguous", "zigzag", "longest_first")
@@ -131,17 +131,17 @@ class ContextPlan:
 
     def runs(self, rank: int) -> list[Run]:
         """Contiguous ranges [start, stop) of a rank's tokens without padding, in order."""
-        return list(self.dealt.runs[rank])
+        return list(self.assignment.runs[rank])
 
     @cached_property
-    def dealt(self) -> Dealt:
+    def assignment(self) -> Assignment:
         """Runs of all ranks, and the granularity at which keys are sent.
 
         The granularity keeps aligned runs aligned for kernels.
         """
         whole = self.block % POSITIONS_BLOCK == 0
         grain = POSITIONS_BLOCK if whole else math.lcm(self.block, _ALIGNED)
-        return Dealt(self.T, tuple(_runs(own, self.T) for own in self.stretches), grain)
+        return Assignment(self.T, tuple(_runs(own, self.T) for own in self.stretches), grain)
 
     def real(self, rank: int) -> int:
         """Number of a rank's tokens without padding; they come first."""
@@ -150,7 +150,7 @@ class ContextPlan:
     @cached_property
     def aligned(self) -> bool:
         """Whether kernels can use positions: blocks are multiples of 128, or runs."""
-        return all(map(aligned, self.dealt.runs))
+        return all(map(aligned, self.assignment.runs))
 
     def merged(self, degree: int) -> ContextPlan:
         """The plan with each group of `degree` consecutive ranks merged to one rank."""
@@ -169,7 +169,11 @@ class ContextPlan:
         masks = {name: x for name, x in options.items() if name != "documents"}
         key = runs is not None, *mask_of(masks)
         if key not in self._hops:
-            needed = needs(self.dealt, masks) if runs is None else runs.needs(self.dealt, masks)
+            needed = (
+                needs(self.assignment, masks)
+                if runs is None
+                else runs.needs(self.assignment, masks)
+            )
             self._hops[key] = sum(needed.hops)
         return self._hops[key]
 
@@ -186,7 +190,7 @@ class ContextPlan:
     @cached_property
     def hash(self) -> str:
         """Hash of the assignment, equal in every process."""
-        text = repr((self.T, self.dealt.grain, self.stretches))
+        text = repr((self.T, self.assignment.grain, self.stretches))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

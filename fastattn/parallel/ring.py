@@ -28,7 +28,7 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """o in q's dtype, and lse. Arguments as in `gather_forward`."""
     rank = rank_in(group)
-    needed = needs(plan.dealt, options)
+    needed = needs(plan.assignment, options)
     runs = plan.runs(rank)
     options = dict(options)
     sinks = options.pop("sinks", None)
@@ -49,7 +49,7 @@ def ring_backward(
 ) -> Gradients:  # fmt: skip
     """All gradients, with padding in k's and v's."""
     rank = rank_in(group)
-    needed = needs(plan.dealt, options)
+    needed = needs(plan.assignment, options)
     after, before = needed.hops
     runs = plan.runs(rank)
     dq, *learned = parts.zeros_for(q, *leaves)

@@ -121,15 +121,15 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
     defaults = options._field_defaults.values()
     for name, value, default in zip(options._fields, options, defaults, strict=True):
         if value is not default and value != default and name not in served:
-            hint = "; concatenated behind q and k they take its columns" if name in _SECOND else ""
-            return f"they do not know {name}{hint}"
+            hint = "; concatenate its columns to q and k" if name in _SECOND else ""
+            return f"they do not support {name}{hint}"
     for name in ("mask_mod", "score_mod", "score_mod_grad"):
         mod = getattr(options, name)
         operation = None if mod is None else not_elementwise(getattr(mod, "mask_mod", mod))
         if operation is not None:
             return f"{name} uses {operation}, which is not known to be elementwise"
     if options.score_mod is not None and D == APART_HEAD_DIM:
-        return f"score_mod and {D} columns do not leave them registers"
+        return f"score_mod at head dim {D} needs too many registers"
     if _grouped(q, k) and per_head(options):
         of_mask = per_head(options._replace(mask_mod=None))
         return _OF_HEADS if of_mask else _MAYBE_OF_HEADS
@@ -139,7 +139,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
     if T_k == 0:
         return "there are no keys"
     if longest >= _MAX_LENGTH:
-        return f"{longest} positions; they count to {_MAX_LENGTH}"
+        return f"{longest} positions, more than {_MAX_LENGTH}"
     return None
 
 
@@ -151,10 +151,10 @@ def _why_not_bias(bias: Tensor, T_q: int, D: int) -> str | None:
     if D == APART_HEAD_DIM:
         return f"there is no room for tiles of attn_bias with {D} columns"
     if bias.shape[2] != T_q or bias.shape[3] == 1 or bias.stride(2) == 0:
-        return "attn_bias is broadcast along queries or keys, which TMA does not do"
+        return "attn_bias is broadcast along queries or keys, which TMA does not support"
     steps = zip(bias.shape[:3], bias.stride()[:3], strict=True)
     if bias.stride(3) != 1 or any(size > 1 and stride % 8 for size, stride in steps):
-        return "rows of attn_bias do not lie at multiples of 16 bytes"
+        return "rows of attn_bias are not aligned to 16 bytes"
     return None
 
 
@@ -238,7 +238,7 @@ def why_not_worth_it(q: Tensor) -> str | None:
     """Reason that other kernels are faster for a call that these serve, or None."""
     T_q = q.shape[0] if q.dim() == 3 else q.shape[2]
     if T_q < ROWS.value:
-        return f"{T_q} queries leave more than half of a tile of {2 * ROWS.value} empty"
+        return f"{T_q} queries fill less than half of a tile of {2 * ROWS.value}"
     return None
 
 
@@ -246,17 +246,17 @@ def why_not_one_pass(q: Tensor, k: Tensor, options: Options) -> str | None:
     """Reason that a backward takes two kernels although atomics are permitted, or None."""
     D = q.shape[-1]
     if tile_columns(D) == APART_HEAD_DIM:
-        return f"dK and dV of head dim {D} take a kernel each"
+        return f"dK and dV of head dim {D} need a kernel each"
     if D not in HEAD_DIMS:
         return f"halves of head dim {D} are no tiles"
     if options.score_mod is not None:
-        return "score_mod does not leave it registers"
+        return "score_mod needs too many registers"
     if D == 128 and options.softcap is not None:
-        return "softcap and head dim 128 do not leave it registers"
+        return "softcap at head dim 128 needs too many registers"
     if options.dropout:
-        return "dropout does not leave it registers"
+        return "dropout needs too many registers"
     if (parts := parts_of_keys(q, k, options)) > 1:
-        return f"it would leave the GPU idle: two passes deal each tile of keys to {parts} programs"
+        return f"it would leave the GPU idle: two passes split a tile of keys in {parts} programs"
     return None
 
 

@@ -1,6 +1,6 @@
 """Shared parts of launchers: tiles, arguments, tables, cached launches."""
 
-from .interpreter import mend
+from .interpreter import patch_interpreter
 
 # Before any launch, whichever module is imported first.
-mend()
+patch_interpreter()

@@ -1,9 +1,9 @@
-"""Counters of programs that have finished, for kernels whose last program does some work more.
+"""Counters of finished programs, for kernels whose last program does further work.
 
-A launch finds its counters at 0 and leaves them at 0. Launches of one stream run one after another
-and share theirs. Launches in CUDA graphs each have their own, as two graphs may run at once: from a
-reserve that an earlier call has made, since memory of a graph ends with it. A kernel that ends
-halfway leaves other numbers, but ends the process's CUDA context too.
+A launch finds its counters at 0 and leaves them at 0. Launches of one stream run in order and share
+counters. Launches in CUDA graphs, which may run concurrently, each take their own from a reserve
+that an earlier call allocated, as memory allocated in a graph ends with it. A kernel that aborts
+leaves other numbers, but also ends the process's CUDA context.
 """
 
 from threading import Lock

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Block(NamedTuple):
-    """A block of head h for a tile's list of `width` blocks, to be noted under its number.
+    """A block of head h for a tile's list of `width` blocks, under its number.
 
     exist [BLOCK_N]: keys that may need a mask; None: all, existing or not. queries: number that see
     such a key in a full block.

@@ -1,4 +1,4 @@
-"""Decoding's tiles, and the number of programs for the keys of a row."""
+"""Decoding: tiles, and into how many parts a row's keys are split."""
 
 from __future__ import annotations
 
@@ -282,19 +282,19 @@ def why_not_split(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     if T_k < MANY_KEYS:
         return f"there are fewer than {MANY_KEYS} keys"
     if rows > _FEW_ROWS and not _chunk_pays(q, k, options):
-        return "queries for a K/V head have too many rows to split its keys for"
+        return "there are too many queries per K/V head to split its keys"
     if options.dropout:
-        return "its kernel does not know dropout"
+        return "its kernel does not support dropout"
     if options.fp32_results:
         return "its kernel rounds o to the dtype of q"
     if options.q_positions is not None:
-        return "its kernel does not know positions"
+        return "its kernel does not support positions"
     if options.relative_keys is not None:
-        return "its kernel does not know relative_keys"
+        return "its kernel does not support relative_keys"
     if options.key2 is not None:
-        return "its kernel does not know key2"
+        return "its kernel does not support key2"
     if index_type(k, v).primitive_bitwidth > 32:
-        return "keys lie too far apart in memory"
+        return "keys are too far apart in memory"
     return None
 
 

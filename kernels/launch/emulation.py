@@ -1,4 +1,4 @@
-"""Repairs of Triton's interpreter: bfloat16, TF32, NaN, checks of memory, cheap helper calls.
+"""Patches of Triton's interpreter: bfloat16, TF32, NaN, checks of memory, cheap helper calls.
 
 Triton's interpreter runs a kernel's Python source; every tl operation ends in a method of one
 `InterpreterBuilder`, on handles that pair a NumPy array with a Triton dtype. NumPy has no bfloat16:
@@ -285,8 +285,8 @@ def _run(self: Any, *args: Any, **kwargs: Any) -> _Compiled | None:
 
 
 class _Compiled:
-    """The kernel of a launch, for others of the same grid: as a compiled one it takes tensors for
-    what they were, of a dtype and at a multiple of 16 bytes.
+    """A launch's kernel for later launches of the grid: like a compiled one, it assumes the dtypes
+    and 16-byte alignment of the first tensors.
     """
 
     def __init__(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -323,8 +323,8 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _multiple_of(input: Any, values: Any) -> Any:
-    """Make a promise true that a stride, or an offset, is a multiple: compiled code takes it for
-    one, and a broken promise reads elsewhere. Of what is multiplied by 0 none is read.
+    """Round a stride or offset to its promised multiple, as compiled code would read elsewhere if
+    the promise is broken, except where it multiplies the stride by 0.
     """
     if not isinstance(input, tl.tensor):
         return input
@@ -389,7 +389,7 @@ class _Builder(_CheckedMemory, _NanRules, _TensorCores, _Bfloat16):
 
 
 def install() -> None:
-    """Replace Triton's classes by the repaired ones."""
+    """Replace Triton's classes by the patched ones."""
     # Kernels, tl functions and Triton's semantics all share this object.
     stock.interpreter_builder.__class__ = _Builder
     # The overflow check repeats every integer sum and product in 64 bits: half of all time.

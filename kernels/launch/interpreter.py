@@ -1,15 +1,15 @@
 """Make Triton's CPU interpreter (TRITON_INTERPRET=1) compute as a GPU.
 
 The stock interpreter multiplies bit patterns of bfloat16, truncates instead of rounding, propagates
-NaN in tl.maximum, and silently reads past the end of a tensor. `mend` fixes this for the whole
-process, with the repairs of `emulation`, and makes the interpreter faster (`interpreter_speed`).
+NaN in tl.maximum, and silently reads past the end of a tensor. `patch_interpreter` fixes this in
+the whole process, by `emulation`, and makes the interpreter faster (`interpreter_speed`).
 """
 
 import triton
 
 
-def mend() -> None:
-    """Repair the interpreter of this process; without TRITON_INTERPRET=1 do nothing.
+def patch_interpreter() -> None:
+    """Patch the interpreter of this process; without TRITON_INTERPRET=1 do nothing.
 
     Idempotent; call it before the first launch.
     """

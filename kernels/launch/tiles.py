@@ -218,7 +218,7 @@ def make_smaller(tile: TileConfig) -> bool:
 
 
 def take_back_hopper() -> bool:
-    """Forget installed shapes of HOPPER that do not compile; return whether there were any."""
+    """Remove installed shapes of HOPPER that do not compile; return whether there were any."""
     return _take_back(lambda row: row["kernel"] in HOPPER)
 
 

@@ -132,7 +132,7 @@ def visible(rows, k_pos, h, row, mask, valid=None, first=None):
 
     False for keys from the row's end on. rows and k_pos broadcast to the shape of the result.
     valid, in the shape of k_pos: from `valid_keys`; the result is False for others. first: the
-    least k_pos, if keys lie across and are consecutive.
+    least k_pos, if keys are columns and consecutive.
     """
     keep = _in_range(rows + row.offset, k_pos, row, mask, valid, first)
     b = tl.cast(row.b, tl.int64)
@@ -181,8 +181,8 @@ def _in_range(position, k_pos, row, mask, valid, first):
     """Whether a key is near, in time, before the row's end, and valid.
 
     Ranges become one or two limits per row, so that an element takes one comparison with each: most
-    of the mask's cost in boundary blocks of causal masks. The dim that lies down is constant in the
-    loop, so it absorbs as much as possible.
+    of the mask's cost in boundary blocks of causal masks. The row dim is constant in the loop, so
+    it absorbs as much as possible.
     """
     KEYS_DOWN: tl.constexpr = k_pos.shape[0] > 1
     RANGED: tl.constexpr = mask.stride is None and mask.keep_first is None

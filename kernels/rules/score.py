@@ -121,9 +121,9 @@ def slope_of(h, row, score):
 def distances(rows, k_pos, ahead, first):
     """|k_pos - (rows + ahead)| in fp32, rounded from 2^24 on.
 
-    first: the least key or row of the dim that lies across, if consecutive; or None. A thread's
-    columns differ in bits known at compile time (see `mask._in_range`), so it converts one number
-    per row, and adds constants.
+    first: the least key or row of the column dim, if consecutive; or None. A thread's columns
+    differ in bits known at compile time (see `mask._in_range`), so it converts one number per row,
+    and adds constants.
     """
     if first is None:
         distance = tl.abs(k_pos - (rows + ahead)).to(tl.float32)
@@ -142,8 +142,8 @@ def distances(rows, k_pos, ahead, first):
 def ahead_of(rows, k_pos, ahead, first, start):
     """p - j = rows + ahead - k_pos, as the number of a thread's first pair plus constants.
 
-    first: see `distances`. start: likewise for the dim that lies down. A thread has two rows, 8
-    apart, so the compiler knows pairs of equal distance, and loads once for them.
+    first: see `distances`. start: likewise for the row dim. A thread has two rows, 8 apart, so the
+    compiler knows pairs of equal distance, and loads once for them.
     """
     if start is None:
         distance = rows + ahead - k_pos

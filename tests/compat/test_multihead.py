@@ -439,7 +439,7 @@ def test_swapped_model_that_is_itself_attention():
     assert list(fastattn.swap(layer).unseen) == [""]
     again = fastattn.swap(layer)
     assert again.replaced == {}
-    assert str(again) == "left the model: it is fastattn's already"
+    assert str(again) == "the model: unchanged: it is fastattn's already"
 
 
 def test_compiled_code_follows_swap_and_undo(on_torch):

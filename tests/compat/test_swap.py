@@ -40,7 +40,7 @@ def test_blocks_as_libraries_write_them(swap, name):
     assert_equal(model, plain, tokens(name))
     assert total(done) == 2, str(done)
     assert len(done.replaced) == 2 and not done.left, str(done)
-    assert "(1 calls served, 0 not)" in str(done)
+    assert "[1 call so far]" in str(done)
     before = total(done)
     done.undo()
     assert torch.equal(model(tokens(name)), plain(tokens(name)))
@@ -312,8 +312,8 @@ def test_report_of_classes_whose_names_say_nothing(swap):
     done = swap(Model())
     assert "test_swap" not in str(done.replaced)
     assert list(done.unseen) == ["b"] and list(done.left) == ["", "a"]
-    assert "not seen yet b: attention_blocks.Attend: its own forward; calls of torch's" in str(done)
-    assert "left a: attention_blocks.Mixer: its code names softmax" in str(done)
+    assert "b (attention_blocks.Attend): calls to F.scaled_dot_product_attention use" in str(done)
+    assert "a (attention_blocks.Mixer): unchanged: its code names softmax" in str(done)
     assert "eager=True" in str(done)
     nothing = swap(nn.Linear(2, 2))
     assert str(nothing) == "no attention was found in the code of the model's modules"
@@ -330,7 +330,7 @@ def test_reports_follow_what_was_served(swap):
     model = nn.Sequential(Timm(), Hidden())
     done = swap(model)
     model[0].double()(tokens().double())
-    assert done.replaced == {} and "None was: float64" in done.left["0"]
+    assert done.replaced == {} and "no call used fastattn: float64" in done.left["0"]
     model[1](tokens())
     assert list(done.replaced) == ["1"] and total(done) == 1
 
@@ -338,7 +338,7 @@ def test_reports_follow_what_was_served(swap):
 def test_scripts_of_swapped_models_are_refused_by_name(swap):
     model = nn.Sequential(Timm(), torch.jit.script(nn.Identity()))
     done = swap(model)
-    assert done.left == {"1": "torch.jit has compiled it, and calls no function of Python's"}
+    assert done.left == {"1": "torch.jit has compiled it"}
     with pytest.raises(RuntimeError, match=r"torch\.jit\.script .* fastattn\.swap: end the swap"):
         torch.jit.script(model)
     done.undo()
@@ -371,9 +371,9 @@ def test_adapters(swap):
         assert torch.equal(twin(x), 3 * x) and type(twin).__name__ == "Own"
     assert torch.equal(torch.compile(model[0], backend="eager", fullgraph=True)(x), 3 * x)
     model[1](x, flag=True)
-    assert done.calls["1"].reason == "the adapter leaves the call"
-    assert "an adapter computes its calls" in done.replaced["0"]
-    assert done.left["1"].endswith("None was: the adapter leaves the call")
+    assert done.calls["1"].reason == "the adapter returned NotImplemented"
+    assert "its adapter computes its calls" in done.replaced["0"]
+    assert done.left["1"].endswith("no call used fastattn: the adapter returned NotImplemented")
     done.undo()
     assert type(model[0]) is Own and "fastattn_calls" not in vars(model[0])
 

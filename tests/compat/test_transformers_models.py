@@ -45,7 +45,7 @@ def test_swap_leaves_what_no_registered_function_reaches(swap, name, device):
     assert list(done.unseen) == (["h.0.self_attention"] if name == "falcon" else [])
     reasons = set(done.left.values())
     if name in ("fnet", "mamba"):
-        assert done.left == {"": "no module of it is attention by transformers' AttentionInterface"}
+        assert done.left == {"": "no module of it uses transformers' AttentionInterface"}
     else:
         assert bool(reasons) is (name != "falcon")
         assert all("computes attention by itself" in reason for reason in reasons)

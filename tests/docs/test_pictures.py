@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import struct
 from pathlib import Path
 from types import ModuleType
 
@@ -45,6 +46,24 @@ def test_the_gallery_counts_the_blocks_that_it_shows(drawing: ModuleType, on_tor
         "from_python",
         "or_masks",
     }
+
+
+def test_the_front_pages_masks_have_the_arguments_of_their_pictures(drawing: ModuleType) -> None:
+    rows = {
+        name: call
+        for page in ("masks", "gallery")
+        for name, call, _ in drawing.ROW.findall((PICTURES.parent / f"{page}.md").read_text())
+    }
+    page = (PICTURES.parent / "index.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^- \[!\[[^]]+\]\(pictures/([^)]+)\)\]\(\S+\)\n  `([^`]+)`$", page, re.M)
+    assert len(shown) == page.count("\n- [!") >= 12
+    assert [name for name, argument in shown if argument not in rows[name]] == []
+
+
+def test_the_card_of_the_site_has_its_size() -> None:
+    """A change of social.svg shows after `python docs/tools/brand.py`."""
+    header = (PICTURES / "social.png").read_bytes()[:24]
+    assert struct.unpack(">8s8xII", header) == (b"\x89PNG\r\n\x1a\n", 1280, 640)
 
 
 @pytest.mark.parametrize("name", ["training", "first"])

@@ -192,7 +192,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(dispatch, "on_hopper", lambda device: True)
     few = fastattn.explain_fp8(*codes).reasons["hopper"]
-    assert few.startswith("20 queries leave more than half of a tile of 128 empty; all others")
+    assert few.startswith("20 queries fill less than half of a tile of 128; all others")
     many, _ = drawn(T_q=64)
     told = fastattn.explain_fp8(*many, softcap=3.0)
     assert (told.backend, told.reasons) == ("hopper", {})

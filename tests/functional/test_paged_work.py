@@ -8,7 +8,7 @@ from triton.runtime import interpreter
 
 from fastattn import attention_paged, shared_pages, view_of_tensors
 from fastattn.kernels.launch import tiles
-from fastattn.kernels.launch.interpreter import mend
+from fastattn.kernels.launch.interpreter import patch_interpreter
 from fastattn.kernels.launch.tiles import TileConfig
 
 H_Q, H_K, D, SIZE = 16, 1, 16, 16
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_a_mixed_step_is_within_5_percent_of_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of pairs that see each other, and every byte of queries, cache and results once."""
-    mend()
+    patch_interpreter()
     products, touched = [], {}
     builder = type(interpreter.interpreter_builder)
     dot, load, store = (
@@ -74,7 +74,7 @@ def test_a_shared_page_is_read_once_for_all_rows(monkeypatch: pytest.MonkeyPatch
     """Numbers that programs load from the pool: 16 rows that share 64 tokens and have 32 of their
     own, whose 64 queries fill one tile of a chunk.
     """
-    mend()
+    patch_interpreter()
     loaded: list[int] = []
     builder = type(interpreter.interpreter_builder)
     load = builder.create_masked_load

@@ -13,7 +13,7 @@ from fastattn.kernels.hopper.pipeline import ANY_FACTOR, times_factors
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.rules import integers, operands, tile
 
-interpreter.mend()
+interpreter.patch_interpreter()
 
 
 @pytest.fixture(autouse=True)

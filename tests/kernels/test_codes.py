@@ -9,7 +9,7 @@ from interpreted_ptx import assembly_interpreted, run
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.rules import codes
 
-interpreter.mend()
+interpreter.patch_interpreter()
 # What assembly makes of the codes of one kind: the numbers, and what is added to them.
 ASSEMBLY = {
     "INT8_TO_FP16": (torch.int8, 0.0),

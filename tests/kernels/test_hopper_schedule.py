@@ -20,7 +20,7 @@ from fastattn.kernels.launch import interpreter
 from fastattn.kernels.launch.arguments import kernel_mask
 from fastattn.options import Options
 
-interpreter.mend()
+interpreter.patch_interpreter()
 
 
 @gluon.jit

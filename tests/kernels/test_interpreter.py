@@ -21,7 +21,7 @@ from triton.runtime import interpreter as stock
 from fastattn import attention
 from fastattn.kernels.launch import emulation
 from fastattn.kernels.launch.emulation import MisalignedError, OutOfBoundsError
-from fastattn.kernels.launch.interpreter import mend
+from fastattn.kernels.launch.interpreter import patch_interpreter
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run compiled: there is no interpreter"
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _mended() -> None:
-    mend()
+    patch_interpreter()
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def test_compiled_kernels_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(emulation, "install", lambda: pytest.fail("installed for compiled kernels"))
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = False
-        mend()
+        patch_interpreter()
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 from fastattn.kernels.launch import interpreter
 from fastattn.kernels.launch.key_extents import launch_padding_extents
 
-interpreter.mend()
+interpreter.patch_interpreter()
 
 
 @pytest.mark.parametrize("T_k", [1, 8, 31, 64, 100, 1024, 3000])

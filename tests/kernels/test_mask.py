@@ -28,7 +28,7 @@ BLOCK_M, BLOCK_N = 4, 8
 B, H, T_q, T_k = 2, 2, 14, 27
 TILE = TileConfig(BLOCK_M, BLOCK_N)
 LARGE_TILE = TileConfig(16, 16)
-interpreter.mend()
+interpreter.patch_interpreter()
 
 
 @triton.jit

@@ -168,7 +168,7 @@ def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch
         "its kernel does not support relative_keys": explain(device, relative_keys=keys),
         "the torch backend has a backward of its own": explain(device, backend="torch"),
         "softcap and head dim 128": explain(device, 128, backend="hopper", softcap=3.0),
-        "dK and dV of head dim 256 take a kernel each": explain(device, 256, backend="hopper"),
+        "dK and dV of head dim 256 need a kernel each": explain(device, 256, backend="hopper"),
     }
     with deterministic_algorithms():
         reasons["torch.use_deterministic_algorithms(True) rules it out"] = explain(device)

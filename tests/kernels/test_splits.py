@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fastattn.kernels import combine
 from fastattn.kernels.launch import decode_splits, tiles
-from fastattn.kernels.launch.interpreter import mend
+from fastattn.kernels.launch.interpreter import patch_interpreter
 from fastattn.kernels.rules.integers import runtime_int
 from fastattn.kernels.rules.mask import Mask
 from fastattn.kernels.rules.pages import CacheTensors
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 def parts_of(lengths: list[int], split: decode_splits.KeySplit, device: str) -> list[Part]:
     """The parts that exist."""
-    mend()
+    patch_interpreter()
     B = len(lengths)
     assert split.plan is not None
     of_rows = torch.tensor(lengths, dtype=torch.int32, device=device)

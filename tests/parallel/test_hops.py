@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import reference
 from fastattn.parallel import ContextPlan, decode, explain_context, gather, hops, ring
-from fastattn.parallel.hops import Dealt, Documents, Hops, needs
+from fastattn.parallel.hops import Assignment, Documents, Hops, needs
 from fastattn.parallel.parts import Whole
 from fastattn.parallel.pieces import Pair, of_pair
 from fastattn.testing import make_qkv
@@ -35,7 +35,7 @@ def documents(length: int) -> dict[str, torch.Tensor]:
     return {"documents": (torch.arange(T) // length).expand(2, T).contiguous()}
 
 
-# By how tokens are dealt out and what hides keys.
+# By how tokens are assigned and what hides keys.
 WAYS: dict[str, tuple[str, dict[str, Any], Hops]] = {
     "all": ("contiguous", {}, Hops(FAR, 0)),
     "causal": ("contiguous", {"causal": True}, Hops(FAR, 0)),
@@ -52,7 +52,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], Hops]] = {
     "long-documents": ("contiguous", documents(40), Hops(2, 2)),
     "causal-documents": ("contiguous", {"causal": True, **documents(40)}, Hops(2, 0)),
     "scattered-documents": ("zigzag", documents(16), Hops(1, 1)),
-    "dealt-out-documents": ("longest_first", documents(16), Hops(1, 1)),
+    "longest-first-documents": ("longest_first", documents(16), Hops(1, 1)),
 }
 
 
@@ -64,8 +64,8 @@ def case(name: str) -> tuple[ContextPlan, dict[str, Any], Hops]:
 @pytest.mark.parametrize("name", WAYS)
 def test_keys_go_as_far_as_they_are_seen(name: str) -> None:
     plan, options, way = case(name)
-    assert needs(plan.dealt, options).hops == way
-    assert needs(plan.merged(RANKS).dealt, options).hops == Hops(0, 0)
+    assert needs(plan.assignment, options).hops == way
+    assert needs(plan.merged(RANKS).assignment, options).hops == Hops(0, 0)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -76,7 +76,7 @@ def test_no_key_is_left_out_and_none_is_sent_that_nobody_sees(name: str) -> None
     masks = {key: x for key, x in options.items() if key != "documents"}
     mask = reference.visible_mask(T, T, **masks)[0, 0]
     mask = mask if ids is None else mask & (ids[0, :, None] == ids[0])
-    actual = needs(plan.dealt, options)
+    actual = needs(plan.assignment, options)
     exact = plan.balance == "contiguous" and not masks.keys() & {"stride", "prefix_lengths"}
     ways = [range(1, actual.hops.after + 1), range(-1, -actual.hops.before - 1, -1)]
     for s in range(RANKS):
@@ -103,19 +103,19 @@ def test_no_key_is_left_out_and_none_is_sent_that_nobody_sees(name: str) -> None
 
 def test_a_window_sends_what_it_spans_of_long_stretches() -> None:
     plan = ContextPlan.make(4 * 16384, 4, causal=True, window=4096, balance="contiguous")
-    actual = needs(plan.dealt, {"causal": True, "window": 4096})
+    actual = needs(plan.assignment, {"causal": True, "window": 4096})
     assert actual.runs(1, 1) == ((2 * 16384 - 4096, 2 * 16384),)
     assert actual.hops == (1, 0)
 
 
 def test_a_document_is_found_wherever_it_goes_on() -> None:
     ids = torch.tensor([[0] * 8 + [1] * 8 + [-1] * 8 + [0] * 8, [3] * 8 + [-1] * 16 + [4] * 8])
-    dealt = Dealt(32, tuple(((8 * r, 8 * r + 8),) for r in range(4)), 8)
+    assignment = Assignment(32, tuple(((8 * r, 8 * r + 8),) for r in range(4)), 8)
     spans = Documents(ids)
-    actual = spans.needs(dealt, {})
+    actual = spans.needs(assignment, {})
     assert actual.seen[0][3] and actual.seen[3][0] and not any(actual.seen[2])
-    assert not spans.needs(dealt, {"causal": True}).seen[0][3]
-    assert Documents(ids[1:]).needs(dealt, {}).hops == Hops(0, 0)
+    assert not spans.needs(assignment, {"causal": True}).seen[0][3]
+    assert Documents(ids[1:]).needs(assignment, {}).hops == Hops(0, 0)
 
 
 def test_ids_that_a_plan_was_made_for_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_ids_that_a_plan_was_made_for_are_not_looked_at(monkeypatch: pytest.Monk
     actual, whole = hops.marked(own), ids.clone()
     assert actual is plan.documents
     hops.remember(whole, actual)
-    assert needs(plan.dealt, {"documents": whole}).hops == Hops(0, 0)
+    assert needs(plan.assignment, {"documents": whole}).hops == Hops(0, 0)
     own += 1
     assert hops.marked(own) is None
     with pytest.raises(ValueError, match="the plan was made without documents"):
@@ -138,8 +138,8 @@ def test_ids_that_a_plan_was_made_for_are_not_looked_at(monkeypatch: pytest.Monk
 def test_padding_and_ranks_without_tokens_are_seen_by_nobody() -> None:
     plan = ContextPlan.make(20, 4, block=8, balance="contiguous")
     ids = torch.full((1, 20), -1)
-    assert not any(map(any, needs(plan.dealt, {"documents": ids}).seen))
-    few = Dealt(20, (((0, 8),), ((8, 16),), ((16, 20),), ()), 8)
+    assert not any(map(any, needs(plan.assignment, {"documents": ids}).seen))
+    few = Assignment(20, (((0, 8),), ((8, 16),), ((16, 20),), ()), 8)
     assert [any(row) for row in needs(few, {}).seen] == [True, True, True, False]
 
 
@@ -279,7 +279,7 @@ class Live(TorchDispatchMode):
 def peak_of_a_ring(T: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that a rank of a group without messages holds at most, beside its own q, k and v."""
     plan = ContextPlan.make(T, ranks, block=16)
-    needs(plan.dealt, {}).runs(0, 1)  # which keys go where is worked out once
+    needs(plan.assignment, {}).runs(0, 1)  # which keys go where is worked out once
     sizes = {"B": 1, "H_q": 2, "H_k": 2, "T_q": plan.length, "D": 16, "requires_grad": False}
     q, k, v = make_qkv(**sizes)
     # What a kernel holds is its own affair: here parts are computed by nobody.

@@ -45,13 +45,17 @@ LABELS = {"dense": "no padding", "half": "rows half padded", "documents": "rows 
 LIMITS = {"tflops": ("a matrix product", "matmul_tflops"), "kv_gbps": ("a copy", "copy_gbps")}
 # Heading of a group of the overview to its case.
 OVERVIEW = {
-    "16 rows of 4096 tokens, half of each is padding": padded("forward", "half", 4096, False),
-    "16 documents, padded to 4096 tokens": padded("forward", "documents", 4096, False),
-    "8192 tokens, causal, in a window of 1024": replace(
+    "16 documents of 21 to 4096 tokens, padded; 32 query, 8 K/V heads": padded(
+        "forward", "documents", 4096, False
+    ),
+    "16 rows of 4096 tokens, half padding; 32 query, 8 K/V heads": padded(
+        "forward", "half", 4096, False
+    ),
+    "2 x 8192 tokens, causal window of 1024; 16 heads": replace(
         sweep("forward", 128, 8192, True), family="masks", window=(1023, 0)
     ),
-    "4096 tokens, causal": sweep("forward", 128, 4096, True),
-    "4096 tokens, no mask": sweep("forward", 128, 4096, False),
+    "4 x 4096 tokens, causal; 16 heads": sweep("forward", 128, 4096, True),
+    "4 x 4096 tokens, no mask; 16 heads": sweep("forward", 128, 4096, False),
 }
 
 
@@ -114,7 +118,7 @@ def overview(*reports: Mapping[str, Any]) -> str:
             colour, label = SHOWN[OURS if record is ours else record["implementation"]]
             rows.append(Bar(label, record["ms"]["median"] / least, colour, record["stale"]))
     records = [record for of_case in groups.values() for record in of_case]
-    title = "Time of a forward pass, bf16, as a multiple of fastattn's: less is better"
+    title = "Forward pass, bf16, head dim 128: time as a multiple of fastattn's, less is better"
     return chart(title, _source(reports[-1], records), bars)
 
 

@@ -1,4 +1,4 @@
-"""`swap`: serve the attention of an existing model by this library, in place."""
+"""`swap`: replace the attention of an existing model by fastattn's, in place."""
 
 from .model import Swap as Swap
 from .model import swap as swap

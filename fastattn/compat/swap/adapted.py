@@ -48,7 +48,7 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
             raise
         # Unless its calls of torch's function were counted.
         if calls.counted == before:
-            calls.count_passed(getattr(self, REASON, "the adapter leaves the call"))
+            calls.count_passed(getattr(self, REASON, "the adapter returned NotImplemented"))
         return output
 
     def reduce(self: nn.Module, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`fastattn.swap`: serve a model's attention by this library, in place, with undo."""
+"""`fastattn.swap`: replace a model's attention by fastattn's, in place, with undo."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,25 +16,23 @@ from .eager import CapturedForward
 from .scope import watch
 from .source import SDPA, SOFTMAX, names_in
 
-_BY_TORCHS_FUNCTION = f"its own forward; calls of torch's {SDPA} in it are served"
-_EAGER = "fastattn.swap(model, eager=True) or adapters= may serve it"
-_COMPILED = (
-    'torch.compile traced its forward as it is for another backend; backend="fastattn" serves it'
-)
-_BY_CAPTURE = "torch.compile captures its forward; attention in the graph is served"
+_BY_TORCHS_FUNCTION = f"calls to F.{SDPA} use fastattn"
+_EAGER = "try fastattn.swap(model, eager=True) or adapters="
+_COMPILED = 'torch.compile traced its forward for another backend; use backend="fastattn"'
+_BY_CAPTURE = "attention in its forward, captured by torch.compile, uses fastattn"
 
 
 class Swap:
-    """Result of `swap`: the modules of a model that this library serves.
+    """Result of `swap`; `print` it to see which modules use fastattn, which do not, and why.
 
     Attributes:
-        calls: call counts (`Calls`) of each served module ("" is the model itself). A module
+        calls: call counts (`Calls`) of each swapped module ("" is the model itself). A module
             without attention of its own has 0 calls. Models of transformers are not counted.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, Calls] = {}
-        # How modules are served: by our changes, and by names in their code.
+        # How modules use fastattn: by their new class, adapter or registered function.
         self._ways: dict[str, str] = {}
         self._watched: dict[str, type[nn.Module]] = {}
         self._names: dict[str, frozenset[str]] = {}
@@ -46,7 +44,7 @@ class Swap:
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Names of modules of which a call was served, and how they are served.
+        """Names of modules of which a call used fastattn, and how.
 
         A model of transformers, whose calls are not counted, is listed from the start.
         """
@@ -57,19 +55,19 @@ class Swap:
 
     @property
     def unseen(self) -> dict[str, str]:
-        """Names of modules that have not run yet, and how their calls will be served."""
+        """Names of modules that have not run yet, and how their calls will use fastattn."""
         return {name: way for name, way in self._served().items() if self._is_unseen(name)}
 
     @property
     def left(self) -> dict[str, str]:
-        """Names of possible attention modules of which no call was served, and why."""
+        """Names of possible attention modules of which no call used fastattn, and why."""
         served = self._served()
         left = {}
         for name, kind in self._watched.items():
             called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
             softmax = not SOFTMAX.isdisjoint(self._names[name])
             if (softmax or called) and name not in served and name not in self._of_transformers:
-                left[name] = f"{_class_name(kind)}: {_unserved(softmax)}"
+                left[name] = _unserved(softmax)
         # A class named as attention may only contain attention.
         listed = served | left | self._left
         left = {
@@ -80,11 +78,11 @@ class Swap:
         }
         left |= {name: why for name, why in self._left.items() if name not in served}
         idle = (x for x in served if x not in self.replaced and not self._is_unseen(x))
-        return left | {name: f"{served[name]}. None was: {self._why(name)}" for name in idle}
+        return left | {name: f"no call used fastattn: {self._why(name)}" for name in idle}
 
     def _served(self) -> dict[str, str]:
         watched = {
-            name: f"{_class_name(kind)}: {_BY_TORCHS_FUNCTION}"
+            name: _BY_TORCHS_FUNCTION
             for name, kind in self._watched.items()
             if self.calls[name].counted
             or SDPA in self._names[name]
@@ -104,10 +102,10 @@ class Swap:
         softmax = not SOFTMAX.isdisjoint(self._names[name])
         if softmax and calls.compiled:
             return _COMPILED
-        why = f"its forward ran, and no call of torch's {SDPA} was seen"
+        why = f"its forward ran without a call to F.{SDPA}"
         if softmax and name not in self._ways:
             return f"{why}, as its code has a softmax of its own: {_EAGER}"
-        return f"{why}: a branch without it was taken, or an attribute or closure holds it"
+        return f"{why}: by another branch, or by a reference in an attribute or closure"
 
     def undo(self) -> None:
         """Restore every module. The objects, weights and hooks are unchanged."""
@@ -115,19 +113,22 @@ class Swap:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        lines = [
-            f"replaced {name or 'the model'}: {what}{self._counted(name)}"
-            for name, what in self.replaced.items()
-        ]
-        lines += [f"not seen yet {x or 'the model'}: {what}" for x, what in self.unseen.items()]
-        lines += [f"left {name or 'the model'}: {why}" for name, why in self.left.items()]
+        used = self.replaced | self.unseen
+        lines = [f"{self._label(name)}: {how}{self._counted(name)}" for name, how in used.items()]
+        lines += [f"{self._label(name)}: unchanged: {why}" for name, why in self.left.items()]
         return "\n".join(lines) or "no attention was found in the code of the model's modules"
+
+    def _label(self, name: str) -> str:
+        kind = self._watched.get(name)
+        label = name or "the model"
+        return label if kind is None else f"{label} ({kind.__module__}.{kind.__qualname__})"
 
     def _counted(self, name: str) -> str:
         if (calls := self.calls.get(name)) is None:
             return ""
-        why = f"; the last of these: {calls.reason}" if calls.passed else ""
-        return f" ({calls.served} calls served, {calls.passed} not{why})"
+        why = f", {calls.passed} without fastattn: {calls.reason}" if calls.passed else ""
+        count = "1 call" if calls.served == 1 else f"{calls.served} calls"
+        return f" [{count} so far{why}]"
 
 
 def _unserved(softmax: bool) -> str:
@@ -136,17 +137,13 @@ def _unserved(softmax: bool) -> str:
     return f"its code names neither {SDPA} nor softmax, and no call of either was seen"
 
 
-def _class_name(kind: type[nn.Module]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def swap(
     model: nn.Module,
     *,
     eager: bool = False,
     adapters: Mapping[type[nn.Module], Adapter] | None = None,
 ) -> Swap:
-    """Serve the attention of a model by `fastattn`, in place.
+    """Make the attention of a model use `fastattn`, in place.
 
     No module is replaced or copied: weights, hooks, training mode, device and dtype stay, and later
     changes take effect.
@@ -158,7 +155,7 @@ def swap(
       `fastattn.compat.sdpa`'s, which passes on calls that the kernels cannot serve; so is what
       modules imported from torch by name. Attributes and closures that hold it keep torch's.
 
-    `Swap.calls` counts calls, and `print(swap(model))` shows how each module is served.
+    `Swap.calls` counts calls; `print(swap(model))` shows which modules use fastattn, and why not.
 
     Args:
         model: any module. Swap before torch.compile, FSDP and other wrappers.
@@ -195,7 +192,7 @@ def swap(
         done._names[name] = names_in(module)
         done._undo.append(watch(module, done.calls[name]))
         if kind in adapters:
-            _adapt(name, module, adapters[kind], "an adapter computes its calls", done)
+            _adapt(name, module, adapters[kind], "its adapter computes its calls", done)
         elif eager and not SOFTMAX.isdisjoint(done._names[name]):
             _adapt(
                 name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
@@ -238,7 +235,7 @@ def _matches(
         done._left[name] = "it is fastattn's already"
         return
     if isinstance(module, torch.jit.ScriptModule):
-        done._left[name] = "torch.jit has compiled it, and calls no function of Python's"
+        done._left[name] = "torch.jit has compiled it"
         return
     if hasattr(module, "set_attn_implementation") and not registered:
         registered = _swap_transformers(name, module, done, seen)
@@ -255,7 +252,7 @@ def _matches(
 def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap) -> None:
     if "forward" in vars(module):
         return
-    done._ways[name] = f"{_class_name(type(module))}: {way}"
+    done._ways[name] = way
     done._undo.append(adapt(module, adapter, done.calls[name]))
 
 
@@ -295,7 +292,7 @@ def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> boo
         done._ways[name] = f'attn_implementation="{NAME}"'
         done._registered.add(name)
     elif not left:
-        left[""] = "no module of it is attention by transformers' AttentionInterface"
+        left[""] = "no module of it uses transformers' AttentionInterface"
     for inner, reason in left.items():
         done._left[".".join(filter(None, (name, inner)))] = reason
     seen.update(id(part) for module in by_name for part in module.modules())

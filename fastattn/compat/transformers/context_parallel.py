@@ -221,8 +221,8 @@ def _check_loss(model: Any) -> None:
     by_mapping = "loss_function" in code.co_names and code.co_flags & inspect.CO_VARKEYWORDS
     if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function") or not by_mapping:
         raise ValueError(
-            f"labels are not supported under ContextParallel for {name}, which has its own loss: leave "
-            "them out, and compute it from the logits of a rank's tokens"
+            f"labels are not supported under ContextParallel for {name}, which has its own "
+            "loss: leave them out, and compute it from the logits of a rank's tokens"
         )
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(

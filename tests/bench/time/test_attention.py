@@ -189,7 +189,7 @@ def test_hopper_kernels_say_what_they_do_not_serve(monkeypatch):
     assert "decoding" in hopper.serves(replace(case, family="decode"))
     assert one_pass.serves(case) == "it has the forward of fastattn-hopper"
     wide = replace(BACKWARD, dtype="bfloat16", D=256)
-    with pytest.raises(Unserved, match="dK and dV of head dim 256 take a kernel each"):
+    with pytest.raises(Unserved, match="dK and dV of head dim 256 need a kernel each"):
         one_pass.prepare(wide, make_inputs(wide))
     one_pass.prepare(replace(wide, D=128), make_inputs(replace(wide, D=128)))
 
