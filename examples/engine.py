@@ -1,4 +1,4 @@
-"""Continuous batching: one GPT serves requests that come and go, over one paged cache.
+"""Continuous batching: one GPT serves many requests from one paged KV cache.
 
 pip install ".[gpt]"
 fastattn train --out runs/gpt                            # a model, once
@@ -14,8 +14,8 @@ that is being written, and as much of new prompts as a step may read besides.
 
 A request's keys and values are a row of the cache, in pages of one pool. A prompt that begins like
 the text of another row, also of a finished one, shares its full pages. When pages run out, rows of
-finished requests go, the least recently used first; then the last request is preempted: it waits,
-and reads its text again. A request gets the tokens that `generate_tokens` gives it alone.
+finished requests are evicted, the least recently used first; then the last request is preempted: it
+waits, and recomputes its text. A request gets the tokens that `generate_tokens` gives it alone.
 """
 
 # ruff: noqa: T201 (an example prints)

@@ -63,7 +63,7 @@ def attend(
         [B, S, H_q, D_v]; with return_lse also lse, fp32 [B, S, H_q].
 
     Raises:
-        ValueError: a mask of another shape, or a combination that is not served.
+        ValueError: a mask of another shape, or an unsupported combination.
     """
     call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _parallel_config is None:
@@ -74,7 +74,7 @@ def attend(
         return (o, lse) if return_lse else o
     if attn_mask is not None and _parallel_config.context_parallel_config.ring_degree > 1:
         raise ValueError(
-            "attn_mask is not served in diffusers' ring, which turns the keys and not the mask: "
+            "attn_mask is not supported in diffusers' ring, which does not rotate the mask: "
             "use ulysses_degree"
         )
     if attn_mask is not None and attn_mask.requires_grad:

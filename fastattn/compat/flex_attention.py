@@ -58,7 +58,7 @@ def flex_attention(
         TypeError, ValueError: as `fastattn.attention`, or a block_mask of other sizes.
     """
     if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux both ask for lse: give one of them")
+        raise ValueError("return_lse and return_aux both return lse: pass one of them")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"enable_gqa must be True for {query.shape[1]} heads of query and {key.shape[1]} of key"
@@ -112,7 +112,7 @@ def mask_options(
 
 
 def _function_of(mask: BlockMask) -> Callable[..., Any]:
-    """The mask that a `BlockMask` stands for: its function in partial blocks, True in full ones."""
+    """Get the mask of a `BlockMask`: its function in partial blocks, True in full ones."""
     counts = (mask.kv_num_blocks, mask.full_kv_num_blocks)
     lists = (mask.kv_indices, mask.full_kv_indices)
     kinds: Any = sum(

@@ -215,7 +215,7 @@ def _fits(
     attn_mask: Tensor | None,
     is_causal: bool,
 ) -> bool:
-    """Whether torch would take these arguments."""
+    """Whether torch would accept these arguments."""
     dims = query.dim()
     if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
         return False

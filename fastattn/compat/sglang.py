@@ -40,7 +40,7 @@ def _create(runner: Any) -> Any:
 
 def _refuse(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(
-        f"fastattn's SGLang backend does not serve {what}: {instead}, or choose another "
+        f"fastattn's SGLang backend does not support {what}: {instead}, or choose another "
         "--attention-backend"
     )
 
@@ -278,7 +278,7 @@ def _tree_of(fb: Any, n: int | None) -> Tensor | None:
 
 
 def _options(layer: Any, kwargs: dict[str, Any], tree: bool) -> dict[str, Any]:
-    """Options of `attention_paged` for a layer; unserved features are refused by name."""
+    """Options of `attention_paged` for a layer; unsupported features raise by name."""
     for name, x in kwargs.items():
         if x is not None:
             raise _refuse(name, "run the model without it")

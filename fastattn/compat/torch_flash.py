@@ -62,7 +62,7 @@ def _refuse(**unserved: Any) -> None:
     refused = [name for name, value in unserved.items() if value is not None and value is not False]
     if refused:
         raise NotImplementedError(
-            f"{', '.join(refused)} of torch's flash operators not served by fastattn: call "
+            f"{', '.join(refused)} of torch's flash operators not supported by fastattn: call "
             "fastattn.attention_varlen or fastattn.attention_paged, or restore torch's own by "
             "torch.nn.attention.restore_flash_attention_impl()"
         )
@@ -175,7 +175,7 @@ def _rows_of(
     """Cache rows of pages [P, S, H_k, D], or of partly used packed keys [total, H_k, D]."""
     if cu_q is None or used is None or (table is None) == (cu_k is None):
         raise ValueError(
-            "seqused_k goes with cum_seq_q, and with one of block_table and cum_seq_k, got "
+            "seqused_k needs cum_seq_q, and one of block_table and cum_seq_k, got "
             f"seqused_k {used is not None}, cum_seq_q {cu_q is not None}, "
             f"block_table {table is not None}, cum_seq_k {cu_k is not None}"
         )

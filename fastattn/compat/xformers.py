@@ -72,10 +72,10 @@ def memory_efficient_attention(
 
     Raises:
         TypeError: a bias of another class, or a non-float tensor.
-        ValueError: shapes that do not fit, or an option that is not served.
+        ValueError: shapes that do not fit, or an unsupported option.
     """
     if op is not None:
-        raise ValueError(f"op must be None: xformers' operators are not served, got {op!r}")
+        raise ValueError(f"op must be None: xformers' operators are not supported, got {op!r}")
     if output_dtype not in (None, query.dtype):
         raise ValueError(f"output_dtype must be None or {query.dtype}, got {output_dtype}")
     if query.dim() not in (4, 5) or not query.dim() == key.dim() == value.dim():

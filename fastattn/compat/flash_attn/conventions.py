@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, Any] = {**dict.fromkeys(_NEUTRAL_AT_NONE), "attention_chunk"
 
 @contextmanager
 def errors_of_flash_attn() -> Iterator[None]:
-    """Raise RuntimeError for unfit tensors, as flash-attn does."""
+    """Turn errors about tensors into RuntimeError, as flash-attn's."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -80,8 +80,8 @@ def refuse(newer: dict[str, Any]) -> None:
         neutral = _NEUTRAL[name]
         if x is not None and (neutral is None or x != neutral):
             raise NotImplementedError(
-                f"{name} is not served by fastattn.compat.flash_attn; fastattn.attention has masks "
-                "and scores of one's own"
+                f"{name} is not supported by fastattn.compat.flash_attn; fastattn.attention has "
+                "custom masks and scores"
             )
 
 

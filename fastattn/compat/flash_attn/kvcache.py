@@ -1,4 +1,4 @@
-"""flash-attn's key/value caches, read and written where they lie.
+"""flash-attn's KV caches, read and written in place.
 
 flash-attn's caches are [B, S, H_k, D], or pages of that shape; transposed, they are those of a
 `CacheView`. cache_batch_idx is a table of one page a row.
@@ -49,7 +49,7 @@ def append_and_attend(
         options = {"scale": (q.shape[-1] + qv.shape[-1]) ** -0.5, **options}
         if (whole := _in_one(cache.k, cache.v)) is not None:
             if rotary[0] is not None:
-                raise RuntimeError("rotary_cos must be None where k_cache lies behind v_cache")
+                raise RuntimeError("rotary_cos must be None where the caches share a buffer")
             both = None if new[0] is None or new[1] is None else torch.cat((new[1], new[0]), -1)
             q, new = torch.cat((qv, q), -1), (both, new[1])
             cache, qv = cache._replace(k=whole, v=whole[..., : cache.v.shape[-1]]), None
@@ -77,9 +77,9 @@ def append_and_attend(
 
 
 def _in_one(k: Tensor, v: Tensor) -> Tensor | None:
-    """One buffer whose rows are v's followed by k's; None if they lie apart.
+    """Return the one buffer of v and k, in this order in each row, as in servers' latent caches.
 
-    Servers' latent caches are laid out so.
+    None if they are separate.
     """
     width = v.shape[-1]
     adjacent = k.data_ptr() == v.data_ptr() + width * v.element_size()

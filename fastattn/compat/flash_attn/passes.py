@@ -33,7 +33,7 @@ __all__ = [
 
 
 def _get_block_size_n(*_: Any) -> int:
-    """Refused, as probabilities are not returned here."""
+    """Raise: probabilities are not returned here."""
     raise NotImplementedError(
         "_get_block_size_n tells how flash-attn lays out the probabilities that it returns; "
         "fastattn.compat.flash_attn returns none, and fastattn.attention_weights computes them"
@@ -78,7 +78,7 @@ def _flash_attn_varlen_forward(**call: Any) -> Forward:
     table, used = call.get("block_table"), call.get("seqused_k")
     for name in ("leftpad_k", "seqused_k")[: 1 + (table is None)]:
         if call.get(name) is not None:
-            raise NotImplementedError(f"{name} is not served by _flash_attn_varlen_forward")
+            raise NotImplementedError(f"{name} is not supported by _flash_attn_varlen_forward")
     tensors = [call[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
     attend: Any = attention_varlen
     if table is not None:
