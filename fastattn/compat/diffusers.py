@@ -101,7 +101,7 @@ def forward_op(
     _save_ctx: bool = True,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Forward over one rank's keys in context parallelism; shapes as in `attend`."""
+    """Run the forward over one rank's keys in context parallelism; shapes as in `attend`."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0 in diffusers' context parallelism, got {dropout_p}: its ranks "
@@ -129,7 +129,7 @@ def backward_op(
     lse: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of one part, from the merged out and lse, or as saved."""
+    """Compute the gradients of one part, from the merged out and lse, or as saved."""
     inputs = (query, key, value, out, lse)
     pairs = zip(inputs, ctx.saved_tensors, strict=True)
     q, k, v, o, lse = ((saved if x is None else x).transpose(1, 2) for x, saved in pairs)
@@ -140,7 +140,7 @@ def backward_op(
 
 
 def _options(call: Arguments) -> dict[str, Any]:
-    """Options of `fastattn.attention` for the call."""
+    """Translate the call to options of `fastattn.attention`."""
     query, key, _, mask, _, is_causal, scale, enable_gqa = call
     if not enable_gqa and query.shape[2] != key.shape[2]:
         raise ValueError(

@@ -34,7 +34,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention.
+    """Compute `torch.nn.attention.flex_attention.flex_attention`.
 
     Args:
         query: [B, H_q, T_q, D].
@@ -85,7 +85,7 @@ _translated: "WeakKeyDictionary[BlockMask, own.BlockMask]" = WeakKeyDictionary()
 def mask_options(
     mask: BlockMask, query: Tensor, key: Tensor, *, at_all_pairs: bool = False
 ) -> dict[str, Any]:
-    """Options of `fastattn.attention`, for query and key [B, H, T, D], in place of a block_mask.
+    """Translate a block_mask to options of `fastattn.attention`, for query and key [B, H, T, D].
 
     at_all_pairs: the mask is evaluated, which takes a byte for each pair, as far as it varies.
 
@@ -141,7 +141,7 @@ def _at_all_pairs(
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """int8, as indices: 1 for the blocks in the first `counts` entries of a row's list."""
+    """Mark the blocks in the first `counts` entries of a row's list: int8, as indices."""
     first = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     blocks = torch.zeros_like(indices).scatter_add(-1, indices.long(), first.to(indices.dtype))
     return (blocks > 0).to(torch.int8)

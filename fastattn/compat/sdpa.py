@@ -312,7 +312,7 @@ def _mask_options(
     query: Tensor,
     scores: tuple[int, ...],
 ) -> dict[str, Any] | str:
-    """attn_mask as options of `attention`; scores: the shape that torch adds it to."""
+    """Translate attn_mask to options of `attention`; scores: the shape that torch adds it to."""
     if is_causal:
         return "attn_mask and is_causal are both given"
     if (bias := _causal_bias(mask)) is not None:
@@ -337,10 +337,9 @@ def _mask_options(
 
 
 def _causal_bias(mask: object) -> Any:
-    """torch.nn.attention.bias if mask is one of its CausalBias, else None.
+    """Return torch.nn.attention.bias if mask is its CausalBias, else None.
 
-    Not imported here, as that imports torch._dynamo, which takes a second; a CausalBias exists only
-    after the import.
+    Importing it takes a second; a CausalBias exists only after the import.
     """
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias if bias is not None and isinstance(mask, bias.CausalBias) else None
@@ -351,7 +350,7 @@ def _without_causal_bias(mask: Any) -> Any:
 
 
 def bounded_bias(bias: Tensor) -> Tensor:
-    """A bias whose finite entries stay finite in the kernels.
+    """Bound a bias, so that finite entries stay finite in the kernels.
 
     Models mask with the lowest number of a dtype, and torch's output for a fully masked row is the
     mean of the values. The kernels multiply a bias by log2(e), which would overflow to -inf.

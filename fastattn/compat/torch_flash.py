@@ -86,7 +86,7 @@ def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """o, lse and further results for q [B, H, T, D], or packed [total, H, D] with offsets."""
+    """Compute o, lse and further results for q [B, H, T, D], or packed [total, H, D]."""
     state, unused, mask = _no_rng(q)
     if "dropout" in options:
         seed = dropout.draw_seed(q.device)
@@ -103,7 +103,7 @@ def _backward(
     state: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """dq, dk and dv from do, q, k, v and o."""
+    """Compute dq, dk and dv from do, q, k, v and o."""
     if "dropout" in options:
         options["dropout_seed"] = state.view(torch.int64)
     # The gradient of a sum has zero strides.
@@ -193,7 +193,7 @@ def _of_rows(
     q: Tensor, view: CacheView, cu_q: Tensor | None, max_q: int, num_splits: int | None,
     out: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o (in out, if passed) and lse [H, total]; inference only."""
+    """Compute o (in out, if passed) and lse [H, total]; inference only."""
     assert cu_q is not None
     _refuse(dropout_p=options.pop("dropout", None))
     with torch.no_grad():

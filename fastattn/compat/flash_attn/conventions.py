@@ -60,7 +60,7 @@ def options_of(
 
 
 def _window(window_size: Any) -> Window:
-    """(left, right) as Python ints, None = all."""
+    """Convert to (left, right) as Python ints, None = all."""
     if not isinstance(window_size, (tuple, list, Tensor)) or len(window_size) != 2:
         raise RuntimeError(f"window_size must be (left, right), got {window_size!r}")
     left, right = (checks.as_python(side) for side in window_size)

@@ -44,7 +44,7 @@ def append_and_attend(
     return_lse: bool,
     qv: Tensor | None = None,
 ) -> Any:
-    """o [B, H_q, T_q, D_v], or (o, lse), after writing k and v into the cache."""
+    """Write k and v into the cache, then attend: o [B, H_q, T_q, D_v], or (o, lse)."""
     if qv is not None:
         options = {"scale": (q.shape[-1] + qv.shape[-1]) ** -0.5, **options}
         if (whole := _in_one(cache.k, cache.v)) is not None:
@@ -93,7 +93,7 @@ def _check_together(
     new: tuple[Tensor | None, Tensor | None],
     rotary: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """RuntimeError for combinations of arguments that flash-attn refuses."""
+    """Raise RuntimeError for combinations of arguments that flash-attn refuses."""
     k, v = new
     if (k is None) != (v is None):
         raise RuntimeError("k and v must be given together")
@@ -147,7 +147,7 @@ def view_of(cache: Cache, B: int, new: int) -> CacheView:
 
 
 def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:
-    """x as int32 [B], or [B, N] with dims=2, on the cache's device."""
+    """Convert x to int32 [B], or [B, N] with dims=2, on the cache's device."""
     places = "B" if dims == 1 else "B N"
     positions: Tensor = checks.check_input(name, x, "integer", places, like, {"B": B})
     return positions.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
@@ -156,7 +156,7 @@ def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:
 def _rotated(
     q: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], style: Any, *, moving: bool
 ) -> Tensor:
-    """q rotated to positions from its row's length on, or all to that position."""
+    """Rotate q to positions from its row's length on, or all to that position."""
     steps = torch.arange(q.shape[2], device=q.device) * int(moving)
     cos, sin = table_rows(*tables, lengths.unsqueeze(1) + steps)
     return apply_rotary(q, cos, sin, style=style)

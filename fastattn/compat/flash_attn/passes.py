@@ -137,7 +137,7 @@ def _options(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forward(attend: Any, tensors: list[Tensor], call: dict[str, Any]) -> Forward:
-    """o, lse, no weights, and the seed of the dropped ones."""
+    """Compute o, lse, no weights, and the seed of dropout."""
     options, device = _options(call), tensors[0].device
     with errors_of_flash_attn(), torch.no_grad():
         seed = torch.zeros(2, dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ def _forward(attend: Any, tensors: list[Tensor], call: dict[str, Any]) -> Forwar
 def _backward(
     tensors: list[Tensor], offsets: tuple[Tensor, ...], call: dict[str, Any]
 ) -> BlockGradients:
-    """Gradients of q, k and v."""
+    """Compute the gradients of q, k and v."""
     options, lse = _options(call), call["softmax_lse"]
     do, q, k, v, o = tensors
     with errors_of_flash_attn(), torch.no_grad():

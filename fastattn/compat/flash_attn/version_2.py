@@ -9,7 +9,7 @@ fp32, any head dim up to 256, D_v != D, and dropout with softcap. Contradictory 
 RuntimeError, as in flash-attn; unsupported ones NotImplementedError. `version_3` and `version_4`
 have the argument order of versions 3 and 4.
 
-Two results differ, where flash-attn's are an accident of its kernels: the lse of a query without
+Two results differ from flash-attn's: the lse of a query without
 keys is -inf, not inf, and the lse of a causal call with ALiBi counts distances, not columns.
 """
 
@@ -70,7 +70,7 @@ def flash_attn_func(
     return_lse: bool = False,
     **newer: Any,
 ) -> Result:
-    """Attention of q [B, T_q, H_q, D] to k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v].
+    """Attend from q [B, T_q, H_q, D] to k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v].
 
     Args:
         dropout_p: probability to drop a weight; pass 0.0 for evaluation.
@@ -148,7 +148,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     **newer: Any,
 ) -> Result:
-    """Attention within each of N packed sequences.
+    """Attend within each of N packed sequences.
 
     Args:
         q: [total_q, H_q, D].

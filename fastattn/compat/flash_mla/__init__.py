@@ -1,4 +1,4 @@
-"""FlashMLA's functions for attention to latents: caches in pages, and chosen latents of a prompt.
+"""FlashMLA's functions: latent attention (MLA) over a paged cache, sparse attention of a prompt.
 
 import fastattn.compat.flash_mla as flash_mla
 """
@@ -17,7 +17,7 @@ __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 def get_mla_metadata(*_: Any, **__: Any) -> tuple[None, None]:
-    """(None, None), as no plan is needed; takes the arguments of all FlashMLA versions."""
+    """Return (None, None): no plan is needed; takes the arguments of all FlashMLA versions."""
     return None, None
 
 
@@ -38,9 +38,9 @@ def flash_mla_with_kvcache(
     topk_length: Tensor | None = None,
     **newer: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens to paged latents, whose first columns are the values.
+    """Attend from new tokens to paged latents, whose first columns are the values.
 
-    With indices a token sees the latents that they name alone: DeepSeek's sparse attention.
+    With indices a token sees only the latents of its indices: DeepSeek's sparse attention.
 
     Args:
         q: [B, T_q, H_q, D], such as 512 + 64 columns, absorbed.
@@ -111,7 +111,7 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
 ) -> tuple[Tensor, None, Tensor]:
-    """Attention of a prompt's tokens to the latents that each names: DeepSeek's sparse attention.
+    """Attend from a prompt's tokens to selected latents: DeepSeek's sparse attention.
 
     `flash_mla_with_kvcache` with indices, without a batch dimension. No gradient.
 

@@ -154,7 +154,7 @@ def _window(module: nn.Module, mask: Any, window: int | None) -> int | None:
 
 
 def _slots(starts: Tensor, lengths: Tensor, table: Tensor, size: int, total: int) -> Tensor:
-    """int64 [total]: slot of each new token; -1 past the last row."""
+    """Find the slot of each new token, int64 [total]; -1 past the last row."""
     token = torch.arange(total, device=starts.device)
     row = torch.searchsorted(starts[1:].contiguous(), token.to(starts.dtype), right=True)
     exists = row < lengths.shape[0]

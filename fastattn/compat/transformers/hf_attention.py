@@ -419,7 +419,7 @@ def _go_by_lists(lists: Tensor, size: int, key: Tensor, options: dict[str, Any])
 
 
 def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
-    """bool [B, 1 or H_q, T_q, T_k]: keys of the listed blocks; -1 = none."""
+    """Mask all but the keys of the listed blocks: bool [B, 1 or H_q, T_q, T_k]; -1 = none."""
     blocks = -(-key.shape[2] // size)
     # -1 goes to an extra first column.
     shape = (*lists.shape[:3], 1 + blocks)

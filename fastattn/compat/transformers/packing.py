@@ -129,7 +129,7 @@ def _columns(mask: Tensor, offset: int | Tensor, count: int) -> Tensor:
 
 
 def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
-    """int64 [B, T]: a number for each run of rising positions; None if each row is one.
+    """Number each run of rising positions: int64 [B, T]; None if each row is one run.
 
     A run begins where a position falls, or is the row's least again. None is not returned where
     values cannot be read: in traced calls and in captured CUDA graphs.
