@@ -378,12 +378,6 @@ def test_an_option_stands_in_few_places(option: str) -> None:
     assert sum(counts.values()) <= most and len(counts) <= files, counts
 
 
-def test_contributors_are_told_in_how_many() -> None:
-    (fewest, *_, most), (least, *_, files) = map(sorted, zip(*MOST.values(), strict=True))
-    told = f"In {fewest} to {most} places of {least} to {files} files"
-    assert told in (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
 # The lists beside the table: what each has, of the options of which call, and what it leaves out.
 _FUNCTIONS = {"mask_mod", "score_mod", "score_mod_grad", "mod_tensors"}
 EXAMPLES = option_examples(4, 2, 8, 8, 16, reach=3)

@@ -1,1 +1,1 @@
-"""Files of several writers: atomic replacement, and locks that a crash releases."""
+"""Files shared by processes: atomic replacement, and locks that a crash releases."""

@@ -1,4 +1,4 @@
-"""Locks between processes; the end of a process, by a crash too, releases its locks."""
+"""Locks between processes, released when a process ends or crashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 class LockedError(OSError):
-    """A lock is held, by this process or by another; the message names the process."""
+    """Error: a lock is held, by this process or by another; the message names the process."""
 
 
 # Name of a folder's lock.
@@ -70,7 +70,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def _acquired(path: Path, wait: bool) -> BinaryIO:
-    """The open file, locked."""
+    """Open and lock the file."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         # To read and to append to; an error if it is a link.

@@ -1,4 +1,4 @@
-"""Text generation."""
+"""Text generation with KV caches."""
 
 from typing import NoReturn
 

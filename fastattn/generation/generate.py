@@ -1,4 +1,4 @@
-"""Generate from prompts with a key/value cache, as tokens or pieces of text."""
+"""Generate tokens or text from prompts, with KV caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Setting = TypeVar("Setting")
 
 
 class Batch:
-    """Generation for prompts of any lengths together, one new token per row and step.
+    """Batched generation from prompts of any lengths, one new token per row and step.
 
     The prompts are read once, right-padded, then one token per step. Rows do not depend on each
     other. Finished rows stay idle until all are done.
@@ -101,7 +101,7 @@ def generate_tokens(
             Generation continues past the context: see past_context.
         count: the most tokens to generate.
         sampling: sampling settings; default: the model's own distribution.
-        seed: of the sampling, independent of the device; None = torch's own generator.
+        seed: seed of the sampling, the same on every device; None = torch's generator.
         end_token: one or several tokens that end the text and are not yielded.
         cuda_graph, past_context: as for `Batch`.
 
@@ -242,7 +242,7 @@ def generate_texts(
 
 
 def unpad(tokens: Tensor, mask: Tensor) -> list[list[int]]:
-    """The rows of a batch with padding on either side.
+    """Remove the padding, on either side, from the rows of a batch.
 
     Args:
         tokens: [B, T] integers.
@@ -289,7 +289,7 @@ def _make_requests(
 def _for_each(
     name: str, value: Setting | Sequence[Setting], kind: type[Setting], count: int
 ) -> Sequence[Setting]:
-    """One value per prompt, from a single value or a sequence."""
+    """Make a list with a value per prompt, from one value or a sequence."""
     if isinstance(value, kind):
         return [value] * count
     each = items(name, kind.__name__, value)

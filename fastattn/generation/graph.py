@@ -1,8 +1,7 @@
-"""Decode steps of one token per row, replayed as a CUDA graph.
+"""CUDA graphs of decoding steps with one token per row.
 
-Launching a small model's step takes longer than computing it; a graph is launched at once. It can
-be recorded as nothing in such a step depends on the host: lengths are on the device, and attention
-gets the cache's capacity as their bound.
+Launching a small model's step takes longer than computing it. A step can be recorded because the
+lengths are on the device; attention gets the cache's capacity as their bound.
 """
 
 from __future__ import annotations

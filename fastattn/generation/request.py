@@ -1,4 +1,4 @@
-"""A generation request: prompt, settings, and the tokens generated so far."""
+"""Generation request: prompt, settings, and the tokens generated so far."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_request(
     """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:
-        TypeError: the prompt, count or an end token is of another type.
+        TypeError: the prompt, count or an end token has a wrong type.
         ValueError: the prompt is empty or has several dims, a token is not in the model's
             vocabulary, or count is negative.
     """
@@ -106,7 +106,7 @@ def make_request(
 
 
 def items(name: str, what: str, values: Any) -> list[Any]:
-    """A list, of a sequence or of a tensor or array with one dim; what: what it holds.
+    """Make a list of a sequence or of a 1-d tensor or array; what: the name of its items.
 
     Raises:
         TypeError: values is text or no sequence.

@@ -33,11 +33,9 @@ class Beam:
 
 
 def length_divisor(length: int, length_penalty: float) -> float:
-    """((5 + length) / 6) ** length_penalty, the divisor of a log-probability.
-
-    Wu et al. 2016, arXiv 1609.08144, equation 14. With 0 the most likely continuation wins, often a
-    short one; positive penalties favour long ones.
-    """
+    """The divisor of a log-probability by Wu et al. 2016, arXiv 1609.08144, equation 14."""
+    # With 0 the most likely continuation wins, often a short one; positive penalties favour long
+    # ones.
     return ((5 + length) / 6) ** length_penalty
 
 
@@ -54,8 +52,8 @@ def beam_search(
 ) -> list[Beam]:
     """Search for the continuations with the highest scores.
 
-    At each step every beam is continued by each token, and the `beams` best by log-probability that
-    have not ended go on; ended ones are kept by score. The search ends when no beam can come to a
+    Each step extends every beam by each token, and keeps the `beams` best unfinished ones by
+    log-probability, and finished ones by score. The search ends when no beam can come to a
     score among the kept ones. With at least vocab_size ** (count - 1) beams nothing is ever
     dropped, so the result is exact. The model's context works as for `generate_tokens`.
 
@@ -64,7 +62,7 @@ def beam_search(
         prompt: token ids, at least one.
         count: the most tokens of a continuation, the end token counted. One that is cut off there
             counts as ended.
-        beams: how many go on together.
+        beams: number of unfinished beams.
         length_penalty: see `length_divisor`; the length counts the new tokens, with the end
             token.
         end_token: ends a continuation and is not among its tokens.
@@ -113,7 +111,7 @@ def beam_texts(
     stop: Sequence[str] = (),
     end_token: int | None = None,
 ) -> list[tuple[str, Beam]]:
-    """Searches for the best continuations of a text, the best first, each with its text.
+    """Search for the best continuations of a text, the best first, each with its text.
 
     Args:
         tokenizer: of the model.
@@ -168,7 +166,7 @@ class Search:
         self._end_token, self._is_end = end_token, is_end
 
     def step(self, log_probabilities: Tensor) -> list[int]:
-        """Continues every row by a token, given their log-probabilities, fp64 [beams, V].
+        """Extend every row by a token, given log-probabilities, fp64 [beams, V].
 
         Returns:
             For each row, the row that it continues; none where the search is over.
@@ -193,7 +191,7 @@ class Search:
     def _best(
         self, log_probabilities: Tensor, length: int, going: list[tuple[float, int, list[int]]]
     ) -> Iterator[tuple[float, int, int]]:
-        """(log-probability, row, token) of the best continuations, the best first.
+        """Return (log-probability, row, token) of the best continuations, the best first.
 
         Twice as many as there are beams leave enough that go on even if every row's end token is
         among them. Only `is_end` can take more away: then more are looked at, until enough go on.

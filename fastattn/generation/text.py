@@ -9,7 +9,7 @@ from ..checks import type_name
 
 
 class TextDecoder(Protocol):
-    """Turns ids into text incrementally."""
+    """Interface of an incremental detokenizer."""
 
     def feed(self, token: int, /) -> str: ...
 
@@ -25,7 +25,7 @@ class TextCodec(Protocol):
 
 
 class TextStream:
-    """Streamed text of tokens, up to a stop string.
+    """Stream of text from tokens, up to a stop string.
 
     Text that may begin a stop string is held back until decided, so neither a stop string nor later
     text is returned. The stop string that is complete first ends the text, regardless of token
@@ -57,7 +57,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """The text that is certain after one more token; '' once stopped."""
+        """Add a token; return the text that is now certain, '' once stopped."""
         return "" if self.stopped else self._release(self._decoder.feed(token))
 
     def finish(self) -> str:
@@ -79,7 +79,7 @@ class TextStream:
         return text[:certain]
 
     def _first_stop(self, text: str) -> int | None:
-        """Start of the stop string that is complete first, the longest of ties."""
+        """Find where the stop string starts that is complete first, the longest of ties."""
         matches = [(text.find(stop), stop) for stop in self._stop]
         ends = [(begin + len(stop), begin) for begin, stop in matches if begin >= 0]
         return min(ends)[1] if ends else None
@@ -92,7 +92,7 @@ class TextStream:
 
 
 def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
-    """Tokens of a prompt; if empty, of a line break, or token 0 if that is unknown.
+    """Encode a prompt; an empty one is a line break, or token 0 if that is unknown.
 
     Raises:
         TypeError: the prompt is no str.
@@ -106,7 +106,7 @@ def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
 def text_until_stop(
     tokenizer: TextCodec, tokens: Sequence[int], stop: Sequence[str], after: str = ""
 ) -> str:
-    """The text of tokens after another text, up to the first stop string."""
+    """Decode tokens that follow a text, up to the first stop string."""
     stream = TextStream(tokenizer, stop, after)
     return "".join([stream.feed(token) for token in tokens]) + stream.finish()
 

@@ -59,7 +59,7 @@ def greedy_translate(
     source_lengths: Tensor | None = None,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """Greedy translations.
+    """Translate each source greedily.
 
     Args:
         model: run in evaluation mode.
@@ -105,9 +105,7 @@ def beam_translate(
     beams: int = 4,
     length_penalty: float = 0.0,
 ) -> list[list[Beam]]:
-    """Beam search for the targets with the highest scores, for all sources together.
-
-    Searches as `beam_search`.
+    """Translate all sources together by beam search, as `beam_search`.
 
     Args:
         model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
@@ -178,14 +176,14 @@ class _Steps:
         self._tokens = torch.full((B, 1), begin, device=source.device)
 
     def scores(self) -> Tensor:
-        """Logits [B, V] of the next tokens; the step's tokens count as read."""
+        """Return the logits [B, V] of the next tokens, and count the step's tokens as read."""
         with evaluating(self._model):
             logits = self._model.decode(self._tokens, self._memory, self._caches)[:, -1]
         check_finite(logits)
         return logits
 
     def go_on(self, tokens: list[int], parents: list[int] | None = None) -> None:
-        """Prepare the next step: row b continues the former row parents[b] by tokens[b]."""
+        """Prepare the next step: row b extends the former row parents[b] by tokens[b]."""
         if parents is not None and parents != list(range(len(parents))):
             index = torch.tensor(parents, device=self._tokens.device)
             for cache in self._caches:

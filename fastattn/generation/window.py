@@ -1,4 +1,4 @@
-"""The context window of a batch of texts: a model's caches, and restarts when they are full."""
+"""Context window of a batch of texts: a model's KV caches, restarted when full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PastContext = Literal["restart", "crop"]
 
 
 class Window:
-    """A batch of growing texts in a model's key/value caches.
+    """KV caches of a batch of growing texts.
 
     At a full context, a row's next token starts a new window: the end of the text, that token
     included, is read again. "restart": the last half of a context, so that the cache serves later

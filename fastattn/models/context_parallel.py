@@ -1,4 +1,4 @@
-"""Context parallelism for unchanged models: attention runs over the tokens of all ranks.
+"""Context parallelism for unchanged models: attention over a sequence sharded over ranks.
 
 While active, `attention`, layers that call it and torch's `scaled_dot_product_attention` treat a
 rank's tokens as a part of a sequence.
@@ -43,8 +43,8 @@ class ContextParallel(ParallelStyle):
     ranks, and the loss is this rank's share. Masks with a query dim must be [..., plan.length or 1,
     T or 1]. A cache, relative values, cross-attention, `torch.nn.MultiheadAttention`, other
     functions of attention (`attention_varlen`, statistics, selected blocks, torch's flex_attention)
-    and models that mix tokens in other ways raise. A softmax of products that is written out is not
-    seen. In compiled models these layers and calls run outside the graphs.
+    and models that mix tokens in other ways raise. Attention that is written
+    out is not seen. In compiled models these layers and calls run outside the graphs.
 
     Gradients of parameters are each rank's share; their sum over the ranks is the whole sequence's.
 
@@ -80,7 +80,7 @@ class ContextParallel(ParallelStyle):
 
     def __enter__(self) -> "ContextParallel":
         if self._undo:
-            raise RuntimeError("this ContextParallel is in force already")
+            raise RuntimeError("this ContextParallel is active already")
         forward, style = GQAttention.forward, self
 
         @wraps(forward)
@@ -114,7 +114,7 @@ class ContextParallel(ParallelStyle):
         self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
 
     def _placed_at(self, at: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a look-up of `count` positions from `first` to use this rank's positions instead."""
+        """Wrap a look-up of `count` positions from `first` to use this rank's positions."""
         plan = self.plan
 
         @wraps(at)
@@ -135,11 +135,11 @@ class ContextParallel(ParallelStyle):
         @wraps(forward)
         def call(x: Tensor, **kwargs: Any) -> Tensor:
             if kwargs.get("cache") is not None:
-                raise ValueError("cache: a sequence that is spread over ranks has none")
+                raise ValueError("cache is not supported under ContextParallel")
             if layer.scoring == "additive":
-                raise ValueError('scoring="additive" is not served over ranks')
+                raise ValueError('scoring="additive" is not supported under ContextParallel')
             if layer.relative is not None and layer.relative.has_values:
-                raise ValueError("relative values are not served over ranks")
+                raise ValueError("relative values are not supported under ContextParallel")
             tables = kwargs.get("rotary_tables")
             # Tables of positions from 0 on are the layer's own.
             of_start = tables is None or isinstance(tables, RotaryPositions)
@@ -156,24 +156,24 @@ class ContextParallel(ParallelStyle):
         self, q: Tensor, k: Tensor, v: Tensor, *,
         return_max: bool = False, backend: str | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """`fastattn.attention` from this rank's tokens to all ranks'."""
+        """Compute `fastattn.attention` of this rank's queries over all ranks' keys."""
         if backend not in (None, "auto"):
-            raise ValueError(f"backend {backend!r} cannot be forced over ranks")
+            raise ValueError(f"backend {backend!r} cannot be chosen under ContextParallel")
         if return_max:
-            raise ValueError("return_max is not served over ranks")
+            raise ValueError("return_max is not supported under ContextParallel")
         where: dict[str, Any] = {"mesh": self.mesh, "plan": self.plan, "method": self.method}
         return context_attention(q, k, v, sum_tables=False, **where, **options)
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called from compiled code between its graphs: it sends messages."""
+    """Keep a function out of compiled graphs, because it communicates."""
     outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return outside
 
 
 def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
     raise TypeError(
-        f"{type(layer).__name__} does not spread a sequence over ranks; GQAttention does"
+        f"{type(layer).__name__} does not support context parallelism; GQAttention does"
     )
 
 
@@ -213,6 +213,6 @@ def _as_torch(
 def _refuse_two_sequences(layer: nn.Module | None = None, *_: Any, **__: Any) -> Any:
     name = "MultiheadAttention" if layer is None else type(layer).__name__
     raise ValueError(
-        f"{name} is not served under ContextParallel: it has a sequence of keys of its own; "
+        f"{name} is not supported under ContextParallel: its keys are another sequence; "
         "GQAttention and scaled_dot_product_attention are"
     )

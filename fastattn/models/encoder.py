@@ -1,4 +1,4 @@
-"""A bidirectional encoder, with heads for tagging and for masked tokens."""
+"""Bidirectional encoder, with heads for tagging and for masked-language modelling."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Encoder(TokenStack):
         self.initialise_weights()
 
     def forward(self, tokens: Tensor, *, key_lengths: Tensor | None = None) -> Tensor:
-        """Contextual vectors of tokens.
+        """Encode tokens.
 
         Args:
             tokens: [B, T] integers in [0, vocab_size), T <= context_length.
@@ -90,7 +90,7 @@ class _Scoring(nn.Module):
         key_lengths: Tensor | None = None,
         target_count: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of every token's tags (`Tagger`) or of the vocabulary (`MaskedLM`), and the loss.
+        """Compute logits of tags (`Tagger`) or of the vocabulary (`MaskedLM`), and the loss.
 
         Args:
             tokens, key_lengths: as for `Encoder.forward`; a `MaskedLM` takes masked tokens.
@@ -110,7 +110,7 @@ class _Scoring(nn.Module):
         return scored(self, logits, targets, target_count)
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        """Logits of vectors [B, T, C]."""
+        """Compute logits of vectors [B, T, C]."""
         raise NotImplementedError
 
 

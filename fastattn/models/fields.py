@@ -1,4 +1,4 @@
-"""Type checks of configuration fields from outside, such as a JSON file."""
+"""Type checks of configuration fields from a file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_type(name: str, value: object, kind: Any) -> None:
     texts, whose choices are not checked.
 
     Raises:
-        ValueError: the value is of another type.
+        ValueError: the value has a wrong type.
     """
     if not _fits(value, kind):
         shown = repr(value)
@@ -76,7 +76,7 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """One of the types of `_NAMES`, or Union; and its type arguments."""
+    """Return a type of `_NAMES`, or Union, and its type arguments."""
     origin, items = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         origin = Union

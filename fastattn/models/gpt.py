@@ -100,7 +100,7 @@ class GPT(DecoderStack):
         rows: Tensor | None = None,
         target_count: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the next token at each position, and the loss.
+        """Compute the logits of the next token at each position, and the loss.
 
         Args:
             tokens: [B, T] integers in [0, vocab_size), T <= context_length.
@@ -174,7 +174,7 @@ class GPT(DecoderStack):
             int64 [B, T + max_new_tokens], which begins with idx.
 
         Raises:
-            TypeError: idx is no tensor, or max_new_tokens or a setting is of another type.
+            TypeError: idx is no tensor, or max_new_tokens or a setting has a wrong type.
             ValueError: idx is not [B, T] with B, T >= 1, max_new_tokens is negative, or a setting
                 is out of range.
             FloatingPointError: the model's scores are not finite.
@@ -212,7 +212,7 @@ class GPT(DecoderStack):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> PagedKVCache:
-        """An empty paged cache for all layers.
+        """Make an empty paged cache for all layers.
 
         Args:
             num_pages, page_size, max_rows, quantize: as for `PagedKVCache`; a row holds up to
@@ -241,5 +241,5 @@ class GPT(DecoderStack):
         )  # fmt: skip
 
     def num_parameters(self) -> int:
-        """Number of trained scalars, tied weights counted once."""
+        """Count the trained scalars, tied weights once."""
         return sum(parameter.numel() for parameter in self.parameters())

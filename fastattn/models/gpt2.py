@@ -1,4 +1,4 @@
-"""Conversion of GPT-2 weights: from and to Hugging Face's names, and from nanoGPT's.
+"""Conversion of GPT-2 weights from and to Hugging Face, and from nanoGPT.
 
 Hugging Face stores the linear layers' weights transposed, as [in, out]; nanoGPT has Hugging Face's
 names. Unsupported features raise.
@@ -71,7 +71,7 @@ class UnsupportedModelError(ValueError):
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
-    """`GPTConfig` from the fields of Hugging Face's config.json.
+    """Make a `GPTConfig` from the fields of Hugging Face's config.json.
 
     Raises:
         UnsupportedModelError: it is no GPT-2, or a variant that `GPT` does not support.
@@ -111,7 +111,7 @@ def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """The fields of Hugging Face's config.json; UnsupportedModelError for what GPT-2 has not."""
+    """Make the fields of Hugging Face's config.json; UnsupportedModelError for what GPT-2 lacks."""
     plain = GPTConfig(config.vocab_size)
     if config.positions != "learned":
         raise UnsupportedModelError(f"GPT-2 has learned positions only, got {config.positions!r}")
@@ -147,12 +147,12 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def weights_from_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """`GPT.state_dict` from Hugging Face's; UnsupportedModelError for unknown or missing ones."""
+    """Convert Hugging Face's state dict; UnsupportedModelError for unknown or missing weights."""
     return _renamed(weights, config, transposed=True)
 
 
 def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Hugging Face's state dict from `GPT.state_dict`; layers without a bias get one of zeros."""
+    """Convert `GPT.state_dict` to Hugging Face's; layers without a bias get zeros."""
     converted: dict[str, Tensor] = {}
     for theirs, ours in _modules(config):
         weight = _of_module(weights, ours, "weight")
@@ -171,7 +171,7 @@ def weights_to_hf(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str,
 
 
 def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | None:
-    """A module's weight or bias by our name, with q, k and v joined; None if absent."""
+    """Get a module's weight or bias by our name, q, k and v joined; None if absent."""
     parent = name.removesuffix("qkv_proj")
     names = [f"{parent}{part}.{kind}" for part in _PARTS]
     if name.endswith(_QKV) and names[0] in weights:
@@ -180,7 +180,7 @@ def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | 
 
 
 def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
-    """`GPTConfig` from the `model_args` of a nanoGPT checkpoint; ValueError for a wrong field."""
+    """Make a `GPTConfig` from nanoGPT's `model_args`; ValueError for a wrong field."""
     _check_types(fields, _NANOGPT_TYPES)
     try:
         return GPTConfig(
@@ -198,7 +198,7 @@ def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """`GPT.state_dict` from nanoGPT's, compiled or not; errors as `weights_from_hf`."""
+    """Convert nanoGPT's state dict, compiled or not; errors as `weights_from_hf`."""
     plain = {name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
     return _renamed(plain, config, transposed=False)
 
@@ -219,7 +219,7 @@ def _check_types(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
 
 
 def _modules(config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Names of modules there and here; lazily, as a config may claim any number of layers."""
+    """Yield the names of modules there and here; a config may claim any number of layers."""
     yield from _OUTSIDE.items()
     for i in range(config.num_layers):
         for theirs, ours in _INSIDE.items():
@@ -261,5 +261,5 @@ def _renamed(
     elif head is not None and not torch.equal(head, renamed["token_embedding.weight"]):
         raise UnsupportedModelError(f"{_HEAD} must equal wte.weight, as the two are tied")
     if left:
-        raise UnsupportedModelError(f"the weights have {min(left)}, which this model has not")
+        raise UnsupportedModelError(f"the weights have {min(left)}, which this model lacks")
     return renamed

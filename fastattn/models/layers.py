@@ -1,4 +1,4 @@
-"""Layers of the models: feed-forward, norms and the transformer block."""
+"""Feed-forward layers, norms and the transformer block."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def uniform_attention(
     backend: str | None = None,
     **masks: Unpack[AdditiveAttentionArguments],
 ) -> Tensor:
-    """Average of the visible values: attention with equal scores.
+    """Average the visible values: attention with equal scores.
 
         o_i = 1 / n_i sum_j v_j, over the n_i keys j that query i sees
 
-    It is attention with zero queries: masks, kernels and gradients are the same. With causal=True
-    row i is the running mean of rows 0 to i.
+    Computed as attention with zero queries. With causal=True row i is the mean of rows 0 to i.
 
     Args:
         v: [B, H, T_k, D_v], differentiable.
@@ -125,7 +124,7 @@ class MLP(SeparateProjections):
 
 
 def make_norm(kind: Norm, width: int, *, eps: float = 1e-5, bias: bool = False) -> nn.Module:
-    """torch's LayerNorm (Ba et al. 2016), or its RMSNorm (Zhang & Sennrich 2019), without bias.
+    """Make torch's LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019).
 
     Args:
         kind: "layernorm", (x - mean) / sqrt(variance + eps) * weight + bias; "rmsnorm",
@@ -213,7 +212,7 @@ class Block(nn.Module):
         )
         look = None
         if self.cross is not None:
-            assert memory is not None, "a layer with cross-attention is given a memory"
+            assert memory is not None, "a layer with cross-attention needs memory"
             look = partial(self.cross, memory=memory)
         if self.order == "parallel":
             h = self.attention_norm(x)
@@ -239,7 +238,7 @@ class Block(nn.Module):
 def make_relative(
     config: TransformerConfig,
 ) -> RelativeScalar | RelativeContent | RelativeTransformerXL | None:
-    """A layer's relative position terms, if configured."""
+    """Make a layer's relative position terms, if configured."""
     H, D, R = config.num_heads, config.head_dim, config.relative_distance
     options: dict[str, Any] = {
         "value_dim": (config.v_head_dim or D) if config.relative_values else None,
@@ -255,14 +254,14 @@ def make_relative(
 
 
 def _layer_options(config: TransformerConfig, kind: type) -> dict[str, Any]:
-    """Options of a layer that are fields of the configuration, and its biases."""
+    """Collect a layer's options from the configuration."""
     fields = {field.name for field in dataclasses.fields(config)}
     options = {name: getattr(config, name) for name in table(kind) if name in fields}
     return {**options, "qkv_bias": config.bias, "out_bias": config.bias}
 
 
 def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLatentAttention:
-    """Self-attention from latents."""
+    """Make self-attention with a latent KV (MLA)."""
     assert config.kv_latent_dim is not None, "else its keys and values are of its heads"
     names = ("kv_latent_dim", "v_head_dim", "window", "softcap", "sinks", "rotary_base", "bias")
     shared = {name: getattr(config, name) for name in (*names, "dropout", "attention_dropout")}
@@ -281,7 +280,7 @@ def _latent_attention(config: TransformerConfig, causal: bool) -> MultiheadLaten
 def make_block(
     config: TransformerConfig, layer: int, *, causal: bool = True, cross: bool = False
 ) -> Block:
-    """Layer number `layer`, from 0, of a model.
+    """Make layer number `layer`, from 0, of a model.
 
     Args:
         config: of the model.

@@ -160,7 +160,7 @@ class TransformerConfig:
         self._check_latent()
 
     def _check_latent(self) -> None:
-        """Refuse options that do not combine with kv_latent_dim."""
+        """Raise ValueError for options that kv_latent_dim does not support."""
         if self.kv_latent_dim is None:
             return
         own = ("num_kv_heads", "stride", "keep_first", "qk_norm", "output_gate", "batch_invariant")
@@ -208,7 +208,7 @@ class TransformerConfig:
             )
 
     def _check_terms(self) -> None:
-        """Refuse options that do not combine with relative values or additive scores."""
+        """Raise ValueError for options without support for relative values or additive scores."""
         if self.relative_values and self.positions not in RELATIVE:
             raise ValueError(
                 f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "
@@ -229,7 +229,7 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Features a head, D."""
+        """Width of a query head, D."""
         return self.embed_dim // self.num_heads
 
     @property
@@ -240,12 +240,12 @@ class TransformerConfig:
         return self.head_dim if self.kv_latent_dim is None else self.head_dim // 2
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, for `from_dict`."""
+        """Return the fields as JSON values, for `from_dict`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`, with defaults for missing fields.
+        """Make a configuration from `to_dict`'s result, with defaults for missing fields.
 
         Raises:
             ValueError: a field is unknown, missing, of a wrong type or out of range.
@@ -254,7 +254,7 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """A published configuration, with changes.
+        """Make a published configuration, with changes.
 
         Args:
             name: one of cls.presets.

@@ -32,7 +32,7 @@ _INIT_STD = 0.02
 
 
 def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor:
-    """fp32 [..., width]: sin(w_c t) and cos(w_c t) in turn, w_c = base^(-2 c / width), t [...].
+    """Compute sin(w_c t), cos(w_c t) in turn, w_c = base^(-2 c / width): t [...] to [..., width].
 
     Vaswani et al. 2017, section 3.5. p_t . p_{t+k} = sum_c cos(w_c k) depends on the distance k
     alone.
@@ -55,7 +55,7 @@ def sinusoids(positions: Tensor, width: int, *, base: float = 10000.0) -> Tensor
 
 
 class LearnedPositions(nn.Embedding):
-    """A trained vector a position.
+    """Trained vector per position.
 
     Args:
         length: number of positions.
@@ -66,7 +66,7 @@ class LearnedPositions(nn.Embedding):
         super().__init__(length, width)
 
     def at(self, first: int | Tensor, count: int, device: torch.device) -> Tensor:
-        """Vectors of `count` positions from `first`: [count, C], or [B, count, C] for first [B].
+        """Get `count` vectors from position `first`: [count, C], or [B, count, C] for first [B].
 
         Tensor positions past the last one, which are padding, are clamped.
         """
@@ -85,13 +85,13 @@ class SinusoidalPositions(nn.Module):
         self.width = width
 
     def at(self, first: int | Tensor, count: int, device: torch.device) -> Tensor:
-        """Vectors of `count` positions from `first`: [count, C], or [B, count, C] for first [B]."""
+        """Get `count` vectors from position `first`: [count, C], or [B, count, C] for first [B]."""
         begin = first[:, None] if isinstance(first, Tensor) else first
         return sinusoids(begin + torch.arange(count, device=device), self.width)
 
 
 class DistanceVectors(nn.Module):
-    """A vector for each distance from -R to R: [H, 2 R + 1, D], row R + d for distance d.
+    """Vectors of the distances from -R to R: [H, 2 R + 1, D], row R + d for distance d.
 
     Args:
         num_heads: H: query heads or K/V heads, or 1 = shared by all.
@@ -183,7 +183,7 @@ class RelativeScalar(_Relative):
         self.bias = nn.Parameter(torch.zeros(num_heads, 2 * max_distance + 1))
 
     def forward(self, q: Tensor) -> RelativeTerms:
-        """The terms for queries [B, H_q, T, D]."""
+        """Compute the terms for queries [B, H_q, T, D]."""
         return RelativeTerms(q, bias=local_part(self.bias), values=self._values())
 
 
@@ -215,7 +215,7 @@ class RelativeContent(_Relative):
         self.keys = DistanceVectors(num_heads, head_dim, max_distance, table)
 
     def forward(self, q: Tensor) -> RelativeTerms:
-        """The terms for queries [B, H_q, T, D]."""
+        """Compute the terms for queries [B, H_q, T, D]."""
         return RelativeTerms(q, keys=self.keys(), values=self._values())
 
 
@@ -255,6 +255,6 @@ class RelativeTransformerXL(_Relative):
         )
 
     def forward(self, q: Tensor) -> RelativeTerms:
-        """The terms for queries [B, H_q, T, D]."""
+        """Compute the terms for queries [B, H_q, T, D]."""
         u, v = (local_part(x)[:, None].to(q.dtype) for x in (self.u, self.v))
         return RelativeTerms(q + u, keys=self.keys(), key_query=q + v, values=self._values())

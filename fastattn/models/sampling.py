@@ -44,7 +44,7 @@ class Sampling:
         greedy: take the highest score, the first of equals; only repetition_penalty applies then.
 
     Raises:
-        TypeError: a setting is of another type.
+        TypeError: a setting has a wrong type.
         ValueError: a setting is out of range.
     """
 
@@ -64,7 +64,7 @@ class Sampling:
         if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be positive and finite, got {self.temperature}; "
-                "for the most likely token every time use greedy"
+                "greedy=True takes the most likely token"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
@@ -83,7 +83,7 @@ class Sampling:
         return self.repetition_penalty != 1
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Filtered scores, without `greedy`.
+        """Filter scores; ignores `greedy`.
 
         Args:
             logits: [B, V], any floating dtype.
@@ -113,7 +113,7 @@ class Sampling:
         return scores
 
     def probabilities(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Distribution of the next token; one-hot if greedy.
+        """Compute the distribution of the next token; one-hot if greedy.
 
         Args, and the result's shape and dtype: as `filter`.
         """
@@ -128,7 +128,7 @@ class Sampling:
         generator: torch.Generator | None = None,
         seen: Tensor | None = None,
     ) -> Tensor:
-        """Draws a token a row.
+        """Draw a token per row.
 
         Args:
             logits, seen: as `filter`.
@@ -151,7 +151,7 @@ class Sampling:
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raises FloatingPointError if a score is not finite."""
+    """Raise FloatingPointError if a score is not finite."""
     if not logits.isfinite().all():
         raise FloatingPointError(_NOT_FINITE)
 
@@ -221,5 +221,5 @@ def choose_rows(
 
 
 def make_generator(seed: int | None) -> torch.Generator | None:
-    """A seeded CPU generator, so that results do not depend on the device; None without a seed."""
+    """Make a seeded CPU generator, for the same results on every device; None without a seed."""
     return None if seed is None else torch.Generator().manual_seed(check_int("seed", seed))

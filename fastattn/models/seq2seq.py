@@ -164,7 +164,7 @@ class Seq2Seq(nn.Module):
         target_lengths: Tensor | None = None,
         target_count: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the next token at each input, and the loss.
+        """Compute the logits of the next token at each input, and the loss.
 
         Args:
             source: [B, S] integers in [0, source_vocab_size), S <= source_length.
@@ -188,7 +188,7 @@ class Seq2Seq(nn.Module):
         return stack.scored(self, logits, targets, target_count)
 
     def encode(self, source: Tensor, source_lengths: Tensor | None = None) -> Memory:
-        """Encode sources, and project them for every layer of the decoder.
+        """Encode sources, and project keys and values for each decoder layer.
 
         Args:
             source, source_lengths: as for `forward`.
@@ -210,7 +210,7 @@ class Seq2Seq(nn.Module):
         key_lengths: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits of the next token at each input, given encoded sources.
+        """Compute the logits of the next token at each input, given encoded sources.
 
         Args:
             inputs: [B, T] integers in [0, target_vocab_size); with a cache they continue its
@@ -235,7 +235,7 @@ class Seq2Seq(nn.Module):
     def _scores(
         self, inputs: Tensor, memory: Memory, cache: Sequence[LayerCache] | None, **how: Any
     ) -> Tensor:
-        """`decode`, with sharded logits if the vocabulary is sharded."""
+        """Compute `decode`, with sharded logits if the vocabulary is sharded."""
         stack.check_tokens("inputs", inputs, "target_length", self.config.target_length)
         stack.check_cache("inputs", inputs, cache, len(self.decoder.blocks))
         if memory.batch_size != inputs.shape[0]:
@@ -256,9 +256,9 @@ class Seq2Seq(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[KVCache]:
-        """Empty caches of targets, one a layer of the decoder; arguments as for `GPT.new_cache`."""
+        """Make empty caches of targets, one per decoder layer; arguments as for `GPT.new_cache`."""
         return self.decoder.new_cache(batch_size, max_length, device=device, dtype=dtype)
 
     def num_parameters(self) -> int:
-        """Number of trained scalars, shared ones counted once."""
+        """Count the trained scalars, shared ones once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -26,10 +26,7 @@ from .positions import LearnedPositions, SinusoidalPositions
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Run models in evaluation mode; their modules get their modes back afterwards.
-
-    For every call of a model in generation, which has no dropout.
-    """
+    """Run models in evaluation mode, without dropout; restore their modules' modes afterwards."""
     changed = [x for model in models if model.training for x in model.modules() if x.training]
     for module in changed:
         module.training = False
@@ -41,13 +38,13 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model without memory, whose sizes may be impossibly large."""
+    """Build a model on the meta device, of any size."""
     with torch.device("meta"), _Uninitialised():
         return build()
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves out random initialisation, whose first use on the meta device costs seconds."""
+    """Skips random initialisation, whose first use on the meta device takes seconds."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -125,7 +122,7 @@ class TokenStack(nn.Module):
         documents: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """[B, T] to [B, T, C], or with last_only each row's last real token, [B, 1, C]."""
+        """Map tokens [B, T] to [B, T, C]; with last_only each row's last real token, [B, 1, C]."""
         x = self.dropout(self._embed(tokens, cache))
         tables: RotaryPositions | tuple[Tensor, Tensor] | None = self.rotary_positions
         if isinstance(tables, RotaryPositions) and cache is None:
@@ -146,7 +143,7 @@ class TokenStack(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, cache: Sequence[LayerCache] | None) -> Tensor:
-        """[B, T, C]: token and position embeddings, normalised if configured."""
+        """Add token and position embeddings, normalised if configured: [B, T, C]."""
         x = self.token_embedding(tokens)
         positions = self.position_embedding
         if positions is not None:
@@ -162,7 +159,7 @@ class TokenStack(nn.Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def initialise_weights(self) -> None:
-        """GPT-2's weights: see `GPT`."""
+        """Initialise weights as GPT-2: see `GPT`."""
         parts = 2 if self.blocks[0].cross is None else 3
         residual_std = _INIT_STD / math.sqrt(parts * len(self.blocks))
         for name, parameter in self.named_parameters():
@@ -187,7 +184,7 @@ class DecoderStack(TokenStack):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[KVCache]:
-        """Empty key/value caches, one a layer, for incremental decoding.
+        """Make empty KV caches, one per layer.
 
         Args:
             batch_size: rows B.
@@ -233,7 +230,7 @@ def check_cache(
     """Check that there is a cache per layer, with room for the tokens if known."""
     if cache is None:
         return
-    expected = f"cache must hold one KVCache a layer ({num_layers})"
+    expected = f"cache must hold one KVCache per layer ({num_layers})"
     if not isinstance(cache, Sequence):
         raise TypeError(f"{expected}, got {type_name(cache)}")
     if len(cache) != num_layers:
@@ -243,7 +240,7 @@ def check_cache(
     n = cache[0].uniform_length
     if n is not None and n + tokens.shape[1] > cache[0].max_length:
         raise ValueError(
-            f"{name} must fit the cache: it holds {n} of {cache[0].max_length} tokens a row, "
+            f"{name} must fit the cache: it holds {n} of {cache[0].max_length} tokens per row, "
             f"got T={tokens.shape[1]} more"
         )
 
@@ -251,7 +248,7 @@ def check_cache(
 def token_loss(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, *, count: int | None = None
 ) -> Tensor:
-    """Mean cross-entropy in nats of logits [B, T, V] over the targets [B, T] that are not -100.
+    """Compute the mean cross-entropy in nats of logits [B, T, V], targets [B, T], -100 excluded.
 
     logits: also from `token_logits`. count: divisor, if these targets are a part of a batch; the
     result is their share of the mean.
@@ -267,7 +264,7 @@ def token_loss(
 
 
 def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Scores [B, T, V] of tokens x [B, T, C]; a DTensor sharded by V if the weight is sharded."""
+    """Compute logits [B, T, V] of x [B, T, C]; a DTensor sharded by V if the weight is."""
     if not is_dtensor(weight):
         return F.linear(x, weight, bias)
     from ..modules.vocabulary import sharded_linear
@@ -278,9 +275,9 @@ def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def scored(
     model: nn.Module, logits: Tensor, targets: Tensor | None, count: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A model's (logits, loss) from `token_logits`: gathered without targets, with loss None.
+    """Make a model's (logits, loss) from `token_logits`; without targets, gathered, with loss None.
 
-    Always a pair, as nanoGPT's: `logits, loss = model(tokens)` may not unpack two rows of logits.
+    Always a pair, as nanoGPT's.
     """
     if targets is None:
         return whole_logits(logits), None
@@ -294,7 +291,7 @@ def whole_logits(logits: Tensor) -> Tensor:
 
 
 def _last_tokens(x: Tensor, key_lengths: Tensor | None) -> Tensor:
-    """Each row's last real token: [B, T, C] -> [B, 1, C]."""
+    """Select each row's last real token: [B, T, C] -> [B, 1, C]."""
     if key_lengths is None:
         return x[:, -1:]
     index = (key_lengths.long() - 1).clamp(0, x.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Tensor parallelism for our layers and models: heads, hidden units and vocabulary over ranks.
+"""Tensor parallelism: heads, hidden units and vocabulary sharded over ranks.
 
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, tp_plan(model))
@@ -46,7 +46,7 @@ _OF_HEADS = {"sinks": 0, "relative_bias": 1, "score_weight": 0, "score_vector": 
 
 
 def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
-    """Plan for `parallelize_module` to shard a layer or a model on a mesh of one dimension.
+    """Make a plan for `parallelize_module`, on a mesh of one dimension.
 
     Args:
         module: a `GQAttention`, `CausalGQAttention`, `CrossGQAttention` or `MLP`; or a `GPT`,
@@ -80,7 +80,7 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     done: list[str] = []
     for name, part in module.named_modules():  # each once, under its first name
         if isinstance(part, MultiheadLatentAttention):
-            raise TypeError(f"{name} is a MultiheadLatentAttention, whose heads are not sharded")
+            raise TypeError(f"{name} is a MultiheadLatentAttention: not supported")
         style = _style(name, part, isinstance(module, Tagger), sizes)
         if style is not None and not any(name.startswith(f"{above}.") for above in done):
             plan[name] = style
@@ -89,7 +89,7 @@ def tp_plan(module: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
 
 
 def _style(name: str, part: nn.Module, tagger: bool, sizes: _Sizes) -> ParallelStyle | None:
-    """The style of a model's part, or None for containers."""
+    """Return the style of a model's part, or None for containers."""
     if isinstance(part, AttentionLayer):
         return HeadParallel(sizes)
     if isinstance(part, MLP):
@@ -183,7 +183,7 @@ class _Style(ParallelStyle):
 
 
 class HeadParallel(_Style):
-    """Heads of an attention layer over ranks; from `tp_plan`."""
+    """Style that shards an attention layer by heads; from `tp_plan`."""
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
         layer = cast(Any, module)
@@ -237,7 +237,7 @@ class HeadParallel(_Style):
 
 
 class HiddenParallel(_Style):
-    """Hidden units of an `MLP` over ranks; from `tp_plan`."""
+    """Style that shards an `MLP` by hidden units; from `tp_plan`."""
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
         mlp = cast(MLP, module)
@@ -249,7 +249,7 @@ class HiddenParallel(_Style):
 
 
 class _Whole(_Style):
-    """Replicated parameters.
+    """Style of replicated parameters.
 
     called: used by the module's own forward; otherwise the reader handles DTensors.
     """
@@ -266,14 +266,14 @@ class _Whole(_Style):
 
 
 class _OfVocabulary(_Style):
-    """Parameters sharded by vocabulary, for `stack.token_logits`."""
+    """Style of parameters sharded by vocabulary, for `stack.token_logits`."""
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.shard(module, mesh, Shard(0))
 
 
 class _TokenEmbedding(_OfVocabulary):
-    """A token embedding sharded by vocabulary."""
+    """Style of a token embedding sharded by vocabulary."""
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh) -> None:
         super().apply_to(module, mesh)

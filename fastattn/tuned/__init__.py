@@ -1,4 +1,4 @@
-"""Findings about the kernels on this device: stored, read, shared among ranks."""
+"""Results of verification and tuning on this device: stored, read, shared among ranks."""
 
 from .ranks import share
 

@@ -1,7 +1,7 @@
-"""Stored findings, applied to calls on a device; read at the first call.
+"""Stored results of verification and tuning, applied to calls; read at the first call.
 
-Calls time nothing. FASTATTN_TUNED=0 ignores findings; FASTATTN_TUNED=path reads a file of
-`Store.export`. Shipped verdicts always hold, unless the device has its own.
+Calls time nothing. FASTATTN_TUNED=0 ignores them; FASTATTN_TUNED=path reads a file of
+`Store.export`. Shipped verdicts hold unless the device has its own.
 """
 
 import os
@@ -32,7 +32,7 @@ Key = tuple[Any, ...]
 
 
 class Choices(NamedTuple):
-    """Findings of one device, by key: see `findings.KEYS`.
+    """Results of one device, by key: see `findings.KEYS`.
 
     verification: with the shipped verdicts, which stored ones replace. one_sided: whether gradients
     may change the backend of a call, for want of a verdict.
@@ -114,14 +114,14 @@ by_direction = False
 
 
 def choices(device: torch.device) -> Choices:
-    """The findings about a device, read at the first call."""
+    """Get the results of a device; the first call reads them."""
     if device not in _known:
         adopt(device, read(device) if applies(device) else {})
     return _known[device]
 
 
 def adopt(device: torch.device, rows: Records) -> Choices:
-    """Use these findings on the device: its verdicts and timings, and its kernels' tiles."""
+    """Use these results on the device: verdicts, timings, and tiles."""
     global by_direction
     verification, tiles, backends, passes, splits = (
         {tuple(row[field] for field in findings.KEYS[kind]): row for row in rows.get(kind, ())}
@@ -151,7 +151,7 @@ def _one_sided(verification: Mapping[Key, Record]) -> bool:
 
 
 def forget() -> None:
-    """Read findings again at the next call."""
+    """Read results again at the next call."""
     global by_direction
     for device in filter(applies, _known):
         _install(device, (), ())
@@ -169,12 +169,12 @@ def _install(device: torch.device, tiles: Iterable[Record], splits: Iterable[Rec
 
 
 def applies(device: torch.device) -> bool:
-    """Whether findings apply on a device: a GPU, without the interpreter."""
+    """Whether results apply on a device: a GPU, without the interpreter."""
     return device.type == "cuda" and call.TRITON_INSTALLED and not call.interpreting()
 
 
 def read(device: torch.device) -> Records:
-    """The stored findings about a device, by kind."""
+    """Read the stored results of a device, by kind."""
     setting = os.environ.get(TUNED, "")
     if setting == "0":
         return {}
@@ -184,7 +184,7 @@ def read(device: torch.device) -> Records:
     except (RuntimeError, AssertionError):  # a fake tensor's device, which does not exist
         return {}
     except (OSError, ImportError) as error:
-        warn_once(f"fastattn has no place for findings: {error}")
+        warn_once(f"fastattn has no folder for results: {error}")
         return {}
     if setting not in ("", "1"):
         return _read_file(Path(setting), here)
@@ -195,7 +195,7 @@ def read(device: torch.device) -> Records:
 
 
 def _read_file(path: Path, here: Environment) -> Records:
-    """The findings of a file, if they are of this environment."""
+    """Read the results of a file, if they are of this environment."""
     try:
         stored = findings.read(path)
     except (OSError, Unreadable) as error:
@@ -208,7 +208,7 @@ def _read_file(path: Path, here: Environment) -> Records:
 
 
 def _tell_of_others(store: Store) -> None:
-    """Warn if the findings about this GPU were stored under other versions of software."""
+    """Warn if results for this GPU were stored with other versions of software."""
     for path in sorted(store.folder.parent.glob("*/*.json")):
         try:
             other = findings.read(path).environment
@@ -217,7 +217,7 @@ def _tell_of_others(store: Store) -> None:
         if other[:2] == store.environment[:2]:
             why = difference(other, store.environment)
             warn_once(
-                f"fastattn has findings about this GPU, but with {why}: "
+                f"fastattn has results for this GPU, but with {why}: "
                 "`fastattn verify` and `fastattn tune` renew them"
             )
             return

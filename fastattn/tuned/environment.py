@@ -1,4 +1,4 @@
-"""Environment of a finding about the kernels: GPU, driver, compilers, kernel sources."""
+"""Environment of a result: GPU, driver, compilers, kernel sources."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/versio
 
 
 class Environment(NamedTuple):
-    """An environment; findings hold for equal ones.
+    """GPU, driver and versions; results hold in equal environments.
 
     gpu: its name, or "interpreter", which has no multiprocessors and no driver. kernels: hash of
     their sources.
@@ -50,7 +50,7 @@ class Environment(NamedTuple):
 
 
 def environment(device: torch.device | str) -> Environment:
-    """The environment of kernels on a device: a GPU, or the CPU for the interpreter."""
+    """Get the environment of a device: a GPU, or the CPU for the interpreter."""
     device = torch.device(device)
     gpu, multiprocessors, driver = "interpreter", 0, ""
     if device.type == "cuda" and not call.interpreting():
@@ -63,21 +63,21 @@ def environment(device: torch.device | str) -> Environment:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """The device by its number, as calls look up findings: without one the current GPU."""
+    """Give a device its number; without one, the current GPU's."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def difference(stored: Environment, here: Environment) -> str:
-    """The fields in which two environments differ, as a sentence."""
+    """Name the fields in which two environments differ."""
     pairs = zip(Environment._fields, stored, here, strict=True)
     return ", ".join(f"{name} {x} instead of {y}" for name, x, y in pairs if x != y)
 
 
 @cache
 def _driver() -> str:
-    """The driver's version, read from files: nvidia-smi is too slow for a first call."""
+    """Read the driver's version from files: nvidia-smi is too slow for a first call."""
     for path in _DRIVERS:
         try:
             version = re.search(r"\d+(\.\d+)+", path.read_text("utf-8"))

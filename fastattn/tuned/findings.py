@@ -1,7 +1,4 @@
-"""A JSON file of findings: their environment, and rows by kind.
-
-For readers, each row is a line with its date.
-"""
+"""JSON file of results: environment, and rows by kind, each a line with its date."""
 
 import json
 from collections.abc import Mapping
@@ -35,14 +32,14 @@ Record = dict[str, Any]
 
 
 class Findings(NamedTuple):
-    """Contents of a file of findings. rows: by kind, a key of KEYS."""
+    """Contents of a file of results. rows: by kind, a key of KEYS."""
 
     environment: Environment
     rows: dict[str, list[Record]]
 
 
 class Unreadable(ValueError):
-    """A file without findings, damaged or of another format; the message says which."""
+    """Error: a file has no results, is damaged or has another format."""
 
 
 def check_kind(kind: str) -> str:
@@ -53,7 +50,7 @@ def check_kind(kind: str) -> str:
 
 
 def dated(kind: str, row: Mapping[str, Any]) -> Record:
-    """The row to store: dated today, unless it has a date."""
+    """Date a row today, unless it has a date."""
     row = {**row, "date": row.get("date") or str(datetime.now(timezone.utc).date())}
     _check_row(kind, row)
     return row
@@ -100,7 +97,7 @@ def read(path: Path) -> Findings:
         raise
     # RecursionError: brackets nested too deeply.
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Unreadable(f"it is damaged, or no file of findings: {error!r}") from error
+        raise Unreadable(f"it is damaged, or no file of results: {error!r}") from error
     return Findings(environment, rows)
 
 

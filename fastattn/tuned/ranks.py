@@ -1,4 +1,4 @@
-"""Shared findings of all ranks of a distributed run."""
+"""Results shared among the ranks of a distributed run."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def share(group: "ProcessGroup | None" = None, device: torch.device | str | None = None) -> None:
-    """Make all ranks use the findings of the group's first rank, until the process ends.
+    """Make all ranks use the results of the group's first rank, until the process ends.
 
     All ranks call it before their first attention. Nothing is stored.
 
@@ -33,7 +33,7 @@ def share(group: "ProcessGroup | None" = None, device: torch.device | str | None
     for rank, other in enumerate(here):
         if other != here[0]:
             raise RuntimeError(
-                f"ranks 0 and {rank} differ in GPU, driver, torch, triton or fastattn: findings of "
+                f"ranks 0 and {rank} differ in GPU, driver, torch, triton or fastattn: results of "
                 f"{here[0]} are not those of {other}"
             )
     first = distributed.get_rank(group) == 0

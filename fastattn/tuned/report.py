@@ -1,4 +1,4 @@
-"""Lines of `fastattn info` about a device's kernels: the source of their tiles, their verdicts."""
+"""Lines of `fastattn info` about a device's kernels: sources of tiles, verdicts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def _tiles() -> Iterator[str]:
     """The source of each kernel's tile, for plain calls, by head dim."""
     tiles = kernels.tiles
     arch, device = tiles.current_arch(), tiles.current_device()
-    yield "tiles by head dim; modelled and measured ones are those that are shipped"
+    yield "tiles by head dim; modelled and measured ones are shipped"
     for kernel in tiles.KINDS:
         for size in (2, 4):
             rows = ((D, tiles.row_of(arch, kernel, size, D, device)) for D in _HEAD_DIMS)
@@ -54,7 +54,7 @@ def _findings(rows: choices.Records) -> Iterator[str]:
     """Tuned numbers of decoding programs, and how often each backend is the fastest one timed."""
     for row in rows.get("splits", ()):
         which = f"{row['element_size']} bytes, {row['BLOCK_D']}"
-        programs = f"{row['programs']} programs a multiprocessor"
+        programs = f"{row['programs']} programs per multiprocessor"
         programs += ", merged in one launch" if row.get("one_launch") else ""
         yield f"  splits of decode, {which}: {programs}, tuned here {row['date']}"
     count = Counter(row["backend"] for row in rows.get("backends", ()))

@@ -1,6 +1,6 @@
-"""Verdicts that ship with the package: families of kernels that a GPU ran, and their code then.
+"""Shipped verdicts on families of kernels, with the code that a GPU ran.
 
-`python bench/results_table.py` draws verdicts.json from the files of bench/results. A verdict whose
+`python bench/results_table.py` makes verdicts.json from bench/results. A verdict whose
 code has changed since still holds, and says so.
 """
 
@@ -15,19 +15,19 @@ from .findings import KEYS, Record
 
 @cache
 def verdicts() -> dict[tuple[object, ...], Record]:
-    """The shipped rows by the key of a verification."""
+    """Read the shipped rows, by the key of a verification."""
     text = resources.files(__package__).joinpath("verdicts.json").read_text("utf-8")
     rows: list[Record] = json.loads(text)["rows"]
     return {tuple(row[field] for field in KEYS["verification"]): row for row in rows}
 
 
 def is_current(row: Record) -> bool:
-    """Whether the code that a verdict is about is this code."""
+    """Whether a verdict's code is the current code."""
     return bool(row["code"] == fingerprints()[sources(row["backend"], row["family"])])
 
 
 def sentence(row: Record) -> str:
-    """A shipped verdict in words."""
+    """Describe a shipped verdict."""
     commit = f" at {row['commit']}" if row["commit"] else ""
     what = f"{row['family']} {row['dtype']} {row['head_dim']}"
     ran = f"{what} ran {row['verdict']} on {row['gpu']}{commit} ({row['date']})"

@@ -1,7 +1,7 @@
-"""Findings on disk: one folder for each environment, one file for each kind.
+"""Results on disk: a folder per environment, a file per kind.
 
 A killed process leaves the old or the new file; concurrent writers lose nothing. Files that cannot
-be read or written are ignored with one warning: no call depends on a finding.
+be read or written are ignored with one warning.
 """
 
 import os
@@ -21,7 +21,7 @@ _warned: set[str] = set()
 
 
 class Store:
-    """The findings of one environment, in a folder; default: in `cache_folder()`."""
+    """Results of one environment, in a folder; default: in `cache_folder()`."""
 
     def __init__(self, environment: Environment, folder: str | Path | None = None) -> None:
         self.environment = environment
@@ -29,11 +29,11 @@ class Store:
         self.folder = home / f"v{findings.FORMAT}" / environment.hash
 
     def path(self, kind: str) -> Path:
-        """The file of a kind of findings, a key of `findings.KEYS`."""
+        """Get the file of a kind of results, a key of `findings.KEYS`."""
         return self.folder / f"{findings.check_kind(kind)}.json"
 
     def read(self, kind: str) -> list[Record]:
-        """The rows of a kind; none if there is no readable file."""
+        """Read the rows of a kind; none if there is no readable file."""
         path = self.path(kind)
         try:
             return self._rows(kind)
@@ -75,24 +75,24 @@ class Store:
         return not path.exists() or self._locked(lambda: path.unlink(missing_ok=True))
 
     def export(self, path: str | Path) -> None:
-        """Write all findings to one file, for `import_` or FASTATTN_TUNED on another machine."""
+        """Write all results to one file, for `import_` or FASTATTN_TUNED on another machine."""
         rows = {kind: self.read(kind) for kind in findings.KEYS}
         findings.write(Path(path), Findings(self.environment, rows))
 
     def import_(self, path: str | Path) -> int:
-        """Store the findings of a file that `export` wrote.
+        """Store the results of a file that `export` wrote.
 
         Returns:
-            The number of findings; 0 if they could not be written, see `put`.
+            The number of results; 0 if they could not be written, see `put`.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is no such file, or of another environment.
+            ValueError: it is no such file, or has a different environment.
         """
         saved = findings.read(Path(path))
         if saved.environment != self.environment:
             other = difference(saved.environment, self.environment)
-            raise ValueError(f"{path} is of another environment: it has {other}")
+            raise ValueError(f"{path} has a different environment: {other}")
         return sum(len(rows) for kind, rows in saved.rows.items() if rows and self.put(kind, *rows))
 
     def _rows(self, kind: str) -> list[Record]:
@@ -101,7 +101,7 @@ class Store:
         except FileNotFoundError:
             return []
         if stored.environment != self.environment:
-            raise Unreadable("it is of another environment than its folder")
+            raise Unreadable("its environment is not that of its folder")
         return stored.rows.get(kind, [])
 
     def _locked(self, change: Callable[[], None]) -> bool:
@@ -110,13 +110,13 @@ class Store:
             with locked(self.folder / "lock", wait=True):
                 change()
         except OSError as error:
-            warn_once(f"fastattn cannot store findings: {error}; set {CACHE_DIR}")
+            warn_once(f"fastattn cannot store results: {error}; set {CACHE_DIR}")
             return False
         return True
 
 
 def cache_folder() -> Path:
-    """$FASTATTN_CACHE_DIR, else the platform's folder for a user's caches."""
+    """Get $FASTATTN_CACHE_DIR, else the platform's folder for a user's caches."""
     if folder := os.environ.get(CACHE_DIR):
         return Path(folder)
     try:
@@ -128,7 +128,7 @@ def cache_folder() -> Path:
 
 
 def warn_once(message: str) -> None:
-    """Warn once about stored findings."""
+    """Warn once about stored results."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, UserWarning, stacklevel=3)

@@ -19,7 +19,7 @@ from fastattn.cli.main import build_parser
 CHECKOUT = Path(__file__).resolve().parents[2]
 # The pages of the site; docs/recorded has the recorded runs.
 PAGES = sorted(path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "docs").rglob("*.md"))
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "AGENTS.md", *PAGES)
 # Of these all blocks together are one program.
 TUTORIALS = [page for page in PAGES if page.startswith(("docs/tutorial", "docs/guide/gpt"))]
 # Programs of several processes or of libraries that are not here, and where they run.
@@ -204,7 +204,8 @@ def test_documents_and_examples_are_short() -> None:
     on_ranks = ("long_context.py", "tensor_parallel.py")
     tested = {*PROGRAMS, *on_ranks, "speculative.py", "vision_transformer.py"}
     assert {path.name for path in (CHECKOUT / "examples").glob("*.py")} == tested
-    most = {"README.md": 150, "CONTRIBUTING.md": 120, **{f"examples/{x}": 80 for x in tested}}
+    most = {"README.md": 150, "CONTRIBUTING.md": 120, "AGENTS.md": 50}
+    most |= {f"examples/{x}": 80 for x in tested}
     most |= {"examples/engine.py": 350, "examples/speculative.py": 120}
     for document, lines in most.items():
         assert len(read(document).splitlines()) <= lines, document
@@ -266,7 +267,7 @@ def test_make_commands_exist(document):
     assert {word for word in shown if "=" not in word} <= make_targets()
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "AGENTS.md"])
 def test_links_and_named_paths_exist(document):
     """Links between the pages are checked where the site is built."""
     text = read(document)

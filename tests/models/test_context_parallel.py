@@ -108,7 +108,7 @@ class Called(Patched):
 
 
 class Layered(nn.Module):
-    """A model of one layer of ours."""
+    """A model of one layer of fastattn's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -318,20 +318,20 @@ def other_module(mesh: Any) -> Any:
 
 LABELS, ROUTED = torch.zeros(1, 24).long(), tr.MixtralConfig(**GQA, output_router_logits=True)
 WHOLE = "must have 24 tokens in dim 1"
-UNDER = "is not served under ContextParallel"
+UNDER = "is not supported under ContextParallel"
 # By name a call and what its error says.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cache of a layer": (
         lambda mesh: layer(mesh, cache=KVCache(1, 2, 8, 8)),
-        "ValueError: cache: a sequence that is spread over ranks has none",
+        "ValueError: cache is not supported under ContextParallel",
     ),
     "additive": (
         lambda mesh: layer(mesh, options={**LAYER, "scoring": "additive"}),
-        'ValueError: scoring="additive" is not served over ranks',
+        'ValueError: scoring="additive" is not supported under ContextParallel',
     ),
     "latents": (
         lambda mesh: layer(mesh, MultiheadLatentAttention, LATENT),
-        "TypeError: MultiheadLatentAttention does not spread a sequence over ranks",
+        "TypeError: MultiheadLatentAttention does not support context parallelism",
     ),
     "mask of torch": (
         masked_torch,
@@ -380,11 +380,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "another loss": (
         lambda mesh: mistral(mesh, kind=tr.AutoModelForTokenClassification, labels=LABELS),
-        "ValueError: labels are not served under ContextParallel for MistralForToken",
+        "ValueError: labels are not supported under ContextParallel for MistralForToken",
     ),
     "loss in a forward": (
         lambda mesh: bart(mesh, labels=LABELS),
-        "ValueError: labels are not served under ContextParallel for BartForCausalLM",
+        "ValueError: labels are not supported under ContextParallel for BartForCausalLM",
     ),
     "loss of routers": (
         lambda mesh: called(mesh, ROUTED, labels=LABELS),

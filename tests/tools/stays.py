@@ -24,9 +24,9 @@ from layout_rules import find_modules  # type: ignore[import-not-found]
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULES = find_modules(_ROOT)
 _CONTRACTS = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-_FLOORS = {
-    name.strip(): floor
-    for floor, names in enumerate(_CONTRACTS["contracts"][0]["layers"])
+_LAYERS = {
+    name.strip(): layer
+    for layer, names in enumerate(_CONTRACTS["contracts"][0]["layers"])
     for name in names.split(":")
 }
 _NAMES = {str(path.resolve()): name for name, path in _MODULES.items()}
@@ -75,8 +75,8 @@ def way(call: Callable[[], object]) -> Way:
         call()
     finally:
         sys.setprofile(None)
-    floors = [_FLOORS.get(name.split(".")[1], 0) for name in visits if "." in name]
-    climbs = sum(after < before for before, after in pairwise(floors))  # the top is 0
+    layers = [_LAYERS.get(name.split(".")[1], 0) for name in visits if "." in name]
+    climbs = sum(after < before for before, after in pairwise(layers))  # the top is 0
     return Way(counts["calls"], len(visits), climbs, len(set(visits)), counts["frames"])
 
 

@@ -321,7 +321,7 @@ def test_a_file_of_another_environment_is_not_imported(here: Store, tmp_path: Pa
     there = Store(HERE._replace(gpu="B GPU", triton="3.6.0"))
     there.put("verification", {**WRONG, "backend": "triton", "dtype": "float16", "head_dim": 64})
     there.export(tmp_path / "findings.json")
-    message = "of another environment: it has gpu B GPU instead of A GPU, triton 3.6.0 instead of"
+    message = "has a different environment: gpu B GPU instead of A GPU, triton 3.6.0 instead of"
     with pytest.raises(ValueError, match=message):
         here.import_(tmp_path / "findings.json")
     assert not here.folder.exists()
@@ -334,7 +334,7 @@ def test_findings_of_other_software_are_named(plant: Plant, device: str) -> None
     assert backend(*inputs(device)) == "triton"
     there.put("verification", row)
     forget()
-    with pytest.warns(UserWarning, match=r"about this GPU, but with driver 540.0 instead of 550.1"):
+    with pytest.warns(UserWarning, match=r"for this GPU, but with driver 540.0 instead of 550.1"):
         assert backend(*inputs(device)) == "triton"
 
 

@@ -52,9 +52,11 @@ def test_what_is_known_of_kernels(
         (forward,) = (line for line in lines if line.startswith("  forward, 2 bytes"))
         assert f", 128 tuned here {DAY}, " in forward
         assert f"  hopper_dq: 128 tuned here {DAY}" in lines
-        splits = "  splits of decode, 2 bytes, 64: 3 programs a multiprocessor"
+        splits = "  splits of decode, 2 bytes, 64: 3 programs per multiprocessor"
         assert f"{splits}, tuned here {DAY}" in lines
-        one = "  splits of decode, 2 bytes, 128: 2 programs a multiprocessor, merged in one launch"
+        one = (
+            "  splits of decode, 2 bytes, 128: 2 programs per multiprocessor, merged in one launch"
+        )
         assert f"{one}, tuned here {DAY}" in lines
         assert "fastest backend of 3 kinds of plain calls: triton 2, torch 1" in lines
     else:

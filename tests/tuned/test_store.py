@@ -84,7 +84,7 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
     "row": (lambda text: text.replace("BLOCK_D", "BLOCK_E"), "lacks BLOCK_D"),
     "key": (lambda text: text.replace('"forward"', '["forward"]'), "no text or number"),
     "date": (lambda text: text.replace('"date"', '"data"'), "lacks date"),
-    "moved": (lambda text: text.replace("550.1", "550.2"), "of another environment"),
+    "moved": (lambda text: text.replace("550.1", "550.2"), "its environment is not"),
     "fields": (lambda text: text.replace('"driver"', '"pilot"'), "it is damaged"),
     "rows": (lambda text: text.replace('"tiles": [', '"tiles": ["a",'), "it is damaged"),
     "nested": (lambda text: "[" * 100_000, "it is damaged"),
@@ -117,7 +117,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file stands where the folder would be, which stops root as well."""
     (tmp_path / "home").write_text("")
     here = Store(HERE, tmp_path / "home" / "fastattn")
-    with pytest.warns(UserWarning, match="cannot store findings: .*set FASTATTN_CACHE_DIR"):
+    with pytest.warns(UserWarning, match="cannot store results: .*set FASTATTN_CACHE_DIR"):
         assert not here.put("tiles", ROW)
     assert not here.put("tiles", ROW)
     assert here.clear("tiles")

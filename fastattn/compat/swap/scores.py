@@ -103,7 +103,7 @@ def _in_order(q: Any, k: Any, match: Match) -> tuple[fx.Node, fx.Node]:
     if match.keys == rank - 1:
         return q, k
     if match.keys != rank - 2:
-        raise Unmatched("a softmax is of another dim than that of keys")
+        raise Unmatched("a softmax is over another dim than that of keys")
     match.permute([*range(rank - 2), rank - 1, rank - 2])
     return _transposed(k), _transposed(q)
 

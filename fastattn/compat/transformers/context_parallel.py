@@ -54,7 +54,7 @@ class SpreadModels:
             ("attention_weights", f"output_attentions: {_REFUSED['output_attentions']}"),
             ("decode_attention", "one token a rank cannot be told from a step of decoding"),
         ):
-            refusal = f"not served under ContextParallel: {reason}"
+            refusal = f"not supported under ContextParallel: {reason}"
             yield hf_attention, name, partial(_refuse, refusal)
         if self._told:
             from transformers import PreTrainedModel, masking_utils
@@ -133,7 +133,7 @@ class SpreadModels:
         for name, reason in _REFUSED.items():
             x = arguments.get(name, others.get(name))
             if x is not None and x is not False:
-                raise ValueError(f"{name} is not served under ContextParallel: {reason}")
+                raise ValueError(f"{name} is not supported under ContextParallel: {reason}")
         if "use_cache" in bound.signature.parameters:
             arguments["use_cache"] = False
         tokens = None
@@ -152,7 +152,7 @@ class SpreadModels:
         elif tokens is not None and positions is None and counts_positions(type(model).forward):
             if "position_ids" not in bound.signature.parameters:
                 raise ValueError(
-                    f"{type(model).__name__} is not served under ContextParallel: it takes no "
+                    f"{type(model).__name__} is not supported under ContextParallel: it takes no "
                     "position_ids, and counts them from 0 on each rank"
                 )
             own = self.plan.indices(Ranks.of(self.mesh).rank).clamp(max=self.plan.T - 1)
@@ -193,24 +193,24 @@ def check_model(model: Any, T: int) -> None:
             f'"{hf_attention.NAME}", got {chosen!r} for {name}'
         )
     if config.is_encoder_decoder:
-        raise ValueError(f"{name} is not served under ContextParallel: it has two sequences")
+        raise ValueError(f"{name} is not supported under ContextParallel: it has two sequences")
     kinds = set(getattr(config, "layer_types", None) or ()) - _SERVED_KINDS
     convolutions = (x for x in model.modules() if isinstance(x, nn.Conv1d))
     convolved = [x for x in convolutions if x.kernel_size != (1,)]
     if model._is_stateful or kinds or convolved:
         causes = sorted(kinds) or [type(x).__name__ for x in convolved[:1]] or ["a state"]
         raise ValueError(
-            f"{name} is not served under ContextParallel: it has {causes[0]}, which sees the "
+            f"{name} is not supported under ContextParallel: it has {causes[0]}, which sees the "
             "tokens of one rank"
         )
     for part, reason in unserved(model, hf_attention.NAME)[1].items():
-        raise ValueError(f"{name} is not served under ContextParallel: {part or name}: {reason}")
+        raise ValueError(f"{name} is not supported under ContextParallel: {part or name}: {reason}")
     for part in model.modules():
         longest = _frequencies_hold_until(part)
         if longest is not None and longest < T:
             raise ValueError(
-                f"{name} is not served under ContextParallel with {T} tokens: past {longest} its "
-                "rotary frequencies depend on the last position, which is another on each rank"
+                f"{name} is not supported under ContextParallel with {T} tokens: past {longest} "
+                "its rotary frequencies depend on the last position, which differs between ranks"
             )
 
 
@@ -221,13 +221,13 @@ def _check_loss(model: Any) -> None:
     by_mapping = "loss_function" in code.co_names and code.co_flags & inspect.CO_VARKEYWORDS
     if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function") or not by_mapping:
         raise ValueError(
-            f"labels are not served under ContextParallel for {name}, which has a loss of its own: "
+            f"labels are not supported under ContextParallel for {name}, which has its own loss: "
             "leave them out, and compute it from the logits of a rank's tokens"
         )
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(
-            f"output_router_logits of {name} is not served under ContextParallel: its loss is no "
-            "sum over tokens"
+            f"output_router_logits of {name} is not supported under ContextParallel: its loss is "
+            "no sum over tokens"
         )
 
 
