@@ -40,12 +40,8 @@ REMOVED: dict[str, str] = {
 
 
 def raise_missing(module: str, name: str) -> NoReturn:
-    """Raise the error of a module's missing name, the end of its `__getattr__`.
-
-    Raises:
-        ImportError: the name was removed. `from module import name` hides an AttributeError's text.
-        AttributeError: there was never such a name.
-    """
+    """Raise AttributeError for a module's missing name; ImportError if it was removed."""
+    # `from module import name` hides an AttributeError's text.
     full = f"{module}.{name}"
     if instead := REMOVED.get(full.removeprefix("fastattn.")):
         raise ImportError(f"{full} was removed: {instead}")

@@ -35,11 +35,9 @@ def storage_dtype(quantize: Quantize) -> torch.dtype:
 
 
 def quantize_rows(x: Tensor, quantize: Quantize) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows x [..., D], rounded to the nearest code, ties to even.
+    """Codes [..., D], rounded to nearest, ties to even, and scales fp32 [...] of rows x [..., D].
 
-    Returns:
-        codes [..., D], int8 or float8_e4m3fn; scale fp32 [...]. A row with inf or NaN gets the
-        scale NaN: all its numbers become NaN.
+    A row with inf or NaN gets the scale NaN.
     """
     scale = scale_of(sizes_of(x), quantize)
     return codes_of(x, scale.unsqueeze(-1), quantize), scale

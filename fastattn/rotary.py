@@ -42,8 +42,8 @@ def rotary_tables(
     Returns:
         (cos, sin), each [T, rotary_dim // 2] or [B, T, rotary_dim // 2].
     Raises:
-        TypeError: `positions` is not integral, `dtype` is not floating, or an argument is of
-            another type.
+        TypeError: `positions` is not integral, `dtype` is not floating, or another argument has
+            a wrong type.
         ValueError: `positions` is negative as a length or not 1-d or 2-d as a tensor, `rotary_dim`
             is not even and positive, or `base` is not positive.
     """

@@ -47,10 +47,7 @@ def in_forward_mode() -> bool:
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether forward-mode AD carries a tangent of x, at any level of torch.func's transforms.
-
-    For calls inside forward mode (`in_forward_mode`).
-    """
+    """Whether x has a tangent at any level of torch.func's transforms, if `in_forward_mode`."""
     return bool(tangent_levels(x))
 
 
@@ -143,8 +140,5 @@ def _replay(graph: Any, work: Callable[[], object]) -> None:
 
 
 def may_keep(device: torch.device) -> bool:
-    """Whether a tensor made now may be kept for later calls.
-
-    During capture of a CUDA graph its contents are not computed, and the graph owns its memory.
-    """
+    """Whether a tensor made now may be kept for later calls: not during capture of a CUDA graph."""
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

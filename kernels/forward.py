@@ -161,11 +161,9 @@ def _plan(
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """o [B, H_q, T_q, D_v] in q's dtype (or fp32, by options) and memory order; lse fp32 [B, H_q,
-    T_q], natural log.
-
-    q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], last dims contiguous and
-    whole multiples of 16 bytes, H_k | H_q. Packed sequences have B = 1.
+    T_q], natural log; from q [B, H_q, T_q, D], k [B, H_k, T_k, D] and v [B, H_k, T_k, D_v].
     """
+    # Last dims are contiguous and whole multiples of 16 bytes. Packed sequences have B = 1.
     q, k, v, o, lse = _operands(q, k, v, options)
     _plan(options, q, k, v, o)(options, q, k, v, o, lse)
     return o, lse

@@ -76,7 +76,7 @@ collect_ignore = (
 )
 
 # What other releases of Triton than constraints.txt's make worse of a kernel than any limit may
-# allow. Strict: who mends one takes its line away. Limits that differ stand in the tests.
+# allow. Strict: who fixes one takes its line away. Limits that differ are in the tests.
 _OVER_BUDGET = {
     # Products wait for one another, with every score at once.
     "3.6": ("attention forward 128 heavy", "attention backward 128 heavy"),

@@ -1,4 +1,4 @@
-"""Which backend is chosen, what explain() says, and the one warning about slow calls."""
+"""Choice of a backend, what explain() says, and the one warning about slow calls."""
 
 import subprocess
 import sys
@@ -103,7 +103,7 @@ def test_slow_call_on_a_gpu_warns_once_for_each_reason(monkeypatch: pytest.Monke
         warnings.simplefilter("error")
         dispatch.warn_if_slow(slow, gpu)
         dispatch.warn_if_slow(fastattn.Explanation("triton", {}), gpu)
-        asked = fastattn.Explanation("torch", {"triton": "asked for"}, forced=True)
+        asked = fastattn.Explanation("torch", {"triton": "requested"}, forced=True)
         dispatch.warn_if_slow(asked, gpu)
         dispatch.warn_if_slow(fastattn.Explanation("torch", {"triton": "CPU"}), torch.device("cpu"))
     other = fastattn.Explanation("torch", {"triton": "q is float64"})

@@ -143,7 +143,7 @@ def test_workflows_run_what_a_contributor_runs(path: Path) -> None:
 
 
 def test_the_changelog_of_a_version_is_a_page() -> None:
-    """By kinds of change; a merge may put lines elsewhere."""
+    """Sections are kinds of change; a merge may put lines elsewhere."""
     text = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8")
     parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert parts[0].startswith("[Unreleased]")

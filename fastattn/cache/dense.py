@@ -139,11 +139,8 @@ class KVCache:
 
     @property
     def max_step(self) -> int:
-        """Most tokens of an append whose queries find all their keys in the cache.
-
-        A ring also accepts longer ones and keeps what later tokens can see; their earlier queries
-        must attend to the new keys directly.
-        """
+        """Most tokens of an append whose queries find all their keys in the cache."""
+        # A ring accepts longer ones, whose earlier queries must attend to the new keys directly.
         if self.window is None:
             return self.max_length
         return self.max_length - self.keep_first - self.window + 1

@@ -71,11 +71,7 @@ def _codes_and_scales(latent_dim: int) -> int:
 def stored_in_records(records: Tensor, latent_dim: int) -> Stored:
     """Parts of records uint8 [..., bytes], the 8-bit latents of FlashMLA and vLLM ("fp8_ds_mla").
 
-    In a record of 656 bytes:
-
-        0     512 codes (e4m3)     512     4 scales (fp32)     528     64 rotary columns (bf16)
-
-    Code c of 128 i, ..., 128 i + 127 stands for c * scale[i].
+    656 bytes: 512 codes (e4m3), 4 scales (fp32) of 128 codes each, 64 rotary columns (bf16).
     """
     rope = _codes_and_scales(latent_dim)
     codes = records[..., :latent_dim].view(torch.float8_e4m3fn)

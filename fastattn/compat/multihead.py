@@ -348,12 +348,10 @@ def _with_weights(
 
 
 def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:
-    """Make torch's layers call this module, by a no-op hook.
-
-    In eval mode nn.TransformerEncoderLayer computes attention itself from self_attn's parameters,
-    unless self_attn or a submodule has a hook. The hook is on out_proj, as torch.jit.script
-    compiles hooks for each call's arguments, and out_proj is called in one way.
-    """
+    """Make torch's layers call this module, by a no-op hook."""
+    # In eval mode nn.TransformerEncoderLayer computes attention itself from self_attn's parameters,
+    # unless self_attn or a submodule has a hook. On out_proj, as torch.jit.script compiles hooks
+    # for each call's arguments, and out_proj is called in one way.
     return layer.out_proj.register_forward_pre_hook(_nothing)
 
 

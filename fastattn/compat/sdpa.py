@@ -337,10 +337,8 @@ def _mask_options(
 
 
 def _causal_bias(mask: object) -> Any:
-    """Return torch.nn.attention.bias if mask is its CausalBias, else None.
-
-    Importing it takes a second; a CausalBias exists only after the import.
-    """
+    """Return torch.nn.attention.bias if mask is its CausalBias, else None."""
+    # Importing it would import torch._dynamo, which takes a second; a CausalBias exists only after.
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias if bias is not None and isinstance(mask, bias.CausalBias) else None
 
@@ -350,11 +348,9 @@ def _without_causal_bias(mask: Any) -> Any:
 
 
 def bounded_bias(bias: Tensor) -> Tensor:
-    """Bound a bias, so that finite entries stay finite in the kernels.
-
-    Models mask with the lowest number of a dtype, and torch's output for a fully masked row is the
-    mean of the values. The kernels multiply a bias by log2(e), which would overflow to -inf.
-    """
+    """Bound a bias: its finite entries stay finite in the kernels, which multiply by log2(e)."""
+    # Models mask with the lowest number of a dtype, and torch's output for a fully masked row is
+    # the mean of the values.
     if bias.dtype == torch.float16:
         return bias
     return torch.where(bias == -math.inf, bias, bias.clamp(min=LOWEST_BIAS))

@@ -218,14 +218,9 @@ def paged_options(
 def cache_options(
     q: Tensor, k: Tensor, v: Tensor, sizes: checks.Sizes, bound: int, options: dict[str, Any]
 ) -> Options:
-    """Options of a call of `decode_attention`.
+    """Options of a call of `decode_attention` with q [B, H_q, T_q, D], causal by default.
 
-    Args:
-        q: [B, H_q, T_q, D].
-        k, v: [P, H_k, S, D or D_v], of the cache.
-        sizes: of the dims of q.
-        bound: positions that a mask or bias must cover.
-        options: causal by default.
+    k, v: [P, H_k, S, D or D_v], of the cache. bound: positions that a mask or bias must cover.
     """
     CACHE.refuse_others(options)
     fields = {"query_offset": 0, "scale": q.shape[3] ** -0.5}

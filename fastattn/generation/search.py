@@ -33,11 +33,9 @@ class Beam:
 
 
 def length_divisor(length: int, length_penalty: float) -> float:
-    """Return the divisor of a log-probability, ((5 + length) / 6) ** length_penalty.
-
-    Wu et al. 2016, arXiv 1609.08144, equation 14. With 0 the most likely continuation wins, often a
-    short one; positive penalties favour long ones.
-    """
+    """The divisor of a log-probability by Wu et al. 2016, arXiv 1609.08144, equation 14."""
+    # With 0 the most likely continuation wins, often a short one; positive penalties favour long
+    # ones.
     return ((5 + length) / 6) ** length_penalty
 
 

@@ -67,13 +67,8 @@ def _function(tensors: int, *roots: Any) -> Any:
 
 
 def score_mod_grad(mod: Any, tensors: Sequence[Tensor]) -> Any:
-    """The score_mod_grad of a score_mod, as a @triton.jit function.
-
-    Equal sources share one function. The source is derived in each call: globals may have changed.
-
-    Raises:
-        NotDifferentiable: an operation has no known derivative.
-    """
+    """The score_mod_grad of a score_mod, as a @triton.jit function; raises as `differentiated`."""
+    # Equal sources share one function. Derived in each call, as globals may have changed.
     return _function(len(tensors), differentiated(mod, tensors).dx)
 
 

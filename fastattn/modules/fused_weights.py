@@ -26,13 +26,10 @@ class SeparateProjections(nn.Module):
 
 
 def separated(model: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
-    """Split fused tensors; the results have the names of a model's parameters.
+    """Split fused tensors, named `prefix`, parameter and maybe a suffix, such as ".exp_avg".
 
-    Args:
-        model: its parameter names follow the prefix.
-        tensors: a name starts with the parameter's name and may have a suffix, such as ".exp_avg".
-            Values without rows, such as a step count, are copied to each part.
-        prefix: prepended to the names.
+    The results have the names of a model's parameters. Values without rows, such as a step count,
+    are copied to each part.
     """
     weights = dict(tensors)
     for name, module in model.named_modules():

@@ -10,21 +10,16 @@ _FEW_ROWS = 64
 
 
 def decodes(rows: int, cache: LayerCache) -> bool:
-    """Whether `decode_attention` serves a call with so many query rows per K/V head.
-
-    It has no gradients. Beyond a few rows `attention` is faster, if it can read the cache: position
-    t is stored in slot t, unquantized.
-    """
+    """Whether a call with so many query rows per K/V head uses `decode_attention`."""
+    # It has no gradients. Beyond a few rows `attention` is faster, if it can read the cache.
     if torch.is_grad_enabled() or not hasattr(cache, "view"):
         return False
     return rows <= _FEW_ROWS or not getattr(cache, "is_plain", True)
 
 
 def rotates(cache: LayerCache) -> bool:
-    """Whether the cache's `append` rotates keys and queries in this call.
-
-    A compiled graph would compute the tables of all positions in every step.
-    """
+    """Whether the cache's `append` rotates keys and queries in this call."""
+    # A compiled graph would compute the tables of all positions in every step.
     return getattr(cache, "rotates", False) and not torch.compiler.is_compiling()
 
 

@@ -60,10 +60,8 @@ def gather_backward(
 
 
 def heads_at_once(H_k: int, ranks: int) -> int:
-    """K/V heads that are gathered together: a divisor of H_k, about 4 H_k / ranks.
-
-    This bounds gathered memory to a few times a rank's own.
-    """
+    """K/V heads that are gathered together: a divisor of H_k, about 4 H_k / ranks."""
+    # Bounds gathered memory to a few times a rank's own.
     most = max(1, 4 * H_k // ranks)
     return max(n for n in range(1, H_k + 1) if H_k % n == 0 and n <= most)
 

@@ -45,10 +45,7 @@ class Hops(NamedTuple):
 
     @property
     def steps(self) -> list[int]:
-        """Distances to the ranks whose keys a rank gets, in order; its own first.
-
-        A ring sends in one direction as far as needed, then from the start in the other.
-        """
+        """Distances to the ranks whose keys a rank gets: its own, one way, then the other."""
         return [*range(self.after + 1), *range(-1, -self.before - 1, -1)]
 
 
@@ -109,10 +106,7 @@ class Documents:
 
 
 def mark(own: Tensor, documents: Documents) -> None:
-    """Record that a rank's current ids belong to a sequence with these documents.
-
-    Then calls do not read them from the device. Call it on every rank.
-    """
+    """Record, on every rank, the documents of its current ids: calls need not read the device."""
     if not own.is_inference():
         _marked[own] = own._version, documents
 

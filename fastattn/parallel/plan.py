@@ -102,10 +102,9 @@ class ContextPlan:
         return next(plan for plan in plans if plan.imbalance <= _TOLERATED * least)
 
     def mark(self, documents: Tensor) -> None:
-        """Record that these ids of a rank's tokens are the plan's documents.
+        """Record, on every rank, that these ids of its tokens are the plan's documents.
 
-        A ring then knows which keys to send without reading the ids, which on a GPU waits for it in
-        each call. Call it on every rank; ids that change later are read again.
+        A ring then need not wait for a GPU to read the ids; ids that change later are read again.
         """
         if self.documents is None:
             raise ValueError("the plan was made without documents")

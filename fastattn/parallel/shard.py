@@ -37,10 +37,8 @@ def shard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
 def unshard(x: Tensor, dim: int, plan: ContextPlan, mesh: Mesh) -> Tensor:
     """Gather the whole sequence from each rank's tokens, without padding; differentiable.
 
-    Assumes that all ranks compute the same from it: a rank's gradient is its slice, as for a
-    gathered DTensor.
-
-    Args, Raises: as for `shard`; this is its inverse.
+    The inverse of `shard`, with its arguments and errors. All ranks must compute the same from the
+    result: a rank's gradient is its slice, as for a gathered DTensor.
     """
     ranks = Ranks.of(mesh)
     check_mesh(plan, ranks)

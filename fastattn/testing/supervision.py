@@ -211,11 +211,9 @@ def log(where: str, error: BaseException) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Copy this process's environment, without variables that prevent compiled kernels.
-
-    The checkout must not be on sys.path: see tests/conftest.py. torch.compile uses one process,
-    since kernels come one at a time.
-    """
+    """Copy this process's environment, without variables that prevent compiled kernels."""
+    # The checkout must not be on sys.path: see tests/conftest.py. torch.compile uses one process,
+    # since kernels come one at a time.
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PYTHONSAFEPATH": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

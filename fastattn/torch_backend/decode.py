@@ -52,10 +52,8 @@ def attend(
 
 
 def by_rows(q: Tensor, bound: int) -> bool:
-    """Whether a call a row of up to so many keys is faster than a mask, on a CPU.
-
-    A row has work for every thread, and rows are few or long.
-    """
+    """Whether a call per row, of up to `bound` keys, is faster on a CPU than one with a mask."""
+    # A row has work for every thread, and rows are few or long.
     return torch.get_num_threads() <= q.shape[1] and (q.shape[0] <= 16 or bound >= 64)
 
 

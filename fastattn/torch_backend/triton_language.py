@@ -59,20 +59,13 @@ class Places(NamedTuple):
 
 
 def mask_mod(mod: Any, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Evaluate mask_mod: bool, broadcasting to [B, H_q, T_q, T_k].
-
-    mod: a @triton.jit function mask_mod(b, h, q_pos, k_pos, *tensors), or an object with it as
-    `.mask_mod`.
-    """
+    """Evaluate a mask_mod, or an object with a `.mask_mod`: bool, broadcasts to the scores."""
     keep = _everywhere(getattr(mod, "mask_mod", mod), None, places, tensors, torch.float32)
     return keep if keep.dtype == torch.bool else keep != 0
 
 
 def score_mod(mod: Any, x: Tensor, places: Places, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Apply score_mod(x, b, h, q_pos, k_pos, *tensors) to scores, keeping shape and dtype.
-
-    Differentiable in x, any number of times.
-    """
+    """Apply a score_mod to scores, keeping shape and dtype; differentiable any number of times."""
     real = torch.promote_types(x.dtype, torch.float32)
     return _everywhere(mod, x, places, tensors, real).to(x.dtype).expand(x.shape)
 
@@ -88,11 +81,8 @@ def _everywhere(
 
 
 def _everywhere_by_name(name: str, x: Tensor | None, real: torch.dtype, *rest: Any) -> Tensor:
-    """`_everywhere` as a graph node of torch.compile.
-
-    Dynamo cannot trace the substitution of `Value`s, so this is one node of its graph, within which
-    AOTAutograd and Inductor see torch's operators.
-    """
+    """`_everywhere` as one graph node of torch.compile, as Dynamo cannot trace `Value`s."""
+    # Within the node AOTAutograd and Inductor see torch's operators.
     count = len(Places._fields)
     return _evaluated(block_mask.named(name), x, Places(*rest[:count]), rest[count:], real)
 

@@ -75,16 +75,11 @@ def launch_packed(
 ) -> None:  # fmt: skip
     """Write o [total, H_q, D_v], any strides but the last, and lse fp32 [H_q, total], contiguous.
 
-    q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
-    n = cu_seqlens[b + 1] - cu_seqlens[b], and has position lengths[row] - n + i in its row of the
-    cache. Tokens outside all rows have o 0 and lse -inf.
-
-    Args:
-        cu_seqlens: int [B + 1].
-        starts: int [rows]: the positions before are padding; None: there is none.
-        options: as for `launch_decode`.
-        longest: what no row's tokens exceed; rows with more are left as they are.
+    Args as for `launch_decode`, and cu_seqlens, int [B + 1], longest: the most tokens of a row.
     """
+    # q [total, H_q, D], last dim contiguous. Token i of batch row b is cu_seqlens[b] + i, of
+    # n = cu_seqlens[b + 1] - cu_seqlens[b], and has position lengths[row] - n + i in its row of the
+    # cache. Tokens outside all rows have o 0 and lse -inf. Longer rows are not written.
     launch = prepare_packed(q, cu_seqlens, cache, starts, out, lse, options, longest=longest)
     launch(q, cu_seqlens, cache, starts, out, lse, options)
 

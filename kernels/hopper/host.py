@@ -129,7 +129,7 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, options: Options, served: set[str]
         if operation is not None:
             return f"{name} uses {operation}, which is not known to be elementwise"
     if options.score_mod is not None and D == APART_HEAD_DIM:
-        return f"score_mod at head dim {D} needs too many registers"
+        return f"score_mod with tiles of {D} columns needs too many registers"
     if _grouped(q, k) and per_head(options):
         of_mask = per_head(options._replace(mask_mod=None))
         return _OF_HEADS if of_mask else _MAYBE_OF_HEADS

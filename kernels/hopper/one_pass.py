@@ -74,11 +74,9 @@ def _allocate_ring(dtype: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def at(tiles, NUMBER: gl.constexpr, n):
-    """tiles.index(NUMBER), with its address recomputed in each block, as n < 2^30.
-
-    Otherwise the compiler would keep all addresses of a loop-invariant tile, and all descriptors of
-    its products in registers, which are too few.
-    """
+    """tiles.index(NUMBER), with its address recomputed in each block, as n < 2^30."""
+    # The compiler would keep all addresses and product descriptors of a loop-invariant tile in
+    # registers, which are too few.
     return tiles.index(NUMBER + (n >> 30))
 
 

@@ -14,10 +14,7 @@ from .tile_table import HopperConfig
 
 @gluon.constexpr_function
 def configured(config, *mods):
-    """A kernel's `HopperConfig`, of which Triton 3.8 passes the bare fields, with users' functions.
-
-    mods: see `host.without_mods`.
-    """
+    """A kernel's `HopperConfig` from bare fields, as Triton 3.8 passes it, and users' functions."""
     *fields, columns, _mask, _score, _grad = config
     return HopperConfig(*fields, columns and tuple(columns), *mods)  # type: ignore[call-arg]
 

@@ -326,10 +326,7 @@ def start_load(ring, stage, b, h, first, landed, TRANSPOSED: gl.constexpr = Fals
 
 @gluon.jit
 def load_slot(slots, i, b, h, first, NUMBER: gl.constexpr):
-    """Producer: load the 64 rows of consumer NUMBER of the i-th tile, which starts at row `first`.
-
-    slots: a ring with one stage per consumer.
-    """
+    """Producer: load consumer NUMBER's 64 rows of the i-th tile, from row `first`, in its slot."""
     mbarrier.wait(slots.empty.index(NUMBER), (i & 1) ^ 1)
     start_load(slots, NUMBER, b, h, first + NUMBER * ROWS, slots.full.index(NUMBER))
 

@@ -162,11 +162,8 @@ def load_keys(ptr, strides, tile, COLS: tl.constexpr, WIDTH: tl.constexpr, const
 
 @triton.jit
 def store_keys(ptr, strides, tile, x, COLS: tl.constexpr, WIDTH: tl.constexpr, const: tl.constexpr):
-    """Write x [BLOCK_N, COLS] where `load_keys` reads, if anywhere; 0 for invalid keys, and for
-    those of no packed sequence.
-
-    In full blocks invalid keys were processed without a mask.
-    """
+    """Write x [BLOCK_N, COLS] where `load_keys` reads, if anywhere; 0 for invalid, unowned keys."""
+    # In full blocks invalid keys were processed without a mask.
     if ptr is not None:
         clear_output(ptr, strides, tl.arange(0, COLS), WIDTH, tile.H_k, tile.ends)
         _store_keys_at(key_head(ptr, strides, tile, const), tile, x, COLS, WIDTH, const)

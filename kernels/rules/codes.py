@@ -115,12 +115,10 @@ def from_e4m3(code):
 
 @triton.jit
 def key_at(index):
-    """Key at a position of the summed dim of an FP8 product on sm_90.
-
-    After Q K^T a thread holds the scores of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16, but as
-    operand of the next product it needs four adjacent ones. Any common order of weights and values
-    is valid; in this one these four are adjacent, so that no weight moves between threads.
-    """
+    """Key at a position of the summed dim of an FP8 product on sm_90."""
+    # After Q K^T a thread holds the scores of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of every 16, but
+    # as operand of the next product it needs four adjacent ones. In this order these four are
+    # adjacent, so that no weight moves between threads.
     return (index & -16) | ((index & 12) >> 1) | ((index & 2) << 2) | (index & 1)
 
 
@@ -285,12 +283,9 @@ def largest_of(scales, GROUPS: tl.constexpr):
 
 @triton.jit
 def lift_of(scale):
-    """Lift of scores, in log2 units, from the scales of values, for the row maximum.
-
-    It bounds weights times scales by 2^12, for any scales, so that fp16 is exact down to 2^-26 of
-    the largest. The logarithm, from the scale's bits as an integer, is linear between powers of two
-    and at most 0.09 too small.
-    """
+    """Lift of scores, in log2 units, from the scales of values, for the row maximum."""
+    # Bounds weights times scales by 2^12, so that fp16 is exact down to 2^-26 of the largest. The
+    # logarithm, from the scale's bits, is linear between powers of two, at most 0.09 too small.
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return bits * 2.0**-23 - (127.0 + _LARGEST_WEIGHT)
 

@@ -66,11 +66,9 @@ def _by_part(x, PARTS: tl.constexpr):
 
 @triton.jit
 def in_parts(l, PARTS: tl.constexpr):
-    """Split sums l [M] into partial sums [M, PARTS].
-
-    On most GPUs four threads hold a row of a 16-bit matrix product, thread t columns 8 i + 2 t and
-    8 i + 2 t + 1: with a partial sum for each, threads exchange sums only at the end.
-    """
+    """Split sums l [M] into partial sums [M, PARTS]."""
+    # On most GPUs four threads hold a row of a 16-bit matrix product, thread t columns 8 i + 2 t
+    # and 8 i + 2 t + 1: with a partial sum for each, threads exchange sums only at the end.
     return tl.broadcast_to(l[:, None] * (1.0 / PARTS), l.shape[0], PARTS)
 
 

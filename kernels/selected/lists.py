@@ -240,12 +240,10 @@ def merged(lists: Tensor, key_blocks: int, count: int) -> tuple[Tensor, Tensor, 
 
 
 def inverted(lists: Tensor, key_blocks: int) -> tuple[Tensor, Tensor]:
-    """Invert lists: numbers of lists, int32 [B, H_s, R n], ordered by key block, and the start of
-    each block's, int32 [B, H_s, key_blocks + 1].
-
-    lists: int32 [B, H_s, R, n], key blocks padded with `key_blocks`. The sort is stable, so that
-    sums are deterministic.
+    """Invert lists int32 [B, H_s, R, n], padded with `key_blocks`: numbers of lists, int32 [B, H_s,
+    R n], ordered by key block, and the start of each block's, int32 [B, H_s, key_blocks + 1].
     """
+    # Stable, so that sums are deterministic.
     blocks, places = lists.flatten(2).sort(dim=-1, stable=True)
     numbers = torch.arange(key_blocks + 1, dtype=torch.int32, device=lists.device)
     starts = torch.searchsorted(blocks, numbers.expand(*blocks.shape[:2], -1).contiguous())

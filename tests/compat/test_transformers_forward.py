@@ -56,7 +56,7 @@ def test_window_holds_without_a_mask():
 
 
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 61}
-# They are asked for weights and do not tell their layers.
+# Weights are requested of them, and they do not name their layers.
 SILENT = {
     "gpt2": lambda: tr.GPT2Config(**GPT2),
     "opt": lambda: tr.OPTConfig(**SIZES, ffn_dim=40, word_embed_proj_dim=32),

@@ -1,5 +1,6 @@
 """The words of documents, docstrings, comments and messages are those that readers search for."""
 
+import ast
 import io
 import re
 import tokenize
@@ -11,18 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 # Files and folders that may still have such words; empty once all are read.
 TO_READ: tuple[str, ...] = (
     "tests",
-    "kernels/hopper",
-    "kernels/launch",
-    "kernels/rules",
-    "fastattn/cache",
-    "fastattn/cache_view.py",
-    "fastattn/checks.py",
-    "fastattn/dispatch.py",
-    "fastattn/functional",
-    "fastattn/ops",
-    "fastattn/parallel",
     "fastattn/rotary.py",
-    "fastattn/torch_backend",
 )
 
 # A pattern, in any case, and what to write instead. Only what is wrong in every use belongs here.
@@ -57,6 +47,10 @@ PATTERN = re.compile(
 )
 # A docstring begins with a verb, or with the noun that the thing is.
 BEGINNING = re.compile(r'^\s*r?"""(What|Those|That|As|Of|By|Which)\b', re.MULTILINE)
+# Of an interface; others have no more lines than their function, or than SHORT.
+SECTIONS = re.compile(r"^ *(Args|Returns|Raises|Examples):", re.MULTILINE)
+SHORT = 5
+BLOCK = re.compile(r'^(?! *class )[^\n]*:[^\n]*\n +r?"""((?:[^"]|"(?!""))*)', re.MULTILINE)
 STRINGS = ("STRING", "FSTRING_MIDDLE")
 # Signs around a string or before a comment, and what stands between two that go on.
 QUOTE = re.compile(r"^#|^\w{0,2}(\"\"\"|'''|[\"'])|[\"']+$")
@@ -136,9 +130,29 @@ def find_beginnings(path: Path) -> Iterator[str]:
         yield f'{place(path, text, match)}: a docstring begins with "{match[1]}": better {better}'
 
 
+def find_long_docstrings(path: Path) -> Iterator[str]:
+    """Each docstring that is longer than its function, except of an interface."""
+    text = path.read_text(encoding="utf-8") if path.suffix == ".py" else ""
+    if not any(x.count("\n") >= SHORT and not SECTIONS.search(x) for x in BLOCK.findall(text)):
+        return  # most files end here
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first = node.body[0]
+        docstring = ast.get_docstring(node) or ""
+        lines = (first.end_lineno or 0) + 1 - first.lineno
+        others = (node.end_lineno or 0) + 1 - node.lineno - lines
+        if docstring and lines > max(SHORT, others) and not SECTIONS.search(docstring):
+            at = f"{shortened(path)}:{first.lineno}"
+            yield f"{at}: {lines} lines on {others} of {node.name}: better a comment"
+
+
+def shortened(path: Path) -> str:
+    return path.relative_to(CHECKOUT).as_posix() if path.is_relative_to(CHECKOUT) else path.name
+
+
 def place(path: Path, text: str, match: re.Match[str]) -> str:
-    name = path.relative_to(CHECKOUT).as_posix() if path.is_relative_to(CHECKOUT) else path.name
-    return f"{name}:{text.count(chr(10), 0, match.start(1)) + 1}"
+    return f"{shortened(path)}:{text.count(chr(10), 0, match.start(1)) + 1}"
 
 
 def test_words_are_those_of_the_field() -> None:
@@ -146,6 +160,13 @@ def test_words_are_those_of_the_field() -> None:
     assert files
     finds = (find_words, find_beginnings)
     found = [line for path in files for find in finds for line in find(path)]
+    assert not found, "\n".join(found)
+
+
+def test_docstrings_are_no_longer_than_their_functions() -> None:
+    files = [x for x in find_files() if within(x, ("fastattn", "kernels", "bench", "examples"))]
+    assert len(files) > 100
+    found = [line for path in files for line in find_long_docstrings(path)]
     assert not found, "\n".join(found)
 
 
@@ -173,6 +194,16 @@ def test_words_in_programs_are_found(tmp_path: Path) -> None:
     ]
     (found,) = find_beginnings(path)
     assert found.startswith('a.py:2: a docstring begins with "Which": ')
+
+
+def test_a_docstring_longer_than_its_function_is_found(tmp_path: Path) -> None:
+    lines = "\n".join(f"    line {i}" for i in range(4))
+    path = tmp_path / "a.py"
+    program = f'def f():\n    """One.\n\n{lines}\n    """\n    return 1\n'
+    path.write_text(program, encoding="utf-8")
+    assert list(find_long_docstrings(path)) == ["a.py:2: 7 lines on 2 of f: better a comment"]
+    path.write_text(program.replace("line 0", "Args:"), encoding="utf-8")
+    assert list(find_long_docstrings(path)) == []
 
 
 def test_words_in_documents_are_found(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def read_a_value() -> None:
 
 
 def unaligned_stride() -> None:
-    """Rows 136 bytes apart, with the checks on the host disabled."""
+    """Rows 136 bytes apart, without the checks on the host."""
     with (
         mock.patch.object(TensorDescriptor, "__post_init__", lambda descriptor: None),
         mock.patch.object(descriptors, "tma_strides", lambda x: list(x.stride())),
@@ -64,6 +64,6 @@ def unaligned_address() -> None:
 
 
 def without_copies(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Launch without the copies of tensors that TMA cannot read."""
+    """A launch without copies of tensors that TMA cannot read."""
     with mock.patch.object(forward, "aligned", lambda x: x):
         forward.launch_forward(q, k, v, Options(causal=True, scale=0.125))

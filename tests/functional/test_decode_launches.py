@@ -142,7 +142,7 @@ def test_many_rows_or_parts_take_two_launches(launched: list[str], device: str) 
 
 
 def test_streams_and_graphs_share_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stream's launches all have the same; a graph's have their own, or take two launches."""
+    """A stream's launches share counters; a graph's have their own, or take two launches."""
     stream, capturing, zeros = [1], [True], torch.zeros
     device: Any = torch.device("cuda", 0)
     active = SimpleNamespace(get_current_stream=lambda index: stream[0])

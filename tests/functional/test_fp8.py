@@ -97,7 +97,7 @@ def test_the_kernel_gives_the_bits_of_torch(
 
 
 def test_a_head_of_more_tiles_than_are_compared_at_once(device: str):
-    """Tiles of 16 rows; the largest number stands in the last of 129."""
+    """Tiles of 16 rows; the largest number is in the last of 129."""
     x = torch.randn(1, 1, 16 * 129, 512, dtype=torch.bfloat16)
     x[..., -3, 7] = 50.0
     _, scale = fp8_ops.quantize(x.to(device), None, None, False)
@@ -202,7 +202,7 @@ def test_explains_why_it_is_not_faster(monkeypatch: pytest.MonkeyPatch):
     told = fastattn.explain_fp8(*many, prefix_lengths=3, causal=True)
     assert told.backend != "hopper" and "(fp8+prefix_lengths)" in told.reasons["hopper"]
     wide, _ = drawn(T_q=64, D=256)
-    assert "not timed at head dim 256" in fastattn.explain_fp8(*wide).reasons["hopper"]
+    assert "head dim 256 was not timed" in fastattn.explain_fp8(*wide).reasons["hopper"]
     told = fastattn.explain_fp8(*codes, backend="hopper")
     assert told.backend == "hopper" and told.forced and not told.reasons
     monkeypatch.setenv("FASTATTN_BACKEND", "hopper")

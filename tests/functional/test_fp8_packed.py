@@ -1,4 +1,4 @@
-"""Packed sequences in 8 bits: codes and scales of each, where their values lie, and the calls."""
+"""Packed sequences in 8 bits: codes and scales of each, places of their values, and the calls."""
 
 from typing import Any
 

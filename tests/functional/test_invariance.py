@@ -155,7 +155,7 @@ def test_gradients_are_those_of_other_calls(backend: str, device: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "gfx1100"])
 def test_every_kernel_has_the_same_tile(arch: str) -> None:
     """Whatever options take in registers: other blocks of keys would give other bits, and so would
-    warps that lie otherwise.
+    warps in another layout.
     """
     bias = torch.empty(1, 1, 100, 100, dtype=torch.bfloat16, device="meta")
     records = (Options(causal=True), Options(softcap=2.0), Options(attn_bias=bias))

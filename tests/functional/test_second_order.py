@@ -74,7 +74,7 @@ def by_levels(function: Function, tensors: Tensors, moves: Tensors) -> list[Tens
 
 
 def twice(function: Function, tensors: Tensors, moves: Tensors) -> list[Tensor]:
-    """Gradients of gradients, with the moves as theirs; of do and dlse too."""
+    """Double backward, with the moves as its gradients; of do and dlse too."""
     results = function(**tensors)
     dos = [x.requires_grad_() for x in like(results)]
     grads = torch.autograd.grad(results, [tensors[name] for name in moves], dos, create_graph=True)
@@ -124,7 +124,7 @@ of_tangents = partial(backward, by_levels), partial(backward, pushed)
 @pytest.mark.parametrize("names", gate_sets(sets_that_cover_pairs(EXAMPLES, 8)), ids="+".join)
 @pytest.mark.usefixtures("no_formula")
 def test_every_option(names: tuple[str, ...], device: str) -> None:
-    """Of o, lse and their tangents: gradients of q, k, v, sinks and their tangents."""
+    """Gradients of q, k, v, sinks and their tangents, from o, lse and their tangents."""
     how: dict[str, Any] = to_device({**together(EXAMPLES, names), "return_lse": True}, device)
     tensors = {name: x.to(device) for name, x in qkv(groups=1).items()}
     if "sinks" in how:
@@ -148,7 +148,7 @@ def test_some_have_no_tangent(moved: str, dtype: torch.dtype, device: str) -> No
 
 @pytest.mark.usefixtures("no_formula")
 def test_biases_have_tangents(device: str) -> None:
-    """Which have gradients, as q, k and v and their tangents do."""
+    """Tangents of biases have gradients, as q, k and v and their tangents do."""
     tensors = {name: x[:1, :2, :16] for name, x in qkv().items()}
     tensors |= {"attn_bias": draws()(1, 2, 16, 16), "relative_bias": draws()(2, 7)}
     tensors = {name: x.to(device) for name, x in tensors.items()}

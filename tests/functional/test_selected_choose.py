@@ -1,4 +1,4 @@
-"""Which key blocks queries choose, and attention by that choice: NSA and MoBA."""
+"""Key blocks that queries choose, and attention by that choice: NSA and MoBA."""
 
 import itertools
 from typing import Any
@@ -96,7 +96,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Any:
 
 
 def near(names: str, ours: Any, oracle: Any, tensors: list[Tensor]) -> None:
-    """Results and gradients of ours within the budget of the oracle's."""
+    """Results and gradients within the budget of the oracle's."""
 
     def results(function: Any, given: list[Tensor]) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in given]

@@ -103,7 +103,7 @@ def steps() -> list[int]:
 
 
 def found_on_disk() -> list[list[bool]]:
-    """Which kernels of a first call the disk cache held: when it was empty, and after that."""
+    """Kernels of a first call that the disk cache held: when it was empty, and after that."""
     calls: list[list[bool]] = []
     q = torch.zeros(1, 2, 64, 48, dtype=torch.bfloat16)
     knobs = triton.knobs

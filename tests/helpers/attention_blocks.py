@@ -145,7 +145,7 @@ class Sam(nn.Module):
 class Swin(nn.Module):
     """Swin v2: cosine attention with a learned scale of each head, positions by a small network.
 
-    Windows lie in the batch, each with a mask of its own.
+    Windows are in the batch, each with a mask of its own.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Whose code an import would run: that of the checkout in which the tests lie, or another's."""
+"""Whose code an import would run: that of the checkout of the tests, or another's."""
 
 import sys
 from collections.abc import Iterator, Sequence

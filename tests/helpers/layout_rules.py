@@ -1,4 +1,4 @@
-"""Rules beside the layers: imports, names of other files, and how full a folder may be.
+"""Rules besides the layers: imports, names of other files, and how full a folder may be.
 
 The rules are checked on the source text, so that a violation is found even in a branch that no test
 runs. `test_layout.py` asks them of this tree, and of trees with planted violations.

@@ -338,7 +338,7 @@ def packed(D: int, dtype: str = "bf16", codes: str | None = None, options: str =
 
 
 def few_queries(by_token: int = 0, T: int = 4096, H_k: int = 2) -> None:
-    """Decode keys without a cache, that lie by head or by token."""
+    """Decode keys without a cache, stored by head or by token."""
     sizes, dims = ((T, H_k), (1, 2)) if by_token else ((H_k, T), (1, 1))
     k = meta(1, *sizes, 48).transpose(*dims)
     kernels.forward.launch_few_queries(meta(1, 8, 1, 48), k, k, Options(scale=0.1, causal=True))

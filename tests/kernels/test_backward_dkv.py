@@ -1,4 +1,4 @@
-"""dK and dV: query heads dealt out to several programs, and a launch for each gradient."""
+"""dK and dV: query heads split among several programs, and a launch for each gradient."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -59,7 +59,7 @@ OPTIONS = {
 def test_results_are_right(
     option: str, tile: TileConfig, described: list[Tensor], device: str
 ) -> None:
-    """Of 24 columns, of which blocks have 32; keys behind a length are NaN."""
+    """Rows have 24 columns, blocks 32; keys past a length are NaN."""
     layout = "bthd" if option == "lengths" else "bhtd"
     clean = make_qkv(B, 4, 2, T, T, 24, 40, layout=layout, device=device)
     q, k, v = (x.detach().clone().requires_grad_() for x in clean)

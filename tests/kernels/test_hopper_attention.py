@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("emulated")
 @pytest.fixture
 def by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, bool]]:
     """The arguments of a backward of two passes, of one, of one whose threads add to dQ, or of two
-    whose tiles of keys are dealt out to five programs each.
+    whose tiles of keys are split among five programs each.
     """
     table, add = backward.backward_config, backward.launch_add_parts
 
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Which only dropout and functions look at.
     "part-of-the-heads": ("two", dict(T_q=100, heads=(2, 8))),
     "heads-in-groups": ("two", dict(B=2, H_k=2, T_q=140, programs=4)),
-    # Tiles of queries and of keys are dealt out among programs, the first two heads in pairs.
+    # Tiles of queries and of keys are assigned to programs, the first two heads in pairs.
     "one-program": ("two", dict(H_q=4, H_k=2, T_q=290, programs=1)),
     "five-programs": ("/ two", dict(T_q=290, programs=5)),
     "more-programs-than-tiles": ("/ two", dict(T_q=290, programs=100)),

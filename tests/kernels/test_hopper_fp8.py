@@ -30,7 +30,7 @@ def drawn(
     B: int, H_q: int, H_k: int, T_q: int, T_k: int, D: int, lengths: list[int] | None = None,
     layout: str = "bhtd",
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:  # fmt: skip
-    """Codes and scales; every head has a size of its own. What lies behind `lengths` is NaN."""
+    """Codes and scales; every head has a size of its own. Keys past `lengths` are NaN."""
     q, k, v = make_qkv(B, H_q, H_k, T_q, T_k, D, layout=layout, requires_grad=False)
     grow = 3.0 ** torch.arange(H_q)
     q = q * grow[:, None, None]

@@ -175,7 +175,7 @@ def test_matches_the_reference(name: str, way: str) -> None:
 
 
 def test_packed_sequences_end_within_a_tile() -> None:
-    """Rows that leave through registers end with their columns: other rows lie behind."""
+    """Rows that leave through registers end with their columns: other rows follow."""
     dense = make_qkv(1, 2, 1, 170, 170, 96, 72, dtype=torch.bfloat16)
     packed = (x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in dense)
     offsets = torch.tensor([0, 70, 70, 170], dtype=torch.int32)

@@ -101,7 +101,7 @@ class Grid:
                 yield program, i, find(i, work, *rest)
 
 
-def dealt(programs: int, work: Work) -> dict[tuple[int, int], tuple[int, int]]:
+def assigned(programs: int, work: Work) -> dict[tuple[int, int], tuple[int, int]]:
     """(program, turn) of each (head, rank); each is met once."""
     results = {}
     for program, i, (rank, head) in Grid(programs).each(work, assign):
@@ -146,7 +146,7 @@ def loads(
     rows_q, rows_k, H, G, heads, tiles, group, pairs, pair_group, *parts = sizes
     table = None if order is None else Memory(order.tolist())
     work = Work(heads, tiles, group, pairs, rows_q, rows_k, H, mask, pair_group, G, table, *parts)
-    dealt(programs, work)
+    assigned(programs, work)
     blocks = [0] * programs
     find = schedule.key_tile if of_keys else schedule.query_tile
     run = Grid(programs)
@@ -196,7 +196,7 @@ def test_plain_python_agrees_with_the_emulator(
     out = torch.zeros(heads, tiles, 3, dtype=torch.int32)
     Emulated(order_kernel)[(programs,)](out, heads, tiles, group, pairs, pair_group)
     work = Work(heads, tiles, group, pairs, None, None, None, None, pair_group, None, None)
-    for (head, rank), (program, i) in dealt(programs, work).items():
+    for (head, rank), (program, i) in assigned(programs, work).items():
         assert out[head, rank].tolist() == [program, i, 1]
 
 

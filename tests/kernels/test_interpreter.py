@@ -210,7 +210,7 @@ def copy_kernel(ptrs, n, MASKED: tl.constexpr, N: tl.constexpr):
 
 
 def test_tensors_in_a_tuple_have_bounds() -> None:
-    """Of their storage, whose rest is inside; masked lanes may point anywhere."""
+    """Bounds of their storage, whose rest is inside; masked lanes may point anywhere."""
     x, out = torch.arange(20.0), torch.zeros(32)
     with pytest.raises(OutOfBoundsError, match=r"load of 12 element.*program \(1, 0, 0\).*ptrs"):
         copy_kernel[(2,)]((x, out), 20, False, 16)

@@ -152,7 +152,7 @@ FIRST: dict[str, dict[str, Any]] = {
         "prefix_lengths": torch.tensor([13, 24]),
     },
 }
-# Of these, ranges know where blocks lie, and `block_table` which of them are full.
+# Of these, ranges know where blocks are, and `block_table` which of them are full.
 STRIDES: dict[str, dict[str, Any]] = {
     "stride": {"stride": 5},
     "stride-causal": {"stride": 7, "causal": True},
@@ -215,7 +215,7 @@ PACKED_Q, PACKED_K = (0, 7, 7, 20), (0, 20, 25, 29)
 
 @pytest.mark.parametrize("mask", ["all", "causal", "window-both", "prefix", "prefix-both", *FIRST])
 def test_plans_of_packed_sequences(mask: str, device: str) -> None:
-    """More tiles are asked for than the shorter sequences have: those visit nothing."""
+    """More tiles are requested than the shorter sequences have: those visit nothing."""
     given = {**MASKS[mask], "key_lengths": torch.tensor([18, 5, 9])}
     if "prefix_lengths" in given:
         given["prefix_lengths"] = torch.tensor([9, 0, 3])

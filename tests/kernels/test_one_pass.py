@@ -167,7 +167,7 @@ def test_explain_tells_the_backward(device: str, monkeypatch: pytest.MonkeyPatch
     reasons = {
         "its kernel does not support relative_keys": explain(device, relative_keys=keys),
         "the torch backend has a backward of its own": explain(device, backend="torch"),
-        "softcap and head dim 128": explain(device, 128, backend="hopper", softcap=3.0),
+        "softcap at head dim 128": explain(device, 128, backend="hopper", softcap=3.0),
         "dK and dV of head dim 256 need a kernel each": explain(device, 256, backend="hopper"),
     }
     with deterministic_algorithms():

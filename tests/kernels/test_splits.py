@@ -1,4 +1,4 @@
-"""Which keys each program of decoding takes, by the kernel's own rule and by the launcher's."""
+"""Keys of each program of decoding, by the kernel's own rule and by the launcher's."""
 
 from typing import NamedTuple
 
@@ -114,7 +114,7 @@ def test_parts_follow_the_work_of_rows(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 29])
-def test_a_given_number_of_splits_is_dealt_out_evenly(count: int, device: str) -> None:
+def test_a_given_number_of_splits_is_even(count: int, device: str) -> None:
     parts = parts_of([4096, 130, 0], split_of(3, 8, 4096, count), device)
     assert [part.b for part in parts] == [b for b in range(3) for _ in range(count)]
     sizes = [[part.size for part in parts if part.b == b] for b in range(3)]

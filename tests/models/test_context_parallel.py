@@ -108,7 +108,7 @@ class Called(Patched):
 
 
 class Layered(nn.Module):
-    """A model of one layer of ours."""
+    """A model of one layer of fastattn's."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

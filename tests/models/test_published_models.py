@@ -28,7 +28,7 @@ def put(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def put_parts(block: nn.Module, layer: nn.Module, **names: str) -> None:
-    """Copy the parts of a layer into those of ours, named by their last name here."""
+    """Copy the parts of a layer into fastattn's, named by their last name here."""
     parts_by_name = {name.rpartition(".")[2]: part for name, part in block.named_modules()}
     for ours, theirs in names.items():
         put(parts_by_name[ours], layer.get_submodule(theirs))

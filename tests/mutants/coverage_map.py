@@ -1,4 +1,4 @@
-"""Which tests run which line: coverage of the whole suite, a context a test.
+"""Map from lines to the tests that run them: coverage of the whole suite, a context a test.
 
 Made once by `python tests/mutants --map`, in a copy of the checkout that stays: lines that moved
 since are found again by comparing files.

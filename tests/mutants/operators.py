@@ -1,6 +1,6 @@
 """Rules by which mutants are made: some of cosmic-ray's operators, and faults of this field.
 
-Each of ours is one line of text to another, so that an example says what it does.
+Each of fastattn's is one line of text to another, so that an example says what it does.
 """
 
 import re
@@ -105,7 +105,7 @@ def dropped_entry(node: NodeOrLeaf) -> Iterator[str]:
 
 
 def dropped_copy(node: NodeOrLeaf) -> Iterator[str]:
-    """A tensor in place of its copy, or in another dtype, layout or shape than was asked for."""
+    """A tensor in place of its copy, or in another dtype, layout or shape than was requested."""
     if node.type == "atom_expr":
         for i, (name, call) in enumerate(zip(node.children, node.children[1:], strict=False)):
             if name.get_code().strip(". ") in _COPIES and call.get_code().startswith("("):
@@ -166,7 +166,7 @@ class OwnOperators(dict[str, type[_Rule]]):
 
 @cache
 def operators() -> dict[str, Operator]:
-    """Every operator by its name, after each of ours has made its example."""
+    """Every operator by its name, after each of fastattn's has made its example."""
     provider = cosmic_ray.plugins.OPERATOR_PROVIDERS["fastattn"] = OwnOperators()
     for kind in provider.values():
         for example in kind.examples():

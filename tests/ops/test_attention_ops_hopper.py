@@ -1,4 +1,4 @@
-"""Which kernels an op launches on a Hopper GPU: its own, or the portable ones where they fail."""
+"""Kernels that an op launches on a Hopper GPU: its own, or the portable ones where they fail."""
 
 import warnings
 

@@ -154,7 +154,7 @@ class Causal(nn.Module):
 
 
 def exported_cases() -> list[tuple[nn.Module, tuple[Tensor, ...]]]:
-    """Modules on torch, and inputs of few keys, of which torch's kernel is asked for NaN."""
+    """Modules on torch, and inputs of few keys, for which NaN is looked for."""
     q, k, v = make_qkv(**SIZES, requires_grad=False)
     layer = fastattn.CausalGQAttention(32, 4, 2, backend="torch").eval()
     attend = Causal().eval()

@@ -104,7 +104,7 @@ def test_nan_and_infinities_are_named() -> None:
 
 
 def test_an_error_is_a_share_of_its_budget() -> None:
-    """Which is one rounding, and twice the error of the formula."""
+    """A budget is one rounding, and twice the error of the formula."""
     ref = torch.tensor([4.0], dtype=torch.float64)
     for error in (0.0, 0.25):
         budget = error_budget(ref, ref + error, torch.bfloat16)

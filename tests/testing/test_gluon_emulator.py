@@ -1,4 +1,4 @@
-"""The Gluon emulator: right numbers from right kernels, and each planted fault under its name."""
+"""The Gluon emulator: right numbers from right kernels, and each injected fault under its name."""
 
 import importlib.util
 import re
@@ -189,7 +189,7 @@ def test_additions_come_in_any_order_and_are_clipped() -> None:
 
 
 def test_an_addition_is_in_order_with_other_additions_alone() -> None:
-    """By TMA or by threads."""
+    """Additions by TMA or by threads."""
     total = torch.ones(64, 64)
     described = descriptor(total, 64, gl.float32)
     launch(both_ways_kernel, (1,), total, described, "addition")

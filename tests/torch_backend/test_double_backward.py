@@ -1,4 +1,4 @@
-"""Gradients of gradients by the formula, against differences; by kernels, see test_second_order."""
+"""Double backward by the formula, against differences; by kernels, see test_second_order."""
 
 from typing import Any
 

@@ -104,7 +104,7 @@ def test_as_triton_computes(mod, device: str) -> None:
     torch.testing.assert_close(by_torch, by_triton, rtol=1e-5, atol=1e-5)
 
 
-# Triton's interpreter lets NaN through, which its compiler does where it is told to.
+# Triton's interpreter lets NaN through, which its compiler does on request.
 def test_bounds_pass_over_nan_unless_told_otherwise() -> None:
     tl = triton_language.LANGUAGE
     x = triton_language.Value(torch.tensor([math.nan, 0.5, 7.0]), torch.float32)

@@ -157,7 +157,9 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preparing.os, "rename", interrupt)
     assert main([*command, str(tmp_path / "next")]) == 130
     error = capsys.readouterr().err
-    assert "interrupted after 35,000 of 35,000 bytes; nothing is left; run the same command" in error
+    assert (
+        "interrupted after 35,000 of 35,000 bytes; nothing is left; run the same command" in error
+    )
 
 
 BROKEN = {

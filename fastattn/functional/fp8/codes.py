@@ -154,10 +154,7 @@ def pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> PackedValues:
 
 
 def viewed(values: PackedValues, sequences: bool) -> Tensor:
-    """A view of packed values in v's shape, not in its order.
-
-    sequences: whether v is [total_k, H_k, D].
-    """
+    """View packed values in v's shape, [total_k, H_k, D] of sequences, but not in its order."""
     rows = values.codes.mT[:, :, : values.length]
     return as_packed(rows) if sequences else rows
 

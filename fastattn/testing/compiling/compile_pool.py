@@ -52,10 +52,7 @@ class CompilePool(contextlib.AbstractContextManager["CompilePool"]):
         return self._start(_facts, function, target, kwargs)
 
     def call(self, function: str, target: str, **kwargs: Any) -> Any:
-        """Run the function in a worker for `target`, and return its result; errors as in `facts`.
-
-        The function may call `cross_compile.count_compilations` on a second launch.
-        """
+        """Run the function in a worker for `target`; return its result, or raise as `facts`."""
         return self._finish(_call, function, target, kwargs)
 
     def close(self) -> None:

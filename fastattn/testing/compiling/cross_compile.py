@@ -97,10 +97,8 @@ def matrix_ops(assembly: str) -> frozenset[str]:
 
 
 def wgmma_with_register_a(ptx: str) -> int:
-    """Number of wgmma with A operand in registers, as P must be in attention.
-
-    The operands are the accumulators in braces, then A: registers in braces, or one descriptor.
-    """
+    """Number of wgmma with A operand in registers, as P must be in attention."""
+    # The operands are the accumulators in braces, then A: registers in braces, or a descriptor.
     return len(re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{", ptx))
 
 

@@ -118,7 +118,7 @@ def section(path, heading):
 
 
 def test_the_readme_has_the_newest_figures():
-    """Those of its chart, in a sentence, and no other."""
+    """The figures of its chart, in a sentence, and no other."""
     groups = charts.beside_peers(*tables.reports(RESULTS))
     assert list(groups) == list(charts.OVERVIEW)
     ours = [records[0] for records in groups.values()]

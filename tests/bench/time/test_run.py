@@ -209,7 +209,7 @@ def test_a_hang_costs_one_class_of_kernels(script, tmp_path, monkeypatch, capsys
 
 
 def test_verification_and_tuning_take_their_shares(tmp_path, monkeypatch):
-    """Each verdict is told at once; what was tuned is not measured by later jobs."""
+    """Each verdict is reported at once; what was tuned is not measured by later jobs."""
     store, told, adopted = Store(HERE, tmp_path), [], []
     clock = Clock()
 

@@ -70,7 +70,7 @@ TRAITS = {
     "split": 0.5,  # few queries split their keys
     "again": 0.25,  # calls of other numbers and layouts, which the memo may know
     "environment": 0.15,  # FASTATTN_BACKEND names the backend
-    "parts": 0.3,  # heads of dK and dV are dealt out to programs
+    "parts": 0.3,  # heads of dK and dV are split among programs
     "o": 0.4,  # a call without lse
     "lse": 0.1,  # gradients of lse alone
     "some": 0.3,  # gradients of some inputs
@@ -111,7 +111,7 @@ class Case:
 
     @property
     def learns(self) -> bool:
-        """Whether gradients are asked for."""
+        """Whether gradients are requested."""
         return self.call in CALLS and CALLS[self.call].learns and "forward" not in self.traits
 
     def random(self, name: str) -> Draw:

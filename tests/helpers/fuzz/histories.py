@@ -161,7 +161,7 @@ class _Dense:
 
 
 class _Paged:
-    """Pages of a pool, with rows that come and go; what a second layer holds is the negative."""
+    """Pages of a pool, with rows added and freed; a second layer holds the negative."""
 
     def __init__(self, draw: Draw, kind: Kind, B: int) -> None:
         self.page, self.layers = draw.choice(1, 3, 16), draw.choice(1, 1, 2)

@@ -95,8 +95,8 @@ def _setting(case: Case) -> Iterator[None]:
                 parts = case.random("parts").integer(1, case.G)
                 launches.forget()
                 stack.callback(launches.forget)
-                dealt = mock.patch.object(backward_dkv, "head_parts", lambda *sizes: parts)
-                stack.enter_context(dealt)
+                split = mock.patch.object(backward_dkv, "head_parts", lambda *sizes: parts)
+                stack.enter_context(split)
         yield
 
 
@@ -182,9 +182,9 @@ def _dropping_alike(
 
 
 def _asked(case: Case, function: Callable[..., Any], loose: bool = False) -> Callable[..., Any]:
-    """The function, asked for what the case's traits say.
+    """The function, with what the case's traits request.
 
-    Results and gradients that it is not asked for are 0. loose: so are those of inputs on which its
+    Results and gradients that are not requested are 0. loose: so are those of inputs on which its
     results do not depend.
     """
     draw = case.random("asked")
@@ -211,7 +211,7 @@ def _asked(case: Case, function: Callable[..., Any], loose: bool = False) -> Cal
 
 
 def _zero(leaves: Iterable[Tensor]) -> Tensor:
-    """0 that depends on the tensors: gradients of what the function is not asked for."""
+    """0 that depends on the tensors: gradients that are not requested."""
     never = torch.zeros((), dtype=torch.bool)
     return sum((torch.where(never, x, 0.0).sum().float() for x in leaves), torch.zeros(()))
 

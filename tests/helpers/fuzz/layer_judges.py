@@ -65,7 +65,7 @@ def _judged(
     naive: Callable[..., Tensor],
     *inputs: Tensor,
 ) -> Tensor:
-    """The output of ours(*inputs), which is compared with naive(layer, *inputs), and gradients."""
+    """The output of `ours(*inputs)`, which is compared with naive(layer, *inputs); gradients."""
     upstream = case.random("upstream").normal(*inputs[0].shape)
 
     def results(call: Callable[..., Tensor], of: Any, xs: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Inputs of a case: numbers, and where they lie in memory."""
+"""Inputs of a case: numbers, and their layout in memory."""
 
 import math
 

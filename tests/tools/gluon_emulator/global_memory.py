@@ -13,7 +13,7 @@ from .errors import RaceError
 
 
 class GlobalMemory:
-    """Which elements a program has added to, and which it has otherwise touched, of the storages
+    """Elements that a program has added to, and that it has otherwise touched, of the storages
     by address and size of an element.
     """
 

@@ -46,7 +46,7 @@ class Pointer:
     def addresses(self, mask: Any, kind: str) -> tuple[TorchTensor, TorchTensor, TorchTensor]:
         """(storage from the first element on, offsets in it, which of them are accessed).
 
-        kind: "load", "store" or "addition", which `GlobalMemory` is told.
+        kind: "load", "store" or "addition", for `GlobalMemory`.
         """
         first = self.base.storage_offset()
         length = self.base.untyped_storage().nbytes() // self.base.element_size() - first
@@ -206,7 +206,7 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _extreme(of_numbers: Callable[..., Any], function: Callable[..., TorchTensor]) -> Any:
-    """Of Python numbers a Python number, as constexprs have; of tensors one of their dtype."""
+    """A Python number of Python numbers, as constexprs have; of tensors one of their dtype."""
 
     def apply(a: Any, b: Any) -> Any:
         tensors = [x.data for x in (a, b) if isinstance(x, Tensor)]

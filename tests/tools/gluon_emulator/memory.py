@@ -109,7 +109,7 @@ class SharedView:
         return self._with(self.data.view(shape))
 
     def _access(self, writes: bool) -> None:
-        """By registers: over when the next instruction starts."""
+        """Access by registers: over when the next instruction starts."""
         partition = current()
         access = Access(partition.name, self.span, writes, generic=True)
         self.allocation.access(access, partition)

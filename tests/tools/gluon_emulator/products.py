@@ -51,7 +51,7 @@ def _accumulated(acc: Tensor) -> TorchTensor:
 
 def _check(a: Any, b: Any, acc: Tensor, warps: int) -> None:
     if not isinstance(b, SharedView):
-        raise IllegalError("the second operand of a warpgroup product lies in shared memory")
+        raise IllegalError("the second operand of a warpgroup product must be in shared memory")
     if isinstance(a, Tensor) and not isinstance(a.layout, gl.DotOperandLayout):
         raise IllegalError("a first operand in registers needs a DotOperandLayout")
     (M, K), (rows, N) = a.shape, b.shape
@@ -66,7 +66,7 @@ def _check(a: Any, b: Any, acc: Tensor, warps: int) -> None:
 
 
 def _check_bits(a: Any, b: SharedView, acc: Tensor, bits: int) -> None:
-    """An instruction takes 32 bytes of each row, a register 4; only 16 bits may lie transposed."""
+    """An instruction takes 32 bytes of each row, a register 4; only 16 bits may be transposed."""
     if bits != 16:
         for number, x, along in (("first", a, 1), ("second", b, 0)):
             if isinstance(x, SharedView) and x.data.stride(along) != 1:

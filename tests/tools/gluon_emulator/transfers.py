@@ -47,19 +47,19 @@ class Descriptor:
         )
 
     def read(self, first: list[int]) -> TorchTensor:
-        """The block at these coordinates, 0 where it lies outside of the tensor."""
+        """The block at these coordinates, 0 where it is outside of the tensor."""
         block = torch.zeros(self.block_shape, dtype=self._global.dtype)
         inside, within = self._intersection(first)
         block[within] = self._global[inside]
         return block
 
     def write(self, first: list[int], block: TorchTensor, adds: bool) -> None:
-        """Write what of the block lies inside of the tensor, or add it to what is there."""
+        """Write the part of the block that is inside of the tensor, or add it to what is there."""
         inside, within = self._intersection(first)
         self._global[inside] = block[within] + (self._global[inside] if adds else 0)
 
     def touch(self, kind: str, first: list[int]) -> None:
-        """Note an access to what of a block lies inside of the tensor: see `GlobalMemory.touch`."""
+        """Note an access to the part of a block inside of the tensor: see `GlobalMemory.touch`."""
         inside, _ = self._intersection(first)
         what = f"a TMA {kind} at {first} of a tensor"
         current().machine.global_memory.touch(what, kind == "addition", self._global, inside)
