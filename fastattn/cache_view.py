@@ -45,7 +45,7 @@ class CacheView(NamedTuple):
             included.
         dtype: of keys and values as attention gets them.
         counters: int32 [rows], all 0, for kernels that count their programs; each resets them.
-        rope: [P, H_k, S, R] in dtype: further key columns, behind those of k, which then are the
+        rope: [P, H_k, S, R] in dtype: further key columns, after those of k, which then are the
             value. None: k has all columns.
     """
 
@@ -210,10 +210,7 @@ class CacheView(NamedTuple):
 def allocate_rows(
     *shape: int, width: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Tensor:
-    """Uninitialised [*shape, width] whose rows start at multiples of 16 bytes.
-
-    The rows are dense if `width` numbers are whole 16 bytes, else a view of wider rows.
-    """
+    """Uninitialised [*shape, width] with 16-byte aligned rows: dense, or a view of wider rows."""
     elements = 16 // dtype.itemsize
     padded = -(-width // elements) * elements
     return torch.empty(*shape, padded, device=device, dtype=dtype)[..., :width]

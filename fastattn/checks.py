@@ -198,7 +198,7 @@ def _wrong_dtype(name: str, x: Any, dtype: str, like: Tensor) -> TypeError:
 
 def _fits(shape: Sequence[int], dims: list[str], sizes: Sizes) -> bool:
     """Whether a shape is that of the dims; adds free sizes if it is."""
-    known = len(sizes)
+    count = len(sizes)
     while len(shape) < len(dims) and dims[0][-1] in "?]":
         dims = dims[1:]
     fits = len(shape) == len(dims)
@@ -214,7 +214,7 @@ def _fits(shape: Sequence[int], dims: list[str], sizes: Sizes) -> bool:
             fits = fits and (not dim.isdigit() or n == int(dim))
             sizes[dim] = n
     if not fits:
-        for dim in list(sizes)[known:]:
+        for dim in list(sizes)[count:]:
             del sizes[dim]
     return fits
 

@@ -114,10 +114,7 @@ def on_hopper(device: torch.device) -> bool:
 def why_not_hopper(
     q: Tensor, k: Tensor, v: Tensor, options: Options, device: torch.device | None = None
 ) -> str | None:
-    """Reason that the Hopper kernels cannot serve a call of the portable kernels, or None.
-
-    device: of the call, if not q's.
-    """
+    """Reason that the Hopper kernels cannot serve a call on q's or this device, or None."""
     if not on_hopper(device or q.device):
         return _NOT_HOPPER
     if attention_ops.uncompiled:
@@ -225,10 +222,7 @@ _BY_NAME = {one.name: one for one in BACKENDS}
 def launched(
     choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Kernels, Options]:
-    """The kernels of a choice other than torch, and their options.
-
-    The options exclude one pass for gradients if it is wrong or slower on this device.
-    """
+    """Kernels of a choice but torch, and options without a wrong or slower one-pass backward."""
     launchers = _BY_NAME[choice.backend].kernels
     if options.atomic_dq and _why_two_passes(choice, q, k, v, options) is not None:
         options = options._replace(atomic_dq=False)

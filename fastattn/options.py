@@ -314,10 +314,7 @@ class Options(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether there are no tensors, no functions and no stride.
-
-        Launchers convert a stride to a table.
-        """
+        """Whether there are no tensors, no functions and no stride, which becomes a table."""
         for index in _NOT_PLAIN:  # noqa: SIM110  a generator would be slower
             if self[index] is not None:
                 return False

@@ -52,7 +52,7 @@ def rotary_tables(
     checks.check_float_dtype("dtype", dtype)
     if scaling is not None and not hasattr(scaling, "frequencies"):
         raise TypeError(
-            "scaling must be one of fastattn.rotary_scaling or like those, "
+            "scaling must be of fastattn.rotary_scaling or implement RotaryScaling, "
             f"got {checks.type_name(scaling)}"
         )
     if isinstance(positions, Tensor):

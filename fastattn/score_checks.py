@@ -207,7 +207,7 @@ def check_mask_or_bias(x: Any, call: Checking) -> tuple[Tensor | None, Tensor | 
     elif bias is None:
         return None, check_bias(call.tensor("attn_mask", x, "attn_bias"), call)
     else:
-        raise ValueError("attn_mask is a float tensor, so a bias, and attn_bias is given too")
+        raise ValueError("give attn_bias or a float attn_mask, which is a bias, not both")
     return check_bias(x, call, "attn_mask"), bias
 
 
@@ -225,7 +225,7 @@ def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
     """Slopes have no gradient."""
     if slopes.requires_grad:
         raise ValueError(
-            "alibi_slopes have no gradient, but require one; relative_bias is a bias that learns"
+            "alibi_slopes have no gradient, but require one; relative_bias can be learned"
         )
     return slopes
 
@@ -351,7 +351,7 @@ def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} has no gradient, but requires one: detach it, or call under "
-                "torch.no_grad(); relative_bias and attn_bias are biases that learn"
+                "torch.no_grad(); relative_bias and attn_bias can be learned"
             )
     used = call.arguments.get("mask_mod") is not None or call.arguments.get("score_mod") is not None
     if tensors and not used:

@@ -89,22 +89,18 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def decided(condition: bool | torch.SymBool) -> bool:
-    """A comparison of sizes as a Python bool; with symbols, for this graph.
-
-    By a branch: a trace replaces bool() of a symbol by the symbol.
-    """
+    """A comparison of sizes as a Python bool; with symbols, for this graph."""
+    # By a branch: a trace replaces bool() of a symbol by the symbol.
     if condition:  # noqa: SIM103
         return True
     return False
 
 
 def always(comparison: bool | torch.SymBool | Tensor) -> bool:
-    """Whether a comparison of sizes holds; in a trace, whether it holds for all sizes.
-
-    A traced comparison used as a bool becomes a condition of the graph: other sizes are traced
-    again, refused, or (torch.jit.trace) computed wrongly. This function adds no condition: use True
-    for an optimisation, and let the code for False serve all sizes.
-    """
+    """Whether a comparison of sizes holds; in a trace, whether for all sizes."""
+    # A traced comparison used as a bool becomes a condition of the graph: other sizes are traced
+    # again, refused, or (torch.jit.trace) computed wrongly. This adds no condition: use True for an
+    # optimisation, and let the code for False serve all sizes.
     if isinstance(comparison, Tensor):
         return False
     if not torch.compiler.is_compiling() and isinstance(comparison, bool):

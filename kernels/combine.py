@@ -74,7 +74,7 @@ def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.con
     """o [1, BLOCK_DV] and lse [1] of a row, its parts merged in order.
 
     row_ptr: the row in its first part, `step` elements before that in the next; the facts of a part
-    are `facts` elements behind.
+        are `facts` elements after it.
     """
     cols = tl.arange(0, BLOCK_DV)[None, :]
     acc, m, l = no_parts(BLOCK_DV)
@@ -97,10 +97,8 @@ def merged_row(row_ptr, step, facts, splits, D_V: tl.constexpr, BLOCK_DV: tl.con
 
 @triton.jit
 def arrives_last(arrived_ptr, count):
-    """Whether this program is the last of `count`, which then sees what all of them have stored.
-
-    It sets the counter to 0, for the next launch. See `launch.arrivals`.
-    """
+    """Whether this program is the last of `count`, which then sees all stores of the others."""
+    # It sets the counter to 0, for the next launch. See `launch.arrivals`.
     # A barrier makes the stores of all threads part of the one thread's release, and the one by
     # which Triton hands out its result makes its acquire that of all threads.
     tl.debug_barrier()

@@ -136,7 +136,7 @@ def check_rotary(
     check_rotary_style(style)
     if rotary is None:
         if q is not None:
-            raise ValueError("q is only rotated: give it together with rotary=(cos, sin)")
+            raise ValueError("q needs rotary=(cos, sin), as it is only rotated")
         return
     if not isinstance(rotary, tuple | list) or len(rotary) != 2:
         raise TypeError(f"rotary must be (cos, sin), got {checks.type_name(rotary)}")

@@ -287,9 +287,7 @@ class PagedKVCache:
         pages = self._allocator.pages(row)
         shared = (self._allocator.holders(page) > 1 for page in pages[first // self.page_size :])
         if first < length and any(shared):
-            raise ValueError(
-                f"row {row} must share no token from {first} on with another, as it does"
-            )
+            raise ValueError(f"row {row} shares tokens from {first} on with another row")
         old, stored = self._slots(row, kept), list(map(as_bytes, self.stored_tensors))
         # Read everything before writing, as tokens may swap positions.
         moved = [x[:, page, :, slot] for x in stored for page, slot in [self._places(old)]]
@@ -377,7 +375,7 @@ class PagedKVCache:
             latest = self._allocator.latest(row)
             if count != latest:
                 raise ValueError(
-                    f"layer 0 comes first: it got {latest} tokens of row {row} last, "
+                    f"append to layer 0 first: it got {latest} tokens of row {row} last, "
                     f"and another layer gets {count}"
                 )
 

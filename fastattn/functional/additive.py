@@ -33,7 +33,7 @@ def additive_attention(
 
     Computed by torch in chunks of queries, which the backward computes again: memory is linear in
     T, without a [T_q, T_k, hidden] tensor. Under torch.compile there is one chunk, whose backward
-    may hold that tensor. Most of the time goes to B * H_q * T_q * T_k * hidden tanh.
+    may hold that tensor. The tanh of B * H_q * T_q * T_k * hidden numbers take most of the time.
 
     Args:
         q: [B, H_q, T_q, D_q], fp16, bf16, fp32 or fp64.

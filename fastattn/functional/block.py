@@ -86,7 +86,7 @@ def attention_block_backward(
     backend: str | None = None,
     **options: Any,
 ) -> BlockGradients:
-    """Compute the share of a part of the keys in the gradients of `attention` to all keys.
+    """Compute the share of one part of the keys in the gradients of attention to all keys.
 
     Args:
         do: gradient of o, in q's dtype.
@@ -182,10 +182,7 @@ def _check_results(
 
 
 def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, Tensor]]:
-    """Options that need gradients, by field: name and original tensor.
-
-    The checks may replace a tensor by a detached view.
-    """
+    """Options that need gradients, by field: name and original tensor, which checks may detach."""
     learned = {}
     for name, x in options.items():
         field = "attn_bias" if name == "attn_mask" else name

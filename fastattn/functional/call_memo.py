@@ -42,7 +42,7 @@ class KnownCall(NamedTuple):
 
     run: a prepared launch, or torch's function with its flags; takes the call's tensors and
     options. dtype: of q in the kernels. cast: autocast changes a tensor's dtype. device_key:
-    `ops.attention_ops.device_key` at preparation; None: no device's kernels or findings were asked.
+    `ops.attention_ops.device_key` at preparation; None: independent of a device.
     """
 
     options: Options
@@ -143,7 +143,7 @@ def _is_number(kind: type) -> bool:
 
 def find(key: list[Any] | None) -> KnownCall | None:
     """The call of this key, if still valid."""
-    # Asked without a call: this is on every known call's way.
+    # Inlined, as every known call runs this.
     changed = F.scaled_dot_product_attention is not spread.TORCH_ATTENTION
     if key is None or ((changed or spread.attend is not None) and spread.why_partial() is not None):
         return None
@@ -153,9 +153,9 @@ def find(key: list[Any] | None) -> KnownCall | None:
         return None
     if not slot:
         return None
-    known = slot[0]
-    if known.device_key is None or known.device_key == attention_ops.device_key(known.dtype):
-        return known
+    cached = slot[0]
+    if cached.device_key is None or cached.device_key == attention_ops.device_key(cached.dtype):
+        return cached
     return None
 
 
@@ -168,7 +168,7 @@ def first(
     None: there is no such function, or a kernel does not compile.
 
     Args:
-        run: of the caller's own tensors, or their casts; None: each call is worked out anew.
+        run: of the caller's own tensors, or their casts; None: nothing to store.
         call: q first.
         arguments: as in `key_of`, after autocast.
         options: the checked options.

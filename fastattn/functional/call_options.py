@@ -147,11 +147,8 @@ def _dense(
 
 
 def _warn_of_layout(q: Tensor, T_q: int, T_k: int, options: dict[str, Any]) -> None:
-    """Warn once about tensors that look like [B, T, H, D], whose grouped heads look like fewer
-    keys.
-
-    Not about transposed views, which show that the caller knows the layout.
-    """
+    """Warn once about tensors that look like [B, T, H, D]: T_q is a multiple of T_k."""
+    # Not about transposed views: their caller knows the layout.
     if T_k and not T_q % T_k and q.stride(1) >= q.stride(2):  # noqa: SIM102
         if not options.keys() & {"query_offset", "positions"}:
             dispatch.warn_once(

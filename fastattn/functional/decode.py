@@ -88,17 +88,17 @@ def decode_attention(
         slots = slots_of_tokens(cache)
     if slots is not None:
         newest = _newest_key(q, cache, new_lengths, backend, options, slots)
-        known = call_memo.find(newest)
-        if known is not None:
-            return known.run(q, cache.k, cache.v, *slots)
+        cached = call_memo.find(newest)
+        if cached is not None:
+            return cached.run(q, cache.k, cache.v, *slots)
     view, uniform = view_of_cache(cache)
     if view.lengths.is_cpu and isinstance(cache, CacheView):
         check_view_values(view)
     arguments = {"new_lengths": new_lengths, "num_splits": num_splits, **options}
     key = with_cache(call_memo.key_of((q,), arguments, backend, return_lse), q, view, arguments)
-    known = call_memo.find(key)
-    if known is not None:
-        return known.run(q, view, new_lengths, known.options_of(arguments), uniform)
+    cached = call_memo.find(key)
+    if cached is not None:
+        return cached.run(q, view, new_lengths, cached.options_of(arguments), uniform)
     if key is None and sharded.is_dtensor(q):
         part = partial(
             decode_attention,
@@ -113,7 +113,7 @@ def decode_attention(
     num_splits = _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("decode_attention", choice, q, view.k, view.v, checked)
-    given = {name: x for name, x in arguments.items() if name != "new_lengths"}
+    key_options = {name: x for name, x in arguments.items() if name != "new_lengths"}
     call = (q, view, new_lengths, checked, uniform)
     if choice.backend == "torch":
         if not q.is_cpu:
@@ -121,13 +121,13 @@ def decode_attention(
         attend = None if newest is None else decode_torch.over_slots(q, checked, return_lse)
         if attend is not None and slots is not None:
             of_tokens = (q, view.k, view.v, *slots)
-            return call_memo.first(attend, of_tokens, newest, given, checked, by_torch=True)
+            return call_memo.first(attend, of_tokens, newest, key_options, checked, by_torch=True)
         run = partial(_attend_by_torch, return_lse=return_lse)
-        return call_memo.first(run, call, key, given, checked, by_torch=True)
+        return call_memo.first(run, call, key, key_options, checked, by_torch=True)
     with torch.no_grad():
         if key is not None:
             prepared = decode_ops.prepare(q, view, new_lengths, checked, num_splits, return_lse)
-            results = call_memo.first(prepared, call, key, given, checked)
+            results = call_memo.first(prepared, call, key, key_options, checked)
             if results is not None:
                 return results
         o, lse = decode_ops.attend(q, view, new_lengths, checked, num_splits)

@@ -120,7 +120,7 @@ def attention(
             -> gradient of score_mod's x, from the gradient dx of its result. Default: derived from
             score_mod.
         mod_tensors: contiguous tensors, passed to @triton.jit functions as pointers for tl.load.
-        sinks: float [H_q], differentiable: per head, the score of one more key with value 0.
+        sinks: float [H_q], differentiable attention sinks: per head, the score of a key of value 0.
         dropout: probability in [0, 1) to drop a weight; the others are divided by 1 - dropout.
             Always applied: pass 0 for evaluation.
         dropout_seed: int64 [2] on q's device: the same weights with every backend, those of
@@ -168,11 +168,11 @@ def attention(
     arguments: dict[str, Any] = options
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
     key = None if largest else call_memo.key_of((q, k, v), arguments, backend, return_lse)
-    known = call_memo.find(key)
-    if known is not None:
-        if known.cast:
+    cached = call_memo.find(key)
+    if cached is not None:
+        if cached.cast:
             q, k, v, arguments = inputs.autocast(q, k, v, arguments)
-        return known.run(q, k, v, known.options_of(arguments))
+        return cached.run(q, k, v, cached.options_of(arguments))
     if key is None and any(map(sharded.is_dtensor, (q, k, v))):
         call = partial(attention, return_lse=return_lse, return_max=return_max, backend=backend)
         return sharded.attend(call, {"q": q, "k": k, "v": v}, options)
@@ -230,15 +230,15 @@ def attention_varlen(
     arguments = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **options}
     largest = checks.check_flag("return_max", return_max) if return_max is not False else False
     key = None if largest else call_memo.key_of((q, k, v), arguments, backend, return_lse)
-    known = call_memo.find(key)
-    if known is not None:
+    cached = call_memo.find(key)
+    if cached is not None:
         if tracing.host_knows(q):  # their values are not part of the key
             checks.check_offset_values("cu_seqlens_q", cu_seqlens_q, q.shape[0])
             if cu_seqlens_k is not None:
                 checks.check_offset_values("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-        if known.cast:
+        if cached.cast:
             q, k, v, arguments = inputs.autocast(q, k, v, arguments)
-        return known.run(q, k, v, known.options_of(arguments))
+        return cached.run(q, k, v, cached.options_of(arguments))
     q, k, v, checked, changed = _checked_attention(q, k, v, options, (cu_seqlens_q, cu_seqlens_k))
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)

@@ -116,7 +116,7 @@ def cascade_attention(
         forked: the rows of `cache` begin with the prefix (as forked rows of a `PagedKVCache`),
             which is skipped there. Default: they hold only later tokens.
         scale, softcap, sinks: as in `decode_attention`. Windows, other position-dependent options
-            and rings are not served, as one tile has queries of many positions.
+            and rings are not supported, as one tile has queries of many positions.
         return_lse: also return the log of the softmax denominators.
         how: num_splits and backend, as in `decode_attention`.
 

@@ -116,25 +116,25 @@ def attention_paged(
         **options,
     }
     key = with_cache(call_memo.key_of((q,), arguments, backend, return_lse), q, view, arguments)
-    known = call_memo.find(key)
-    if known is not None:
+    cached = call_memo.find(key)
+    if cached is not None:
         _check_values(q, view, cu_seqlens_q, max_seqlen_q, tree_mask)
-        return known.run(q, view, cu_seqlens_q, out, known.options_of(arguments))
+        return cached.run(q, view, cu_seqlens_q, out, cached.options_of(arguments))
     checked = _checked_step(q, view, cu_seqlens_q, max_seqlen_q, tree_mask, out, options)
     choice = choose(q, view, checked, backend)
     dispatch.log_once("attention_paged", choice, q, view.k, view.v, checked)
-    given = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
+    key_options = {x: arguments[x] for x in arguments if x not in ("cu_seqlens_q", "out")}
     call = (q, view, cu_seqlens_q, out, checked)
     if choice.backend == "torch":
         if not q.is_cpu:
             dispatch.warn_if_slow(choice, q.device)
         run = partial(_attend_by_torch, return_lse=return_lse)
-        return call_memo.first(run, call, key, given, checked, by_torch=True)
+        return call_memo.first(run, call, key, key_options, checked, by_torch=True)
     longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
     with torch.no_grad():
         if key is not None:
             prepared = decode_ops.prepare_packed(*call, longest, return_lse)
-            results = call_memo.first(prepared, call, key, given, checked)
+            results = call_memo.first(prepared, call, key, key_options, checked)
             if results is not None:
                 return results
         o, lse = decode_ops.attend_packed(*call, longest)

@@ -123,7 +123,7 @@ def _check_placement(name: str, x: Tensor, one: Placement, of_q: Placement, rank
         )
     if one not in (Shard(0), Shard(1), Replicate()):
         raise ValueError(
-            f"{name} must be sharded by rows or heads (Shard(0), Shard(1)) or whole, got {one}"
+            f"{name} must be sharded by rows or heads (Shard(0), Shard(1)) or replicated, got {one}"
         )
     shared = isinstance(one, Replicate) and of_q == Shard(1)
     if one != of_q and not shared:
@@ -145,7 +145,7 @@ def _check_order(name: str, x: DTensor, q: DTensor) -> None:
             continue
         if whole and one.is_shard(1):
             raise ValueError(
-                f"{name} must be whole in the mesh dims behind the first that shards q's heads and "
+                f"{name} must be replicated in mesh dims after the first that shards q's heads and "
                 f"not its own, got {x.placements}"
             )
         whole = one.is_replicate()
@@ -180,7 +180,7 @@ def _input(x: Any, first: int, count: int, q: DTensor) -> Tensor:
     group = q.shape[1] // x.shape[1]
     if count % group and group % count:
         raise ValueError(
-            f"k and v that are whole must have heads that ranks do not split, got {x.shape[1]} "
+            f"replicated k and v must have heads that ranks do not split, got {x.shape[1]} "
             f"for {count} of the {q.shape[1]} heads of q on each"
         )
     return part.narrow(1, first // group - _heads(x)[0], max(count // group, 1))

@@ -168,11 +168,11 @@ def _call(
         q, k, v = leaves = [rows(_H), rows(1), rows(1)]
         starts = torch.arange(0, _B * _T + 1, _T, dtype=torch.int32, device=device)
         if backend == "hopper":
-            given = {x: y for x, y in arguments(_T, _T).items() if x not in _NO_OPTIONS}
+            options = {x: y for x, y in arguments(_T, _T).items() if x not in _NO_OPTIONS}
             if packed:
-                checked = call_options.packed_options(q, k, v, starts, starts, **given)
+                checked = call_options.packed_options(q, k, v, starts, starts, **options)
             else:
-                checked = call_options.dense_options(q, k, v, **given)
+                checked = call_options.dense_options(q, k, v, **options)
             if choices.why_unproven(backend, q, k, v, checked, backward) is not None:
                 return
         if packed:

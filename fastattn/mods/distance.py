@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def alibi_bias(slopes: Tensor, distance: int, ahead: Tensor | None = None) -> Tensor:
-    """The `relative_bias` of ALiBi with learned slopes, or other slopes for keys ahead.
+    """The `relative_bias` of ALiBi with learned slopes, or other slopes for keys after the query.
 
     Args:
-        slopes: [H_q], decrease of the score per step behind the query.
+        slopes: [H_q], decrease of the score per position before the query.
         distance: the largest distance, at least T_k - 1; beyond it the bias is constant.
-        ahead: [H_q], decrease per step ahead; default: slopes.
+        ahead: [H_q], decrease per position after it; default: slopes.
 
     Returns:
         [H_q, 2 * distance + 1], differentiable.

@@ -114,7 +114,7 @@ def check_layer_cache(name: str, cache: Any) -> None:
         return
     if not hasattr(cache, "lengths") or not hasattr(cache, "append"):
         raise TypeError(
-            f"{name} must be a KVCache, or as LayerCache says, got {checks.type_name(cache)}"
+            f"{name} must be a KVCache or implement LayerCache, got {checks.type_name(cache)}"
         )
 
 
@@ -186,8 +186,8 @@ def check_unprojected(memory_lengths: object, memory_padding_mask: object) -> No
     """Raise if a projected memory, which has its own, comes with lengths or a mask."""
     if memory_lengths is not None or memory_padding_mask is not None:
         raise ValueError(
-            "memory_lengths and memory_padding_mask belong to a memory that is not projected "
-            "yet: give them to project_memory"
+            "memory_lengths and memory_padding_mask are for a memory that is not projected: "
+            "pass them to project_memory"
         )
 
 
@@ -228,7 +228,7 @@ def check_relative(options: Mapping[str, Any]) -> None:
     scheme, relative_bias = options["relative"], options["relative_bias"]
     if not isinstance(scheme, torch.nn.Module) or not hasattr(scheme, "has_values"):
         raise TypeError(
-            "relative must be a module of fastattn.models.positions or one like those, "
+            "relative must be a module of fastattn.models.positions or another RelativeScheme, "
             f"got {checks.type_name(scheme)}"
         )
     if relative_bias is not None:

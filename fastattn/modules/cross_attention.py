@@ -201,11 +201,9 @@ class CrossGQAttention(AttentionLayer):
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `decode_attention` serves the call: one new token, and strides that it can read.
-
-    It has no gradients. It aligns the last query with the last key: of several queries, the first
-    could have a position before a short memory.
-    """
+    """Whether `decode_attention` serves the call: one new token, and strides that it can read."""
+    # It has no gradients. It aligns the last query with the last key: of several queries, the first
+    # could have a position before a short memory.
     if q.shape[2] != 1 or k.shape[2] == 0 or torch.is_grad_enabled():
         return False
     # A dim of one has any stride in a tensor that counts as contiguous.

@@ -50,7 +50,7 @@ class MultiheadLatentAttention(nn.Module):
             rope_dim = 0: no rotation.
         v_head_dim: V, width of a head's values; default nope_dim.
         causal, window, softcap: as for `fastattn.attention`.
-        sinks: learn for each head the score of one more key, whose value is 0.
+        sinks: learned attention sinks: per head, the score of a key of value 0.
         rotary: pairs of channels: "interleaved" neighbours, as in DeepSeek's models, or "half".
         rotary_base, rotary_scaling: as in `fastattn.rotary.rotary_tables`.
         mscale: YaRN's mscale_all_dim: the scale is multiplied by (0.1 mscale ln(factor) + 1)^2,

@@ -121,10 +121,9 @@ class AttentionLayer(SeparateProjections):
         return options
 
     def dropout_options(self) -> dict[str, Any]:
-        """Options of `attention` for dropout, if this call drops weights.
-
-        A rank with a part of the heads or rows drops the weights of a single process with one seed.
-        """
+        """Options of `attention` for dropout, if this call drops weights."""
+        # A rank with a part of the heads or rows drops the weights of a single process with one
+        # seed.
         # None without dropout: torch.compile would make a float dynamic.
         dropout = self.attention_dropout if self.training else 0
         if not dropout:

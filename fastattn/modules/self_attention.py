@@ -82,7 +82,7 @@ class GQAttention(SelfProjection):
             q's place before the rotation; or "additive", u^T tanh(q + k), with q_proj and k_proj as
             its matrices (`fastattn.functional.scoring`).
         softcap: bound of the scores, softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
-        sinks: learn for each head the score of one more key, whose value is 0 (gpt-oss).
+        sinks: learned attention sinks: per head, the score of a key of value 0 (gpt-oss).
         batch_invariant: passed to `fastattn.attention`, which then gives a token the same bits in
             training, in prompts of any chunks and over caches; torch's projections may not.
         dropout: probability of zeroing an output element in training mode.
@@ -355,10 +355,8 @@ class CausalGQAttention(GQAttention):
 
 
 def place_slopes(layer: GQAttention, _keys: object = None) -> None:
-    """Recompute ALiBi's slopes on the device of the parameters.
-
-    They stay fp32: a cast would round them, and a move from the meta device would lose them.
-    """
+    """Recompute ALiBi's slopes in fp32 on the device of the parameters."""
+    # A cast would round them, and a move from the meta device would lose them.
     if layer.alibi_slopes is not None:
         slopes = alibi_slopes(layer.total_heads, device=layer.q_proj.weight.device)
         layer.alibi_slopes = slopes.narrow(0, layer.first_head, layer.num_heads)

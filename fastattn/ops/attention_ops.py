@@ -191,10 +191,8 @@ def attention_backward_mods(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     loads: list[int], options: Options,
 ) -> Tensor:  # fmt: skip
-    """Gradients of the mod_tensors in `loads`, fp32, flat and one after the other.
-
-    torch's legacy vmap knows no operator that returns a list.
-    """
+    """Gradients of the mod_tensors in `loads`, fp32, flat and concatenated."""
+    # torch's legacy vmap knows no operator that returns a list.
     launch = kernels.backward_mods.launch_backward_mods
     grads = launch(do, dlse, q, k, v, o, lse, loads, options)
     return torch.cat([x.flatten() for x in grads])

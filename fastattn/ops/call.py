@@ -44,9 +44,7 @@ _R = TypeVar("_R")
 
 
 def by_shipped_shapes(launch: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
-    """launch(*arguments) of a Hopper kernel; if a tuned shape does not compile, all tuned shapes
-    are replaced by the table's.
-    """
+    """Launch a Hopper kernel; if a tuned shape does not compile, with the shipped shapes."""
     try:
         return launch(*arguments, **options)
     except Exception as error:
@@ -225,9 +223,7 @@ def contiguous(options: Options) -> Options:
 
 
 def may_be_kept(q: Tensor, options: Options) -> bool:
-    """Whether a launch may serve later calls too: no users' functions or copies of options, and on
-    the current device.
-    """
+    """Whether a launch on the current device may be cached: no functions or copies of options."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return False
     return not options.launched_anew and contiguous(options) is options

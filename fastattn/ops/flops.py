@@ -28,7 +28,7 @@ def register(name: str, parameters: Sequence[str], formula: Formula) -> None:
     """Count calls of the operator NAMESPACE::`name` by `formula`."""
     _formulas[name] = parameters, formula
     if _COUNTER in sys.modules:
-        _tell(sys.modules[_COUNTER], (name,))
+        _register_with(sys.modules[_COUNTER], (name,))
 
 
 def nothing(_: Mapping[str, Any]) -> int:
@@ -87,10 +87,7 @@ def packed_over_cache(inputs: Mapping[str, Any]) -> int:
 
 
 def _pairs(q: Tensor, k: Tensor, inputs: Mapping[str, Any]) -> int:
-    """Pairs of a query and a key in all rows, or in all packed sequences.
-
-    Packed sequences with unknown offsets are assumed equally long.
-    """
+    """Pairs of query and key in all rows or packed sequences (if unknown, equally long)."""
     starts = [inputs.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     pairs = q.shape[0] * q.shape[2] * k.shape[2]
     if starts[0] is None:
@@ -106,7 +103,7 @@ def _known(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
 
 
-def _tell(counter: ModuleType, names: Sequence[str]) -> None:
+def _register_with(counter: ModuleType, names: Sequence[str]) -> None:
     """Register formulas with torch."""
     for name in names:
         parameters, formula = _formulas[name]
@@ -136,7 +133,7 @@ class _Awaited(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _tell(module, tuple(_formulas))
+            _register_with(module, tuple(_formulas))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

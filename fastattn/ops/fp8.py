@@ -126,10 +126,7 @@ def attend(
     dtype: torch.dtype,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H_q, T_q, D] in `dtype` and lse.
-
-    values: from `pack`. For calls with `dispatch.why_not_hopper_fp8` None.
-    """
+    """o [B, H_q, T_q, D] in `dtype` and lse; values: from `pack`; if not `why_not_hopper_fp8`."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     q_scale, k_scale, v_scale = (x.contiguous() for x in scales)
     return hopper_forward_fp8(q, k, values, q_scale, k_scale, v_scale, dtype, options)

@@ -22,7 +22,7 @@ _PLACES = [0, 1, 2, *(3 + PLACES[name] for name in LEARNED)]
 _TENSORS = tuple(map(Options._fields.index, TENSORS))
 _MOD_TENSORS = Options._fields.index("mod_tensors")
 # With q's or k's gradient come these; those of other options take delta.
-_FOUND_WITH = {"relative_query": "q", "query2": "q", "key2": "k"}
+_COMES_WITH = {"relative_query": "q", "query2": "q", "key2": "k"}
 
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
@@ -122,9 +122,9 @@ def gradients_and_delta(
     }
     of = "qkv"
     if wanted or not all(needed[:3]):
-        found = {_FOUND_WITH.get(name, "d") for name in wanted}
-        found |= {x for x, need in zip("qkv", needed, strict=False) if need}
-        of = "".join(x for x in "qkvd" if x in found)
+        letters = {_COMES_WITH.get(name, "d") for name in wanted}
+        letters |= {x for x, need in zip("qkv", needed, strict=False) if need}
+        of = "".join(x for x in "qkvd" if x in letters)
     results = kernels.backward(do, dlse, q, k, v, o, lse, of, options)
     dq, dk, dv, delta, dquery, dkey2 = results
     of_learned: dict[str, Tensor] = {"relative_query": dquery, "query2": dquery, "key2": dkey2}

@@ -18,7 +18,7 @@ from .schema import unflat
 
 
 def _computed(times: int) -> flops.Formula:
-    """Count the scores, `times` times, and once more if lse is computed."""
+    """Count the scores `times` times, and again if lse is computed."""
 
     def count(arguments: Mapping[str, Any]) -> int:
         return flops.attended(times + (arguments["lse"] is None), 0)(arguments)

@@ -62,7 +62,7 @@ def decode_attention(
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q].
 
     Raises:
-        TypeError, ValueError: as `fastattn.decode_attention`, or an option that is not served.
+        TypeError, ValueError: as `fastattn.decode_attention`, or an option that is not supported.
     """
     _TAKEN.refuse_others(options)
     options = {name: x for name, x in options.items() if x is not _TAKEN.default(name)}

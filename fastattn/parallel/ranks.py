@@ -119,7 +119,7 @@ def agree(ranks: Ranks, call: tuple[Any, ...], error: Exception | None = None) -
     groups = [group for group in ranks.groups if group.size() > 1]
     try:
         alike, failed = _compared(repr(call), error, groups)
-        replies = [] if alike and not failed else _told(repr(call), error, groups)
+        replies = [] if alike and not failed else _gathered_calls(repr(call), error, groups)
     except RuntimeError as lost:
         if error is not None:
             raise error from lost
@@ -157,7 +157,9 @@ def _compared(
     return high == -low, bool(failed)
 
 
-def _told(call: str, error: Exception | None, groups: Sequence[ProcessGroup]) -> list[Any]:
+def _gathered_calls(
+    call: str, error: Exception | None, groups: Sequence[ProcessGroup]
+) -> list[Any]:
     """Gather every rank's call and error message, by rank."""
     replies: list[Any] = [(call, None if error is None else str(error))]
     for group in groups:

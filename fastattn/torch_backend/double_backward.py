@@ -83,10 +83,7 @@ def gradients_by_formula(
     needed: Sequence[bool],
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """`gradients_with_graph`, whose graph is left out where autograd does not record.
-
-    All scores are in memory.
-    """
+    """`gradients_with_graph` with all scores in memory; the graph only if autograd records."""
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():  # views made without grad have no graph
         return gradients_with_graph(function, inputs, needed, gradients, recorded)

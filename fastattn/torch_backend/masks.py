@@ -96,8 +96,8 @@ def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tens
 
 def lacks_keys(options: Options) -> bool:
     """Whether some keys may be padding."""
-    given = (options.key_lengths, options.key_padding_mask, options.k_documents)
-    return any(x is not None for x in given)
+    padding = (options.key_lengths, options.key_padding_mask, options.k_documents)
+    return any(x is not None for x in padding)
 
 
 def existing_keys(options: Options, T_k: int, device: torch.device) -> Tensor | None:
@@ -293,16 +293,16 @@ def _bias(options: Options, dtype: torch.dtype, x: Tensor | None, placed: _ByPos
         shift = options.relative_bias.to(dtype)[:, placed.entry].transpose(0, 1)
         x = shift if x is None else x + shift
     if options.attn_bias is not None:
-        given = options.attn_bias.to(dtype)
-        x = given if x is None else x + given
+        bias = options.attn_bias.to(dtype)
+        x = bias if x is None else x + bias
     assert x is not None
     return x
 
 
 def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:
     """`AddedScores.dtype`."""
-    given = options.attn_bias
-    if not options.biases and (given is None or given.dtype == q.dtype):
+    bias = options.attn_bias
+    if not options.biases and (bias is None or bias.dtype == q.dtype):
         return q.dtype
     return torch.promote_types(q.dtype, torch.float32)
 

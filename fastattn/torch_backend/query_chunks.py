@@ -86,7 +86,7 @@ def attention_in_tiles(
     """Compute o and lse, in fp32 or wider, so that a query has the same bits in every call.
 
     Tiles of positions and blocks of keys have fixed sizes and places: a query is in the same row of
-    the same tile in every call, and meets the same blocks in the same order. torch's operators are
+    the same tile in every call, and visits the same blocks in the same order. torch's operators are
     assumed to compute a row alike in tensors of one shape, whatever the other rows hold. Not for
     packed calls. Offsets and lengths are read on the host.
     """
@@ -178,10 +178,8 @@ def _finite(m: Tensor) -> Tensor:
 
 
 def _blocks(options: Options, end: int, device: torch.device) -> Iterator[tuple[int, Options]]:
-    """The first key of each block before `end`, in order, and the options for it.
-
-    Without a key a block of none, so that results depend on the inputs.
-    """
+    """The first key of each block before `end`, in order, and the options for it."""
+    # Without keys an empty block, so that results depend on the inputs.
     for first in range(0, max(end, 1), _KEYS):
         own = _at(options, _BY_KEY, first, _KEYS)
         positions = torch.arange(first, first + _KEYS, dtype=torch.int32, device=device)

@@ -64,10 +64,7 @@ def differentiable(
     compute: Compute, of_some: Compute, q: Tensor, k: Tensor, lse: Tensor | None, top: int,
     options: Options,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """compute(q, k, lse, top, options) with gradients by torch, in chunks of rows.
-
-    of_some: the same of some rows, differentiable.
-    """
+    """`compute` in chunks of rows, differentiable by `of_some`, the same of some rows."""
     results: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
         compute, of_some, top, options, q, k, lse, *options.differentiable
     )

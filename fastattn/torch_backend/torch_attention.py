@@ -57,8 +57,8 @@ def bind(
         return partial(formula.each_sequence, attention, return_lse=return_lse)
     if ordered:
         return partial(_in_tiles, **how)
-    known = tracing.host_knows(q)
-    fits = known and _fits_cpu_kernel(q, k, v, options)
+    on_host = tracing.host_knows(q)
+    fits = on_host and _fits_cpu_kernel(q, k, v, options)
     if return_lse > fits or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
         return partial(_by_formula, **how)
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
@@ -69,16 +69,16 @@ def bind(
     if bare:
         wide = tracing.always(T_k >= WIDEST_VECTOR)
         # ONNX's operators pass NaN on.
-        for_onnx = not known and torch.onnx.is_in_onnx_export()
+        for_onnx = not on_host and torch.onnx.is_in_onnx_export()
         short = q.is_cpu and not (wide or options.dropout or for_onnx)
-        bound = partial(_short, known=known) if short else _fused
+        bound = partial(_short, on_host=on_host) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
     skips = causal and fits and T_k > _KEYS_AT_ONCE
-    added = masks.added_scores(q, T_k, options, first_row, lasting=known, is_causal=skips)
+    added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
     if return_lse:
         return partial(_with_lse, shown=added.quickly, is_causal=skips, first_row=first_row)
-    sure = known and added.shows_each_query_a_key(options)
-    return partial(_masked, added=added, known=known, sure=sure, gqa=gqa)
+    complete = on_host and added.shows_each_query_a_key(options)
+    return partial(_masked, added=added, on_host=on_host, complete=complete, gqa=gqa)
 
 
 def _with_one_product(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
@@ -125,30 +125,30 @@ def _fused(
 
 
 def _short(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, is_causal: bool, gqa: bool, known: bool
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, is_causal: bool, gqa: bool, on_host: bool
 ) -> Tensor:
     """o of a call without a mask that has few keys, on a CPU.
 
-    known: whether the host knows what tensors hold.
+    on_host: whether the host knows what tensors hold.
     """
     o = _fused(q, k, v, options, is_causal=is_causal, gqa=gqa)
-    if known and torch.count_nonzero(o).item() == o.numel():
+    if on_host and torch.count_nonzero(o).item() == o.numel():
         return o
     return _with_nan(o, q, k, is_causal)
 
 
 def _masked(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.AddedScores, known: bool,
-    sure: bool, gqa: bool,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.AddedScores, on_host: bool,
+    complete: bool, gqa: bool,
 ) -> Tensor:  # fmt: skip
     """o of a call with a mask or bias.
 
-    known: as for `_short`. sure: no key is padding, and each query sees one.
+    on_host: as for `_short`. complete: no key is padding, and each query sees one.
     """
-    if sure or (known and not options.dropout):
+    if complete or (on_host and not options.dropout):
         shown = added.quickly(options)
         o = _fused(q, k, v, options, shown, is_causal=added.is_causal, gqa=gqa)
-        if sure or _is_sound(o, k, v, options):
+        if complete or _is_sound(o, k, v, options):
             return o
     shown, mask = added.exactly(options)
     exists = masks.existing_keys(options, k.shape[2], q.device)
@@ -197,10 +197,8 @@ _cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _fits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether torch's CPU kernel, which does not check this, serves the layouts.
-
-    It has no gradients of a bias, and no dropout.
-    """
+    """Whether torch's CPU kernel supports these layouts: it does not check this."""
+    # It has no gradients of a bias, and no dropout.
     learned = any(x is not None and x.requires_grad for x in options.differentiable)
     if learned or options.fp32_results or options.dropout:
         return False
@@ -274,10 +272,8 @@ def _allow_second_derivatives(
 
 
 def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> bool:
-    """Whether torch's function shall draw what a call without a seed drops.
-
-    Not for traced calls, nor for parts of others, which all draw one seed.
-    """
+    """Whether torch's function draws the dropout mask of a call without a seed."""
+    # Not for traced calls, nor for parts of others, which all share one seed.
     if not options.dropout or options.dropout_seed is not None or return_lse:
         return False
     part = options.all_heads is not None or options.q_positions is not None
@@ -310,10 +306,8 @@ _LARGE = 1e9
 
 
 def _is_sound(o: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether no hidden number has reached o, or can reach gradients by a weight of 0.
-
-    A NaN or infinity would be in o. Gradients multiply all keys and values by numbers.
-    """
+    """Whether no hidden number has reached o, or can reach gradients by a weight of 0."""
+    # A NaN or infinity would be in o. Gradients multiply all keys and values by numbers.
     if not _is_finite(o):
         return False
     if not (o.requires_grad and masks.lacks_keys(options)):

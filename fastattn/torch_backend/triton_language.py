@@ -203,7 +203,7 @@ def _operator(combine: Callable[[Any, Any], Tensor], kind: str) -> Callable[[Any
 
 
 def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor as it is; of a number one without dims, which goes with any device."""
+    """A tensor unchanged; a number as a tensor without dims, for any device."""
     return x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype, device="cpu")
 
 

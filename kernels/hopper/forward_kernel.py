@@ -135,10 +135,8 @@ def _start_values(acc, p, ring, n):
 
 @gluon.jit
 def _waiting(p, dtype: gl.constexpr, config: gl.constexpr):
-    """Weights waiting for their product: fp32, or packed in pairs if registers are short.
-
-    As product operands they would take a register each through the loop, and be packed anew.
-    """
+    """Weights waiting for their product: fp32, or packed in pairs if registers are short."""
+    # As product operands they would take a register each through the loop, and be packed anew.
     if not config.WIDE_WEIGHTS and not is_fp8(dtype):
         p = packed(p, dtype)
     return p

@@ -75,10 +75,7 @@ _ELEMENTWISE = {
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Reason that the Hopper kernels cannot serve this call on any GPU, or None.
-
-    The caller checks the GPU (sm_90).
-    """
+    """Reason that the Hopper kernels cannot serve this call on any sm_90 GPU, or None."""
     if (reason := _why_not_heads(q.shape[-1], v.shape[-1])) is not None:
         return reason
     if q.dtype not in _DTYPES:
@@ -184,10 +181,8 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 
 def not_elementwise(function: Any) -> str | None:
-    """Name of an operation of a @triton.jit function that may not be elementwise, or None.
-
-    Such operations need layouts in Gluon, and tiles here have other shapes than the portable ones.
-    """
+    """Name of an operation of a @triton.jit function that may not be elementwise, or None."""
+    # Such operations need layouts in Gluon; tiles here have other shapes than the portable ones.
     return _first_not_elementwise(function)
 
 

@@ -161,10 +161,8 @@ def add_by_threads(dq_sum, dq, first, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def wait_read(exchange, n, CONSUMER: gl.constexpr):
-    """Wait until the other consumer has used what this one shared of the block before the n-th.
-
-    Does not wait before the very first block.
-    """
+    """Wait until the other consumer has used what this one shared before the n-th block."""
+    # Does not wait before the very first block.
     ring = exchange[CONSUMER]
     stage, parity = stage_and_parity(ring, n - 1)
     mbarrier.wait(ring.empty.index(stage), parity)

@@ -79,10 +79,7 @@ def _consume(
     CONSUMER: gl.constexpr,
     config: gl.constexpr,
 ):
-    """Loop of consumer number CONSUMER over this program's tiles.
-
-    consume_tile(shared, tile, i, n, CONSUMER, config) as load_tile of `_produce`; returns n.
-    """
+    """Loop of consumer CONSUMER over this program's tiles; consume_tile as in `_produce`."""
     i = 0
     n = 0
     for number in range(number_of_tiles(shared.work)):

@@ -102,9 +102,9 @@ def forward_config(
 
 
 def fp8_config(D: int, early: bool) -> HopperConfig:
-    """Configuration of FP8 forward. Weights wait for their product in 32 bits, so 256 output
-    columns leave registers for blocks of only 64 keys.
-    """
+    """Configuration of FP8 forward."""
+    # Weights wait for their product in 32 bits: 256 output columns leave registers for blocks of
+    # only 64 keys.
     if (other := _other("fp8", D, early)) is not None:
         return other
     return HopperConfig(D, 64 if D == 256 else 128, 4, 2, *_registers(early))

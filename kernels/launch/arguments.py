@@ -310,10 +310,8 @@ def bias_stream(options: Options, q: Tensor, tile: TileConfig) -> Stream:
 
 
 def bias_by_tma(options: Options, q: Tensor) -> Tensor | None:
-    """attn_bias with size 1 in dims of equal batch rows or heads, if TMA can load it.
-
-    Query and key dims must be full, as TMA does not broadcast.
-    """
+    """attn_bias with size 1 in dims of equal batch rows or heads, if TMA can load it."""
+    # Query and key dims must be full, as TMA does not broadcast.
     bias = options.attn_bias
     if bias is None or bias.shape[2] != q.shape[2] or bias.shape[3] == 1:
         return None

@@ -208,10 +208,8 @@ def decode_tile(
 
 
 def load_bytes(cache: CacheTensors) -> int:
-    """`row_bytes`, or 1 if codes cannot be loaded in pairs.
-
-    In rows that are slices of longer ones, a pair may extend past either end.
-    """
+    """`row_bytes`, or 1 if codes cannot be loaded in pairs."""
+    # In rows that are slices of longer ones, a pair may extend past either end.
     codes = [x for x, scale in zip(cache[:2], cache[2:4], strict=True) if scale is not None]
     if not all(x.shape[3] % 2 == 0 and x.data_ptr() % 16 == 0 for x in codes):
         return 1

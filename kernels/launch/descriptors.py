@@ -21,10 +21,7 @@ def tma_strides(x: Tensor) -> list[int] | None:
 
 
 def descriptor_like(x: Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """Descriptor of blocks [rows, cols] of a head, for tensors with the layout of x.
-
-    Out-of-bounds elements read as 0. None if TMA does not support the layout.
-    """
+    """Descriptor of blocks [rows, cols] of a head in the layout of x, or None; 0 out of bounds."""
     strides = tma_strides(x)
     if strides is None:
         return None

@@ -107,12 +107,10 @@ def unskewed(x):
 
 @triton.jit
 def _take(x, cols):
-    """x[r, cols[r, c]] at [r, c].
-
-    In one dim: a two-dim gather compiles to a shuffle and select per element of a thread's row, a
-    one-dim gather to loads from shared memory. Eight rows are interleaved there, so that threads in
-    a matrix product's layout have few bank conflicts.
-    """
+    """x[r, cols[r, c]] at [r, c]."""
+    # In one dim: a two-dim gather compiles to a shuffle and select per element of a thread's row, a
+    # one-dim gather to loads from shared memory. Eight rows are interleaved there, so that threads
+    # in a matrix product's layout have few bank conflicts.
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
     flat = x.reshape(ROWS // 8, 8, COLS).permute(0, 2, 1).reshape(ROWS * COLS)

@@ -81,11 +81,9 @@ def tanh(x):
 
 @triton.jit
 def softcapped(s, score):
-    """softcap * tanh(scale * s / softcap).
-
-    For fp16 and bf16 products an absolute error of 1e-7 softcap is negligible, so they use no
-    series, and a reciprocal by rsqrt, which is one instruction.
-    """
+    """softcap * tanh(scale * s / softcap)."""
+    # For fp16 and bf16 products an absolute error of 1e-7 softcap is negligible, so they use no
+    # series, and a reciprocal by rsqrt, which is one instruction.
     if score.exact is not None:
         capped = score.softcap * tanh(s * score.scale * (1.0 / score.softcap))
     else:

@@ -14,10 +14,8 @@ from .tile import load_vector
 
 @triton.jit
 def load_lse(pointers, in_rows, score, NOWHERE: tl.constexpr = float("inf")):
-    """lse of rows, NOWHERE for nonexistent rows; with inf their weights are 0 without a mask.
-
-    The weights of rows whose scores are all -inf are 0 too.
-    """
+    """lse of rows, NOWHERE for nonexistent rows, whose weights are then 0 without a mask."""
+    # The weights of rows whose scores are all -inf are 0 too.
     lse = load_vector(pointers, in_rows, NOWHERE)
     if score.hides is not None:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
@@ -26,10 +24,7 @@ def load_lse(pointers, in_rows, score, NOWHERE: tl.constexpr = float("inf")):
 
 @triton.jit
 def store_delta(o, do, dlse_ptr, delta_ptr, stats, in_rows):
-    """delta = rowsum(o * do) - dlse of a tile's rows, written to delta_ptr if it is given.
-
-    stats: offsets of the rows in lse and delta.
-    """
+    """delta = rowsum(o * do) - dlse of a tile's rows, written at `stats` if given delta_ptr."""
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= load_vector(dlse_ptr + stats, in_rows, 0.0)

@@ -313,10 +313,8 @@ def sequence_of(slot, cu_ptr, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def ends_of(cu_ptr, mask, T):
-    """`ends` for `clear_unowned`, of T rows in memory; () if they are not packed.
-
-    Not None, which Triton 3.6 cannot return within a tuple.
-    """
+    """`ends` for `clear_unowned`, of T rows in memory; () if they are not packed."""
+    # Not None, which Triton 3.6 cannot return within a tuple.
     ends = ()
     if cu_ptr is not None:
         ends = (cu_ptr, mask.sequences, T)  # type: ignore[assignment]

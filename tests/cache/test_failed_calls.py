@@ -195,7 +195,7 @@ def test_layers_after_the_first_write_beside_it_or_not_at_all():
     cache = PagedKVCache(6, 2, H, D, num_layers=2, max_rows=4)
     row, other = cache.allocate(), cache.allocate()
     cache.append([other], *tokens(1, 2))
-    message = r"layer 0 comes first: it got 0 tokens of row 0 last, and another layer gets 3"
+    message = r"append to layer 0 first: it got 0 tokens of row 0 last, and another layer gets 3"
     before = state(cache)
     with pytest.raises(ValueError, match=message):
         cache.append([row], *tokens(1, 3), layer=1)

@@ -70,7 +70,7 @@ def test_tokens_that_others_share_are_not_moved():
     cache.append([row], k[:, :, :6], v[:, :, :6])
     twin = cache.fork(row)
     cache.append([twin], k[:, :, 6:], v[:, :, 6:])
-    with pytest.raises(ValueError, match=r"row 1 must share no token from 2 on with another"):
+    with pytest.raises(ValueError, match=r"row 1 shares tokens from 2 on with another"):
         cache.compact(twin, 2, [7])
     assert (cache.length(twin), cache.length(row)) == (10, 6)
     cache.compact(twin, 4, [8, 5])

@@ -123,7 +123,7 @@ def test_a_notebook_has_the_blocks_of_its_tutorial(hooks: ModuleType) -> None:
 
 
 def test_former_addresses_lead_to_the_integrations(hooks: ModuleType, tmp_path: Path) -> None:
-    """Each page of docs/integrations had an address in doors/."""
+    """Each page of docs/integrations had an address in `doors/`."""
     names = [x.stem for x in (CHECKOUT / "docs" / "integrations").glob("*.md")]
     pages = {"" if name == "index" else name for name in names}
     for page in pages:

@@ -201,7 +201,7 @@ def test_a_cache_of_a_ranks_heads(by_rank):
 
 
 def test_what_cannot_be_shared_out(by_rank):
-    wanted = "must be sharded by rows or heads (Shard(0), Shard(1)) or whole, got"
+    wanted = "must be sharded by rows or heads (Shard(0), Shard(1)) or replicated, got"
     for rank in by_rank:
         said = rank["refused"]
         assert said[0] == (
@@ -239,7 +239,7 @@ def test_heads_over_two_mesh_dims(square):
     ("H_q", "H_k", "of_keys", "said"),
     [
         (2, 2, (HEADS, HEADS), "q must have a multiple of 4 heads where 4 ranks share them, got 2"),
-        (8, 4, (WHOLE, HEADS), "k must be whole in the mesh dims behind the first that shards q's"),
+        (8, 4, (WHOLE, HEADS), "k must be replicated in mesh dims after the first that shards q's"),
         (8, 3, (WHOLE, WHOLE), "k must have a number of heads that divides q's 8, got 3"),
         (8, 4, (HEADS, HEADS), "key2 must have one head or a multiple of 4, as so many"),
         (8, 4, None, "k must be on q's mesh"),

@@ -66,14 +66,14 @@ def backend(
 
 
 def _warn_of_rest(graph: fx.GraphModule) -> None:
-    """Warn of a context manager that has broken the graph, if attention follows it."""
+    """Warn about a context manager that broke the graph, if attention follows it."""
     why = getattr(graph, "compile_subgraph_reason", None)
     place = untraced(why.user_stack) if why is not None and why.graph_break else None
     if place is not None:
         warnings.warn(
             f"torch.compile cannot trace the context manager at {place}: the rest of its function, "
-            "with attention in it, runs as it is. fastattn.swap(model), before the compilation, "
-            "serves torch's scaled_dot_product_attention there",
+            "with attention in it, runs without fastattn. Call fastattn.swap(model) before "
+            "torch.compile to replace scaled_dot_product_attention there",
             UserWarning,
             stacklevel=2,
         )
@@ -218,15 +218,15 @@ class CapturedForward:
     def _why_no_more(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
         """Reason that no further capture is made for a call, or None."""
         if self.seconds > CEILING:
-            return f"captures of its class took {self.seconds:.0f} s, the ceiling is {CEILING:.0f}"
+            return f"captures of its class took {self.seconds:.0f} s, the limit is {CEILING:.0f}"
         captures = vars(module).get(CAPTURES, {})
         if max(map(len, captures.values()), default=0) < LIMIT:
             return None
         reasons = captures.get(form_of(module, args, kwargs)[0], [])
         if len(reasons) < LIMIT:
             return None
-        why = reasons[-1] or "numbers, lists or other things that its forward reads change"
-        return f"of such calls {LIMIT} were captured, and no capture fits; {why}"
+        why = reasons[-1] or "its forward reads numbers, lists or other state that changes"
+        return f"none of {LIMIT} captures of such calls fits; {why}"
 
     def _run(
         self, call: Any, why: str, functions: Any, module: nn.Module, args: Any, kwargs: Any

@@ -50,10 +50,8 @@ class Unmatched(Exception):
 
 
 def operation(node: Any, placed: bool = True) -> str:
-    """Name of a node's operation, equal for function, method and operator; "" for others.
-
-    placed: "" too where operands are not positional.
-    """
+    """Name of a node's operation, one for function, method and operator; "" for others."""
+    # placed: "" too where operands are not positional.
     name = ""
     if isinstance(node, fx.Node) and node.op == "call_function":
         name = _FUNCTIONS.get(node.target, "")

@@ -48,7 +48,7 @@ def decode_selected(
         cache: as for `decode_attention`, no ring and without padding on the left: contiguous or in
             pages, of numbers, codes or latents, heads before slots in memory.
         indices: int32 or int64 [B, H_s, T_q, n], a list for each new token, as for
-            `selected_attention` with block = (1, block_k). Blocks behind a token's own are ignored.
+            `selected_attention` with block = (1, block_k). Blocks after a token's own are ignored.
         block_k: tokens of a block; it divides the page size, or a contiguous cache's max_length.
         counts: int32 or int64 [B, H_s, T_q]: how many of each list count, from its start.
         return_lse: also return the log of the softmax denominators, fp32 [B, H_q, T_q].

@@ -170,7 +170,7 @@ class _Dual(torch.autograd.Function):
 
 
 class _Tangent(torch.autograd.Function):
-    """Tangents of o and lse, beside their `_Attention`."""
+    """Tangents of o and lse, next to their `_Attention`."""
 
     @staticmethod
     def forward(

@@ -218,7 +218,7 @@ class _Paged:
         pages = self.cache.pages(row)[first // self.page :]
         others = {page for other in self.rows if other != row for page in self.cache.pages(other)}
         if first < len(held[row]) and others.intersection(pages):
-            _assert_refused(partial(self.cache.compact, row, first, kept), "must share no token")
+            _assert_refused(partial(self.cache.compact, row, first, kept), "shares tokens from")
         else:
             self.cache.compact(row, first, kept)
             held[row][first:] = [held[row][t] for t in kept]
