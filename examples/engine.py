@@ -1,4 +1,4 @@
-"""Continuous batching: one GPT serves requests that come and go, over one paged cache.
+"""Continuous batching: one GPT serves many requests from one paged KV cache.
 
 pip install ".[gpt]"
 fastattn train --out runs/gpt                            # a model, once
@@ -14,8 +14,8 @@ that is being written, and as much of new prompts as a step may read besides.
 
 A request's keys and values are a row of the cache, in pages of one pool. A prompt that begins like
 the text of another row, also of a finished one, shares its full pages. When pages run out, rows of
-finished requests go, the least recently used first; then the last request is preempted: it waits,
-and reads its text again. A request gets the tokens that `generate_tokens` gives it alone.
+finished requests are evicted, the least recently used first; then the last request is preempted: it
+waits, and recomputes its text. A request gets the tokens that `generate_tokens` gives it alone.
 """
 
 # ruff: noqa: T201 (an example prints)
@@ -122,7 +122,7 @@ class Request:
 
 
 class Engine:
-    """Serves requests. `submit` and `end` are for the time between two steps.
+    """Continuous batching of requests. Call `submit` and `end` between two steps.
 
     model: run in evaluation mode. cache: from `model.new_paged_cache`; its rows beyond max_batch,
     the most requests that run at a time, keep finished texts. max_step_tokens: most of a step.
@@ -175,7 +175,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, int]]:
-        """One pass of the model; returns (request, token) for each token that it adds to a text."""
+        """Run the model once; return (request, token) for each new token."""
         self._make_plan()
         if not self.plan:
             return []
@@ -232,11 +232,11 @@ class Engine:
         return request.text[self.cache.length(request.row) :]
 
     def _next(self, request: Request) -> int:
-        """How many tokens of a request this step can read besides what is planned."""
+        """Count the tokens of a request that this step can still read."""
         return min(len(self._unread(request)), self.max_step_tokens - sum(self.plan.values()))
 
     def _reserve(self, row: int, count: int, spare: int = 0) -> bool:
-        """Whether a row's next tokens get pages, if need be finished texts', and leave `spare`."""
+        """Reserve pages for a row's next tokens, evicting finished texts; False: not enough."""
         while True:
             try:
                 self.cache.reserve([row], count)
@@ -247,7 +247,7 @@ class Engine:
                 return enough
 
     def _admit(self, request: Request) -> bool:
-        """Let a waiting request run if there are pages; False: it and those after it wait."""
+        """Admit a waiting request if there are pages; False: it and later ones wait."""
         source, shared, soon = self._find_shared(request.text)
         if soon > shared:
             return True  # It waits until another has computed more of its text.
@@ -292,7 +292,7 @@ class Engine:
         self.preemptions += 1
 
     def end(self, request: Request) -> None:
-        """End a request, also before its time; its full pages stay for prompts that begin alike."""
+        """End a request, finished or not; its full pages stay for prompts with the same prefix."""
         if request.done:
             return
         request.done = True

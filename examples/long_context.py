@@ -1,4 +1,4 @@
-"""Train on one sequence that is spread over ranks: causal, windowed, grouped heads.
+"""Context parallelism: train on one sequence sharded over ranks, with a causal window and GQA.
 
 torchrun --nproc-per-node 2 examples/long_context.py --tokens 4096
 """
@@ -54,7 +54,7 @@ def main() -> None:
 
     plan = ContextPlan.make(options.tokens, ranks, causal=True, window=options.window)
     tokens = shard(whole, 1, plan, mesh)
-    targets = roll(tokens, 1, plan, mesh)  # the next token, wherever it lies; -100 in padding
+    targets = roll(tokens, 1, plan, mesh)  # the next token, on whichever rank; -100 in padding
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(options.steps):
         with ContextParallel(mesh, plan):

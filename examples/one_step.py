@@ -1,4 +1,4 @@
-"""Train a generator of one step by its own tangents: MeanFlow (Geng et al. 2025, arXiv 2505.13447).
+"""Train a one-step generator by forward-mode AD: MeanFlow (Geng et al. 2025, arXiv 2505.13447).
 
 python examples/one_step.py --attention fastattn --steps 300
 

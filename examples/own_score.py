@@ -1,4 +1,4 @@
-"""A score of one's own that reads tensors which learn: the forgetting transformer (FoX).
+"""Custom score function with learned tensors: the forgetting transformer (FoX).
 
 python examples/own_score.py --attention gates --steps 200
 

@@ -1,7 +1,7 @@
-"""Train a GPT whose heads and rows ranks share out, and save it by torch's own checkpoints.
+"""Train a GPT by tensor and data parallelism, and save it by torch's own checkpoints.
 
 torchrun --nproc-per-node 4 examples/tensor_parallel.py --tensor 2    # 2 x 2: rows by heads
-torchrun --nproc-per-node 2 examples/tensor_parallel.py --resume      # goes on, on other ranks
+torchrun --nproc-per-node 2 examples/tensor_parallel.py --resume      # continue, on other ranks
 """
 
 # ruff: noqa: T201 (an example prints)

@@ -128,7 +128,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         paths = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
         for action in (x for one in commands.choices.values() for x in one._actions):
             if action.metavar in paths:
-                action.complete = paths[action.metavar]
+                action.complete = paths[action.metavar]  # type: ignore[attr-defined]
     return parser
 
 

@@ -67,7 +67,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
             made = prepare(arguments.text, arguments.out, progress=show, **options)
     except KeyboardInterrupt:
         far = f"{seen[0]:,} of {seen[1]:,} bytes" if seen[1] else "the first bytes"
-        say(f"fastattn: interrupted after {far}; nothing is left, the same command starts anew")
+        say(f"fastattn: interrupted after {far}; nothing is left; run the same command again")
         return INTERRUPTED
     sys.stdout.write(
         f"{made.tokens:,} tokens of {made.documents:,} documents in {made.folder}, {made.dtype}\n"

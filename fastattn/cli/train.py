@@ -168,7 +168,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if first:
             say(
                 f"stopped at step {result.step}: {result.checkpoint} is kept; "
-                f"fastattn train --out {out} --resume goes on"
+                f"fastattn train --out {out} --resume continues it"
             )
         return INTERRUPTED
     if first:

@@ -1,1 +1,1 @@
-"""Other libraries' attention interfaces, served by fastattn: a file or folder each."""
+"""Integrations: other libraries' attention interfaces, a file or folder each."""

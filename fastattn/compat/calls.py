@@ -21,7 +21,7 @@ class Calls:
     Attributes:
         served: calls computed by `fastattn`.
         passed: calls computed by the module's own code or by torch's own function.
-        reason: why the last `passed` call was passed on.
+        reason: reason of the last `passed` call.
         unseen: forwards in which no call was seen.
         compiled: whether torch.compile traced the last of these.
         ended: whether the swap is undone.
@@ -116,7 +116,7 @@ class Running(threading.local):
         self.modules.append(calls)
 
     def begin_capture(self, calls: Calls) -> Any:
-        """Begin a forward that is to be captured; returns what `end_capture` takes."""
+        """Begin a forward that is to be captured; return the state for `end_capture`."""
         outer = self._later, self.fused, self.captures
         self.begin(calls)
         self._later, self.fused, self.captures = [], False, 0

@@ -63,7 +63,7 @@ def attend(
         [B, S, H_q, D_v]; with return_lse also lse, fp32 [B, S, H_q].
 
     Raises:
-        ValueError: a mask of another shape, or a combination that is not served.
+        ValueError: a mask of another shape, or an unsupported combination.
     """
     call = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _parallel_config is None:
@@ -74,7 +74,7 @@ def attend(
         return (o, lse) if return_lse else o
     if attn_mask is not None and _parallel_config.context_parallel_config.ring_degree > 1:
         raise ValueError(
-            "attn_mask is not served in diffusers' ring, which turns the keys and not the mask: "
+            "attn_mask is not supported in diffusers' ring, which does not rotate the mask: "
             "use ulysses_degree"
         )
     if attn_mask is not None and attn_mask.requires_grad:
@@ -101,7 +101,7 @@ def forward_op(
     _save_ctx: bool = True,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Forward over one rank's keys in context parallelism; shapes as in `attend`."""
+    """Run the forward over one rank's keys in context parallelism; shapes as in `attend`."""
     if dropout_p:
         raise ValueError(
             f"dropout_p must be 0 in diffusers' context parallelism, got {dropout_p}: its ranks "
@@ -129,7 +129,7 @@ def backward_op(
     lse: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of one part, from the merged out and lse, or as saved."""
+    """Compute the gradients of one part, from the merged out and lse, or as saved."""
     inputs = (query, key, value, out, lse)
     pairs = zip(inputs, ctx.saved_tensors, strict=True)
     q, k, v, o, lse = ((saved if x is None else x).transpose(1, 2) for x, saved in pairs)
@@ -140,7 +140,7 @@ def backward_op(
 
 
 def _options(call: Arguments) -> dict[str, Any]:
-    """Options of `fastattn.attention` for the call."""
+    """Translate the call to options of `fastattn.attention`."""
     query, key, _, mask, _, is_causal, scale, enable_gqa = call
     if not enable_gqa and query.shape[2] != key.shape[2]:
         raise ValueError(

@@ -34,7 +34,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention.
+    """Compute `torch.nn.attention.flex_attention.flex_attention`.
 
     Args:
         query: [B, H_q, T_q, D].
@@ -58,7 +58,7 @@ def flex_attention(
         TypeError, ValueError: as `fastattn.attention`, or a block_mask of other sizes.
     """
     if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux both ask for lse: give one of them")
+        raise ValueError("return_lse and return_aux both return lse: pass one of them")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"enable_gqa must be True for {query.shape[1]} heads of query and {key.shape[1]} of key"
@@ -85,7 +85,7 @@ _translated: "WeakKeyDictionary[BlockMask, own.BlockMask]" = WeakKeyDictionary()
 def mask_options(
     mask: BlockMask, query: Tensor, key: Tensor, *, at_all_pairs: bool = False
 ) -> dict[str, Any]:
-    """Options of `fastattn.attention`, for query and key [B, H, T, D], in place of a block_mask.
+    """Translate a block_mask to options of `fastattn.attention`, for query and key [B, H, T, D].
 
     at_all_pairs: the mask is evaluated, which takes a byte for each pair, as far as it varies.
 
@@ -112,7 +112,7 @@ def mask_options(
 
 
 def _function_of(mask: BlockMask) -> Callable[..., Any]:
-    """The mask that a `BlockMask` stands for: its function in partial blocks, True in full ones."""
+    """Get the mask of a `BlockMask`: its function in partial blocks, True in full ones."""
     counts = (mask.kv_num_blocks, mask.full_kv_num_blocks)
     lists = (mask.kv_indices, mask.full_kv_indices)
     kinds: Any = sum(
@@ -141,7 +141,7 @@ def _at_all_pairs(
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """int8, as indices: 1 for the blocks in the first `counts` entries of a row's list."""
+    """Mark the blocks in the first `counts` entries of a row's list: int8, as indices."""
     first = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     blocks = torch.zeros_like(indices).scatter_add(-1, indices.long(), first.to(indices.dtype))
     return (blocks > 0).to(torch.int8)

@@ -58,7 +58,7 @@ def write(folder: str | Path) -> list[Path]:
 
 
 def contents() -> dict[str, bytes]:
-    """The files of a variant but metadata.json, by their paths in it.
+    """Collect the files of a variant, without metadata.json, by path.
 
     Raises:
         ValueError: a file imports fastattn by its name, or a name of fastattn/__init__.py.
@@ -88,7 +88,7 @@ def contents() -> dict[str, bytes]:
 
 
 def modules() -> dict[str, Path]:
-    """The file of every module of fastattn, whose kernels may lie elsewhere."""
+    """Find the file of every module of fastattn; kernels may be in another folder."""
     found = {}
     for package in (_ROOT, f"{_ROOT}.kernels"):
         folder = Path(str(resources.files(package)))
@@ -99,7 +99,7 @@ def modules() -> dict[str, Path]:
 
 
 def _imported(name: str, path: Path, sources: Mapping[str, Path]) -> Iterator[str]:
-    """The modules of fastattn that a module imports, for type checkers too."""
+    """Yield the modules of fastattn that a module imports, for type checkers too."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -117,7 +117,7 @@ def _imported(name: str, path: Path, sources: Mapping[str, Path]) -> Iterator[st
 
 
 def _init(path: Path, reached: set[str]) -> str:
-    """The code of a variant's __init__.py: what fastattn's takes from the reached modules."""
+    """Write a variant's __init__.py: the imports of fastattn's from the reached modules."""
     lines, names = [], list(FUNCTIONS)
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.ImportFrom) and f"{_ROOT}.{node.module}" in reached:

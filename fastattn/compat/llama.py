@@ -69,7 +69,7 @@ class LlamaAttention(nn.Module):
             return out, None, None
         if (cache_k is None) != (cache_v is None):
             there = "cache_v" if cache_k is None else "cache_k"
-            raise ValueError(f"cache_k and cache_v go together, got {there} alone")
+            raise ValueError(f"cache_k and cache_v must be passed together, got {there} alone")
         for name, old in (("cache_k", cache_k), ("cache_v", cache_v)):
             if old is not None:
                 check_tensor(name, old)

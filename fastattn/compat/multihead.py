@@ -96,7 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of query to key and value, and its weights on request.
+        """Attend from query to key and value; return the weights too, on request.
 
         Args:
             query: [L, N, E], with batch_first [N, L, E], or unbatched [L, E].
@@ -215,7 +215,7 @@ def _fits(
     attn_mask: Tensor | None,
     is_causal: bool,
 ) -> bool:
-    """Whether torch would take these arguments."""
+    """Whether torch would accept these arguments."""
     dims = query.dim()
     if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
         return False
@@ -240,7 +240,7 @@ def _fits(
 def _project(
     layer: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [N, H, L, D], k and v [N, H, S, D] of [N, L, E] inputs, with the appended keys."""
+    """Project [N, L, E] to q [N, H, L, D], k and v [N, H, S, D], with the appended keys."""
     E, bias = layer.embed_dim, layer.in_proj_bias
     if layer.in_proj_weight is None:
         weights = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
@@ -299,7 +299,7 @@ def _masks(
     attn_mask: Tensor | None,
     causal: bool,
 ) -> dict[str, Any]:
-    """torch's masks as options of `fastattn.attention`."""
+    """Translate torch's masks to options of `fastattn.attention`."""
     N, H, L, _ = q.shape
     more = int(layer.bias_k is not None) + int(layer.add_zero_attn)
     options: dict[str, Any] = {}
@@ -327,7 +327,7 @@ def _masks(
 def _with_weights(
     layer: MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, masks: dict[str, Any], p: float
 ) -> tuple[Tensor, Tensor]:
-    """o and the differentiable weights [N, H, L, S], after dropout; scores are computed once."""
+    """Compute o and the differentiable weights [N, H, L, S], after dropout; scores once."""
     # Autocast on CUDA computes softmax in fp32, so torch's weights are fp32.
     narrow = torch.float32 if q.is_cuda and tracing.autocasting(q.device) else q.dtype
     q, k, v, _ = autocast(q, k, v, {})

@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
 class _Call(NamedTuple):
     """A translated call of `fastattn.attention`, and the shape of torch's result.
 
-    split: a leading dim whose entries have to be calls of their own, see `_uneven`.
+    split: a leading dim whose entries need separate calls, see `_uneven`.
     """
 
     q: Tensor
@@ -138,7 +138,7 @@ def by_torch(arguments: Arguments) -> Tensor:
 
 
 def explain(*arguments: Any, **options: Any) -> Explanation:
-    """Backend of this call of `scaled_dot_product_attention`, and why faster ones are passed over.
+    """Explain the backend of a call of `scaled_dot_product_attention`, and why not faster ones.
 
     "torch" means torch's own function. Computes nothing.
     """
@@ -153,7 +153,7 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
 
 
 def _translated(arguments: Arguments) -> _Call | str:
-    """The translated call, or why torch's own function has to serve it."""
+    """Translate the call, or return why torch's own function has to serve it."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     # torch also takes numpy's numbers and 0-dim tensors.
     dropout_p, scale = checks.as_python(dropout_p), checks.as_python(scale)
@@ -193,7 +193,7 @@ def _translated(arguments: Arguments) -> _Call | str:
 
 
 def _uneven(leading: tuple[int, ...], batch: tuple[int, ...]) -> int | None:
-    """The shortest leading dim, if a mask broadcasts over some of them and not over others.
+    """Find the shortest leading dim, if a mask broadcasts over some of them but not all.
 
     A pair bias [B, 1, H, L, S] for query [B, N, H, L, E] is one: as rows of [B * N, H, L, S], it
     would be copied N times.
@@ -206,7 +206,7 @@ def _uneven(leading: tuple[int, ...], batch: tuple[int, ...]) -> int | None:
 
 
 def _parts(arguments: Arguments, call: _Call) -> list[Arguments]:
-    """The calls of each entry of the leading dim along which a call is split."""
+    """Split a call along a leading dim."""
     dim, rank = call.split, len(call.shape)
     assert dim is not None
     sizes = [-1] * rank
@@ -312,7 +312,7 @@ def _mask_options(
     query: Tensor,
     scores: tuple[int, ...],
 ) -> dict[str, Any] | str:
-    """attn_mask as options of `attention`; scores: the shape that torch adds it to."""
+    """Translate attn_mask to options of `attention`; scores: the shape that torch adds it to."""
     if is_causal:
         return "attn_mask and is_causal are both given"
     if (bias := _causal_bias(mask)) is not None:
@@ -337,7 +337,7 @@ def _mask_options(
 
 
 def _causal_bias(mask: object) -> Any:
-    """torch.nn.attention.bias if mask is one of its CausalBias, else None."""
+    """Return torch.nn.attention.bias if mask is its CausalBias, else None."""
     # Importing it would import torch._dynamo, which takes a second; a CausalBias exists only after.
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias if bias is not None and isinstance(mask, bias.CausalBias) else None
@@ -348,7 +348,7 @@ def _without_causal_bias(mask: Any) -> Any:
 
 
 def bounded_bias(bias: Tensor) -> Tensor:
-    """A bias whose finite entries stay finite in the kernels, which multiply it by log2(e)."""
+    """Bound a bias: its finite entries stay finite in the kernels, which multiply by log2(e)."""
     # Models mask with the lowest number of a dtype, and torch's output for a fully masked row is
     # the mean of the values.
     if bias.dtype == torch.float16:

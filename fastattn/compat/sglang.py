@@ -40,7 +40,7 @@ def _create(runner: Any) -> Any:
 
 def _refuse(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(
-        f"fastattn's SGLang backend does not serve {what}: {instead}, or choose another "
+        f"fastattn's SGLang backend does not support {what}: {instead}, or choose another "
         "--attention-backend"
     )
 
@@ -234,7 +234,7 @@ class _Backend:
         )  # fmt: skip
 
     def _pages_of(self, rows: Tensor) -> Tensor:
-        """int32 [B, N]: pages of rows, from the pool's token table."""
+        """Get the pages of rows, int32 [B, N], from the pool's token table."""
         table = self.req_to_token_pool.req_to_token[:, :: self.page_size]
         return (table.index_select(0, rows) // self.page_size).int()
 
@@ -248,7 +248,7 @@ class _Backend:
 
 
 def _lengths(fb: Any, drafts: int | None) -> Tensor:
-    """int32 [B]: tokens of each row, including new ones; seq_lens excludes drafts."""
+    """Count the tokens of each row, new ones and drafts included: int32 [B]."""
     if fb.forward_mode.is_target_verify():
         return (fb.seq_lens + drafts).int()
     if fb.forward_mode.is_decode():
@@ -257,7 +257,7 @@ def _lengths(fb: Any, drafts: int | None) -> Tensor:
 
 
 def _tree_of(fb: Any, n: int | None) -> Tensor | None:
-    """bool [B n, n]: visibility between drafts, from SGLang's mask, in which older keys come first.
+    """Cut the visibility between drafts, bool [B n, n], from SGLang's mask, older keys first.
 
     The mask is flat: n rows of seq_len + n entries for each request, or n rows of n (QLEN_ONLY).
     """
@@ -278,7 +278,7 @@ def _tree_of(fb: Any, n: int | None) -> Tensor | None:
 
 
 def _options(layer: Any, kwargs: dict[str, Any], tree: bool) -> dict[str, Any]:
-    """Options of `attention_paged` for a layer; unserved features are refused by name."""
+    """Options of `attention_paged` for a layer; unsupported features raise by name."""
     for name, x in kwargs.items():
         if x is not None:
             raise _refuse(name, "run the model without it")

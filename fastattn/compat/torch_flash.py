@@ -62,7 +62,7 @@ def _refuse(**unserved: Any) -> None:
     refused = [name for name, value in unserved.items() if value is not None and value is not False]
     if refused:
         raise NotImplementedError(
-            f"{', '.join(refused)} of torch's flash operators not served by fastattn: call "
+            f"{', '.join(refused)} of torch's flash operators not supported by fastattn: call "
             "fastattn.attention_varlen or fastattn.attention_paged, or restore torch's own by "
             "torch.nn.attention.restore_flash_attention_impl()"
         )
@@ -86,7 +86,7 @@ def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """o, lse and further results for q [B, H, T, D], or packed [total, H, D] with offsets."""
+    """Compute o, lse and further results for q [B, H, T, D], or packed [total, H, D]."""
     state, unused, mask = _no_rng(q)
     if "dropout" in options:
         seed = dropout.draw_seed(q.device)
@@ -103,7 +103,7 @@ def _backward(
     state: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """dq, dk and dv from do, q, k, v and o."""
+    """Compute dq, dk and dv from do, q, k, v and o."""
     if "dropout" in options:
         options["dropout_seed"] = state.view(torch.int64)
     # The gradient of a sum has zero strides.
@@ -175,7 +175,7 @@ def _rows_of(
     """Cache rows of pages [P, S, H_k, D], or of partly used packed keys [total, H_k, D]."""
     if cu_q is None or used is None or (table is None) == (cu_k is None):
         raise ValueError(
-            "seqused_k goes with cum_seq_q, and with one of block_table and cum_seq_k, got "
+            "seqused_k needs cum_seq_q, and one of block_table and cum_seq_k, got "
             f"seqused_k {used is not None}, cum_seq_q {cu_q is not None}, "
             f"block_table {table is not None}, cum_seq_k {cu_k is not None}"
         )
@@ -193,7 +193,7 @@ def _of_rows(
     q: Tensor, view: CacheView, cu_q: Tensor | None, max_q: int, num_splits: int | None,
     out: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o (in out, if passed) and lse [H, total]; inference only."""
+    """Compute o (in out, if passed) and lse [H, total]; inference only."""
     assert cu_q is not None
     _refuse(dropout_p=options.pop("dropout", None))
     with torch.no_grad():

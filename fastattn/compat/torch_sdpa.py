@@ -22,7 +22,7 @@ from torch.overrides import has_torch_function
 from torch.utils._device import DeviceContext
 
 _NAME = "scaled_dot_product_attention"
-# torch's own function, for calls that are not served.
+# torch's own function, for calls that the kernels do not support.
 torch_attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 _lock = threading.RLock()
@@ -49,10 +49,7 @@ def put(function: Callable[..., Tensor]) -> None:
 
 
 def take_away() -> None:
-    """Undo `put`.
-
-    If another library has replaced our function, its function stays.
-    """
+    """Undo `put`, unless another library has replaced our function since."""
     global _wanted
     with _lock:
         _wanted = False
@@ -60,7 +57,7 @@ def take_away() -> None:
 
 
 def is_torchs_attention(function: object) -> bool:
-    """Whether it is torch's function, or stands in its place."""
+    """Whether it is torch's function or its replacement."""
     return function is torch_attention or (function is not None and function is _ours)
 
 

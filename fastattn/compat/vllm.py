@@ -67,7 +67,7 @@ def _warn_of_other_versions() -> None:
 
 def _refuse(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(
-        f"fastattn's vLLM backend does not serve {what}: {instead}, or choose another "
+        f"fastattn's vLLM backend does not support {what}: {instead}, or choose another "
         "--attention-backend"
     )
 
@@ -237,7 +237,7 @@ class _Impl:
     ) -> Tensor:
         """Write the attention of query [tokens, H_q, D] over the cache into output."""
         if output_scale is not None or output_block_scale is not None:
-            raise _refuse("a quantised output (output_scale)", "turn its fusion off")
+            raise _refuse("a quantized output (output_scale)", "turn its fusion off")
         if attn_metadata is None:  # vLLM's memory profiling
             return output.fill_(0)
         step = attn_metadata

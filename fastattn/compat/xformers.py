@@ -72,10 +72,10 @@ def memory_efficient_attention(
 
     Raises:
         TypeError: a bias of another class, or a non-float tensor.
-        ValueError: shapes that do not fit, or an option that is not served.
+        ValueError: shapes that do not fit, or an unsupported option.
     """
     if op is not None:
-        raise ValueError(f"op must be None: xformers' operators are not served, got {op!r}")
+        raise ValueError(f"op must be None: xformers' operators are not supported, got {op!r}")
     if output_dtype not in (None, query.dtype):
         raise ValueError(f"output_dtype must be None or {query.dtype}, got {output_dtype}")
     if query.dim() not in (4, 5) or not query.dim() == key.dim() == value.dim():
@@ -98,7 +98,7 @@ def memory_efficient_attention(
 
 
 def _dense(bias: Any, name: str, query: Tensor) -> dict[str, Any]:
-    """A bias without blocks as options of `attention`."""
+    """Translate a bias without blocks to options of `attention`."""
     if bias is None:
         return {}
     if isinstance(bias, Tensor):
@@ -129,7 +129,7 @@ def _added(bias: Tensor, query: Tensor) -> Tensor:
 def _by_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, kind: _Blocks, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of packed queries [1, total, H, K] within blocks."""
+    """Attend from packed queries [1, total, H, K] within blocks."""
     starts_q, starts = bias.q_seqinfo.seqstart_py, bias.k_seqinfo.seqstart_py
     if q.shape[0] != 1 or k.shape[0] != 1 or q.shape[1] != starts_q[-1]:
         raise ValueError(

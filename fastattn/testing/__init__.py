@@ -1,4 +1,4 @@
-"""Shared by tests and benchmarks: inputs, the error budget, and checks against the oracle."""
+"""Inputs, the error budget and checks against the oracle, for tests and benchmarks."""
 
 from .budget import assert_within_budget as assert_within_budget
 from .budget import error_budget as error_budget

@@ -1,4 +1,4 @@
-"""The error budget: the project's only tolerance.
+"""Error budget: the project's only tolerance.
 
     max|x - ref|  <=  2 * max|naive - ref|  +  eps(dtype) * max|ref|  +  64 * eps(fp32)
 
@@ -18,19 +18,19 @@ from torch import Tensor
 
 
 def error_budget(ref: Tensor, naive: Tensor, dtype: torch.dtype) -> float:
-    """Largest allowed error of a result in `dtype`. Infinite entries of ref are ignored."""
+    """Compute the largest allowed error of a result in `dtype`; ignores infinite entries of ref."""
     ref = ref.double()
     finite = ref.isfinite()
     if not finite.any():
         return 64 * torch.finfo(torch.float32).eps
     formula = (naive.double() - ref)[finite].abs().max()
-    assert formula.isfinite(), "the naive result is not finite, so it says nothing of the error"
+    assert formula.isfinite(), "the naive result is not finite, so it gives no budget"
     rounding = torch.finfo(dtype).eps * ref[finite].abs().max()
     return float(2 * formula + rounding + 64 * torch.finfo(torch.float32).eps)
 
 
 class PastBudget(AssertionError):
-    """An error past its budget, and its share of the budget."""
+    """Error: a result exceeds its budget."""
 
     def __init__(self, message: str, share: float) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
     if x.numel() == 0:
         return 0.0
     x, ref, naive = x.detach(), ref.detach().to(x.device), naive.detach().to(x.device)
-    assert not ref.isnan().any(), f"{name}: the reference has NaN, which no result can be held to"
+    assert not ref.isnan().any(), f"{name}: the reference has NaN, so nothing can be compared"
     infinite = ref.isinf()
     assert torch.equal(x.double()[infinite], ref.double()[infinite]), f"{name}: infinities differ"
     assert x[~infinite].isfinite().all(), f"{name} has NaN or inf where the reference is finite"
@@ -72,5 +72,5 @@ def assert_within_budget(name: str, x: Tensor, ref: Tensor, naive: Tensor) -> fl
 def assert_all_within_budget(
     names: Iterable[str], actual: Iterable[Tensor], ref: Iterable[Tensor], naive: Iterable[Tensor]
 ) -> float:
-    """`assert_within_budget` for each result; returns the largest share."""
+    """Check each result by `assert_within_budget`; return the largest share."""
     return max(starmap(assert_within_budget, zip(names, actual, ref, naive, strict=True)))

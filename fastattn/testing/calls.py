@@ -1,4 +1,4 @@
-"""A call of each public function: its arguments from q, k and v, its options, and its oracle.
+"""Calls of each public function: arguments from q, k and v, options, and oracle.
 
 `fastattn verify` makes the calls with fixed seeds, generated calls with random ones.
 """
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 class Draw:
-    """Random numbers and choices from a seed; tensors are on the CPU."""
+    """Source of random numbers and choices from a seed; tensors are on the CPU."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -51,12 +51,12 @@ class Draw:
         return torch.randn(shape, generator=self._tensors)
 
     def integers(self, least: int, most: int, *shape: int) -> Tensor:
-        """In int32 or int64."""
+        """Draw integers, in int32 or int64."""
         x = torch.randint(least, max(least, most) + 1, shape, generator=self._tensors)
         return x.to(self.choice(torch.int32, torch.int64))
 
     def bools(self, share: float, *shape: int) -> Tensor:
-        """True with this chance each."""
+        """Draw bools, each True with this chance."""
         return torch.rand(shape, generator=self._tensors) < share
 
 
@@ -98,7 +98,7 @@ class Made(NamedTuple):
 
 
 def made(q: Tensor, k: Tensor, v: Tensor, **beside: Any) -> Made:
-    """Arguments that function and oracle share."""
+    """Make arguments that function and oracle share."""
     return Made((q, k, v), (q, k, v), beside, {})
 
 
@@ -116,7 +116,7 @@ def quantized(*qkv: Tensor, **cu_seqlens: Tensor) -> Made:
 
 
 class PublicCall(NamedTuple):
-    """A public function.
+    """Public function with its options and oracle.
 
     oracle: takes the same arguments. make: returns arguments from a `Draw`, q, k, v [B, H, T, D].
     like: a function of OPTIONS with the same options, but for those in `without`. packed: takes
@@ -138,7 +138,7 @@ class PublicCall(NamedTuple):
         return frozenset(names) - {*self.without}
 
     def check(self, given: Made, backend: str, **options: Any) -> float:
-        """`assert_matches_reference` for a call of it."""
+        """Check a call of it by `assert_matches_reference`."""
         how = {"oracle": self.oracle, "backward": self.learns, **given.beside, **options}
         ours = partial(self.function, backend=backend, **given.alone)
         return assert_matches_reference(ours, *given.qkv, clean=given.clean, **how)
@@ -208,7 +208,7 @@ def additive_formula(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor,
     return_lse: bool = True, **masks: Any,
 ) -> Any:  # fmt: skip
-    """The explicit formula, with a [B, H_q, T_q, T_k, hidden] tensor."""
+    """Compute the explicit formula, with a [B, H_q, T_q, T_k, hidden] tensor."""
     a, b = (
         torch.einsum("bhtd,...hcd->bhtc" if w.dim() == 3 else "bhtd,cd->bhtc", x, w)
         for x, w in ((q, w_query), (k, w_key))
@@ -243,7 +243,7 @@ def _visible(q: Tensor, k: Tensor, **masks: Any) -> Tensor:
 
 
 def merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """The oracle of `merge`."""
+    """Merge parts: the oracle of `merge`."""
     largest = torch.maximum(lse1, lse2).detach()
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     total = (lse1 - largest).exp() + (lse2 - largest).exp()

@@ -37,7 +37,7 @@ def assert_matches_reference(
         clean: q, k, v for the oracle, if the tested ones hold NaN in padding.
         oracle: `reference.attention_varlen` for packed sequences, whose offsets are `positional`.
         backward: check gradients too.
-        orders: of summation, see `worst_naive`.
+        orders: number of orders of summation, see `worst_naive`.
         arguments: options of both. Gradients of options in DIFFERENTIABLE are always compared too.
 
     Returns:
@@ -66,7 +66,7 @@ def assert_all_near(
     naive: Callable[[], Sequence[Tensor]],
     orders: int = RUNS,
 ) -> float:
-    """`assert_all_within_budget` with `worst_naive`, first with one order, then with all.
+    """Check results by `assert_all_within_budget`: first one order of summation, then all.
 
     More orders only enlarge the budget.
     """

@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Filled:
-    """A cache of B rows, and its tokens for the oracle.
+    """Cache of B rows, and its tokens for the oracle.
 
     view: the rows in order. k, v: [B, H_k, T, D] by position, dequantised. masks: options of
     `reference.attention`, besides the lengths.
@@ -51,7 +51,7 @@ class Filled:
 
 
 def fill(kind: str, k: Tensor, v: Tensor, lengths: Tensor) -> Filled:
-    """A cache of one of KINDS with the first lengths[b] tokens of k, v [B, H_k, T, D] in row b."""
+    """Fill a cache, one of KINDS, with lengths[b] tokens of k, v [B, H_k, T, D] in row b."""
     options = dict(KINDS[kind])
     starts, index = options.pop("starts", None), options.pop("batch_index", None)
     page_size = options.pop("page_size", None)
@@ -123,7 +123,7 @@ def assert_decoded(
         return reference.attention(*tensors, return_lse=True, **arguments)
 
     exact = run(torch.float64)
-    assert actual[0].isfinite().all(), "what is unspecified has to be finite"
+    assert actual[0].isfinite().all(), "unspecified results must be finite"
     real = (torch.arange(q.shape[2], device=q.device) < counts[:, None])[:, None]
     known = [
         torch.where(real[..., None] if x.dim() == 4 else real, x, like.to(x.dtype))

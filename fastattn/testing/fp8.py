@@ -1,4 +1,4 @@
-"""The error bound of FP8 attention, element by element.
+"""Error bound of FP8 attention, element by element.
 
 The reference is the oracle in fp64 on dequantised inputs:
 
@@ -86,7 +86,7 @@ def assert_output_within_fp8_bounds(
     if not error.numel():
         return 0.0
     shares = error / bound
-    assert not shares.isnan().any(), "o: the reference has NaN, which no result can be held to"
+    assert not shares.isnan().any(), "o: the reference has NaN, so nothing can be compared"
     share = float(shares.max())
     if share > 1:
         worst = int((error - bound).argmax())
@@ -136,7 +136,7 @@ def assert_packed_within_fp8_bounds(
     tensor_cores: bool = False,
     **arguments: Any,
 ) -> float:
-    """`assert_within_fp8_bounds` of packed sequences; offsets: cu_seqlens of queries and keys."""
+    """Check packed sequences by `assert_within_fp8_bounds`; offsets: both cu_seqlens."""
     share = 0.0
     in_order = (offsets[0], offsets[1], offsets[1])
     for n in range(offsets[0].shape[0] - 1):

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers, equal at each call."""
+    """Draw normal numbers, equal at each call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def draws(
     seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Callable[..., Tensor]:
-    """draw(*shape): normal numbers on the device, the next ones at each call."""
+    """Make draw(*shape): normal numbers on the device, new ones at each call."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> Tensor:
@@ -28,7 +28,7 @@ def draws(
 
 
 def to_device(options: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """`options` with every tensor, in tuples too, on the device."""
+    """Copy every tensor of `options`, in tuples too, to the device."""
 
     def move(x: Any) -> Any:
         if isinstance(x, tuple):
@@ -53,7 +53,7 @@ def make_qkv(
     seed: int = 0,
     requires_grad: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit normal q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v], drawn in `dtype`.
+    """Draw unit normal q [B, H_q, T_q, D], k [B, H_k, T_k, D], v [B, H_k, T_k, D_v] in `dtype`.
 
     layout "bthd" gives the same shapes as transposed views of [B, T, H, D] memory. Equal arguments
     give equal numbers.

@@ -1,4 +1,4 @@
-"""An example of every option of `attention`, and few sets that cover all pairs."""
+"""Examples of every option of `attention`, and few sets that cover all pairs."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def squash_grad(dx, x, b, h, q_pos, k_pos, table, ends):  # type: ignore[no-unty
 def option_examples(
     H_q: int, H_k: int, T_q: int, T_k: int, D: int, *, reach: int
 ) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of `fastattn.attention` by name, for calls of these sizes and B = 2.
+    """Make keyword arguments of `fastattn.attention` by name, for calls of these sizes and B = 2.
 
     Each example has one option, and options that it requires. `reach`: the last distance of the
     tables of relative biases and keys.
@@ -137,7 +137,7 @@ _APART = (
 def sets_that_cover_pairs(
     options: Mapping[str, Mapping[str, Any]], largest: int
 ) -> list[tuple[str, ...]]:
-    """Sets of at most `largest` names that contain every compatible pair, chosen greedily.
+    """Choose sets of at most `largest` names that contain every compatible pair, greedily.
 
     Two options are compatible if they share no argument, are not a mask and a bias (a float
     attn_mask is a bias), and do not both set query positions.
@@ -154,7 +154,7 @@ def sets_that_cover_pairs(
 def cover_pairs(
     names: Iterable[str], compatible: Callable[[str, str], bool], largest: int
 ) -> list[tuple[str, ...]]:
-    """Sets of at most `largest` names that contain every compatible pair, chosen greedily."""
+    """Choose sets of at most `largest` names that contain every compatible pair, greedily."""
     names = list(names)
     missing = {pair for pair in itertools.combinations(names, 2) if compatible(*pair)}
     sets = []
@@ -172,5 +172,5 @@ def cover_pairs(
 
 
 def together(options: Mapping[str, Mapping[str, Any]], names: tuple[str, ...]) -> dict[str, Any]:
-    """The keyword arguments of all `names`."""
+    """Merge the keyword arguments of all `names`."""
     return {argument: x for name in names for argument, x in options[name].items()}

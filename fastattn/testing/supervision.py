@@ -129,7 +129,7 @@ class _Worker:
         why = f"made no progress for {limit:.0f} s" if code is None else self._how(code)
         self.end()
         if not self._at:
-            raise ChildProcessError(f"the process {why}, with nothing at work")
+            raise ChildProcessError(f"the process {why}, with no implementation running")
         return self._ended(why, hung=code is None)
 
     def end(self) -> None:
@@ -193,7 +193,7 @@ def talk(work: Callable[[Tell, Iterator[Any]], object]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An error's type and message in a line; a long one without its middle.
+    """Format an error's type and message in a line; a long one without its middle.
 
     Compilers' messages begin with the location and end with the cause.
     """
@@ -211,7 +211,7 @@ def log(where: str, error: BaseException) -> None:
 
 
 def variables() -> dict[str, str]:
-    """This process's environment, without variables that prevent compiled kernels."""
+    """Copy this process's environment, without variables that prevent compiled kernels."""
     # The checkout must not be on sys.path: see tests/conftest.py. torch.compile uses one process,
     # since kernels come one at a time.
     hidden = ("TRITON_INTERPRET", "FASTATTN_BACKEND")

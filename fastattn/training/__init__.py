@@ -1,4 +1,4 @@
-"""Training: tokenizers, data, tasks, the training loop, checkpoints and attention maps."""
+"""Training: tokenizers, data, tasks, training loop, checkpoints, attention maps."""
 
 from typing import NoReturn
 

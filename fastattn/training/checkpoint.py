@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one folder a step, whole or not there.
+"""Checkpoints of a run: a folder per step, written atomically.
 
     step-00000500/
         model.safetensors   the weights; its metadata are configuration, tokenizer and step
@@ -37,12 +37,12 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written or read, or belongs to another run."""
+    """Error: a checkpoint cannot be written or read, or belongs to another run."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State from which a model is built and its run goes on.
+    """State from which a model is built and its run continues.
 
     Args:
         step: optimizer steps done.
@@ -82,7 +82,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.source} has no usable model config: {error}") from None
 
     def build(self) -> nn.Module:
-        """The model with its weights, on the CPU; raises as `check` does."""
+        """Build the model with its weights, on the CPU; errors as `check`."""
         self.check()
         model = self.kind.build(self.model_config, self.config.get("data", {}))
         model.load_state_dict(self.model)
@@ -104,7 +104,7 @@ class Checkpoint:
         for name in sorted({*wanted, *saved}):
             if wanted.get(name) != saved.get(name):
                 raise CheckpointError(
-                    f"{self.source} is of another configuration: {name} has shape "
+                    f"{self.source} has a different configuration: {name} has shape "
                     f"{saved.get(name, 'none')}, the model needs {wanted.get(name, 'none')}"
                 )
 
@@ -191,11 +191,11 @@ def load_trained(path: str | Path, *kinds: str, device: torch.device | str = "cp
 
     Args:
         path: a run's folder, for its newest checkpoint, or one checkpoint's folder.
-        kinds: names of the kinds that will do; none = any.
+        kinds: accepted kinds; none = any.
         device: where the model goes.
 
     Raises:
-        CheckpointError: as `load_checkpoint`, or the checkpoint is of another kind, or its parts do
+        CheckpointError: as `load_checkpoint`, or the checkpoint has another kind, or its parts do
             not belong together.
     """
     checkpoint = load_checkpoint(path, training=False)
@@ -211,7 +211,7 @@ def load_trained(path: str | Path, *kinds: str, device: torch.device | str = "cp
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[GPT, Tokenizer]:
-    """The GPT of a checkpoint, in evaluation mode, and its tokenizer.
+    """Build the GPT of a checkpoint, in evaluation mode; return it and its tokenizer.
 
     Raises:
         CheckpointError: as `load_trained`.
@@ -233,18 +233,18 @@ def check_tokenizer(tokenizer: Tokenizer, config: Any, owner: str) -> None:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Folder of a step's checkpoint."""
+    """Name the folder of a step's checkpoint."""
     return run_dir / f"step-{step:08d}"
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Folder of a run's newest checkpoint, or None."""
+    """Find a run's newest checkpoint, or None."""
     folders = _checkpoints(Path(run_dir))
     return folders[-1] if folders else None
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint at a path: the folder itself, or the newest of a run's folder.
+    """Find the checkpoint at a path: the folder itself, or the newest of a run's folder.
 
     Raises:
         CheckpointError: there is none.
@@ -280,7 +280,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and metadata of a model.safetensors."""
+    """Read tensors and metadata of a model.safetensors."""
     safetensors = import_extra("safetensors", "a checkpoint")
     if not path.exists() and (path.parent / "checkpoint.json").exists():
         raise CheckpointError(
@@ -301,7 +301,7 @@ def _read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"{path} is not of fastattn: its metadata have no {_FORMAT!r}")
     fields = json.loads(metadata[_FORMAT])
     if fields.pop(_DIGEST, None) != _digest(fields, tensors):
-        raise CheckpointError(f"{path} is corrupt: its SHA-256 is another one")
+        raise CheckpointError(f"{path} is corrupt: its SHA-256 differs")
     return tensors, fields
 
 
@@ -311,7 +311,7 @@ def _read_training(path: Path, digest: str) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if _sha256(content) != digest:
-        raise CheckpointError(f"{path} is truncated or corrupt: its SHA-256 is another one")
+        raise CheckpointError(f"{path} is truncated or corrupt: its SHA-256 differs")
     state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
 
@@ -321,7 +321,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _digest(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of metadata and tensors, in hexadecimal."""
+    """Compute the SHA-256 of metadata and tensors, in hexadecimal."""
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
@@ -331,7 +331,7 @@ def _digest(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, each with its own memory, as safetensors requires."""
+    """Copy tensors to the CPU, each with its own memory, as safetensors requires."""
     seen: set[int] = set()
     copies = {}
     for name, tensor in tensors.items():
@@ -356,7 +356,7 @@ def _step(folder: Path) -> int:
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
-    """Folders of a run's checkpoints, the newest last."""
+    """List a run's checkpoints, the newest last."""
     if not run_dir.is_dir():
         return []
     folders = [x for x in run_dir.iterdir() if _FOLDER.fullmatch(x.name) and x.is_dir()]
@@ -364,7 +364,7 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, renamed first, so that half of it never looks complete."""
+    """Rename a checkpoint, then remove it: half of it never looks complete."""
     doomed = folder.with_name(f"{_REMOVING}{folder.name}")
     try:
         folder.rename(doomed)

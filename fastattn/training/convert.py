@@ -1,4 +1,4 @@
-"""Conversion: GPT-2 from and to Hugging Face's layout, and from nanoGPT checkpoints.
+"""Conversion of GPT-2 checkpoints from and to Hugging Face, and from nanoGPT.
 
 Reading never runs code from a file: weights come from safetensors, or from torch's format with
 `weights_only=True`.
@@ -40,7 +40,7 @@ _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 def import_hf(
     folder: str | Path, out_dir: str | Path, *, tokenizer: str | Path | None = None
 ) -> Path:
-    """Makes a checkpoint from a GPT-2 saved by Hugging Face transformers.
+    """Make a checkpoint from a GPT-2 saved by Hugging Face transformers.
 
     Args:
         folder: holds config.json, model.safetensors (or its shards) and a tokenizer: tokenizer.json
@@ -68,7 +68,7 @@ def import_hf(
 
 
 def export_hf(path: str | Path, folder: str | Path) -> Path:
-    """Writes a checkpoint as a Hugging Face GPT-2, which `import_hf` reads back.
+    """Write a checkpoint as a Hugging Face GPT-2, which `import_hf` reads back.
 
     A Hugging Face tokenizer is written as tokenizer.json. Only `import_hf` reads a
     `CharacterTokenizer`, as transformers has no such kind.
@@ -115,7 +115,7 @@ def import_nanogpt(
     tokenizer: str | Path | None = None,
     text: str | Path | None = None,
 ) -> Path:
-    """Makes a checkpoint from nanoGPT's ckpt.pt.
+    """Make a checkpoint from nanoGPT's ckpt.pt.
 
     Args:
         path: the file, read with weights_only=True, so that no code in it runs.
@@ -183,7 +183,7 @@ def _save(
 
 @contextmanager
 def _naming(source: str | Path) -> Iterator[None]:
-    """Name the source in errors about another library's files."""
+    """Name the source in errors about its files."""
     try:
         yield
     except gpt2.UnsupportedModelError as error:
@@ -193,7 +193,7 @@ def _naming(source: str | Path) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file that holds an object."""
+    """Read the fields of a JSON object from a file."""
     try:
         fields = json.loads(path.read_bytes())
     except OSError as error:
@@ -217,7 +217,7 @@ def _tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the files that its index names."""
+    """Read all tensors of model.safetensors, or of the files that its index names."""
     torch_format = import_extra("safetensors.torch", "a checkpoint")
     weights: dict[str, Tensor] = {}
     for name in _weight_files(folder):
@@ -236,7 +236,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """model.safetensors, or the files that its index names."""
+    """List model.safetensors, or the files that its index names."""
     if not (folder / _SHARDS).exists():
         return [_WEIGHTS]
     path = folder / _SHARDS

@@ -1,4 +1,4 @@
-"""Attention maps of a trained model, by layer and head, as a picture."""
+"""Attention maps of a trained model: weights by layer and head, as a picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INCHES = 2.2  # a head's square
 
 @dataclass(frozen=True)
 class Map:
-    """The weights [H, T_q, T_k] of one layer, and its queries and keys as text.
+    """Attention weights [H, T_q, T_k] of one layer, and its queries and keys as text.
 
     name: of the attention module. Rows of weights add up to 1, with sinks to less.
     """
@@ -41,7 +41,7 @@ class Map:
 
 
 def attention_maps(trained: Trained, text: str, *, target: str | None = None) -> list[Map]:
-    """Weights of every attention layer of a model on a text.
+    """Compute the attention weights of every layer of a model on a text.
 
     Args:
         trained: the model.
@@ -79,7 +79,7 @@ def attention_maps(trained: Trained, text: str, *, target: str | None = None) ->
 
 
 def _tokens(trained: Trained, text: str) -> list[int]:
-    """Tokens of a text in the form of the model's training data."""
+    """Encode a text in the form of the model's training data."""
     limit = trained.config.context_length
     if trained.kind.name == "tagger":
         words = [
@@ -92,16 +92,14 @@ def _tokens(trained: Trained, text: str) -> list[int]:
     else:
         tokens = trained.tokenizer.encode(text)
     if not tokens:
-        raise DataError("--text: the text has no token")
+        raise DataError("--text has no token")
     if len(tokens) > limit:
-        raise DataError(
-            f"--text: the text has {len(tokens)} tokens, the model reads at most {limit}"
-        )
+        raise DataError(f"--text has {len(tokens)} tokens, the model reads at most {limit}")
     return tokens
 
 
 def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, Tensor]]:
-    """Name and weights [H, T_q, T_k] of every attention module, from its inputs."""
+    """Compute name and weights [H, T_q, T_k] of every attention module, from its inputs."""
     calls: list[tuple[str, Tensor]] = []
     names = {layer: name for name, layer in model.named_modules()}
     kinds: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -126,7 +124,7 @@ def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, 
 
 
 def _map(name: str, weights: Tensor, labels: Sequence[Sequence[str]]) -> Map:
-    """A map with its queries' and keys' tokens; the second of two sequences is the decoder's."""
+    """Make a map with its tokens; of two sequences the second is the decoder's."""
     queries, keys = labels[-1], labels[0]
     if len(labels) > 1 and not name.endswith(".cross"):
         queries = keys = labels[0] if name.startswith("encoder") else labels[1]

@@ -26,7 +26,7 @@ def append_metrics(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of a run's metrics.jsonl, without an incomplete last line that a kill has left.
+    """Read a run's metrics.jsonl, without an incomplete last line of a killed run.
 
     Raises:
         OSError: another line is damaged; the message names it.
@@ -43,7 +43,7 @@ def _record(line: bytes, source: str) -> dict[str, Any]:
             return record
     except (ValueError, KeyError, TypeError):
         pass
-    raise OSError(f"{source} is damaged, no record with a step: remove the line to go on")
+    raise OSError(f"{source} is damaged, no record with a step: remove the line to continue")
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:
@@ -57,7 +57,7 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
 
 
 def draw_loss_curve(run_dir: Path) -> None:
-    """Draw the losses of metrics.jsonl over steps into loss.png, which is replaced in one step."""
+    """Draw the losses of metrics.jsonl over steps into loss.png, atomically."""
     figure_module = import_extra("matplotlib.figure", "the loss curve")
     records, path = read_metrics(run_dir), run_dir / CURVE_FILE
     figure = figure_module.Figure(figsize=(7, 4.5), layout="constrained")
@@ -96,7 +96,7 @@ class Progress:
 
 
 class ProgressBar(Progress):
-    """A tqdm bar; plain lines with their time where stream is no terminal or tqdm is missing.
+    """Progress by a tqdm bar, or by lines where stream is no terminal or tqdm is missing.
 
     `first` of the `total` steps were done before.
     """
@@ -137,7 +137,7 @@ class ProgressBar(Progress):
 
 
 class Speed:
-    """Tokens a second over training steps, without pauses."""
+    """Tokens per second over training steps, without pauses."""
 
     def __init__(self) -> None:
         self._started = self._lap_started = time.perf_counter()
@@ -149,11 +149,11 @@ class Speed:
         self._lap_tokens += tokens
 
     def mean(self) -> float:
-        """Over everything since the start."""
+        """Compute the speed since the start."""
         return self._tokens / max(time.perf_counter() - self._started, 1e-9)
 
     def lap(self) -> float:
-        """Since the last lap."""
+        """Compute the speed since the last lap."""
         now = time.perf_counter()
         rate = self._lap_tokens / max(now - self._lap_started, 1e-9)
         self._lap_started, self._lap_tokens = now, 0
@@ -161,7 +161,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time of the block."""
+        """Exclude the time of the block."""
         begin = time.perf_counter()
         yield
         pause = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""The ranks that torchrun has started train one model, by DDP or FSDP2; one process is one rank."""
+"""Distributed training on torchrun's ranks, by DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def started() -> Iterator[Ranks]:
-    """The ranks of torchrun and their process group, while the block runs."""
+    """Make the process group of torchrun's ranks, for the block."""
     if not dist.is_torchelastic_launched():
         yield Ranks()
         return
@@ -40,10 +40,10 @@ class Ranks:
         self.rank, self.size, self.first = rank, size, rank == 0
 
     def device(self, name: str) -> torch.device:
-        """This rank's device, by the name that `resolve_device` takes.
+        """Get this rank's device from a name for `resolve_device`.
 
         Raises:
-            ValueError: as `resolve_device`, or several ranks are given one GPU.
+            ValueError: as `resolve_device`, or several ranks would share one GPU.
         """
         device = resolve_device(name)
         if self.size > 1 and device.type == "cuda":
@@ -56,10 +56,10 @@ class Ranks:
     def prepare(
         self, model: nn.Module, config: TrainConfig, dtype: torch.dtype
     ) -> Callable[..., Any]:
-        """The forward of training; a model, equal on every rank, is sharded in place.
+        """Return the training forward; a model, equal on every rank, is sharded in place.
 
         Raises:
-            ValueError: config asks for what several ranks do not do.
+            ValueError: config has an option that several ranks do not support.
         """
         if config.activation_checkpointing:
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -87,7 +87,7 @@ class Ranks:
         fully_shard(model, mp_policy=policy)
 
     def part(self, batch: Batch) -> Batch:
-        """This rank's rows of a batch, equally many on every rank; padding has no target."""
+        """Select this rank's rows of a batch, equally many on every rank; padding has no target."""
         if self.size == 1:
             return batch
         B = len(batch.targets)
@@ -103,7 +103,7 @@ class Ranks:
         )
 
     def loss(self, forward: Callable[..., Any], batch: Batch, device: torch.device) -> Tensor:
-        """This rank's share of a batch's mean loss; the shares add up to it."""
+        """Compute this rank's share of a batch's mean loss; the shares add up to it."""
         own = self.part(batch).to(device)
         count = {} if self.size == 1 else {"target_count": batch.num_targets}
         loss: Tensor = forward(*own.inputs, own.targets, **own.keywords, **count)[1]
@@ -134,7 +134,7 @@ class Ranks:
                 sharded.reshard()
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' values."""
+        """Sum all ranks' values."""
         total = x.detach().clone()
         if self.size > 1:
             dist.all_reduce(total)
@@ -146,7 +146,7 @@ class Ranks:
         return bool(self.total(torch.tensor(int(flag), device="cpu")))
 
     def decided(self, decide: Callable[[], _Value]) -> _Value:
-        """The first rank's result, or its error, on every rank."""
+        """Run a function on rank 0; return its result, or raise its error, on every rank."""
         if self.size == 1:
             return decide()
         shared: list[Any] = [None, None]
@@ -165,7 +165,7 @@ class Ranks:
 def full_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State of a model and its optimizer as one process has it, on rank 0; others get nothing."""
+    """Gather the unsharded state of a model and its optimizer on rank 0; others get nothing."""
     from torch.distributed.checkpoint import state_dict
 
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -183,7 +183,7 @@ def full_state(
 def load_full_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Inverse of `full_state` for the optimizer, on any number of ranks."""
+    """Load `full_state` into the optimizer, on any number of ranks."""
     from torch.distributed.checkpoint import state_dict
 
     options = state_dict.StateDictOptions(full_state_dict=True)

@@ -42,7 +42,7 @@ _OWN_FIELDS = {"dropout", "attention_dropout", "label_smoothing"}
 
 @dataclass(frozen=True)
 class Options:
-    """Options that the user has set; the others keep their defaults.
+    """Options set by the user; the others keep their defaults.
 
     Args:
         model: fields of the model's configuration except the vocabulary size, which the tokenizer
@@ -69,17 +69,17 @@ def train(
     """Train a model in its own folder, on all ranks that torchrun has started.
 
     Args:
-        options: changes to the defaults. A resumed run keeps its configuration, which options may
-            not contradict, but for a number of steps to train on to and what changes no result.
+        options: changes to the defaults. A resumed run keeps its configuration; options may
+            change the number of steps, and others that do not change the results.
         out_dir: the run's folder.
         resume: continue the run in out_dir, or start one if there is none. A finished run is left
             unchanged, unless it is given more steps.
         should_stop: called before every step; True ends the call with a checkpoint.
-        say: shows a line to the user.
+        say: prints a line.
 
     Raises:
-        CheckpointError: out_dir holds a run and resume is False, the run there is of another
-            configuration or unreadable, or a checkpoint cannot be written.
+        CheckpointError: out_dir holds a run and resume is False, the run there has a different
+            configuration or is unreadable, or a checkpoint cannot be written.
         LockedError: another run is using out_dir, which rank 0 locks for the duration of the run.
         ValueError: an option is out of range, or the data is unusable (DataError, TokenizerError).
         TrainingError: the loss became infinite or NaN.
@@ -164,7 +164,7 @@ def _build(
 def _tokenizer(
     source: Source, checkpoint: Checkpoint | None, pretrained: Trained | None, ranks: Ranks
 ) -> Tokenizer:
-    """The run's tokenizer: a checkpoint's, or one of the data.
+    """Get the run's tokenizer, from a checkpoint or from the data.
 
     Raises:
         CheckpointError: the data have changed since the checkpoint was written.
@@ -172,8 +172,8 @@ def _tokenizer(
     if checkpoint is not None:
         if checkpoint.config["data"]["fingerprint"] != source.fingerprint:
             raise CheckpointError(
-                f"{checkpoint.source} is of another text (its fingerprint differs): the data of "
-                "its run have changed"
+                f"{checkpoint.source} was trained on another text: the fingerprint of "
+                "the data differs"
             )
         return checkpoint.tokenizer
     if pretrained is not None:
@@ -189,7 +189,7 @@ def _data_config(kind: Kind, options: Mapping[str, Any]) -> DataConfig:
 
 
 def _data_names(kind: Kind) -> set[str]:
-    """Names of the fields of `DataConfig` that a kind of model uses."""
+    """Name the fields of `DataConfig` that a kind of model uses."""
     some = {name for _, names in SOURCES.values() for name in names}
     return {*_field_names(DataConfig)} - some | {*SOURCES[kind.name][1]}
 
@@ -207,7 +207,7 @@ def _check_names(options: Mapping[str, Any], allowed: Container[str], owner: str
 def _model_fields(
     kind: Kind, options: Mapping[str, Any], pretrained: Trained | None = None
 ) -> dict[str, Any]:
-    """Fields of the model's config without the vocabulary's, from a preset or an encoder if named.
+    """Get the model's config without the vocabulary's fields, from a preset or an encoder if named.
 
     Raises:
         CheckpointError: an option contradicts the pretrained encoder.
@@ -245,7 +245,7 @@ def _field_names(config_class: Any) -> list[str]:
 def _check_size(
     kind: Kind, fields: Mapping[str, Any], config: TrainConfig, device: torch.device, ranks: Ranks
 ) -> None:
-    """Refuse wrong fields and impossible sizes before a long text is tokenized."""
+    """Check fields and sizes before a long text is tokenized."""
     placed = _model_config(kind, fields, 1)
     length = getattr(placed, "context_length", None) or placed.target_length
     check_memory(
@@ -258,7 +258,7 @@ def _check_size(
 
 
 def _start_in(folder: Path, resume: bool, say: Callable[[str], None], stack: ExitStack) -> None:
-    """Lock the folder for this run, and refuse one that holds another."""
+    """Lock the folder for this run; raise if it holds another run."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"the output folder {folder} is a file")
     stack.enter_context(locked_folder(folder, say))
@@ -272,10 +272,10 @@ def _start_in(folder: Path, resume: bool, say: Callable[[str], None], stack: Exi
 
 
 def _continued(options: Options, checkpoint: Checkpoint) -> Options:
-    """Options of a saved run, with the changeable ones taken from the new call.
+    """Get the options of a saved run, with the changeable ones from the new call.
 
     Raises:
-        CheckpointError: an option contradicts the run, or the checkpoint is of no run.
+        CheckpointError: an option contradicts the run, or the checkpoint was imported.
     """
     source, kind = checkpoint.source, checkpoint.kind
     if imported := checkpoint.config.get("imported"):

@@ -55,7 +55,7 @@ def time_training_steps(
 
     Args:
         config: of the model; sequences have its context_length.
-        batch_size: sequences a step.
+        batch_size: sequences per step.
         backend: "auto", "triton", "hopper" or "torch".
         device, dtype: where to run, and autocast's dtype; weights are float32.
         steps: timed steps, at least 1.
@@ -106,7 +106,7 @@ def time_training_steps(
 def _make_step(
     config: GPTConfig, batch_size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable[[], None], int]:
-    """A function that runs one training step, and the number of parameters."""
+    """Make a function that runs one training step; return it and the number of parameters."""
     tokens = batch_size * config.context_length
     check_memory(GPT, config, device, tokens=tokens, ranks=1)
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def _make_step(
 
 
 def as_dict(timing: StepTiming) -> dict[str, Any]:
-    """The figures as JSON values, without the backend."""
+    """Return the figures as JSON values, without the backend."""
     fields = {
         "step_ms": round(timing.step_ms, 3),
         "tokens_per_second": round(timing.tokens_per_second),

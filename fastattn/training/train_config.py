@@ -1,4 +1,4 @@
-"""Settings of a training run: each field carries its help, its check and its option."""
+"""Settings of a training run, each field with its help, check and option."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ class TrainConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict of JSON values."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TrainConfig:
-        """Inverse of `to_dict`.
+        """Make a configuration from `to_dict`'s result.
 
         Raises:
             ValueError: a field is unknown, of a wrong type or out of range.
@@ -150,7 +150,7 @@ class TrainConfig:
         return from_fields(cls, fields)
 
     def learning_rate_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0: linear warm-up, then half a cosine."""
+        """Compute the learning rate of a step, from 0: linear warm-up, then half a cosine."""
         low = self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
         warmup = self.steps // 20 if self.warmup_steps is None else self.warmup_steps
         if step < warmup:
@@ -207,16 +207,16 @@ class DataConfig:
         check_settings(self)
         if self.prepared is not None and (self.text or self.tokenizer):
             raise ValueError(
-                "prepared data are in place of a text and a tokenizer: leave out one of the two"
+                "prepared data replace a text and a tokenizer: leave out one of the two"
             )
         if self.pairs is not None and self.text:
-            raise ValueError("pairs are made where there is no text: leave out one of the two")
+            raise ValueError("pairs are generated without a text: leave out one of the two")
         if self.start_from is not None and self.tokenizer is not None:
-            raise ValueError("start_from brings its own tokenizer: name no other one")
+            raise ValueError("start_from has its own tokenizer: leave out tokenizer")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations on a device.
+    """Choose the dtype of activations on a device.
 
     Raises:
         ValueError: it is float16 on the CPU.
@@ -233,7 +233,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_device(name: str) -> torch.device:
-    """A torch device by name; "auto" is the first GPU if torch sees one, else the CPU.
+    """Get a torch device by name; "auto" is the first GPU if torch sees one, else the CPU.
 
     Raises:
         ValueError: the name is unknown, or torch does not see this GPU.

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, clipping, accumulation, autocast, evaluation, checkpoints, resuming."""
+"""Training loop: AdamW, clipping, accumulation, autocast, evaluation, checkpoints, resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .usage import Usage
 
 
 class TrainingError(FloatingPointError):
-    """Training stopped because a loss, a weight or an AdamW moment is NaN or infinite."""
+    """Error: a loss, a weight or an AdamW moment is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class TrainResult:
 class Trainer:
     """Trains a model on a task, and writes checkpoints, metrics.jsonl and loss.png to a folder.
 
-    What is random in a step depends on seed, step and rank alone: a run that was stopped or killed
-    goes on as if it had not been, and on a CPU, with the same versions and number of threads, runs
-    are bitwise equal. To repeat the weights too, seed before the model is built.
+    Randomness depends on seed, step and rank alone: a resumed run equals an uninterrupted one,
+    bitwise on a CPU with the same versions and number of threads. To repeat the initial weights
+    too, seed before the model is built.
 
     Args:
         model: on the training device, equal on every rank. It has a `config` with `to_dict`, and
@@ -82,7 +82,7 @@ class Trainer:
 
     Raises:
         ValueError: config does not suit the device or the ranks.
-        CheckpointError: resume_from is of another model.
+        CheckpointError: resume_from has another model.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Trainer:
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
         """Train to the last step, or until should_stop(), called before every step, is true.
 
-        Then write a checkpoint and draw the loss curve. A second call goes on from there.
+        Then write a checkpoint and draw the loss curve. A second call continues.
 
         Raises:
             TrainingError: a loss, a weight or a moment is infinite or NaN. Nothing of that state is
@@ -165,11 +165,11 @@ class Trainer:
         return TrainResult(self.step, finished, path, **results, tokens_per_second=rate)
 
     def validation_loss(self) -> float:
-        """Mean cross-entropy over the whole validation split, in nats per token."""
+        """Compute the mean cross-entropy over the whole validation split, in nats per token."""
         return self._mean_loss(self.task.validation(self.config.batch_size))
 
     def estimate_loss(self) -> float:
-        """Mean cross-entropy over eval_batches random batches of the validation split.
+        """Compute the mean cross-entropy over eval_batches random batches of the validation split.
 
         Always the same batches, so that estimates are comparable.
         """
@@ -181,7 +181,7 @@ class Trainer:
         )
 
     def scores(self) -> dict[str, Any]:
-        """The task's validation scores besides the loss."""
+        """Compute the task's validation scores besides the loss."""
         with self._evaluating(), self.ranks.evaluating(self.model):
             return self.task.scores(self.model, self.config.batch_size)
 
@@ -280,12 +280,12 @@ class Trainer:
             self._check_finite(f"largest {name}", float(total))
 
     def _check_folder(self) -> None:
-        """Refuse a folder whose newest checkpoint is not the one that this run goes on from."""
+        """Raise CheckpointError if the folder's newest checkpoint is not the one resumed from."""
         newest = latest_checkpoint(self.out_dir)
         if newest is not None and not self._is_own(newest):
             raise CheckpointError(
                 f"{self.out_dir} holds a trained model already ({newest.name}), and this run at "
-                f"step {self.step} does not go on from it: pass resume_from={str(newest)!r}, or "
+                f"step {self.step} does not continue it: pass resume_from={str(newest)!r}, or "
                 "choose another out_dir"
             )
 
@@ -334,7 +334,7 @@ class Trainer:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW, with weight decay on matrices and embeddings alone."""
+    """Make fused AdamW, with weight decay on matrices and embeddings alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [x for x in parameters if x.dim() >= 2], "weight_decay": config.weight_decay},
@@ -345,5 +345,5 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def _seed(*numbers: int) -> int:
-    """A seed that depends on all numbers."""
+    """Derive a seed from all numbers."""
     return random.Random(repr(numbers)).getrandbits(63)

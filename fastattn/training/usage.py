@@ -1,4 +1,4 @@
-"""Device use of training: operations per token, MFU, memory."""
+"""Operations per token, MFU and memory of training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DENSE_BF16 = {
 
 
 def flops_per_token(config: GPTConfig, parameters: int) -> float:
-    """Operations of training per token, without recomputation.
+    """Count the operations of training per token, without recomputation.
 
     Six per weight of a matrix product (Kaplan et al. 2020, section 2.1), the tied embedding counted
     once, as the output layer. Plus attention, three times the 4 * C * T of a forward pass in each
@@ -47,12 +47,12 @@ def flops_per_token(config: GPTConfig, parameters: int) -> float:
 
 
 def dense_bf16_tflops(name: str) -> float | None:
-    """A GPU's dense bf16 rate from its data sheet; None for unknown GPUs."""
+    """Get a GPU's dense bf16 rate from its data sheet; None for unknown GPUs."""
     return next((rate for gpu, rate in _DENSE_BF16.items() if gpu in name), None)
 
 
 def full_rate(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak rate for MFU, in operations a second; None if unknown.
+    """Get the peak rate for MFU, in operations per second; None if unknown.
 
     dtype: of matrix products; the table has 16-bit rates only.
     """
@@ -63,7 +63,7 @@ def full_rate(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_mib(device: torch.device) -> float | None:
-    """Peak memory in MiB: torch's on a GPU, or this process's on a CPU.
+    """Get the peak memory in MiB: torch's on a GPU, or this process's on a CPU.
 
     None on Windows, which does not report it.
     """
@@ -80,10 +80,10 @@ def peak_mib(device: torch.device) -> float | None:
 def check_memory(
     build: Callable[[Any], nn.Module], config: Any, device: torch.device, *, tokens: int, ranks: int
 ) -> None:
-    """Refuse, before it is built, a model that could never be trained in a device's memory.
+    """Raise, before it is built, if a model cannot be trained in a device's memory.
 
-    Counted are weights, gradients and AdamW's moments, 16 bytes a parameter that ranks may share
-    out (4 while each builds the model), and one vector of each of a batch's tokens.
+    Counts weights, gradients and AdamW's moments, 16 bytes per parameter, split over the ranks (4
+    while each builds the model), and one vector of each of a batch's tokens.
 
     Raises:
         ValueError: they need more than there is.
@@ -117,7 +117,7 @@ def check_memory(
 
 
 def _memory(device: torch.device) -> int | None:
-    """Bytes of a device's memory, on a CPU what this process may take; None if unknown."""
+    """Get the bytes of a device's memory, on a CPU this process's limit; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     limits = []
@@ -130,7 +130,7 @@ def _memory(device: torch.device) -> int | None:
 
 
 class Usage:
-    """Figures of a run's progress that follow from its speed."""
+    """Figures of a run's progress."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, dtype: torch.dtype, ranks: int
@@ -143,7 +143,7 @@ class Usage:
             self._share = flops_per_token(config, parameters) / (ranks * rate)
 
     def figures(self, tokens_per_second: float) -> dict[str, float]:
-        """JSON values by name: speed of all ranks, peak_mib of this one, and a GPT's mfu."""
+        """Return JSON values by name: speed of all ranks, peak_mib of this one, and a GPT's mfu."""
         figures = {"tokens_per_second": round(tokens_per_second, 1)}
         if (peak := peak_mib(self._device)) is not None:
             figures["peak_mib"] = round(peak)

@@ -294,7 +294,7 @@ def test_resume_with_another_configuration_or_text_is_refused(stopped, text, err
         ("--lr 9", "was started with learning_rate=0.003, got 9.0"),
         ("--tokenizer bpe", "was started with tokenizer=None, got 'bpe'"),
         ("--text /etc/passwd", "was started with text="),
-        ("", "step-00000000 is of another text"),
+        ("", "step-00000000 was trained on another text"),
     ):
         if not options:
             Path(text).write_text(TEXT + "more")

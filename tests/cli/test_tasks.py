@@ -159,7 +159,7 @@ def test_a_tagger_starts_from_a_masked_model(masked, tmp_path, error_line):
     line = error_line(*start, "--embed-dim", 16)
     assert "the pretrained encoder has embed_dim=32, got 16: leave" in line
     line = error_line(*start, "--tokenizer", "char")
-    assert "start_from brings its own tokenizer" in line
+    assert "start_from has its own tokenizer" in line
     line = error_line(*start[:-1], out)
     assert "holds a tagger, a masked-token model is needed" in line
     assert not new.exists()
@@ -216,7 +216,7 @@ def test_a_file_to_measure_on_is_not_trained_on(tmp_path, capsys, error_line):
         ("encoder", CONLL, "--task translation", "model encoder has the task tagging or masked"),
         ("gpt", CONLL, "--task tagging", "model gpt has the task language, got task 'tagging'"),
         ("gpt", CONLL, "--validation x", "validation is no option of task language"),
-        ("seq2seq", PAIRS, "--pairs dates", "pairs are made where there is no text: leave out one"),
+        ("seq2seq", PAIRS, "--pairs dates", "pairs are generated without a text: leave out one"),
         ("seq2seq", PAIRS, "--source-length 1", "text:1: the source has 2 tokens, the model reads"),
     ],
 )

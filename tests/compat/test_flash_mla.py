@@ -62,7 +62,7 @@ def test_flash_mla_names_what_it_does_not_serve(device: str) -> None:
     q = draw(B, T, H, C + R).to(device)
     for name in ("extra_k_cache", "extra_topk_length"):
         given: dict[str, Any] = {name: table}
-        with pytest.raises(NotImplementedError, match=f"{name} is not served"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
             flash_mla_with_kvcache(q, pool, table, lengths, C, **given)
     with pytest.raises(ValueError, match="k_cache must have q's 16 columns, of which"):
         flash_mla_with_kvcache(q[..., :C], pool, table, lengths, C)

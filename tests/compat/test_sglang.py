@@ -264,7 +264,7 @@ def test_what_a_pass_may_not_have_is_named(
     fb = server.batch("DECODE", *DECODE)
     vars(fb).update(batch)
     tokens, made = server.new_tokens(*DECODE), server.layer(**layer)
-    with pytest.raises(NotImplementedError, match=f"does not serve {named}.*attention-backend"):
+    with pytest.raises(NotImplementedError, match=f"does not support {named}.*attention-backend"):
         server.backend.init_forward_metadata(fb)
         server.backend.forward_decode(*tokens, made, fb, **kwargs)
 
@@ -283,7 +283,7 @@ def test_what_a_server_may_not_have_is_named(named: str, sglang: Any) -> None:
     runner, change = Server(sglang).runner, SERVERS[named]
     runner.token_to_kv_pool = SimpleNamespace(**{"dtype": torch.float16, "page_size": 1, **change})
     runner.use_mla_backend = "use_mla_backend" in change
-    with pytest.raises(NotImplementedError, match=f"does not serve {named}"):
+    with pytest.raises(NotImplementedError, match=f"does not support {named}"):
         sglang.ATTENTION_BACKENDS["fastattn"](runner)
 
 

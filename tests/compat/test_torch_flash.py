@@ -140,7 +140,7 @@ def test_where_rows_are_is_needed_whole(active):
     where, given, _ = pool(True, torch.float32)
     q, offsets = tensors(NEW[-1], 4, 8)[0].detach(), torch.tensor(NEW, dtype=torch.int32)
     for wrong in ({"block_table": where["block_table"]}, {"seqused_k": where["seqused_k"]}):
-        with pytest.raises(ValueError, match="seqused_k goes with cum_seq_q, and with one of"):
+        with pytest.raises(ValueError, match="seqused_k needs cum_seq_q, and one of"):
             varlen_attn(q, *given, offsets, None, 6, 16, enable_gqa=True, **wrong)
 
 

@@ -134,7 +134,7 @@ def test_what_is_refused():
     chosen = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="block_indices needs the size of a block"):
         hf_attention.attention_forward(layer(), q, k, v, None, block_indices=chosen)
-    with pytest.raises(ValueError, match="both choose keys"):
+    with pytest.raises(ValueError, match="both select keys"):
         both = {"block_indices": chosen, "indices": chosen[0]}
         hf_attention.attention_forward(layer(), q, k, v, None, **both)
     offsets = torch.tensor([0, 4], dtype=torch.int32)

@@ -219,7 +219,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_a_layer_may_not_have_is_named(name: str, value: Any, vllm: Any) -> None:
-    message = f"does not serve {name}={value!r}.*attention-backend"
+    message = f"does not support {name}={value!r}.*attention-backend"
     with pytest.raises(NotImplementedError, match=message):
         backend().get_impl_cls()(H_Q, D, 0.3, **{name: value})
 

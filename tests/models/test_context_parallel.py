@@ -364,11 +364,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "cache": (
         lambda mesh: mistral(mesh, past_key_values=tr.DynamicCache()),
-        f"ValueError: past_key_values {UNDER}: a sequence that",
+        f"ValueError: past_key_values {UNDER}: a sequence sharded",
     ),
     "cache by its new name": (
         lambda mesh: mistral(mesh, cache=tr.DynamicCache()),
-        f"ValueError: cache {UNDER}: a sequence that",
+        f"ValueError: cache {UNDER}: a sequence sharded",
     ),
     "use_cache": (lambda mesh: mistral(mesh, use_cache=True), f"ValueError: use_cache {UNDER}"),
     "offsets": (
@@ -487,7 +487,7 @@ def test_models_that_mix_tokens_otherwise_are_refused(name):
 
 def test_models_with_other_attention_are_refused():
     model = decoder("llama-gqa")
-    with pytest.raises(ValueError, match=r'want attn_implementation="fastattn", got \'eager\''):
+    with pytest.raises(ValueError, match=r'need attn_implementation="fastattn", got \'eager\''):
         check_model(model, T)
     model.config._attn_implementation_internal = hf_attention.NAME
     model.model.mixer = nn.Conv1d(2, 2, 3)

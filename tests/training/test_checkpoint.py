@@ -72,7 +72,7 @@ def test_parts_that_do_not_belong_together_are_named(tmp_path):
     huge = {**CONFIG.to_dict(), "embed_dim": 2**40}
     for change, message in (
         ({"tokenizer": CharacterTokenizer("abcd")}, "does not belong to it: of 4 ids, its model's"),
-        ({"config": {"kind": "gpt", "model": small}}, "another configuration: .* shape"),
+        ({"config": {"kind": "gpt", "model": small}}, "a different configuration: .* shape"),
         ({"config": {"kind": "gpt", "model": huge}}, "no usable configuration|another configura"),
         ({"config": {"kind": "gpt", "model": {"depth": 1}}}, "no usable model config: .*'depth'"),
         ({"config": {"kind": "mamba"}}, "of kind 'mamba', this fastattn has gpt"),

@@ -157,7 +157,9 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preparing.os, "rename", interrupt)
     assert main([*command, str(tmp_path / "next")]) == 130
     error = capsys.readouterr().err
-    assert "interrupted after 35,000 of 35,000 bytes; nothing is left, the same command" in error
+    assert (
+        "interrupted after 35,000 of 35,000 bytes; nothing is left; run the same command" in error
+    )
 
 
 BROKEN = {
@@ -285,7 +287,7 @@ def test_a_gpt_is_trained_on_token_files(tmp_path, monkeypatch):
     ]
     assert len(metrics[0]) == 6 and metrics[0] == metrics[1]
     for data, message in (
-        ({"tokenizer": "bpe"}, "prepared data are in place of a text and a tokenizer"),
+        ({"tokenizer": "bpe"}, "prepared data replace a text and a tokenizer"),
         ({"text": (str(tmp_path / "a"),)}, "prepared data are in place of a text"),
     ):
         wrong = Options(sizes, steps, {"prepared": str(tmp_path / "o"), **data})

@@ -145,7 +145,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     make_trainer(tmp_path).run(lambda: True)
-    with pytest.raises(CheckpointError, match="another configuration"):
+    with pytest.raises(CheckpointError, match="has a different configuration"):
         make_trainer(tmp_path, resume=True, model={"embed_dim": 32})
     saved = load_checkpoint(tmp_path)
     for change in ({"optimizer": {}}, {"loss": 3}, {"scaler": None, "optimizer": [1]}):

@@ -114,7 +114,7 @@ def padded(direction: Direction, kind: str, T: int, causal: bool) -> Case:
 
 
 def decode(B: int, T_k: int, H_q: int = 32, *, graph: bool = False, cache: str = "") -> Case:
-    """A token for each of B sequences, with a full cache of T_k keys, one of `inputs.CACHES`.
+    """Make a case of decoding: B sequences, a full cache of T_k keys, one of `inputs.CACHES`.
 
     "latent": DeepSeek-V3's 128 heads on 512 latent and 64 rotary columns.
     """

@@ -27,7 +27,7 @@ def _pairs(case: Case) -> float:
 
 
 def flops(case: Case) -> float:
-    """Floating-point operations by convention."""
+    """Count floating-point operations, by convention."""
     return 4.0 * case.B * case.H_q * case.D * _pairs(case) * PASSES[case.direction]
 
 
@@ -51,7 +51,7 @@ def input_bytes(case: Case) -> int:
 
 
 def least_memory(case: Case) -> int:
-    """Bytes of inputs, outputs and lse: the least memory of a fused implementation.
+    """Count the bytes of inputs, outputs and lse, the least memory of a fused implementation.
 
     Forward: q, k, v, o and lse; backward adds the gradients of all four.
     """
@@ -61,7 +61,7 @@ def least_memory(case: Case) -> int:
 
 
 def figures(case: Case, ms: float) -> dict[str, float]:
-    """The figures of a case that takes `ms` milliseconds.
+    """Compute the figures of a case that takes `ms` milliseconds.
 
     Returns:
         tflops, by convention, in 1e12 operations a second; for decoding also kv_gbps, 1e9 bytes of

@@ -16,13 +16,13 @@ from .inputs import Attention, Implementation, Inputs
 
 
 def _serves(case: Case) -> str | None:
-    """The call tells the rest."""
+    """Return why it cannot serve a case, by sizes alone; the call may refuse further ones."""
     if case.family == "decode" or case.direction != "forward":
-        return "in 8 bits there is a forward of many queries only"
+        return "FP8 has only a forward of many queries"
     if case.D not in HEAD_DIMS:
         return f"its kernels have head dims {HEAD_DIMS} only"
     if case.option or (case.lengths is not None and case.padding_side == "left"):
-        return "of padding and options its kernels know key_lengths only"
+        return "its kernels support only key_lengths of padding and options"
     return None
 
 

@@ -49,7 +49,7 @@ def _fastattn(backend: str, *, deterministic: bool = True) -> Implementation:
     def serves(case: Case) -> str | None:
         if not deterministic and case.direction == "forward":
             return f"it has the forward of {named(backend)}"
-        # A forced backend tells the rest at the call.
+        # A forced backend reports the rest at the call.
         decodes = backend == "hopper" and case.family == "decode"
         return "it has no kernels for decoding" if decodes else None
 
@@ -142,7 +142,7 @@ def try_pinned(pinned: Attention, inputs: Inputs) -> Attention:
             return pinned
     words = [str(warning.message).split(" (Triggered")[0] for warning in caught]
     kept = " ".join(text for text in words if "disabled" not in text)
-    raise Unserved(" ".join(kept.split())[:300] or "torch says no, without a reason")
+    raise Unserved(" ".join(kept.split())[:300] or "torch refuses without a reason")
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

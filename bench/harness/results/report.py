@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The report in a file.
+    """Read a report.
 
     It holds format, command, started, environment (see `environment.collect`), ceilings, jobs (name
     to status and reason), results (records of measurements, with their commit if it differs from
@@ -89,7 +89,7 @@ def gpu_of(data: Mapping[str, Any]) -> str:
 
 
 def commit_of(data: Mapping[str, Any], commit: str | None = None) -> tuple[str, str]:
-    """Seven digits or "" of a commit, by default that of the whole report, and its date.
+    """Get a commit's seven digits or "", by default the whole report's, and its date.
 
     The dates order figures and tests: those in the report's `commits`, else its start.
     """

@@ -20,7 +20,7 @@ from .report import Record, commit_of, gpu_of, load, newest, number, ordered, sa
 Rows = dict[str, dict[str, str]]  # by case and column
 
 _LEGEND = (
-    "Behind each figure of ours is its commit, and in *slanted* figures the kernels have changed "
+    "fastattn's figures have their commit; *italics*: the kernels have changed "
     "since. Of figures measured more than once that of the newest commit is shown. The files say "
     "why a cell is empty."
 )
@@ -67,7 +67,7 @@ def _heading(data: Mapping[str, Any]) -> str:
 
 
 def shown(figure: str, record: Mapping[str, Any]) -> str:
-    """A figure with its commit, slanted if its kernels have changed since."""
+    """Format a figure with its commit, in italics if its kernels have changed since."""
     if not record["implementation"].startswith(OURS) or not record["commit"]:
         return figure
     return f"*{figure}* {record['commit']}" if record["stale"] else f"{figure} {record['commit']}"
@@ -211,12 +211,12 @@ def _date(rows: dict[str, list[dict[str, Any]]]) -> str:
 def add(path: Path, results: Path, shipped: Path = tuning.FOLDER) -> list[Path]:
     """Add a file of findings or a report to `results`, named by GPU and date; return what it wrote.
 
-    Nothing of another run is overwritten; findings of one day and environment are merged.
+    No other run is overwritten; findings of one day and environment are merged.
 
     Tiles of the findings replace those in the tables of the folder `shipped`.
 
     Raises:
-        ValueError: the file is of another kind, or not of a GPU.
+        ValueError: the file has another kind, or no GPU.
     """
     try:
         stored = findings.read(path)

@@ -1,4 +1,4 @@
-"""`fastattn.tune`: measure on this machine's GPU which tiles, shapes and backends are fastest.
+"""Autotuning on this machine's GPU: `fastattn.tune`.
 
 `main` is the process that verifies and times; others compile the candidates before. Winners are
 stored at once.
@@ -86,7 +86,7 @@ def tune(
     folder: str | Path | None = None,
     show: Callable[[Progress], None] = lambda progress: None,
 ) -> Tuning:
-    """Measure on this machine's GPU which tiles, shapes and backends are fastest, and store it.
+    """Autotune: find the fastest tiles, shapes and backends on this GPU, and store them.
 
     First verifies the kernels, and checks all heads of each candidate's results against the error
     budget. A candidate replaces the shipped choice if it saves more than 3 % of the time in both
@@ -102,7 +102,7 @@ def tune(
         only: kinds of choices ("tiles", "backends", "passes", "splits"), and kernels of tiles, to
             time; default: all, after verification.
         device: a GPU; default: the current one.
-        folder: of findings; default: `$FASTATTN_CACHE_DIR`, or the user's cache folder.
+        folder: of results; default: `$FASTATTN_CACHE_DIR`, or the user's cache folder.
         show: called with the progress.
 
     Returns:

@@ -8,5 +8,5 @@ USE_TRITON_ROCM = False
 
 
 def is_rdna(*_: Any) -> bool:
-    """False: no choice here depends on the AMD GPU family."""
+    """Return False: no choice here depends on the AMD GPU family."""
     return False

@@ -7,7 +7,7 @@ __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of x [N, ...] at int64 indices [M]: [M, ...]."""
+    """Gather rows of x [N, ...] at int64 indices [M]: [M, ...]."""
     return x.index_select(0, indices)
 
 
@@ -42,6 +42,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Inverse of `unpad_input`: tokens [total, ...] to [batch, seqlen, ...], padded with 0."""
+    """Pad tokens [total, ...] to [batch, seqlen, ...] with 0, undoing `unpad_input`."""
     whole = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return whole.view(batch, seqlen, *whole.shape[1:])

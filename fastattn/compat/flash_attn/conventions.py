@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, Any] = {**dict.fromkeys(_NEUTRAL_AT_NONE), "attention_chunk"
 
 @contextmanager
 def errors_of_flash_attn() -> Iterator[None]:
-    """Raise RuntimeError for unfit tensors, as flash-attn does."""
+    """Turn errors about tensors into RuntimeError, as flash-attn's."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -60,7 +60,7 @@ def options_of(
 
 
 def _window(window_size: Any) -> Window:
-    """(left, right) as Python ints, None = all."""
+    """Convert to (left, right) as Python ints, None = all."""
     if not isinstance(window_size, (tuple, list, Tensor)) or len(window_size) != 2:
         raise RuntimeError(f"window_size must be (left, right), got {window_size!r}")
     left, right = (checks.as_python(side) for side in window_size)
@@ -80,8 +80,8 @@ def refuse(newer: dict[str, Any]) -> None:
         neutral = _NEUTRAL[name]
         if x is not None and (neutral is None or x != neutral):
             raise NotImplementedError(
-                f"{name} is not served by fastattn.compat.flash_attn; fastattn.attention has masks "
-                "and scores of one's own"
+                f"{name} is not supported by fastattn.compat.flash_attn; fastattn.attention has "
+                "custom masks and scores"
             )
 
 

@@ -47,6 +47,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` and restore the real packages' modules, if it is in force."""
+    """Undo `install` and restore the real packages' modules, if it is active."""
     package_alias.uninstall("flash_attn_interface")
     package_alias.uninstall("flash_attn")

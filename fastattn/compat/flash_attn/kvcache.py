@@ -1,4 +1,4 @@
-"""flash-attn's key/value caches, read and written where they lie.
+"""flash-attn's KV caches, read and written in place.
 
 flash-attn's caches are [B, S, H_k, D], or pages of that shape; transposed, they are those of a
 `CacheView`. cache_batch_idx is a table of one page a row.
@@ -44,12 +44,12 @@ def append_and_attend(
     return_lse: bool,
     qv: Tensor | None = None,
 ) -> Any:
-    """o [B, H_q, T_q, D_v], or (o, lse), after writing k and v into the cache."""
+    """Write k and v into the cache, then attend: o [B, H_q, T_q, D_v], or (o, lse)."""
     if qv is not None:
         options = {"scale": (q.shape[-1] + qv.shape[-1]) ** -0.5, **options}
         if (whole := _in_one(cache.k, cache.v)) is not None:
             if rotary[0] is not None:
-                raise RuntimeError("rotary_cos must be None where k_cache lies behind v_cache")
+                raise RuntimeError("rotary_cos must be None where the caches share a buffer")
             both = None if new[0] is None or new[1] is None else torch.cat((new[1], new[0]), -1)
             q, new = torch.cat((qv, q), -1), (both, new[1])
             cache, qv = cache._replace(k=whole, v=whole[..., : cache.v.shape[-1]]), None
@@ -77,9 +77,9 @@ def append_and_attend(
 
 
 def _in_one(k: Tensor, v: Tensor) -> Tensor | None:
-    """One buffer whose rows are v's followed by k's; None if they lie apart.
+    """Return the one buffer of v and k, in this order in each row, as in servers' latent caches.
 
-    Servers' latent caches are laid out so.
+    None if they are separate.
     """
     width = v.shape[-1]
     adjacent = k.data_ptr() == v.data_ptr() + width * v.element_size()
@@ -93,7 +93,7 @@ def _check_together(
     new: tuple[Tensor | None, Tensor | None],
     rotary: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """RuntimeError for combinations of arguments that flash-attn refuses."""
+    """Raise RuntimeError for combinations of arguments that flash-attn refuses."""
     k, v = new
     if (k is None) != (v is None):
         raise RuntimeError("k and v must be given together")
@@ -147,7 +147,7 @@ def view_of(cache: Cache, B: int, new: int) -> CacheView:
 
 
 def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:
-    """x as int32 [B], or [B, N] with dims=2, on the cache's device."""
+    """Convert x to int32 [B], or [B, N] with dims=2, on the cache's device."""
     places = "B" if dims == 1 else "B N"
     positions: Tensor = checks.check_input(name, x, "integer", places, like, {"B": B})
     return positions.clamp(-checks.FARTHEST, checks.FARTHEST).to(torch.int32)
@@ -156,7 +156,7 @@ def _of_rows(name: str, x: Any, B: int, like: Tensor, dims: int = 1) -> Tensor:
 def _rotated(
     q: Tensor, lengths: Tensor, tables: tuple[Tensor, Tensor], style: Any, *, moving: bool
 ) -> Tensor:
-    """q rotated to positions from its row's length on, or all to that position."""
+    """Rotate q to positions from its row's length on, or all to that position."""
     steps = torch.arange(q.shape[2], device=q.device) * int(moving)
     cos, sin = table_rows(*tables, lengths.unsqueeze(1) + steps)
     return apply_rotary(q, cos, sin, style=style)

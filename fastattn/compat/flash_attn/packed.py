@@ -41,7 +41,7 @@ def attend_packed(
     block_table: Tensor,
     **options: Any,
 ) -> Any:
-    """o [total_q, H_q, D_v], or (o, lse [H_q, total_q]), of packed queries over pages."""
+    """Attend from packed queries to pages: o [total_q, H_q, D_v], or (o, lse [H_q, total_q])."""
     if options.pop("dropout", None):
         raise RuntimeError("dropout_p must be 0.0 with a block_table")
     N = cu_seqlens_q.shape[0] - 1

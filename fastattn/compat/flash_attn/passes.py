@@ -33,7 +33,7 @@ __all__ = [
 
 
 def _get_block_size_n(*_: Any) -> int:
-    """Refused, as probabilities are not returned here."""
+    """Raise: probabilities are not returned here."""
     raise NotImplementedError(
         "_get_block_size_n tells how flash-attn lays out the probabilities that it returns; "
         "fastattn.compat.flash_attn returns none, and fastattn.attention_weights computes them"
@@ -78,7 +78,7 @@ def _flash_attn_varlen_forward(**call: Any) -> Forward:
     table, used = call.get("block_table"), call.get("seqused_k")
     for name in ("leftpad_k", "seqused_k")[: 1 + (table is None)]:
         if call.get(name) is not None:
-            raise NotImplementedError(f"{name} is not served by _flash_attn_varlen_forward")
+            raise NotImplementedError(f"{name} is not supported by _flash_attn_varlen_forward")
     tensors = [call[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
     attend: Any = attention_varlen
     if table is not None:
@@ -137,7 +137,7 @@ def _options(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forward(attend: Any, tensors: list[Tensor], call: dict[str, Any]) -> Forward:
-    """o, lse, no weights, and the seed of the dropped ones."""
+    """Compute o, lse, no weights, and the seed of dropout."""
     options, device = _options(call), tensors[0].device
     with errors_of_flash_attn(), torch.no_grad():
         seed = torch.zeros(2, dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ def _forward(attend: Any, tensors: list[Tensor], call: dict[str, Any]) -> Forwar
 def _backward(
     tensors: list[Tensor], offsets: tuple[Tensor, ...], call: dict[str, Any]
 ) -> BlockGradients:
-    """Gradients of q, k and v."""
+    """Compute the gradients of q, k and v."""
     options, lse = _options(call), call["softmax_lse"]
     do, q, k, v, o = tensors
     with errors_of_flash_attn(), torch.no_grad():

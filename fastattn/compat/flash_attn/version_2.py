@@ -6,10 +6,10 @@
 Layouts and defaults are flash-attn's: q [B, T_q, H_q, D], window_size of neighbours on each side
 with -1 = all, causal aligned to the last key, softcap 0.0 = none. Beyond flash-attn, these serve
 fp32, any head dim up to 256, D_v != D, and dropout with softcap. Contradictory arguments raise
-RuntimeError, as in flash-attn; unserved ones NotImplementedError. `version_3` and `version_4` have
-the argument order of versions 3 and 4.
+RuntimeError, as in flash-attn; unsupported ones NotImplementedError. `version_3` and `version_4`
+have the argument order of versions 3 and 4.
 
-Two results differ, where flash-attn's are an accident of its kernels: the lse of a query without
+Two results differ from flash-attn's: the lse of a query without
 keys is -inf, not inf, and the lse of a causal call with ALiBi counts distances, not columns.
 """
 
@@ -70,7 +70,7 @@ def flash_attn_func(
     return_lse: bool = False,
     **newer: Any,
 ) -> Result:
-    """Attention of q [B, T_q, H_q, D] to k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v].
+    """Attend from q [B, T_q, H_q, D] to k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v].
 
     Args:
         dropout_p: probability to drop a weight; pass 0.0 for evaluation.
@@ -94,7 +94,7 @@ def flash_attn_func(
 
     Raises:
         RuntimeError: shapes or dtypes disagree, or an option is out of range.
-        NotImplementedError: an argument of versions 3 and 4 that is not served.
+        NotImplementedError: an unsupported argument of versions 3 and 4.
     """
     heads_first = [checked(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))]
     scales = e4m3_scales(q, k, newer, q.shape[0])
@@ -148,7 +148,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     **newer: Any,
 ) -> Result:
-    """Attention within each of N packed sequences.
+    """Attend within each of N packed sequences.
 
     Args:
         q: [total_q, H_q, D].
@@ -165,7 +165,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap: as for `flash_attn_func`.
         alibi_slopes, deterministic, return_attn_probs: likewise.
         learnable_sink, return_lse, newer: likewise.
-        seqused_q: not served.
+        seqused_q: not supported.
 
     Returns:
         o [total_q, H_q, D_v]; lse is fp32 [H_q, total_q].

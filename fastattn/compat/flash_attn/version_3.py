@@ -25,7 +25,7 @@ __all__ = [
 
 @of_version(3)
 def flash_attn_func(*, return_attn_probs: bool = False, **kwargs: Any) -> Result:
-    """o [B, T_q, H_q, D_v], or with return_attn_probs (o, lse [B, H_q, T_q])."""
+    """Attend: o [B, T_q, H_q, D_v], or with return_attn_probs (o, lse [B, H_q, T_q])."""
     return version_2.flash_attn_func(**kwargs, return_lse=return_attn_probs)
 
 
@@ -49,16 +49,13 @@ def flash_attn_qkvpacked_func(
 
 @of_version(3)
 def flash_attn_varlen_func(*, return_attn_probs: bool = False, **kwargs: Any) -> Result:
-    """o [total_q, H_q, D_v], or with return_attn_probs (o, lse [H_q, total_q])."""
+    """Attend: o [total_q, H_q, D_v], or with return_attn_probs (o, lse [H_q, total_q])."""
     return version_2.flash_attn_varlen_func(**kwargs, return_lse=return_attn_probs)
 
 
 @of_version(3)
 def flash_attn_with_kvcache(*, max_seqlen_q: int | None = None, **kwargs: Any) -> Result:
-    """o [B, T_q, H_q, D_v], or with return_softmax_lse (o, lse, None, None).
-
-    flash-attn 3's last two results, of its splits, are None.
-    """
+    """Append and attend: o [B, T_q, H_q, D_v], or with return_softmax_lse (o, lse, None, None)."""
     result = version_2.flash_attn_with_kvcache(**kwargs)
     return (*result, None, None) if kwargs.get("return_softmax_lse") else result
 
@@ -101,4 +98,4 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """None: no plan is needed; valid as `scheduler_metadata`."""
+    """Return None, valid as `scheduler_metadata`: no plan is needed."""

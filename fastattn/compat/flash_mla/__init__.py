@@ -1,4 +1,4 @@
-"""FlashMLA's functions for attention to latents: caches in pages, and chosen latents of a prompt.
+"""FlashMLA's functions: latent attention (MLA) over a paged cache, sparse attention of a prompt.
 
 import fastattn.compat.flash_mla as flash_mla
 """
@@ -17,7 +17,7 @@ __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 def get_mla_metadata(*_: Any, **__: Any) -> tuple[None, None]:
-    """(None, None), as no plan is needed; takes the arguments of all FlashMLA versions."""
+    """Return (None, None): no plan is needed; takes the arguments of all FlashMLA versions."""
     return None, None
 
 
@@ -38,9 +38,9 @@ def flash_mla_with_kvcache(
     topk_length: Tensor | None = None,
     **newer: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens to paged latents, whose first columns are the values.
+    """Attend from new tokens to paged latents, whose first columns are the values.
 
-    With indices a token sees the latents that they name alone: DeepSeek's sparse attention.
+    With indices a token sees only the latents of its indices: DeepSeek's sparse attention.
 
     Args:
         q: [B, T_q, H_q, D], such as 512 + 64 columns, absorbed.
@@ -56,22 +56,22 @@ def flash_mla_with_kvcache(
         causal: new token i sees the tokens up to itself; else all see all.
         is_fp8_kvcache: see k_cache.
         indices: int32 [B, T_q, n]: page * page size + slot of each latent that a token sees; a
-            number that is no slot, such as -1, names none. One named twice counts twice. It cannot
-            go with causal.
+            number that is no slot, such as -1, names none. One named twice counts twice. causal is
+            not supported with it.
         attn_sink: float [H_q], the score of one more key of value 0, not included in the lse.
         topk_length: int32 [B]: how many of a row's indices count, from their start.
-        newer (extra_k_cache, ...): not served.
+        newer (extra_k_cache, ...): not supported.
 
     Returns:
         o [B, T_q, H_q, D_v] and lse, fp32 [B, H_q, T_q], natural log; 0 and -inf without a key.
 
     Raises:
-        NotImplementedError: an argument that is not served.
+        NotImplementedError: an unsupported argument.
         TypeError, ValueError: shapes, dtypes or devices disagree.
     """
     for name, x in newer.items():
         if x is not None:
-            raise NotImplementedError(f"{name} is not served by fastattn.compat.flash_mla")
+            raise NotImplementedError(f"{name} is not supported by fastattn.compat.flash_mla")
     checks.check_input("q", q, "", "B T_q H_q D", q, {})
     checks.check_input("k_cache", k_cache, "", "P S H_k D", k_cache, {})
     (B, T_q, H_q, D), D_v = q.shape, checks.check_count("head_dim_v", head_dim_v, 1)
@@ -111,7 +111,7 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
 ) -> tuple[Tensor, None, Tensor]:
-    """Attention of a prompt's tokens to the latents that each names: DeepSeek's sparse attention.
+    """Attend from a prompt's tokens to selected latents: DeepSeek's sparse attention.
 
     `flash_mla_with_kvcache` with indices, without a batch dimension. No gradient.
 

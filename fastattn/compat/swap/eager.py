@@ -41,7 +41,7 @@ def backend(
     options: dict[str, Any] | None = None,
     **rest: Any,
 ) -> Any:
-    """Backend of torch.compile that replaces attention in a graph by `fastattn.attention`.
+    """Replace attention in a graph by `fastattn.attention`: a backend of torch.compile.
 
     Matches product, softmax and product, or torch's scaled_dot_product_attention. Another backend
     compiles the rest of the graph. What follows a context manager that torch.compile cannot trace

@@ -103,7 +103,7 @@ def _in_order(q: Any, k: Any, match: Match) -> tuple[fx.Node, fx.Node]:
     if match.keys == rank - 1:
         return q, k
     if match.keys != rank - 2:
-        raise Unmatched("a softmax is over another dim than that of keys")
+        raise Unmatched("a softmax is not over the dim of keys")
     match.permute([*range(rank - 2), rank - 1, rank - 2])
     return _transposed(k), _transposed(q)
 
@@ -248,7 +248,7 @@ def _is_of_rows(x: Any, match: Match) -> bool:
 def _add(scores: Any, other: Any, node: fx.Node, match: Match, sign: int) -> None:
     fits = not node.kwargs and same_shape(scores, node) and isinstance(other, fx.Node)
     if not fits or not value(other).is_floating_point() or match.factors:
-        raise Unmatched("something else than a bias is added to scores")
+        raise Unmatched("the scores get an addend that is no bias")
     match.terms.append(Term(other, sign * match.scale))
 
 

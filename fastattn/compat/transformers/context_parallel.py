@@ -23,9 +23,9 @@ _SERVED_KINDS = {"full_attention", "sliding_attention"}
 # Model arguments with tokens in dim 1.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "token_type_ids")
 _REFUSED = {
-    "past_key_values": "a sequence that is spread over ranks has no cache",
-    "cache": "a sequence that is spread over ranks has no cache",
-    "use_cache": "a sequence that is spread over ranks has no cache",
+    "past_key_values": "a sequence sharded over ranks has no cache",
+    "cache": "a sequence sharded over ranks has no cache",
+    "use_cache": "a sequence sharded over ranks has no cache",
     "cu_seq_lens_q": "position_ids that start anew separate packed sequences",
     "cu_seq_lens_k": "position_ids that start anew separate packed sequences",
     "output_attentions": "the weights of a rank's queries are not computed",
@@ -52,7 +52,7 @@ class SpreadModels:
         for name, reason in (
             ("attention_varlen", f"cu_seq_lens_q: {_REFUSED['cu_seq_lens_q']}"),
             ("attention_weights", f"output_attentions: {_REFUSED['output_attentions']}"),
-            ("decode_attention", "one token a rank cannot be told from a step of decoding"),
+            ("decode_attention", "one token per rank looks like a step of decoding"),
         ):
             refusal = f"not supported under ContextParallel: {reason}"
             yield hf_attention, name, partial(_refuse, refusal)
@@ -67,7 +67,7 @@ class SpreadModels:
         """Attention of a layer, with its mask as options."""
         if not self._told:
             raise RuntimeError(
-                "transformers was imported while ContextParallel was in force: import it before"
+                "transformers was imported while ContextParallel was active: import it before"
             )
         name, placed = self._calls[-1] if self._calls else ("", True)
         if not placed:
@@ -76,7 +76,7 @@ class SpreadModels:
                 "shard(position_ids, 1, plan, mesh)"
             )
         if options.pop("query_offset", 0):
-            raise ValueError("query_offset: a sequence that is spread over ranks has no cache")
+            raise ValueError("query_offset: a sequence sharded over ranks has no cache")
         local = (self.plan.length, self.plan.length)
         for mask in ("attn_mask", "attn_bias"):
             if mask in options and options[mask].shape[-2:] == local and self.plan.ranks > 1:
@@ -189,7 +189,7 @@ def check_model(model: Any, T: int) -> None:
     chosen = config._attn_implementation
     if chosen != hf_attention.NAME:
         raise ValueError(
-            f"under ContextParallel models of transformers want attn_implementation="
+            f"under ContextParallel models of transformers need attn_implementation="
             f'"{hf_attention.NAME}", got {chosen!r} for {name}'
         )
     if config.is_encoder_decoder:
@@ -221,8 +221,8 @@ def _check_loss(model: Any) -> None:
     by_mapping = "loss_function" in code.co_names and code.co_flags & inspect.CO_VARKEYWORDS
     if model.loss_type != "ForCausalLM" or hasattr(model, "_loss_function") or not by_mapping:
         raise ValueError(
-            f"labels are not supported under ContextParallel for {name}, which has its own loss: "
-            "leave them out, and compute it from the logits of a rank's tokens"
+            f"labels are not supported under ContextParallel for {name}, which has its own "
+            "loss: leave them out, and compute it from the logits of a rank's tokens"
         )
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(

@@ -137,11 +137,11 @@ def attend_paged(
 
 
 def _window(module: nn.Module, mask: Any, window: int | None) -> int | None:
-    """The window of a layer; refuse masks that offsets and a window do not express."""
+    """The window of a layer; raise for masks that offsets and a window do not express."""
     rule = mask.rule() if isinstance(mask, LazyMask) else None
     chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
     if chunk is not None or (rule is not None and rule.chunk is not None):
-        raise NotImplementedError("cache: fastattn does not serve attention in chunks over pages")
+        raise NotImplementedError("cache: attention in chunks over pages is not supported")
     kind = getattr(mask, "dtype", type(mask).__name__)
     if mask is not None and not isinstance(mask, LazyMask) and kind != torch.bool:
         raise NotImplementedError(
@@ -154,7 +154,7 @@ def _window(module: nn.Module, mask: Any, window: int | None) -> int | None:
 
 
 def _slots(starts: Tensor, lengths: Tensor, table: Tensor, size: int, total: int) -> Tensor:
-    """int64 [total]: slot of each new token; -1 past the last row."""
+    """Find the slot of each new token, int64 [total]; -1 past the last row."""
     token = torch.arange(total, device=starts.device)
     row = torch.searchsorted(starts[1:].contiguous(), token.to(starts.dtype), right=True)
     exists = row < lengths.shape[0]

@@ -213,8 +213,7 @@ def _refuse_beside_cache(causal: bool, *values: Any) -> None:
     wrong += [name for name, x in zip(names, values, strict=True) if x]
     if wrong:
         raise NotImplementedError(
-            f"cache with {', '.join(wrong)}: fastattn does not serve it over the pages of "
-            "continuous batching"
+            f"cache with {', '.join(wrong)}: not supported over the pages of continuous batching"
         )
 
 
@@ -397,7 +396,7 @@ def _lists(
         assert indices is not None
         return indices[:, None], 1
     if indices is not None:
-        raise ValueError("indices and block_indices both choose keys: give one of them")
+        raise ValueError("indices and block_indices both select keys: pass one of them")
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if size is None:
         size = getattr(getattr(module, "config", None), "index_block_size", None)
@@ -420,7 +419,7 @@ def _go_by_lists(lists: Tensor, size: int, key: Tensor, options: dict[str, Any])
 
 
 def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
-    """bool [B, 1 or H_q, T_q, T_k]: keys of the listed blocks; -1 = none."""
+    """Mask all but the keys of the listed blocks: bool [B, 1 or H_q, T_q, T_k]; -1 = none."""
     blocks = -(-key.shape[2] // size)
     # -1 goes to an extra first column.
     shape = (*lists.shape[:3], 1 + blocks)

@@ -87,7 +87,7 @@ _COPIES = frozenset((Tensor.clone, Tensor.contiguous, Tensor.detach, torch.clone
 
 
 class LazyMask(Tensor):
-    """bool [B, 1, T_q, T_k], True = attend, computed by `entries` on first use."""
+    """Mask tensor, bool [B, 1, T_q, T_k], True = attend, computed by `entries` on first use."""
 
     _rule: Rule
     _entries: Callable[[], Tensor]

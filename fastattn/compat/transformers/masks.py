@@ -126,7 +126,7 @@ def _within(
 
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
-    """The rule of one of transformers' mask functions; None for other functions.
+    """Get the rule of one of transformers' mask functions; None for other functions.
 
     Functions are identified by their code, closures also by their variables.
     """
@@ -167,7 +167,7 @@ def _translated(mask_function: Callable[..., Any], kv_offset: int) -> Rule | Non
 
 
 def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
-    """The intersection of rules, or None."""
+    """Intersect rules, or return None."""
     from transformers import masking_utils as masking
 
     remapped = masking.remap_positions_for_packed_sequence(None, None).__code__
@@ -238,7 +238,7 @@ def _held(closure: Callable[..., Any]) -> dict[str, Any]:
 
 
 def chunk_ids(offsets: Tensor, length: int, chunk: int) -> Tensor:
-    """int32 [1, length]: `document_ids`, with a number for each chunk of each sequence.
+    """Number each chunk of each sequence, as `document_ids`: int32 [1, length].
 
     offsets: int32 or int64 [N + 1] of packed sequences. A chunk counts from its sequence's start.
     """

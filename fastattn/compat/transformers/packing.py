@@ -1,7 +1,7 @@
 """Sequences packed into rows: by positions that start anew, and by numbers in a mask [B, T].
 
-transformers' flash path finds sequences by positions. Its functions that make masks do so only
-where there is neither a cache nor a mask, and take numbers for True.
+transformers' flash path finds sequences by positions. Its mask functions do so only without a
+cache and a mask, and treat numbers as True.
 """
 
 from functools import wraps
@@ -64,7 +64,7 @@ def sequence_numbers(
     Integers also where values cannot be read, as in traced calls. For a single query, bool: the
     keys of its own number.
 
-    of_keys: the queries are of another sequence, and numbers above 1 are refused.
+    of_keys: the queries have their own sequence; numbers above 1 raise.
 
     Raises:
         ValueError: a number is negative, or neither 0 nor 1 in a mask of floats or of keys alone.
@@ -129,7 +129,7 @@ def _columns(mask: Tensor, offset: int | Tensor, count: int) -> Tensor:
 
 
 def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
-    """int64 [B, T]: a number for each run of rising positions; None if each row is one.
+    """Number each run of rising positions: int64 [B, T]; None if each row is one run.
 
     A run begins where a position falls, or is the row's least again. None is not returned where
     values cannot be read: in traced calls and in captured CUDA graphs.

@@ -25,7 +25,7 @@ _OUTPUT_SHOWN = 2000  # characters: enough for MLIR's diagnostic, not for the mo
 
 
 class CrossCompileError(RuntimeError):
-    """A function failed in its worker; the message has its name, the target and the error."""
+    """Error: a function failed in its worker; with its name, the target and the error."""
 
 
 class CompilePool(contextlib.AbstractContextManager["CompilePool"]):
@@ -43,12 +43,12 @@ class CompilePool(contextlib.AbstractContextManager["CompilePool"]):
         self._executor: ProcessPoolExecutor | None = None
 
     def facts(self, function: str, target: str, **kwargs: Any) -> list[CompiledFacts]:
-        """Facts of every kernel that the function launched, in order; or a CrossCompileError."""
+        """Get facts of every launched kernel, in order; raise CrossCompileError."""
         facts: list[CompiledFacts] = self._finish(_facts, function, target, kwargs)
         return facts
 
     def submit(self, function: str, target: str, **kwargs: Any) -> "Future[list[CompiledFacts]]":
-        """`facts` as a future."""
+        """Submit `facts`; return a future."""
         return self._start(_facts, function, target, kwargs)
 
     def call(self, function: str, target: str, **kwargs: Any) -> Any:

@@ -130,14 +130,14 @@ class _Launcher:
 
     def __call__(self, *args: Any) -> None:
         active = driver.active
-        assert isinstance(active, _StandInDriver), "launched outside compiling_for"
+        assert isinstance(active, _StubDriver), "launched outside compiling_for"
         kernels = self.src.fn.device_caches[active.get_current_device()][0].values()
         kernel = next(kernel for kernel in kernels if kernel.metadata is self.metadata)
         if kernel not in active.launched:
             active.launched.append(kernel)
 
 
-class _StandInDriver:
+class _StubDriver:
     """Fake driver, with the methods that Triton calls at a launch."""
 
     launcher_cls = _Launcher
@@ -183,7 +183,7 @@ def compiling_for(target: str) -> Iterator[list[Any]]:
             "TRITON_INTERPRET=1 binds kernels to the interpreter when they are imported; "
             "compile them in a fastattn.testing.compiling.compile_pool.CompilePool"
         )
-    stand_in = _StandInDriver(target)
+    stand_in = _StubDriver(target)
     before = driver._active
     driver.set_active(stand_in)
     try:
@@ -194,7 +194,7 @@ def compiling_for(target: str) -> Iterator[list[Any]]:
 
 
 def count_compilations(function: Callable[[], Any]) -> int:
-    """Number of kernels that `function()` compiled or loaded from Triton's disk cache.
+    """Count the kernels that `function()` compiled or loaded from Triton's disk cache.
 
     0: every kernel was in this process's cache.
     """
@@ -208,7 +208,7 @@ def count_compilations(function: Callable[[], Any]) -> int:
 
 
 def describe(kernel: Any) -> CompiledFacts:
-    """Facts of a kernel from `compiling_for`, compiled or cached."""
+    """Get the facts of a kernel from `compiling_for`, compiled or cached."""
     gpu = kernel.metadata.target
     target = next(name for name, kind in TARGETS.items() if kind.gpu == gpu)
     is_cuda = gpu.backend == "cuda"

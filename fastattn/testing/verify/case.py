@@ -106,5 +106,5 @@ def same_bits(run: Callable[[], tuple[Tensor, ...]], times: int = 20) -> float:
     for _ in range(times - 1):
         again = run()
         different = [i for i, x in enumerate(first) if not torch.equal(x, again[i])]
-        assert not different, f"results {different} have other bits when the call is repeated"
+        assert not different, f"results {different} differ bitwise when the call is repeated"
     return 0.0

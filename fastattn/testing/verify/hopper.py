@@ -101,7 +101,7 @@ def _of_option(option: str, examples: list[_Example], **how: Any) -> Iterator[Ca
 
 def _with_example(setting: Setting, *, name: str, **how: Any) -> float:
     T_q, T_k = setting.lengths
-    # Rows of a bias lie at multiples of 16 bytes. Heads with masks of their own share no keys.
+    # Rows of a bias are at multiples of 16 bytes. Heads with their own masks share no keys.
     T_k += -T_k % 8 if name.startswith("bias") else 0
     H_k = _HEADS if name.startswith("mask") else _HEADS // 2
     examples = option_examples(_HEADS, H_k, T_q, T_k, setting.subject.head_dim, reach=_REACH)

@@ -17,7 +17,7 @@ _HEAD = ("backend", "family", "dtypes", "head dims", "cases", "error / budget", 
 
 
 class Steps:
-    """A line per finished step, and a tqdm bar on a terminal."""
+    """Progress display: a line per finished step, and a tqdm bar on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -62,14 +62,14 @@ class Steps:
 
 
 def name_of(device: torch.device) -> str:
-    """Name of the GPU, or of the interpreter."""
+    """Name the GPU, or the interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "the CPU, interpreted: no kernel is compiled"
 
 
 def table(results: Sequence[Finding]) -> list[str]:
-    """A line per backend and family, with its worst case; then one per failure."""
+    """Format a line per backend and family, with its worst case; then one per failure."""
     rows = [_HEAD, *_rows(results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -93,20 +93,18 @@ def _rows(results: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
 
 
 def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
-    """Conclusions: numbers of correct cases, skipped kernels, and missing checks."""
+    """Summarise: numbers of correct cases, skipped kernels, and missing checks."""
     cases, wrong = sum(x.cases for x in results), [x for x in results if x.verdict != RIGHT]
     if not results:
-        return ["none of the cases is about these"]
+        return ["no case matches the options"]
     kinds = f"{len(results)} kind{'s' * (len(results) > 1)} of kernels"
     verdict = f"{len(wrong)} not right" if wrong else "all are within their budgets"
     lines = [f"{cases} cases of {kinds}: {verdict}"]
     if wrong and device.type == "cuda":
-        lines.append(
-            "Calls of wrong kernels use another backend; `fastattn verify --clear` forgets this."
-        )
+        lines.append("Calls of wrong kernels use another backend, until `fastattn verify --clear`.")
     if device.type == "cpu":
         lines.append(
-            "Not checked, for want of a GPU: compiled kernels, the Hopper kernels, repeated bits, "
+            "Not checked without a GPU: compiled kernels, the Hopper kernels, repeated bits, "
             "more tiles than multiprocessors."
         )
     if left := _left_out(results):
@@ -115,7 +113,7 @@ def conclusions(results: Sequence[Finding], device: torch.device) -> list[str]:
 
 
 def _left_out(results: Sequence[Finding]) -> str:
-    """Families, dtypes and head dims without findings."""
+    """Name families, dtypes and head dims without results."""
     seen = {x for one in results for x in one[1:4]}
     backends = [x for x in BACKENDS if any(x == one.backend for one in results)]
     columns: tuple[tuple[str, Sequence[Any]], ...] = (

@@ -143,7 +143,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
     resolved = torch.device(device)
     if resolved.type not in ("cuda", "cpu"):
         raise ValueError(
-            f"device must be a GPU or the CPU, got {resolved}: kernels exist for no other"
+            f"device must be a GPU or the CPU, got {resolved}: no kernels exist for others"
         )
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be one that is here, got {resolved}: torch finds no GPU")
@@ -151,12 +151,12 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 
 def available(device: torch.device) -> tuple[str, ...]:
-    """The backends whose kernels can run on a device."""
+    """List the backends whose kernels can run on a device."""
     return BACKENDS if dispatch.on_hopper(device) else BACKENDS[:1]
 
 
 def families(backends: Iterable[str]) -> tuple[str, ...]:
-    """The names of all families of kernels of backends."""
+    """List all families of kernels of backends."""
     return tuple(dict.fromkeys(family for backend in backends for family in FAMILIES[backend]))
 
 

@@ -43,7 +43,7 @@ def prepare(
     errors: Literal["strict", "replace"] = "strict",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PreparedText:
-    """Writes the ids of text files into a folder that `PreparedText` reads.
+    """Write the ids of text files into a folder that `PreparedText` reads.
 
     The folder appears when all is written; an interrupted call leaves nothing, and the next one
     removes what a killed one has left. The tokenizer's end token, if any, follows every document.
@@ -94,7 +94,7 @@ def prepare(
 
 
 def _files(texts: Sequence[str | Path]) -> list[tuple[Path, int]]:
-    """Each file with its size, those of folders by name."""
+    """List each file with its size, those of folders by name."""
     files: list[tuple[Path, int]] = []
 
     def stop(error: OSError) -> None:
@@ -145,7 +145,7 @@ def _parts(files: Sequence[tuple[Path, int]], documents: str, errors: str) -> It
 
 
 def _split(file: Any, documents: str) -> Iterator[tuple[str, bool]]:
-    """Parts of a file's documents, cut after lines, and whether a document ends with each."""
+    """Yield parts of a file's documents, cut after lines, and whether a document ends there."""
     lines: list[str] = []
     size, before = 0, "\n"
     for line in iter(partial(file.readline, PART), ""):
@@ -205,7 +205,7 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def _write(
     folder: Path, parts: Iterable[_Part], tokenizer: Tokenizer, progress: Callable[[int], None]
 ) -> dict[str, object]:
-    """Writes ids and ends of documents; returns what the manifest says of them."""
+    """Write ids and ends of documents; return the manifest's fields."""
     try:
         end = [tokenizer.special_id("end")]
     except TokenizerError:

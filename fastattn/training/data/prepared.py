@@ -52,10 +52,10 @@ class PreparedText:
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedText:
-        """Opens a folder made by `fastattn prepare`, and checks sizes, counts and document ends.
+        """Open a folder made by `fastattn prepare`; check sizes, counts and document ends.
 
         Raises:
-            DataError: it is missing or of another format, a file is truncated, or document ends do
+            DataError: it is missing or has another format, a file is truncated, or document ends do
                 not rise.
         """
         folder = Path(folder)
@@ -98,13 +98,13 @@ class PreparedText:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Tokens to train on, and for validation: the last tenth, a million at most."""
+        """Count the tokens for training, and for validation: the last tenth, at most a million."""
         # A tenth of a billion tokens would take long to evaluate and add little precision.
         validation = min(self.tokens // 10, 1_000_000)
         return self.tokens - validation, validation
 
     def windows(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Windows of ids; only these are read.
+        """Read windows of ids, and nothing else.
 
         Args:
             starts: int64 [B], in [0, N - length].

@@ -26,14 +26,14 @@ class Padded:
 
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Padded:
-    """Pads rows (at least one) on the right with an id, to the longest row."""
+    """Pad rows (at least one) on the right with an id, to the longest row."""
     tensors = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows]
     lengths = torch.tensor([len(row) for row in rows], device="cpu")
     return Padded(pad_sequence(tensors, batch_first=True, padding_value=fill), lengths)
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """Id of padding; 0 if the tokenizer has none, as lengths hide it anyway."""
+    """Get the id of padding, or 0 if the tokenizer has none: lengths mask it anyway."""
     try:
         return tokenizer.special_id("pad")
     except TokenizerError:

@@ -40,7 +40,7 @@ class Sentence:
 
 
 def read_conll(paths: Iterable[str | Path]) -> list[Sentence]:
-    """Reads CoNLL files: a word a line, columns separated by space, the tag last.
+    """Read CoNLL files: a word per line, columns separated by spaces, the tag last.
 
     An empty line ends a sentence; -DOCSTART- lines are skipped.
 
@@ -71,7 +71,7 @@ def _conll_sentences(path: Path) -> list[Sentence]:
 
 
 def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence]:
-    """The lines of the standard library's source, tagged; see `standard_library_sources`."""
+    """Tag the lines of the standard library's source; see `standard_library_sources`."""
     sentences: list[Sentence] = []
     for name, source in standard_library_sources(max_characters).items():
         try:
@@ -83,7 +83,7 @@ def standard_library_sentences(max_characters: int = 2_000_000) -> list[Sentence
 
 
 def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
-    """Tags the tokens of Python source, a sentence a line; `name` is what messages call it.
+    """Tag the tokens of Python source, a sentence per line; `name` is for messages.
 
     The word of a token over several lines, such as a long string, is its first line.
 
@@ -110,7 +110,7 @@ def python_sentences(source: str, name: str = "the text") -> list[Sentence]:
 
 
 def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
-    """Words of every non-empty line of a text, for a model to tag.
+    """Split each non-empty line of a text into words.
 
     python: words are Python's tokens; else the text is split at white space.
     """
@@ -120,7 +120,7 @@ def split_words(text: str, name: str, *, python: bool) -> list[tuple[str, ...]]:
 
 
 def _python_tag(token: tokenize.TokenInfo) -> str | None:
-    """Tag of a token; None for layout tokens (line breaks, indentation)."""
+    """Get the tag of a token; None for line breaks and indentation."""
     if token.type == tokenize.NAME:
         return "keyword" if keyword.iskeyword(token.string) else "name"
     return _PYTHON_TAGS.get(tokenize.tok_name[token.type])
@@ -132,7 +132,7 @@ def _sentence(rows: list[tuple[str, str, str]]) -> Sentence:
 
 
 def tags_of(sentences: Iterable[Sentence]) -> tuple[str, ...]:
-    """All tags in alphabetical order."""
+    """List all tags in alphabetical order."""
     return tuple(sorted({tag for sentence in sentences for tag in sentence.tags}))
 
 
@@ -146,7 +146,7 @@ def check_tags(sentences: Iterable[Sentence], allowed: Iterable[str]) -> None:
 
 
 def sentences_fingerprint(sentences: Iterable[Sentence]) -> str:
-    """SHA-256 of words and tags, in hexadecimal."""
+    """Compute the SHA-256 of words and tags, in hexadecimal."""
     tagged = (zip(sentence.words, sentence.tags, strict=True) for sentence in sentences)
     texts = ("".join(f"{word}\t{tag}\n" for word, tag in pairs) for pairs in tagged)
     return fingerprint("\n".join(texts))

@@ -1,4 +1,4 @@
-"""Text files to token tensors: reading and splitting."""
+"""Reading and splitting of text files, and their token tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VALIDATION_FRACTION = 0.1
 
 
 class DataError(ValueError):
-    """A text cannot be read, or is too short to train on."""
+    """Error: a text cannot be read, or is too short to train on."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TextDataset:
 
     @classmethod
     def from_text(cls, text: str, tokenizer: Tokenizer, context_length: int) -> TextDataset:
-        """Splits and encodes a text.
+        """Split and encode a text.
 
         Raises:
             DataError: a part is too short: training needs context_length + 1 tokens, validation
@@ -55,7 +55,7 @@ class TextDataset:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Numbers of training and validation tokens."""
+        """Count the training and validation tokens."""
         return len(self.train), len(self.validation)
 
     @cached_property
@@ -63,7 +63,7 @@ class TextDataset:
         return torch.cat([self.train, self.validation])
 
     def windows(self, starts: Tensor, length: int) -> tuple[Tensor, None]:
-        """`PreparedText.windows` of one document."""
+        """Read windows, as `PreparedText.windows`, of one document."""
         return self._whole.unfold(0, length, 1)[starts].long(), None
 
 
@@ -78,19 +78,19 @@ def check_counts(train: int, validation: int, context_length: int) -> None:
 
 
 def read_text_files(paths: Iterable[str | Path]) -> str:
-    """Reads UTF-8 text files in the order given, each but the last made to end in a line break."""
+    """Read UTF-8 text files in order, with a line break after each but the last."""
     texts = [read_text_file(Path(path)) for path in paths]
     ended = [text if text.endswith("\n") else text + "\n" for text in texts[:-1]]
     return "".join(ended + texts[-1:])
 
 
 def standard_library_text(max_characters: int = 2_000_000) -> str:
-    """Source text of the standard library: a corpus that needs no network."""
+    """Read the source text of the standard library, a corpus without a download."""
     return "".join(standard_library_sources(max_characters).values())
 
 
 def standard_library_sources(max_characters: int = 2_000_000) -> dict[str, str]:
-    """Source text of the standard library by file name.
+    """Read the source text of the standard library, by file name.
 
     Takes whole ASCII files, without tests and tables, up to max_characters. A hash of their names
     orders the files, so that the last 10 % are of the same mix; one installation always gives the
@@ -119,18 +119,18 @@ def standard_library_sources(max_characters: int = 2_000_000) -> dict[str, str]:
 
 
 def split_text(text: str) -> tuple[str, str]:
-    """The first 90 % of a text for training, and the last 10 % for validation."""
+    """Split a text: the first 90 % for training, the last 10 % for validation."""
     cut = int(len(text) * (1 - _VALIDATION_FRACTION))
     return text[:cut], text[cut:]
 
 
 def fingerprint(text: str) -> str:
-    """SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
+    """Compute the SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def read_text_file(path: Path) -> str:
-    """Reads a UTF-8 file without a byte order mark; DataError if unreadable, empty or no UTF-8."""
+    """Read a UTF-8 file, drop a byte order mark; DataError if unreadable, empty or not UTF-8."""
     try:
         content = path.read_bytes()
     except OSError as error:

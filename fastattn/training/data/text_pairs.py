@@ -40,7 +40,7 @@ class Pair:
 
 
 def read_pairs(paths: Iterable[str | Path]) -> list[Pair]:
-    """Reads UTF-8 TSV files: source, tabulator, target.
+    """Read UTF-8 TSV files: source, tab, target.
 
     Raises:
         DataError: a file is unreadable or empty, or a line is no pair; the message names the line.
@@ -68,7 +68,7 @@ def _pairs_of(path: Path) -> Iterator[Pair]:
 
 
 def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
-    """Pairs of docstring and function name from the standard library.
+    """Collect pairs of docstring and function name from the standard library.
 
     The source is a docstring's first line, the target the name with spaces for underscores:
     "Return the current time." and "time now". Each pair comes once; see `standard_library_sources`.
@@ -81,7 +81,7 @@ def standard_library_pairs(max_characters: int = 6_000_000) -> list[Pair]:
 
 
 def date_pairs() -> list[Pair]:
-    """Every day from 1950 to 2049, in figures (one of three forms) and in words.
+    """Write every day from 1950 to 2049 in digits (one of three forms) and in words.
 
     "2026-11-21", "21.11.2026" or "11/21/2026" and "twenty-first of November twenty twenty-six". A
     hash chooses order and form, so that every part is of the same mix.
@@ -98,14 +98,14 @@ def date_pairs() -> list[Pair]:
 
 
 def date_in_words(day: datetime.date) -> str:
-    """A date from 1100 to 9999 in English words: "first of May two thousand one"."""
+    """Write a date from 1100 to 9999 in English words: "first of May two thousand one"."""
     head, dash, last = _number(day.day).rpartition("-")
     ordinal = f"{head}{dash}{_FIRST.get(last, f'{last}th')}"
     return f"{ordinal} of {_MONTHS[day.month - 1]} {_year(day.year)}"
 
 
 def _number(value: int) -> str:
-    """A number below 100 in words."""
+    """Write a number below 100 in words."""
     if value < len(_ONES):
         return _ONES[value]
     tens, ones = divmod(value, 10)
@@ -137,5 +137,5 @@ def _docstrings(source: str, name: str) -> Iterator[Pair]:
 
 
 def pairs_fingerprint(pairs: Iterable[Pair]) -> str:
-    """SHA-256 of all pairs, in hexadecimal."""
+    """Compute the SHA-256 of all pairs, in hexadecimal."""
     return fingerprint("\n".join(f"{pair.source}\t{pair.target}" for pair in pairs))

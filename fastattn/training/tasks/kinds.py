@@ -13,7 +13,7 @@ Build = Callable[[Any, Mapping[str, Any]], nn.Module]
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and its task, by the names that `fastattn train` has for both.
+    """Model and task, by their names in `fastattn train`.
 
     name: in checkpoints. title: for messages, with its article. use: the command for a trained one.
     load: imports the class of its configuration, and the function `build`.
@@ -32,7 +32,7 @@ class Kind:
         return self.load()[0]
 
     def build(self, config: Any, data: Mapping[str, Any]) -> nn.Module:
-        """The model of a configuration and facts about its data, a checkpoint's config["data"]."""
+        """Build the model; data: facts about the data, a checkpoint's config["data"]."""
         return self.load()[1](config, data)
 
 
@@ -70,7 +70,7 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 def find_kind(model: str | None = None, task: str | None = None) -> Kind:
-    """The kind of a model and a task; if only one is named, its first match.
+    """Find the kind of a model and a task; if only one is named, its first match.
 
     Raises:
         ValueError: there is no such model or task, or the model has no such task.

@@ -1,4 +1,4 @@
-"""Masked-token pre-training (BERT): hide some tokens of a text, and predict them."""
+"""Masked-language modelling (BERT): hide some tokens of a text, and predict them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mask_tokens(
 
 
 class MaskedTask(LanguageTask):
-    """Prediction of masked tokens in windows of a text; the tokenizer needs a mask token."""
+    """Masked-language modelling on windows of a text; the tokenizer needs a mask token."""
 
     def __init__(self, dataset: TextDataset, tokenizer: Tokenizer, context_length: int) -> None:
         super().__init__(dataset, context_length)
@@ -58,7 +58,7 @@ class MaskedTask(LanguageTask):
         self._replacements = torch.tensor(sorted(ids), device="cpu")
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Accuracy over the masked tokens."""
+        """Compute the accuracy over the masked tokens."""
         device = next(model.parameters()).device
         right = total = 0
         for batch in self.validation(batch_size):

@@ -12,13 +12,13 @@ from ...missing import import_extra
 
 
 def confusion(expected: Tensor, got: Tensor, num_tags: int) -> Tensor:
-    """Confusion matrix, int64 [K, K]: expected tags (rows) by predicted tags (columns)."""
+    """Count the confusion matrix, int64 [K, K]: expected tags (rows), predicted tags (columns)."""
     both = expected * num_tags + got
     return torch.bincount(both, minlength=num_tags**2).view(num_tags, num_tags)
 
 
 def tag_scores(counts: Tensor, tags: Sequence[str]) -> dict[str, Any]:
-    """Accuracy, F1 of every tag, and the mean of these.
+    """Compute the accuracy, the F1 of every tag, and the mean F1.
 
         F1 = 2 * right / (expected + got)
 
@@ -46,7 +46,7 @@ def tag_scores(counts: Tensor, tags: Sequence[str]) -> dict[str, Any]:
 
 
 def text_scores(got: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
-    """BLEU, chrF and exact match of texts.
+    """Compute BLEU, chrF and exact match of texts.
 
     Args:
         got, expected: equally many, at least one; white space at the ends and its width are
@@ -70,5 +70,5 @@ def text_scores(got: Sequence[str], expected: Sequence[str]) -> dict[str, float]
 
 
 def import_sacrebleu() -> Any:
-    """The package `sacrebleu`."""
+    """Import `sacrebleu`."""
     return import_extra("sacrebleu", "the score of translations")

@@ -1,4 +1,4 @@
-"""Read, split and tokenise training data, and make its task, whose files load with it."""
+"""Read, split and tokenize training data, and make its task."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _Item = TypeVar("_Item")
 
 
 def read_text(config: DataConfig) -> str:
-    """The whole text."""
+    """Read the whole text."""
     return texts.read_text_files(config.text) if config.text else texts.standard_library_text()
 
 
 def make_tokenizer(config: DataConfig, text: str, *, special: bool) -> Tokenizer:
-    """The tokenizer, trained on a text unless it is loaded; special: with special tokens."""
+    """Load the tokenizer, or train it on a text; special: with special tokens."""
     name = config.tokenizer or ("bpe" if special else "char")
     if name not in TOKENIZER_KINDS:
         return load_tokenizer(name)
@@ -31,7 +31,7 @@ def make_tokenizer(config: DataConfig, text: str, *, special: bool) -> Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """Data that has been read but not yet tokenised.
+    """Data that has been read but not yet tokenized.
 
     fingerprint: SHA-256 of all data, in hexadecimal. facts: about the data that inference needs,
     JSON values.
@@ -44,7 +44,7 @@ class Source:
 
 
 def text_source(config: DataConfig, *, masked: bool = False) -> Source:
-    """Source of a text for next-token prediction or, masked, masked-token prediction."""
+    """Make the source of a text for next-token or, masked, masked-token prediction."""
     text = read_text(config)
 
     def tokenizer() -> Tokenizer:
@@ -65,7 +65,7 @@ def text_source(config: DataConfig, *, masked: bool = False) -> Source:
 
 
 def language_source(config: DataConfig) -> Source:
-    """Source of a text, or token files, for next-token prediction."""
+    """Make the source of a text, or of token files, for next-token prediction."""
     if config.prepared is None:
         return text_source(config)
     from ..data.prepared import PreparedText
@@ -79,7 +79,7 @@ def language_source(config: DataConfig) -> Source:
 
 
 def tagged_source(config: DataConfig) -> Source:
-    """Source of tagged words."""
+    """Make the source of tagged words."""
     from ..data import tagged_text
     from .tagging import TaggingTask
 
@@ -101,7 +101,7 @@ def tagged_source(config: DataConfig) -> Source:
 
 
 def pair_source(config: DataConfig) -> Source:
-    """Source of pairs of texts, read or generated."""
+    """Make the source of pairs of texts, read or generated."""
     from ..data import text_pairs
     from .scores import import_sacrebleu
     from .translation import TranslationTask, encode_pairs

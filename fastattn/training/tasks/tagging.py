@@ -119,9 +119,9 @@ def tag_words(
     tags: Sequence[str],
     context_length: int,
 ) -> list[str]:
-    """A `Tagger`'s tags for the words of a sentence; the model is in evaluation mode.
+    """Tag the words of a sentence; the model is in evaluation mode.
 
-    tags: the model's, numbered from 0. context_length: tokens that the model reads at most.
+    tags: the model's, numbered from 0. context_length: most tokens that the model reads.
     """
     if not words:
         return []

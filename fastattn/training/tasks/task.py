@@ -1,4 +1,4 @@
-"""The interface of a training task, and next-token prediction."""
+"""Interface of a training task, and next-token prediction."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Batch:
         return sum(tokens.numel() for tokens in self.inputs)
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
+        """Copy the batch to a device."""
 
         def move(part: Tensor) -> Tensor:
             return to_device(part.contiguous(), device)
@@ -72,7 +72,7 @@ class Batch:
 
 
 class Task:
-    """A task and its data.
+    """Task and its data.
 
     Attributes:
         fingerprint: SHA-256 of all data, in hexadecimal.
@@ -83,15 +83,15 @@ class Task:
     extent: str
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
-        """A random batch; the generator is the only source of randomness."""
+        """Draw a random batch; the generator is the only source of randomness."""
         raise NotImplementedError
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """The whole validation split, the same batches every time."""
+        """Yield the whole validation split, the same batches every time."""
         raise NotImplementedError
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """Validation scores besides the loss, JSON values by name; none here.
+        """Compute validation scores besides the loss, JSON values by name; none here.
 
         The model is in evaluation mode, and gradients are off.
         """
@@ -99,7 +99,7 @@ class Task:
 
 
 class ExampleTask(Task, Generic[_Example]):
-    """A task whose batches are uniform samples of examples.
+    """Task whose batches are uniform samples of examples.
 
     Args:
         train, validation: not empty.
@@ -119,7 +119,7 @@ class ExampleTask(Task, Generic[_Example]):
             yield self.batch(rows[i : i + batch_size])
 
     def batch(self, rows: Sequence[_Example]) -> Batch:
-        """Batch of these examples."""
+        """Make a batch of these examples."""
         raise NotImplementedError
 
 
@@ -143,7 +143,7 @@ class LanguageTask(Task):
             self.extent += f" of {documents:,} documents"
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
-        """Windows at random positions of the split, shorter ones if the split is shorter."""
+        """Draw windows at random positions of the split, shorter ones if the split is shorter."""
         first, count = (0, self._train) if split == "train" else (self._train, self._validation)
         context = min(self._context_length, count - 1)
         starts = first + torch.randint(
@@ -152,7 +152,7 @@ class LanguageTask(Task):
         return self._windows(starts, context, generator)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """Consecutive windows of the whole split, the same every time."""
+        """Yield consecutive windows of the whole split, the same every time."""
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
         last, context = self._train + self._validation - 1, self._context_length
         left = last - (last - self._train) % context
@@ -172,5 +172,5 @@ class LanguageTask(Task):
         return self._batch(Batch((tokens[:, :-1],), targets, documents=documents), generator)
 
     def _batch(self, windows: Batch, generator: torch.Generator) -> Batch:
-        """Batch whose targets are the windows shifted by one token."""
+        """Make a batch whose targets are the windows shifted by one token."""
         return windows

@@ -23,7 +23,7 @@ _SCORED_PAIRS = 500
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """A pair as ids, without begin and end tokens."""
+    """Pair of texts as ids, without begin and end tokens."""
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -40,7 +40,7 @@ def encode_pairs(
     """Encode pairs and check their lengths.
 
     target_length: most tokens of a target, begin token included. truncate: cut longer texts instead
-    of refusing them.
+    of raising.
 
     Raises:
         DataError: a text is too long, has no token, or is cut to none; the message names its line.
@@ -110,7 +110,7 @@ class TranslationTask(ExampleTask[EncodedPair]):
         self.extent = f"{len(train):,} training and {len(validation):,} validation pairs"
 
     def scores(self, model: nn.Module, batch_size: int) -> dict[str, Any]:
-        """`text_scores` of greedy translations, and "pairs", their number.
+        """Compute `text_scores` of greedy translations, and "pairs", their number.
 
         Translates the first 500 validation pairs.
         """
@@ -132,7 +132,7 @@ class TranslationTask(ExampleTask[EncodedPair]):
 def translate_tokens(
     model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], *, beams: int = 1
 ) -> list[str]:
-    """Translations of sources, greedy or by beam search.
+    """Translate sources, greedily or by beam search.
 
     The model is in evaluation mode; sources are rows of ids, at least one of at least one.
     """
@@ -144,7 +144,7 @@ def translate_tokens(
 def translate_ids(
     model: Seq2Seq, tokenizer: Tokenizer, sources: Sequence[Sequence[int]], *, beams: int = 1
 ) -> list[list[int]]:
-    """`translate_tokens` as ids, without begin and end tokens."""
+    """Translate as `translate_tokens`, to ids without begin and end tokens."""
     device = next(model.parameters()).device
     padded = pad(sources, pad_id(tokenizer))
     return translate(

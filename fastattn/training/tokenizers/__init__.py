@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back."""
+"""Tokenizers."""
 
 from typing import NoReturn
 

@@ -19,10 +19,10 @@ _PIECE_CHARACTERS = 1 << 20
 
 
 class BackendTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` of any kind, Hugging Face's.
+    """Hugging Face `tokenizers.Tokenizer` of any kind.
 
-    Its own padding and truncation are taken off; its template of special tokens is not used. Text
-    that it does not know becomes its unknown token; byte-level BPE knows every text.
+    Its padding, truncation and template of special tokens are not used. Unknown text becomes its
+    unknown token; byte-level BPE knows every text.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -64,7 +64,7 @@ class BackendTokenizer(Tokenizer):
 
 
 def train_backend(kind: str, text: str, vocab_size: int, *, special: bool) -> BackendTokenizer:
-    """Train a tokenizer of a kind other than characters alone; see `train_tokenizer`."""
+    """Train a tokenizer of a kind other than "char"; see `train_tokenizer`."""
     hf = import_tokenizers()
     options: dict[str, Any] = {"vocab_size": vocab_size, "special_tokens": _SPECIAL}
     if kind == "bpe":
@@ -94,7 +94,7 @@ def train_backend(kind: str, text: str, vocab_size: int, *, special: bool) -> Ba
 
 
 def _assemble(hf: Any, kind: str, *vocabulary: Any, **options: Any) -> Any:
-    """A `tokenizers.Tokenizer` of a kind: its model, how it cuts texts, how it joins tokens."""
+    """Make a `tokenizers.Tokenizer` of a kind: model, pre-tokenizer, decoder."""
     models, cuts, joins = hf.models, hf.pre_tokenizers, hf.decoders
     spaces = [part(prepend_scheme="never") for part in (cuts.Metaspace, joins.Metaspace)]
     parts = {
@@ -137,7 +137,7 @@ def byte_level_bpe(vocabulary: str | Path, merges: str | Path) -> BackendTokeniz
 
 
 def read_vocabulary(path: Path) -> BackendTokenizer:
-    """Read a vocabulary file: one token a line, numbered from 0 (BERT's vocab.txt).
+    """Read a vocabulary file: one token per line, numbered from 0 (BERT's vocab.txt).
 
     With tokens that begin with ## it is a WordPiece tokenizer, else one of whole words.
 
@@ -168,7 +168,7 @@ def read_vocabulary(path: Path) -> BackendTokenizer:
 
 
 def import_tokenizers() -> Any:
-    """The package `tokenizers`; ModuleNotFoundError names the extra."""
+    """Import `tokenizers`; ModuleNotFoundError names the extra."""
     return import_extra("tokenizers", "every tokenizer except the character tokenizer")
 
 

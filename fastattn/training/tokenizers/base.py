@@ -1,4 +1,4 @@
-"""The interface of tokenizers, the names of special tokens, and decoding as ids come."""
+"""Interface of tokenizers, names of special tokens, and incremental decoding."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SPECIAL_NAMES: dict[Special, tuple[str, ...]] = {
 
 
 class TokenizerError(ValueError):
-    """A tokenizer cannot be trained, read, or applied to a text."""
+    """Error: a tokenizer cannot be trained, read, or applied to a text."""
 
 
 class Tokenizer(ABC):
-    """Base of tokenizers for training and generation; ids are 0 .. vocab_size - 1."""
+    """Base of tokenizers; ids are 0 .. vocab_size - 1."""
 
     @property
     @abstractmethod
@@ -34,18 +34,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """`encode` several texts."""
+        """Encode several texts, as `encode`."""
 
     @abstractmethod
     def text_of(self, tokens: Sequence[int]) -> str:
-        """`decode` ids that are in range."""
+        """Decode ids that are in range, as `decode`."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """The tokenizer as JSON, for `from_json`."""
+        """Return the tokenizer as JSON, for `from_json`."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, special tokens not added.
+        """Encode a text, without special tokens.
 
         Raises:
             TokenizerError: the text holds an unknown character.
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of ids; bytes that are not UTF-8 become U+FFFD.
+        """Decode ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             TokenizerError: an id is not in 0 .. vocab_size - 1.
@@ -64,15 +64,15 @@ class Tokenizer(ABC):
         return self.text_of(tokens)
 
     def decoder(self) -> TokenDecoder:
-        """A new decoder, for ids that come one at a time."""
+        """Make an incremental decoder."""
         return TokenDecoder(self)
 
     def find_id(self, token: str) -> int | None:
-        """The id of a token of the vocabulary, or None."""
+        """Find the id of a token, or None."""
         return None
 
     def special_id(self, special: Special) -> int:
-        """The id of a special token, under any of the names in `SPECIAL_NAMES`.
+        """Find the id of a special token, under any of the names in `SPECIAL_NAMES`.
 
         Raises:
             TokenizerError: the tokenizer has no such token.
@@ -85,12 +85,12 @@ class Tokenizer(ABC):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of all special tokens of the vocabulary."""
+        """Ids of all special tokens."""
         found = (self.find_id(name) for names in SPECIAL_NAMES.values() for name in names)
         return frozenset(token for token in found if token is not None)
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_json` to a file."""
+        """Write `to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def check_id(self, token: int) -> None:
@@ -102,7 +102,7 @@ class Tokenizer(ABC):
 
 
 class TokenDecoder:
-    """Turns ids into text one at a time, each character as soon as it is complete."""
+    """Incremental decoder: each character as soon as it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -122,13 +122,13 @@ class TokenDecoder:
         return text
 
     def finish(self) -> str:
-        """Return what is held, U+FFFD for an incomplete character, else ''."""
+        """Return U+FFFD for an incomplete character, else ''."""
         shown = len(self._tokenizer.text_of(self._before))
         return self._tokenizer.text_of(self._before + self._held)[shown:]
 
 
 def encodable(texts: Iterable[str]) -> list[str]:
-    """The texts; TokenizerError if one has half of a character, which UTF-8 cannot encode."""
+    """Return the texts; TokenizerError for half of a character, which UTF-8 lacks."""
     texts = list(texts)
     for text in texts:
         try:

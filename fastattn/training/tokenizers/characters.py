@@ -1,4 +1,4 @@
-"""Character tokenizer: one id a character, without dependencies or special tokens."""
+"""Character tokenizer, without dependencies or special tokens."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def train_tokenizer(
     """Train a tokenizer on a text.
 
     Args:
-        kind: "char" (one id a character), "bpe" (byte-level, as GPT-2's), "word" (runs of letters,
-            and of other signs; white space is dropped), "word-space" (words with their punctuation,
-            and the white space between them, so that a text of known words comes back exactly),
+        kind: "char" (one id per character), "bpe" (byte-level, as GPT-2's), "word" (runs of
+            letters, and of other signs; white space is dropped), "word-space" (words with their
+            punctuation, and white space: a text of known words comes back exactly),
             "word-sign" (the same with every sign on its own: "cream", "."), "char-bpe", "wordpiece"
             or "unigram". Hugging Face's trainers of the last two are not deterministic: to repeat a
             run, pass the saved tokenizer.
@@ -55,7 +55,7 @@ def train_tokenizer(
 
 
 def from_json(text: str, *, source: str = "the tokenizer") -> Tokenizer:
-    """Reads `Tokenizer.to_json`, or the JSON of any Hugging Face tokenizer.
+    """Read `Tokenizer.to_json`, or the JSON of any Hugging Face tokenizer.
 
     Args:
         text: the JSON.

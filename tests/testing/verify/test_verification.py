@@ -76,7 +76,7 @@ def test_what_is_right_is_stored_and_shown(tmp_path: Path, capsys: pytest.Captur
     table = [line.split()[:2] for line in written.out.splitlines()[:3]]
     assert table == [["backend", "family"], ["triton", "append"], ["triton", "fp8"]]
     assert "6 cases of 2 kinds of kernels: all are within their budgets" in written.out
-    left_out = "Not checked, for want of a GPU: compiled kernels"
+    left_out = "Not checked without a GPU: compiled kernels"
     assert left_out in written.out and left_out in (CHECKOUT / "docs" / "gpu.md").read_text()
     assert "interpreted" in written.err and "2/2 triton fp8 bfloat16 64: right" in written.err
     rows = json.loads(file.read_text())["verification"]
@@ -120,7 +120,7 @@ def raising(error: Exception) -> Callable[..., Any]:
         (lambda _: 0.3, ("right", 0.3, "")),
         (raising(PastBudget("dq: error", 4.0)), ("wrong", 4.0, "dq: error")),
         (lambda _: NANS(torch.empty(3)), ("wrong", None, "o has NaN or inf")),
-        (lambda _: same_bits(lambda: (DRAWN(3),)), ("wrong", None, "results [0] have other bits")),
+        (lambda _: same_bits(lambda: (DRAWN(3),)), ("wrong", None, "results [0] differ bitwise")),
         (raising(RuntimeError("address")), ("crash", None, "RuntimeError: address")),
         (raising(TritonError("tl.dot")), ("no compile", None, "TritonError: tl.dot")),
         (raising(RuntimeError("PassManager::run failed")), ("no compile", None, "PassManager")),
