@@ -108,7 +108,7 @@ def test_tangents_are_refused(name: str, backend: str, device: str) -> None:
         assert outcome_of(name, function, tensors) == expected
         for argument in arguments:
             dual = forward_ad.make_dual(tensors[argument], torch.ones_like(tensors[argument]))
-            with pytest.raises(NotImplementedError, match=r"has a tangent .*take derivatives in"):
+            with pytest.raises(NotImplementedError, match=r"has a tangent .*use reverse mode"):
                 function(**tensors | {argument: dual})
                 pytest.fail(f"{argument} has lost its tangent")
 
