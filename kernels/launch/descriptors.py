@@ -10,7 +10,7 @@ def tma_strides(x: Tensor) -> list[int] | None:
     """Strides of [B, H, T, D] for TMA, or None if TMA does not support x.
 
     Rows must be 16-byte aligned. Strides of dims of size 1 are arbitrary in torch, but not here; a
-    stride of 0, of an expanded tensor, is not served.
+    stride of 0, of an expanded tensor, is not supported.
     """
     elements = 16 // x.element_size()
     if x.numel() == 0 or x.data_ptr() % 16 or (x.stride(3) != 1 and x.shape[3] > 1):

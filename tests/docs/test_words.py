@@ -34,6 +34,7 @@ WORDS = {
     r"asked for": "requested",
     r"(is|are) of another": "has a different",
     r"of ours": "fastattn's",
+    r"(is|are) not served": "is not supported",
     r"a share of attention": "attention sink",
     r"left, and (why|named)": "unchanged",
 }
