@@ -44,7 +44,7 @@ def _info(arguments: argparse.Namespace) -> int:
         try:
             lines.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            lines.append(f"{package} is not installed")
+            lines.append(f"{package} is not installed: see fastattn info --doctor")
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in (*devices, torch.device("cpu")):
         lines.append(f"{device}: {_device_name(device)}")

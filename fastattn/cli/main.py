@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..missing import REMOVED, find_extra
+from ..missing import REMOVED, find_extra, installing
 
 INTERRUPTED = 130  # exit status of a command stopped by Ctrl-C
 # The file of each command; only that of the command that runs is imported.
@@ -112,6 +112,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Missing(argparse.Action):
+    """An option whose package is not installed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} {self.help}")
+
+
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of one command, or of all commands where it names none."""
     parser = _Parser(
@@ -129,6 +136,9 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         for action in (x for one in commands.choices.values() for x in one._actions):
             if action.metavar in paths:
                 action.complete = paths[action.metavar]  # type: ignore[attr-defined]
+    else:
+        text = f"needs the package shtab: {installing('gpt')}"
+        parser.add_argument("--print-completion", metavar="SHELL", action=_Missing, help=text)
     return parser
 
 

@@ -16,8 +16,8 @@ def add(commands: Any) -> None:
         help="check every kernel's accuracy on this machine",
         description="Check every family of kernels on this GPU against float64, in child "
         "processes, so that a hang or a crash ends one case alone. Kernels that fail are skipped "
-        "here from then on; explain and fastattn info say why. Without a GPU, some run in Triton's "
-        "interpreter.",
+        "here from then on; fastattn.explain and fastattn info say why. Without a GPU, some run in "
+        "Triton's interpreter.",
     )
     parser.set_defaults(command=_verify)
     add = parser.add_argument

@@ -64,8 +64,8 @@ class Element:
 
     def _no_number(self, *_: Any) -> Any:
         raise NotTranslated(
-            "needs an index or score as a number of Python, as `if`, `and`, int() and lists do; "
-            "use &, |, ~, torch.where and tensors"
+            "needs the value of an index or score in Python (`if`, `and`, int(), a list): use &, "
+            "|, ~, torch.where or a tensor"
         )
 
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = _no_number

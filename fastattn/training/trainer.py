@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..missing import import_extra
 from ..models.stack import evaluating
 from . import metrics
 from .checkpoint import (
@@ -280,7 +281,13 @@ class Trainer:
             self._check_finite(f"largest {name}", float(total))
 
     def _check_folder(self) -> None:
-        """Raise CheckpointError if the folder's newest checkpoint is not the one resumed from."""
+        """Raise CheckpointError if the folder's newest checkpoint is not the one resumed from.
+
+        Raises:
+            ModuleNotFoundError: what the end of a run needs is not installed.
+        """
+        import_extra("safetensors", "a checkpoint")
+        import_extra("matplotlib", "the loss curve")
         newest = latest_checkpoint(self.out_dir)
         if newest is not None and not self._is_own(newest):
             raise CheckpointError(

@@ -251,6 +251,12 @@ def test_a_shell_completes_commands_and_options(capsys):
     assert subprocess.run(done, capture_output=True, text=True).stdout.strip() == "--resume"
 
 
+def test_completion_names_the_package_that_it_needs(error_line, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    line = error_line("--print-completion", "bash", code=2)
+    assert '--print-completion needs the package shtab: pip install ".[gpt]"' in line
+
+
 def test_a_removed_option_says_what_took_its_place(error_line):
     line = error_line("prepare", "--check", "--out", "prepared", code=2)
     assert "fastattn prepare: error: --check was removed: fastattn train --data checks" in line

@@ -148,8 +148,14 @@ def assert_equals_plain(out: Path, given: dict[str, Any], stop_at: int, half: bo
         trainer.run(lambda run=trainer, resume=resume: run.step == stop_at and not resume)
     assert model is not None and len(batches) == given["steps"] * given["accumulation"]
     rates, losses = zip(*plain_loop(model, iter(batches), given, half), strict=True)
-    for x, expected in zip(trainer.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(x, expected, rtol=0 if half else 1e-9, atol=0 if half else 1e-11)
+    bounds = {"rtol": 0.0, "atol": 0.0} if half else {"rtol": 1e-9, "atol": 1e-11}
+    trained = dict(trainer.model.named_parameters())
+    for name, expected in model.named_parameters():
+        # A number that all scores share changes no weight: the gradient of k's bias is rounding,
+        # another on each CPU, which AdamW divides by its eps.
+        if half or not name.endswith("k_proj.bias"):
+            torch.testing.assert_close(trained.pop(name), expected, **bounds)
+    assert {*trained} <= {"blocks.0.attention.k_proj.bias"}
     records, last = [x for x in read_metrics(out) if "loss" in x], 0
     assert records[-1]["step"] == given["steps"]
     for record in records:

@@ -288,7 +288,7 @@ def test_a_gpt_is_trained_on_token_files(tmp_path, monkeypatch):
     assert len(metrics[0]) == 6 and metrics[0] == metrics[1]
     for data, message in (
         ({"tokenizer": "bpe"}, "prepared data replace a text and a tokenizer"),
-        ({"text": (str(tmp_path / "a"),)}, "prepared data are in place of a text"),
+        ({"text": (str(tmp_path / "a"),)}, "prepared data replace a text"),
     ):
         wrong = Options(sizes, steps, {"prepared": str(tmp_path / "o"), **data})
         with pytest.raises(ValueError, match=message):

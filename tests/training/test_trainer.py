@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def make_trainer(out: Path, *, text=TEXT, model=(), resume=False, **changes):
     if resume:
         keywords["resume_from"] = load_checkpoint(out)
     return Trainer(gpt, dataset, tokenizer, config, out, **keywords)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "matplotlib"])
+def test_a_missing_package_is_named_before_the_first_step(tmp_path, monkeypatch, package):
+    trainer = make_trainer(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=f"needs the package {package}"):
+        trainer.run()
+    assert not (tmp_path / "run").exists()
 
 
 def without_usage(records):
