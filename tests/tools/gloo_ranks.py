@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,8 @@ from fastattn.testing.compiling.named_functions import load_function
 
 # Ranks that wait for one that has failed wait no longer.
 _TIMEOUT = timedelta(minutes=3)
+# The longest call in seconds: gloo's thread can spin in a buffer's destructor, past every timeout.
+LONGEST = 480.0
 # What a server of processes imports once, and those that it forks need not: it starts no threads.
 _IMPORTED = (
     "fastattn.testing.compare",
@@ -42,13 +44,18 @@ def run_ranks(function: str, world_size: int = 2, **kwargs: Any) -> list[Any]:
         kwargs: of the call, the same for every rank. Arguments and results must be picklable.
 
     Returns:
-        The results, by rank. The first error of a rank is raised.
+        The results, by rank. The first error of a rank is raised; ranks that hang are killed.
     """
+    others = {*multiprocessing.active_children()}
     with tempfile.TemporaryDirectory() as folder, _processes(world_size) as pool:
         store = (Path(folder) / "store").as_uri()
         ranks = [
             pool.submit(_run, function, store, r, world_size, kwargs) for r in range(world_size)
         ]
+        done, hanging = wait(ranks, LONGEST)
+        for process in {*multiprocessing.active_children()} - others if hanging else ():
+            process.kill()
+        assert not hanging, f"{len(done)} of {world_size} ranks ended within {LONGEST} s"
         return [rank.result() for rank in ranks]
 
 
