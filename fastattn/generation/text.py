@@ -92,12 +92,7 @@ class TextStream:
 
 
 def encode_prompt(tokenizer: TextCodec, prompt: str) -> list[int]:
-    """Encode a prompt; an empty one is a line break, or token 0 if that is unknown.
-
-    Raises:
-        TypeError: the prompt is no str.
-        ValueError: the tokenizer does not know a character of the prompt.
-    """
+    """Encode a prompt; an empty one is a line break, or token 0 if that is unknown."""
     if not isinstance(prompt, str):
         raise TypeError(f"prompt must be a str, got {type_name(prompt)}")
     return tokenizer.encode(prompt) or _line_start(tokenizer)

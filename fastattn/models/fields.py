@@ -44,12 +44,8 @@ def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
 def check_type(name: str, value: object, kind: Any) -> None:
     """Check the type of a value from JSON; an int is a valid float.
 
-
     kind: bool, int, float, str, Mapping, Sequence, a sequence of these, a union, or a Literal of
     texts, whose choices are not checked.
-
-    Raises:
-        ValueError: the value has a wrong type.
     """
     if not _fits(value, kind):
         shown = repr(value)

@@ -163,16 +163,9 @@ def uniform(count: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Sample a token per row by inverse transform of a number in [0, 1).
+    """Sample a token per row, int64 [B], by inverse transform of numbers, fp64 [B], of `uniform`.
 
-    A row's token depends only on its own number, not on the batch.
-
-    Args:
-        probabilities: [B, V], non-negative, with any positive sum.
-        numbers: fp64 [B], same device; at most 1 - 2**-53, as from `uniform`.
-
-    Returns:
-        int64 [B]; never a token of probability 0.
+    probabilities: [B, V], non-negative, with any positive sum; those of 0 are never sampled.
     """
     cumulative = probabilities.double().cumsum(dim=-1)
     # Less than the sum after rounding too, as 2**-53 of it is at least half its last bit.

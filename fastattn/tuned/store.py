@@ -80,14 +80,10 @@ class Store:
         findings.write(Path(path), Findings(self.environment, rows))
 
     def import_(self, path: str | Path) -> int:
-        """Store the results of a file that `export` wrote.
-
-        Returns:
-            The number of results; 0 if they could not be written, see `put`.
+        """Store the results of a file that `export` wrote; return their number, see `put`.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is no such file, or has a different environment.
+            OSError, ValueError: it cannot be read, is no such file or of a different environment.
         """
         saved = findings.read(Path(path))
         if saved.environment != self.environment:

@@ -61,12 +61,7 @@ def least_memory(case: Case) -> int:
 
 
 def figures(case: Case, ms: float) -> dict[str, float]:
-    """Compute the figures of a case that takes `ms` milliseconds.
-
-    Returns:
-        tflops, by convention, in 1e12 operations a second; for decoding also kv_gbps, 1e9 bytes of
-        keys and values a second.
-    """
+    """Compute tflops of a case that takes `ms` milliseconds, and of decoding also kv_gbps."""
     rates = {"tflops": flops(case) / ms / 1e9}
     if case.family == "decode":
         rates["kv_gbps"] = key_value_bytes(case) / ms / 1e6

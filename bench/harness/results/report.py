@@ -20,11 +20,8 @@ Record = dict[str, Any]
 def load(path: Path) -> dict[str, Any]:
     """Read a report.
 
-    It holds format, command, started, environment (see `environment.collect`), ceilings, jobs (name
-    to status and reason), results (records of measurements, with their commit if it differs from
-    the environment's), broken (kind of job to implementation to how it ended the process, see
-    `measure`), and tests: status, passed, failed and failures, or a list of runs (commit, passed,
-    failed, not_run, what). One of several commits also has commits: seven digits to a date in UTC.
+    Results are measurements; jobs, their status and reason; broken, how kinds of jobs ended a
+    process (see `measure`); tests, counts or runs; commits, seven digits to a date in UTC.
 
     Raises:
         ValueError: the file is not a report of this format.

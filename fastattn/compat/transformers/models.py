@@ -133,11 +133,8 @@ def _named(function: FunctionType) -> set[str]:
 def takes_rules(config: type) -> bool:
     """Whether models of a config class take the masks of "sdpa" and "flash_attention_2".
 
-    These are None where `is_causal` suffices, and boolean elsewhere. Families that support neither
-    may add the mask to scores or need it to be causal, so they get the float mask of "eager".
-
-    Raises:
-        ValueError: the family never calls a registered function.
+    Others get the float mask of "eager", which they may add to scores. ValueError: the family never
+    calls a registered function.
     """
     return _takes_rules(config)
 

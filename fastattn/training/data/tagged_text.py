@@ -42,11 +42,7 @@ class Sentence:
 def read_conll(paths: Iterable[str | Path]) -> list[Sentence]:
     """Read CoNLL files: a word per line, columns separated by spaces, the tag last.
 
-    An empty line ends a sentence; -DOCSTART- lines are skipped.
-
-    Raises:
-        DataError: a file is unreadable or has no word, or a word has no tag; the message names the
-            line.
+    An empty line ends a sentence; -DOCSTART- lines are skipped. What cannot be read is a DataError.
     """
     return [sentence for path in paths for sentence in _conll_sentences(Path(path))]
 
