@@ -47,7 +47,8 @@ BEGINNING = re.compile(r'^\s*r?"""(What|Those|That|As|Of|By|Which)\b', re.MULTIL
 SECTIONS = re.compile(r"^ *(Args|Returns|Raises|Examples):", re.MULTILINE)
 SHORT = 5
 BLOCK = re.compile(r'^(?! *class )[^\n]*:[^\n]*\n +r?"""((?:[^"]|"(?!""))*)', re.MULTILINE)
-STRINGS = ("STRING", "FSTRING_MIDDLE")
+# Python 3.12 splits f-strings into tokens.
+STRINGS, QUOTES = ("STRING", "FSTRING_MIDDLE"), ("FSTRING_START", "FSTRING_END")
 # Signs around a string or before a comment, and what stands between two that go on.
 QUOTE = re.compile(r"^#|^\w{0,2}(\"\"\"|'''|[\"'])|[\"']+$")
 WRAPPED = re.compile(r"#|[\"']\s*\w?[\"']")
@@ -94,9 +95,12 @@ def prose_of_program(text: str) -> str:
     begins = [0, *accumulate(map(len, lines))]
     parts, end = [], 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        comment = token.type == tokenize.COMMENT
-        if comment or (tokenize.tok_name[token.type] in STRINGS and " " in token.string):
-            first, last = (begins[row - 1] + column for row, column in (token.start, token.end))
+        kind = tokenize.tok_name[token.type]
+        first, last = (begins[row - 1] + column for row, column in (token.start, token.end))
+        if kind in QUOTES:
+            parts += [UNSEEN.sub("\0", text[end:first]), " " * (last - first)]
+            end = last
+        elif kind == "COMMENT" or (kind in STRINGS and " " in token.string):
             # A message may go on in the next string, and a comment in the next line.
             parts += [UNSEEN.sub("\0", text[end:first]), QUOTE.sub(blanks, text[first:last])]
             end = last
