@@ -13,7 +13,7 @@ import pytest
 import torch
 from programs_on_ranks import run_on_ranks
 
-from fastattn import attention, attention_weights
+from fastattn import attention, attention_weights, mods
 from fastattn.cli.main import build_parser
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -286,6 +286,18 @@ def test_the_table_of_environment_variables_has_all_of_them() -> None:
     assert read_by_us > {"FASTATTN_BACKEND"}
     listed = set(re.findall(r"^\| `([A-Z_]+)` \|", read("docs/gpu.md"), re.MULTILINE))
     assert listed == read_by_us | {"TRITON_INTERPRET"}
+
+
+def test_the_masks_of_the_readme_work(monkeypatch) -> None:
+    monkeypatch.setenv("FASTATTN_BACKEND", "torch")
+    q = torch.randn(2, 4, 64, 16)
+    scope = {"attention": attention, "mods": mods, "q": q, "your_function": mods.causal}
+    scope |= {"m": torch.rand(2, 64) < 0.5, "ids": torch.zeros(2, 64, dtype=torch.int32)}
+    scope["any_bool"] = torch.rand(4, 1, 64) < 0.5
+    options = re.findall(r"<br>`([^`]+)`", read("README.md"))
+    assert len(options) == 8
+    for option in options:
+        assert not torch.equal(eval(f"attention(q, q, q, {option})", scope), attention(q, q, q))
 
 
 def test_the_line_of_each_family_works(monkeypatch) -> None:
