@@ -130,16 +130,22 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     files = [_FILES[command]] if command in _FILES else dict.fromkeys(_FILES.values())
     for file in files:
         importlib.import_module(f"..{file}", __name__).add(commands)
-    if shtab := find_extra("shtab"):
-        shtab.add_argument_to(parser, help="print a script that completes commands and options")
-        paths = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
-        for action in (x for one in commands.choices.values() for x in one._actions):
-            if action.metavar in paths:
-                action.complete = paths[action.metavar]  # type: ignore[attr-defined]
-    else:
+    if command not in _FILES:  # it needs all commands, and its import takes as long as they
+        _add_completion(parser, commands)
+    return parser
+
+
+def _add_completion(parser: _Parser, commands: Any) -> None:
+    shtab = find_extra("shtab")
+    if shtab is None:
         text = f"needs the package shtab: {installing('gpt')}"
         parser.add_argument("--print-completion", metavar="SHELL", action=_Missing, help=text)
-    return parser
+        return
+    shtab.add_argument_to(parser, help="print a script that completes commands and options")
+    paths = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
+    for action in (x for one in commands.choices.values() for x in one._actions):
+        if action.metavar in paths:
+            action.complete = paths[action.metavar]
 
 
 def say(text: str) -> None:

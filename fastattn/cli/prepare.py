@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from contextlib import nullcontext
+from contextlib import closing
 from typing import Any
 
 from .main import INTERRUPTED, say
@@ -41,32 +40,24 @@ def add(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from ..missing import find_extra
     from ..training.data.prepare import prepare
-    from ..training.metrics import LINE_INTERVAL
+    from ..training.metrics import Bar
 
-    tqdm = find_extra("tqdm") if sys.stderr.isatty() else None
-    bar = None if tqdm is None else tqdm.tqdm(unit="B", unit_scale=True, dynamic_ncols=True)
-    seen, last_line = [0, 0], time.monotonic()
+    far = "the first bytes"
 
     def show(done: int, total: int) -> None:
-        nonlocal last_line
-        seen[:] = done, total
-        if bar is not None:
-            bar.total = total
-            bar.update(done - bar.n)
-        elif time.monotonic() - last_line >= LINE_INTERVAL:
-            last_line = time.monotonic()
-            say(f"{done:,} of {total:,} bytes")
+        nonlocal far
+        far = f"{done:,} of {total:,} bytes"
+        bar.move(done, total, far)
 
     say(f"tokenizing {', '.join(arguments.text)} into {arguments.out}")
+    bar = Bar(unit="B", unit_scale=True)
     names = ("tokenizer", "vocab_size", "documents", "errors")
     options = {name: getattr(arguments, name) for name in names}
     try:
-        with nullcontext() if bar is None else bar:
+        with closing(bar):
             made = prepare(arguments.text, arguments.out, progress=show, **options)
     except KeyboardInterrupt:
-        far = f"{seen[0]:,} of {seen[1]:,} bytes" if seen[1] else "the first bytes"
         say(f"fastattn: interrupted after {far}; nothing is left; run the same command again")
         return INTERRUPTED
     sys.stdout.write(

@@ -95,35 +95,28 @@ class Progress:
         """End the display."""
 
 
-class ProgressBar(Progress):
-    """Progress by a tqdm bar, or by lines where stream is no terminal or tqdm is missing.
+class Bar:
+    """A tqdm bar, or lines where stream is no terminal or tqdm is missing.
 
-    `first` of the `total` steps were done before.
+    options: of tqdm.
     """
 
-    def __init__(self, total: int, first: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, **options: Any) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._total, self._bar = total, None
         self._last_line = time.monotonic()
         tqdm = find_extra("tqdm") if self._stream.isatty() else None
-        if tqdm is not None:
-            self._bar = tqdm.tqdm(
-                total=total, initial=first, file=self._stream, unit="step", dynamic_ncols=True
-            )
+        self._bar = tqdm and tqdm.tqdm(file=self._stream, dynamic_ncols=True, **options)
 
-    def advance(self, step: int, *, loss: float, **figures: float) -> None:
-        text = f"loss {loss:.4f}, {figures['tokens_per_second']:,.0f} tokens/s"
-        if "peak_mib" in figures:
-            text += f", {figures['peak_mib']:,.0f} MiB"
-        if "mfu" in figures:
-            text += f", MFU {100 * figures['mfu']:.1f} %"
+    def move(self, done: int, total: int, line: str, after: str = "", last: bool = False) -> None:
+        """Move the bar, with a text after it; or show a line, if it is the last or one is due."""
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif now - self._last_line >= LINE_INTERVAL or step == self._total:
+            self._bar.total = total
+            self._bar.set_postfix_str(after, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif last or now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
-            self.note(f"step {step}/{self._total}: {text}")
+            self.note(line)
 
     def note(self, text: str) -> None:
         if self._bar is not None:
@@ -134,6 +127,23 @@ class ProgressBar(Progress):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class ProgressBar(Bar, Progress):
+    """Progress by a bar or lines; `first` of the `total` steps were done before."""
+
+    def __init__(self, total: int, first: int = 0, stream: TextIO | None = None) -> None:
+        super().__init__(stream, total=total, initial=first, unit="step")
+        self._total = total
+
+    def advance(self, step: int, *, loss: float, **figures: float) -> None:
+        text = f"loss {loss:.4f}, {figures['tokens_per_second']:,.0f} tokens/s"
+        if "peak_mib" in figures:
+            text += f", {figures['peak_mib']:,.0f} MiB"
+        if "mfu" in figures:
+            text += f", MFU {100 * figures['mfu']:.1f} %"
+        line = f"step {step}/{self._total}: {text}"
+        self.move(step, self._total, line, text, last=step == self._total)
 
 
 class Speed:

@@ -75,7 +75,7 @@ def find_files() -> list[Path]:
 
 
 def hidden(text: str) -> str:
-    """As many characters, of no word; lines end where they did."""
+    """Replace a text by as many characters of no word; lines end where they did."""
     return re.sub(r"[^\n]", "\0", text)
 
 
