@@ -5,18 +5,17 @@ python docs/tools/brand.py    # docs/pictures/social.png, from social.svg; needs
 The mark is a mask of five queries and keys: causal, a window of two keys and the first key.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 import fastattn
+from fastattn.bench.results.charts import FONT
 
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 TILE, NIGHT = "#3f51b5", "#161a2b"
 INK = {"light": "#1f2430", "dark": "#e6e8ee"}
-FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
 CARD = (1280, 640)
 PROMISE = ("Fused attention", "for the mask you need")
 SHOWN = ("documents", "keep-first", "mod-natten-2d", "mod-tree", "mod-block-diffusion", "stride")
@@ -71,10 +70,12 @@ def brand(masks: dict[str, str]) -> dict[str, str]:
 
 
 def main() -> int:
+    from screenshots import browser
+
     page, picture = PICTURES / "social.svg", PICTURES / "social.png"
     size = f"--window-size={CARD[0]},{CARD[1]}"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", size]
-    return subprocess.call(["chromium", *options, f"--screenshot={picture}", page.as_uri()])
+    with browser(size, f"--screenshot={picture}", page.as_uri()) as process:
+        return process.wait(timeout=120)
 
 
 if __name__ == "__main__":

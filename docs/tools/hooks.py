@@ -14,6 +14,7 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,17 @@ NAMES = {
 }
 
 
+@cache
 def home() -> str:
     """The repository's address."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     address: str = project["urls"]["Source"]
     return address
+
+
+def in_repository(path: str) -> str:
+    """The address of a file: of a picture itself, else of the page about it."""
+    return f"{home()}/{'raw' if path.endswith(('.png', '.svg')) else 'blob'}/main/{path}"
 
 
 def public_names() -> Iterator[tuple[str, str, str]]:
@@ -154,7 +161,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.edit_uri = ""
     os.environ["COLUMNS"] = "82"  # of the commands' help
     # An address that other sites can show: a card must have a full one.
-    config.extra["card"] = f"{home()}/raw/main/docs/pictures/social.png"
+    config.extra["card"] = in_repository("docs/pictures/social.png")
     for entry in config.nav:
         if "Reference" in entry:
             entry["Reference"] = navigation()
@@ -194,8 +201,7 @@ def notebook(page: str) -> dict[str, Any]:
     folder = posixpath.join("docs", posixpath.dirname(page))
 
     def lead(match: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join(folder, match[1]))
-        return f"{home()}/{'raw' if path.endswith(('.png', '.svg')) else 'blob'}/main/{path}"
+        return in_repository(posixpath.normpath(posixpath.join(folder, match[1])))
 
     cells: list[dict[str, Any]] = []
     parts = PYTHON.split((CHECKOUT / "docs" / page).read_text(encoding="utf-8"))
@@ -220,7 +226,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[1]
         if not (CHECKOUT / path).exists():
             log.warning(f"{page.file.src_uri} leads to {path}, which is not there")
-        return f"{home()}/blob/main/{path}"
+        return in_repository(path)
 
     markdown = LINK.sub(lead, markdown)
     if page.file.src_uri not in tutorials():

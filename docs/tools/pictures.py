@@ -192,8 +192,7 @@ def overview(theme: str) -> str:
             parts.append(f'<path d="{arrow}" stroke="{line}" fill="none"/>')
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="884" height="345" viewBox="0 0 884 345" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" '
-        'font-size="13">' + "".join(parts) + "</svg>\n"
+        f'{charts.FONT} font-size="13">' + "".join(parts) + "</svg>\n"
     )
 
 

@@ -38,6 +38,10 @@ def named(backend: str) -> str:
     return OURS if backend == "auto" else f"{OURS}-{backend}"
 
 
+# Implementations by the order in which `auto` takes their kernels, its own record first.
+BY_DEFAULT = (OURS, named("hopper"), PORTABLE)
+
+
 def _holds_all_scores(case: Case) -> str | None:
     scores = case.B * case.H_q * case.T_q * case.T_k
     if scores > _MOST_SCORES:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..cases.case import Case, padded, sweep
 from ..cases.figures import input_bytes, least_memory
-from ..cases.registry import OURS, PORTABLE, named
+from ..cases.registry import BY_DEFAULT, OURS
 from .report import Record, gpu_of, group_of, number, ordered, timed
 
 # Name in a report to colour and label.
@@ -31,6 +31,7 @@ INK, LINE = "#7a808c", "#9aa0aa"  # 3:1 and more on white and on the dark page
 # In charts of memory only: its speed is no useful comparison.
 UNFUSED = {"sdpa-math": (INK, "torch, all scores in memory")}
 WIDTH, LEFT, ROOM, STEP = 760, 210, 470, 19
+FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
 # Family of cases, or memory of one, to title and figure.
 CHARTS = {
     "forward": ("Forward pass, bf16, 16384 tokens a call: TFLOP/s", "tflops"),
@@ -93,13 +94,13 @@ def measured(*reports: Mapping[str, Any]) -> dict[str, str]:
 def beside_peers(*reports: Mapping[str, Any]) -> dict[str, list[Record]]:
     """Timed records of each case of `OVERVIEW`, all of one run: the default's, then its peers'.
 
-    The default is the first of fastattn, its Hopper kernels and its portable ones that was timed.
+    The default is the first of `BY_DEFAULT` that was timed.
     """
     groups: dict[str, list[Record]] = {}
     for heading, case in OVERVIEW.items():
         records = [x for x in timed(ordered(reports)) if x["case"]["name"] == case.name]
         newest = {x["implementation"]: x for x in records}
-        ours = next((newest[x] for x in (OURS, named("hopper"), PORTABLE) if x in newest), None)
+        ours = next((newest[x] for x in BY_DEFAULT if x in newest), None)
         if ours is not None:
             run = {x["implementation"]: x for x in records if x["run"] == ours["run"]}
             peers = (run[x] for x in SHOWN if x in run and not x.startswith(OURS))
@@ -177,10 +178,7 @@ def chart(title: str, source: str, groups: Mapping[str, Iterable[Bar]]) -> str:
             y += STEP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 14}" '
-        f'viewBox="0 0 {WIDTH} {y + 14}" font-size="12" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
-        + "".join(parts)
-        + "</svg>\n"
+        f'viewBox="0 0 {WIDTH} {y + 14}" font-size="12" {FONT}>' + "".join(parts) + "</svg>\n"
     )
 
 

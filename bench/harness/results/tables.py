@@ -12,7 +12,7 @@ from typing import Any
 
 from ...tuned import findings
 from ...tuned.findings import Unreadable
-from ..cases.registry import OURS, PORTABLE, TORCH_PEERS, named
+from ..cases.registry import BY_DEFAULT, OURS, PORTABLE, TORCH_PEERS
 from ..time.failures import UNSERVED
 from ..tune import tables as tuning
 from .report import Record, commit_of, gpu_of, load, newest, number, ordered, save, timed
@@ -29,8 +29,8 @@ _LIMITS = (
     "copy {copy_gbps} GB/s, read and written."
 )
 _RATIOS = (
-    f"Speed of the first of {OURS}, {named('hopper')} and {PORTABLE} that was timed, as a multiple "
-    "of others' in the same run. If they were timed in other runs alone, the commit is behind.\n\n"
+    "Speed of the first of {}, {} and {} that was timed, as a multiple of others' in the same run. "
+    "If they were timed in other runs alone, the commit is behind.\n\n".format(*BY_DEFAULT)
 )
 _ON_CPU = (
     "### On a CPU\n\n{started}, {cpu}, torch {torch}, one thread: `{command}`. Our time as a "
@@ -95,7 +95,7 @@ def _ratios(newest: Iterable[Record], every: Iterable[Record]) -> str:
     runs = {(x["case"]["name"], x["implementation"], x["run"]): x for x in timed(every)}
     rows, peers = defaultdict[str, dict[str, str]](dict), (PORTABLE, *TORCH_PEERS)
     for (case, peer), theirs in rated.items():
-        names = ((case, name) for name in (OURS, named("hopper"), PORTABLE))
+        names = ((case, name) for name in BY_DEFAULT)
         ours = next((rated[name] for name in names if name in rated), theirs)
         if peer in peers and ours is not theirs:
             beside = runs.get((case, peer, ours["run"]))
