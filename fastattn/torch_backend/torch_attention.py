@@ -144,7 +144,7 @@ def _masked(
 ) -> Tensor:  # fmt: skip
     """o of a call with a mask or bias.
 
-    on_host: as for `_short`. complete: each query sees a key, none is padding, and nothing is biased.
+    on_host: as for `_short`. complete: no bias, no padding, and each query sees a key.
     """
     if complete or (on_host and not options.dropout):
         shown = added.quickly(options)
