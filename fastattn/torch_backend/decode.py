@@ -54,7 +54,8 @@ def attend(
 def by_rows(q: Tensor, bound: int) -> bool:
     """Whether a call per row, of up to `bound` keys, is faster on a CPU than one with a mask."""
     # A row has work for every thread, and rows are few or long.
-    return torch.get_num_threads() <= q.shape[1] and (q.shape[0] <= 16 or bound >= 64)
+    few = q.shape[0] <= 16 or bound >= 64
+    return q.shape[0] > 0 and torch.get_num_threads() <= q.shape[1] and few
 
 
 # q, keys and values by slot, the end of the slots of tokens, and the first: one, or one a row.
