@@ -152,7 +152,10 @@ def _ring_in_order(
         or options.stride is not None
         or (first > 0 and by_distance)
     )
-    n = view.length_bound if by_position else min(S, view.length_bound)
+    n = view.length_bound
+    if tracing.host_knows(lengths) and lengths.numel():
+        n = int(lengths.max())
+    n = n if by_position else min(S, n)
     base = torch.zeros_like(lengths) if by_position else (lengths - S).clamp(min=0)
     j = torch.arange(n, device=lengths.device)
     positions = torch.where(j < first, j, base[:, None] + j)
