@@ -15,8 +15,8 @@ def test_layout_of_the_docstring():
     assert cache.view().slot_positions().tolist() == [[0, 6, 7, 8, 4, 5]]
     assert cache.uniform_length == cache.length_bound == 9
     view = view_of_tensors(cache.k, cache.v, cache.lengths, window=3, keep_first=1)
-    q, slopes = torch.ones(1, 1, 1, 1), torch.ones(1)
-    o, expected = (decode_attention(q, x, alibi_slopes=slopes) for x in (view, cache))
+    q, how = torch.ones(1, 1, 1, 1), {"alibi_slopes": torch.ones(1), "backend": "torch"}
+    o, expected = (decode_attention(q, x, **how) for x in (view, cache))
     assert torch.equal(o, expected)
 
 
