@@ -21,7 +21,9 @@ def chunks(
     slice, empty only without queries.
     """
     count = max(1, limit // max(1, elements))
-    for start in range(0, max(T_q, 1), count):
+    # A loop is compiled for one length.
+    starts = (0,) if T_q <= count else range(0, T_q, count)
+    for start in starts:
         rows = slice(start, min(start + count, T_q))
         yield rows, _of_rows(options, rows)
 
