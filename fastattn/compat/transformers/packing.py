@@ -5,6 +5,7 @@ cache and a mask, and treat numbers as True.
 """
 
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -35,20 +36,24 @@ def read_sequences() -> None:
 
 
 def _reading(before: Any) -> Any:
+    names = tuple(signature(before).parameters)
+
+    # Some families call it by keywords.
     @wraps(before)
-    def preprocess(
-        config: Any, inputs_embeds: Tensor, given: Any, cache: Any, position_ids: Any, *rest: Any
-    ) -> Any:
-        made = before(config, inputs_embeds, given, cache, position_ids, *rest)
+    def preprocess(*args: Any, **kwargs: Any) -> Any:
+        made = before(*args, **kwargs)
         done, mask, found, *extents = made
-        if done or config._attn_implementation != NAME:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if done or given["config"]._attn_implementation != NAME:
             return made
         q_length, _, offset, _ = extents
-        if given is not None:
-            of_keys = rest[1:] not in ((), (None,))
-            mask = sequence_numbers(given, q_length, offset, of_keys=of_keys).to(mask.device)
+        if given["attention_mask"] is not None:
+            of_keys = given.get("encoder_hidden_states") is not None
+            numbers = sequence_numbers(given["attention_mask"], q_length, offset, of_keys=of_keys)
+            mask = numbers.to(mask.device)
+        position_ids = given["position_ids"]
         if found is None and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
-            positions = position_ids.expand(inputs_embeds.shape[0], -1)
+            positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
             mask = _split(mask, positions, *extents)
         return done, mask, found, *extents
 
