@@ -78,9 +78,12 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
     model, ids, cache = decoder("llama-gqa", device), tokens(1, 7, device), tr.DynamicCache()
     model.set_attn_implementation("fastattn")
     square = torch.ones(1, 1, 7, 7, device=device)
-    for wrong in (square.long(), square[0], -ids, ids / 2):
+    for wrong in (square.long(), square.repeat(1, 1, 1, 2).bool(), square[0], -ids, ids / 2):
         with pytest.raises((TypeError, ValueError), match=r"attention_mask .*must .* got"):
             model(ids, attention_mask=wrong)
+    mixed = tr.Qwen3NextConfig(attn_implementation="fastattn")
+    with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
+        masking.create_causal_mask(mixed, torch.zeros(1, 7, 8), torch.full((1, 7), 60), None)
     model(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
         model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})

@@ -107,6 +107,22 @@ def attention_mask(
     return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
 
 
+def check_entries(mask: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check dtype and shape of a mask of entries."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            "attention_mask of 4 dims must be bool (True = attend) or float (added to scores), got "
+            f"{mask.dtype}: if 1 means attend, give mask.bool()"
+        )
+    sizes = key.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    fits = (n in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1], strict=False))
+    if mask.dim() > 4 or not all(fits):
+        raise ValueError(
+            f"attention_mask must broadcast to [B, H_q, T_q, T_k] = {list(sizes)}, got "
+            f"{list(mask.shape)}"
+        )
+
+
 def _within(
     mask_function: Callable[..., Any], numbers: Tensor, chunked: bool
 ) -> Callable[..., Any]:

@@ -51,6 +51,7 @@ def _reading(before: Any) -> Any:
             of_keys = given.get("encoder_hidden_states") is not None
             numbers = sequence_numbers(given["attention_mask"], q_length, offset, of_keys=of_keys)
             mask = numbers.to(mask.device)
+            _refuse_carried(given["config"], mask)
         position_ids = given["position_ids"]
         if found is None and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
@@ -59,6 +60,25 @@ def _reading(before: Any) -> Any:
 
     preprocess.reads_sequences = True  # type: ignore[attr-defined]
     return preprocess
+
+
+# Layers that carry tokens into the next sequence, and read a mask's numbers as factors.
+_CARRYING = {
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding"),
+    *("compressed_sparse_attention", "heavily_compressed_attention"),
+}
+
+
+def _refuse_carried(config: Any, mask: Tensor) -> None:
+    """Refuse numbers of sequences in a model with layers that do not separate them."""
+    from transformers.utils.import_utils import is_tracing
+
+    kinds = sorted(_CARRYING.intersection(getattr(config, "layer_types", None) or ()))
+    if kinds and mask.dtype != torch.bool and not is_tracing(mask):
+        raise ValueError(
+            f"attention_mask numbers sequences up to {int(mask.max())}, and layers of "
+            f"{', '.join(kinds)} do not keep them apart: give each sequence a row of its own"
+        )
 
 
 def sequence_numbers(
