@@ -63,6 +63,7 @@ def attention_mask(
 
     if mask_function is None:
         mask_function = masking.causal_mask_function
+    separated = getattr(attention_mask, "separated", False)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         numbers = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         chunked = local_size is not None and local_size == getattr(
@@ -95,7 +96,12 @@ def attention_mask(
         plain = attention_mask is None and not turned
         causal = mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned
         whole = mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip
-        return None if plain and (causal or whole) else entries()
+        if plain and (causal or whole):
+            return None
+        made = entries()
+        if not separated:  # by positions, which the layers may have
+            made.visible = attention_mask  # type: ignore[attr-defined]
+        return made
     rule = rule_of(mask_function) or _translated(mask_function, kv_offset)
     if rule is None or (_numbered(rule) and not (aligned and q_offset == 0)):
         return entries()

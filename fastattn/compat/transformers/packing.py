@@ -36,6 +36,8 @@ def read_sequences() -> None:
 
 
 def _reading(before: Any) -> Any:
+    from transformers.utils.import_utils import is_tracing
+
     names = tuple(signature(before).parameters)
 
     # Some families call it by keywords.
@@ -53,9 +55,10 @@ def _reading(before: Any) -> Any:
             mask = numbers.to(mask.device)
             _refuse_carried(given["config"], mask)
         position_ids = given["position_ids"]
-        if found is None and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+        if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
-            mask = _split(mask, positions, *extents)
+            if found is None or is_tracing(positions):
+                mask, found = _split(mask, positions, *extents), None
         return done, mask, found, *extents
 
     preprocess.reads_sequences = True  # type: ignore[attr-defined]
@@ -135,7 +138,10 @@ def _split(
     n = first + T_k if mask is None else mask.shape[1]
     place = torch.arange(n, device=runs.device) - offset
     numbers = 1 + runs[:, place.clamp(0, T_q - 1)]
-    return numbers if mask is None else torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
+    if mask is not None:
+        numbers = torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
+    numbers.separated = True  # type: ignore[attr-defined]
+    return numbers
 
 
 _BEHIND_CACHE = (
