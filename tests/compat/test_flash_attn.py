@@ -1,6 +1,7 @@
 """flash-attn's functions against the naive reference, in flash-attn's layout."""
 
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from calls_of_flash_attn import CASES, case, check, check_parts, offsets, oracle
 from oracles import assert_by_oracle, with_gradients
 
-from fastattn import document_ids, reference
+from fastattn import dispatch, document_ids, reference
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import bert_padding
 
@@ -30,6 +31,10 @@ def test_what_is_returned_also_when_compiled(draw):
     assert three[1].shape == (1, 2, 4) and three[2] is None
     two = flash_attn.flash_attn_func(q, q, q, return_lse=True)
     assert len(two) == 2 and torch.equal(two[1], three[1])
+    with mock.patch.object(dispatch, "warn_once") as warned:  # of layouts that are right here
+        heads = draw(1, 2, 4, 8).transpose(1, 2)
+        flash_attn.flash_attn_func(heads, heads[:, :2], heads[:, :2], causal=True)
+    warned.assert_not_called()
     compiled = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
     wanted = flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
     torch.testing.assert_close(compiled(q, q, q, causal=True, window_size=(2, 0)), wanted)
