@@ -283,15 +283,19 @@ def _out_of_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.softmax(-1) @ v
 
 
+def _viewed(out: Tensor) -> Tensor:
+    return out.view(-1).view(out.shape)
+
+
 LAST = "bijh,bhjd->bhid"
 # Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
     "zero": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).masked_fill(m, 0) @ v,
     "times": lambda q, k, v, s, m: (s.masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
-    "nan": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v,
+    "nan": lambda q, k, v, s, m: _viewed(s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v),
     "where": lambda q, k, v, s, m: torch.where(~m, s, -1e9).softmax(-1) @ v,
     "less": lambda q, k, v, s, m: (s - m * 1e9).softmax(-1) @ v,
-    "permuted": lambda q, k, v, s, m: (v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
+    "permuted": lambda q, k, v, s, m: _viewed(v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
     "keys-first": lambda q, k, v, s, m: (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2)).mT,
     "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
     "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,

@@ -4,6 +4,7 @@
 the modules of `swap(model, eager=True)`.
 """
 
+import itertools
 import threading
 import time
 import warnings
@@ -30,6 +31,7 @@ _OFF = "torch.compile is switched off"
 _NONE = "no softmax is in its graph"
 # Captures by one module for one form of call, and seconds of all captures of a class.
 LIMIT, CEILING = 6, 60.0
+_numbers = itertools.count()
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -206,7 +208,9 @@ class CapturedForward:
         if isinstance(forward, FunctionType):
             # torch.compile keeps captures with the code: not with those that others made.
             named = (forward.__name__, forward.__defaults__, forward.__closure__)
-            copied = FunctionType(forward.__code__.replace(), forward.__globals__, *named)
+            # It keeps what it saw to vary by the code's name.
+            code = forward.__code__.replace(co_name=f"{forward.__name__} {next(_numbers)}")
+            copied = FunctionType(code, forward.__globals__, *named)
             copied.__kwdefaults__ = forward.__kwdefaults__
             copied.__dict__.update(vars(forward))
             forward = copied
@@ -240,7 +244,8 @@ class CapturedForward:
         try:
             output = call(module, *args, **kwargs)
             captured = True
-            if not running.fused:
+            # Where no capture fits, the forward's calls of torch's function may still be served.
+            if not running.fused and not running.serves(self._captured):
                 setattr(module, UNSERVED, why)
             if running.captures:
                 self._count(module, args, kwargs, begin, "")
@@ -267,10 +272,16 @@ class CapturedForward:
 
 
 def _functions(module: nn.Module) -> tuple[Any, ...]:
-    """Functions of the classes of a module and its parts, which torch.compile does not guard."""
-    kinds = {type(x): None for x in (*module.modules(), *vars(module).values())}
+    """Functions of the classes of a module and its parts, which torch.compile does not guard.
+
+    With sizes of parameters: numbers of layers of one width are no variables for another's.
+    """
+    parts = [*module.modules()]
+    kinds = {type(x): None for x in (*parts, *vars(module).values())}
     kinds = {kind: None for kind in kinds if kind.__module__ != "builtins"}
-    functions: list[Any] = []
+    functions: list[Any] = [
+        x.shape for part in parts for x in part._parameters.values() if x is not None
+    ]
     for base in {base: None for kind in kinds for base in kind.__mro__[:-1]}:
         if base.__module__.startswith("torch."):
             functions.append(vars(base).get("forward"))
