@@ -29,7 +29,8 @@ from .source import untraced
 
 _OFF = "torch.compile is switched off"
 _NONE = "no softmax is in its graph"
-# Captures by one module for one form of call, and seconds of all captures of a class.
+# Captures by one module for one form of call, and seconds of all captures of a class: a sixth while
+# none is of use.
 LIMIT, CEILING = 6, 60.0
 _numbers = itertools.count()
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
@@ -172,7 +173,7 @@ class CapturedForward:
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind = kind
-        self.seconds = 0.0
+        self.seconds, self.useful = 0.0, False
         self._compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._refused: dict[Any, str] = {}
         self._captured = Calls()
@@ -221,8 +222,12 @@ class CapturedForward:
 
     def _why_no_more(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
         """Reason that no further capture is made for a call, or None."""
-        if self.seconds > CEILING:
-            return f"captures of its class took {self.seconds:.0f} s, the limit is {CEILING:.0f}"
+        ceiling = CEILING if self.useful else CEILING / 6
+        if self.seconds > ceiling:
+            why = "".join(f"; {reason}" for reason in [*self._refused.values()][-1:])
+            return (
+                f"captures of its class took {self.seconds:.0f} s, the limit is {ceiling:.0f}{why}"
+            )
         captures = vars(module).get(CAPTURES, {})
         if max(map(len, captures.values()), default=0) < LIMIT:
             return None
@@ -266,6 +271,7 @@ class CapturedForward:
     ) -> tuple[Any, Any]:
         """Count a capture, or why it failed; returns the form of the call."""
         self.seconds += time.perf_counter() - begin
+        self.useful |= not reason
         form = form_of(module, args, kwargs)
         vars(module).setdefault(CAPTURES, {}).setdefault(form[0], []).append(reason)
         return form

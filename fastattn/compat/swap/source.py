@@ -19,7 +19,7 @@ SDPA = "scaled_dot_product_attention"
 SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
 _SOFTMAXES = {id(x) for x in (torch.softmax, F.softmax, nn.Softmax)}
 _WRAPPERS = (staticmethod, classmethod, property, cached_property, partial, MethodType)
-_WRAPPED = ("__func__", "__self__", "fget", "func")
+_WRAPPED = ("__func__", "__self__", "fget", "func", "args", "keywords")
 # Larger containers hold data.
 _MANY = 256
 
