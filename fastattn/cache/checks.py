@@ -64,6 +64,11 @@ def check_view_values(
             f"{names.get('lengths', 'lengths')} must be from 0 to {room}, the slots of a row's "
             f"{columns} pages, got {int(lengths[b])} for row {b}"
         )
+    if lengths.numel() and (longest := int(lengths.max())) > view.length_bound:
+        raise ValueError(
+            f"length_bound must be at least the {longest} tokens of the longest row, got "
+            f"{view.length_bound}"
+        )
     if view.block_table is None:
         return
     table, P = view.of_batch(view.block_table), view.k.shape[0]

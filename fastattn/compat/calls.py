@@ -104,6 +104,10 @@ class Running(threading.local):
             self._later.append((calls, count))
         return self._later is not None
 
+    def serves(self, calls: Calls) -> bool:
+        """Whether a call is to be counted as served at the end of the capture."""
+        return (calls, calls.count_served) in (self._later or [])
+
     def delayed(self, calls: Calls) -> int:
         return sum(of is calls for of, _ in self._later or [])
 

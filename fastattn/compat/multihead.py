@@ -127,9 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return o, weights
         # As in torch, hooks of out_proj do not run.
         out: Tensor = F.linear(o, self.out_proj.weight, self.out_proj.bias)
-        if query.dim() == 2:
-            return out[0], weights
-        return (out if self.batch_first or query.is_nested else out.transpose(0, 1)), weights
+        return (out[0] if query.dim() == 2 else out), weights
 
     @torch.jit.ignore
     def _attend(
@@ -143,7 +141,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None, bool]:
-        """o [N, L, E] of `forward`, its weights, and whether o includes the output projection.
+        """o of `forward`, [1, L, E] if unbatched, its weights, and whether o is projected.
 
         torch.jit.script calls this uncompiled, with a self that has the parameters and numbers but
         no methods and no callable parts.
@@ -184,7 +182,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             o = fused_attention.attention(q, k, v, dropout=p, backend=_backend(self), **masks)
         if weights is not None and not batched:
             weights = weights[0]
-        return o.transpose(1, 2).flatten(2), weights, False
+        # A projection's result is contiguous, as torch's is.
+        rows = (0, 2, 1, 3) if self.batch_first or not batched else (2, 0, 1, 3)
+        return o.permute(rows).flatten(2), weights, False
 
 
 def _backend(layer: nn.Module) -> str | None:

@@ -1,5 +1,6 @@
 """Latents: keys whose first columns are the values, in one buffer, decoded against a formula."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ def test_keys_are_loaded_once_where_they_are_values(monkeypatch: pytest.MonkeyPa
 
 def test_one_buffer_holds_both(device: str) -> None:
     """Half of the memory, and rows that move, fork and grow apart."""
-    cache = LatentCache(2, 8, 32, 8, device=device)
+    cache = pickle.loads(pickle.dumps(LatentCache(2, 8, 32, 8, device=device)))
     assert cache.v.data_ptr() == cache.k.data_ptr() and cache.k.nbytes == 2 * 8 * 40 * 4
     assert cache.nbytes == cache.k.nbytes + 8
     kv = draw(2, 1, 3, 40).to(device)

@@ -76,6 +76,7 @@ def results(layer: nn.MultiheadAttention, tensors: list[Tensor], kwargs: Any) ->
     """Output, weights, and the gradients of inputs and parameters through both."""
     tensors = [x.detach().clone().requires_grad_() for x in tensors]
     given = [x for x in layer(*tensors, **kwargs) if x is not None]
+    assert layer.batch_first or given[0].is_contiguous()
     loss = sum(x.square().sum() for x in given)
     return [*given, *torch.autograd.grad(loss, [*tensors, *layer.parameters()])]
 

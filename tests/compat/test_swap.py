@@ -7,13 +7,16 @@ import pickle
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import attention_blocks
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_blocks import BLOCKS, FORMS, Attend, C, Diffusers, Formed, Mixer, Timm
+from attention_blocks import BLOCKS, FORMS, Attend, C, Diffusers, Formed, Mixer, Timm, mixed
 from naive_layers import Block
 from nightly import gate_cases
 from oracles import assert_by_oracle, with_gradients
@@ -120,6 +123,39 @@ def test_forms_of_the_formula(swap, form):
     plain = copy.deepcopy(model)
     done = swap(model, eager=True)
     assert_equal(model, plain, tokens())
+    assert total(done) == 1, str(done)
+
+
+class Mixing:
+    mixed = staticmethod(mixed)
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return mixed(*tensors)
+
+
+NAMED, CALLED, normalized = {"mixed": mixed}, Mixing(), F.softmax
+PLACES: dict[str, Callable[..., Tensor]] = {
+    "dict": lambda q, k, v, s, m: NAMED["mixed"](s, v),
+    "static": lambda q, k, v, s, m: Mixing.mixed(s, v),
+    "object": lambda q, k, v, s, m: CALLED(s, v),
+    "file": lambda q, k, v, s, m: attention_blocks.mixed(s, v),
+    "decorated": torch.autocast("cpu", enabled=False)(lambda q, k, v, s, m: mixed(s, v)),
+    "partial": partial(lambda by, q, k, v, s, m: by(s, v), mixed),
+    "other name": lambda q, k, v, s, m: normalized(s, -1) @ v,
+}
+
+
+class Generating(nn.Linear):
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x).softmax(-1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_attention_in_code_that_a_forward_reaches(swap, place):
+    model = nn.Sequential(Formed(PLACES[place]), Generating(C, C))
+    done = swap(model, eager=True)
+    assert list(done.unseen) == ["0"]
+    model(tokens())
     assert total(done) == 1, str(done)
 
 
@@ -274,12 +310,16 @@ def test_other_models_and_calls_keep_torchs_function(swap, served):
     assert len(served) == 3 and total(again) == 1
 
 
-def test_a_model_that_is_gone_leaves_torchs_function(swap):
+def test_the_last_copy_that_is_gone_leaves_torchs_function(swap, served):
     own, model = F.scaled_dot_product_attention, Timm()
     swap(model)
-    assert F.scaled_dot_product_attention is not own
+    twins = [copy.deepcopy(model), pickle.dumps(model)]
     del model
+    twins[0](tokens())
+    twins.pop(0)
     assert F.scaled_dot_product_attention is own
+    pickle.loads(twins[0])(tokens())
+    assert len(served) == 2 and F.scaled_dot_product_attention is own
 
 
 def test_checkpoints_recompute_what_was_served(swap):

@@ -1,6 +1,7 @@
 """`fastattn.swap`: what changes after a swap counts, in the block and in what it holds."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,19 @@ class Cached(Block):
         return (weighed @ k).transpose(1, 2).flatten(2)
 
 
+class Widening(nn.Module):
+    """A layer of a pyramid: each has half the tokens, twice the width and twice the heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.merge = heads, nn.Linear(2 * heads, 4 * heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        x = ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
+        return self.merge(x[:, : x.shape[1] // 2])
+
+
 def test_layers_share_what_was_captured(swap):
     model = nn.Sequential(*(Cached(depth=i) for i in range(5)))
     plain, before = copy.deepcopy(model), STATS["unique_graphs"]
@@ -146,13 +160,30 @@ def test_caches_are_not_captured_at_each_token(swap, kept, count):
 
 
 def test_captures_of_a_class_have_a_ceiling(swap, monkeypatch):
-    model = Cached()
+    model = nn.Sequential(Cached(), Timm())
     done = swap(model, eager=True)
     model(tokens())
     monkeypatch.setattr(eager, "CEILING", 0.0)
     for x in (tokens(), tokens(T=1)):
         model(x)
-    assert total(done) == 2 and "the limit is 0" in done.calls[""].reason
+    assert done.calls["0"].served == 2 and "the limit is 0" in done.calls["0"].reason
+    assert done.calls["1"].served == 3, "its calls of torch's function are"
+
+
+def test_layers_of_another_width_share_no_numbers(swap, monkeypatch):
+    """Sizes and heads as variables would take torch.compile half a minute where windows are cut."""
+    rewrite, numbers = eager.rewrite, list[Any]()
+
+    def recorded(graph: Any) -> Any:
+        values = [node.meta.get("example_value") for node in graph.graph.nodes]
+        numbers.extend(x for x in values if isinstance(x, (torch.SymInt, torch.SymFloat)))
+        return rewrite(graph)
+
+    monkeypatch.setattr(eager, "rewrite", recorded)
+    model = nn.Sequential(Widening(2), Widening(4))
+    done = swap(model, eager=True)
+    model(tokens()[..., :4])
+    assert total(done) == 2 and numbers == []
 
 
 def test_calls_are_refused_by_their_form(swap):
@@ -178,3 +209,12 @@ def test_models_compiled_after_the_swap(swap, served, inner):
     assert list(done.replaced) == (["0", "1"] if inner == "fastattn" else ["1"])
     assert len(served) == len(done.replaced)
     assert ("traced its forward for another backend" in str(done)) == (inner == "eager")
+
+
+def test_layers_compiled_one_by_one(swap):
+    model = nn.Sequential(*(Timm(fused=False) for _ in range(3)))
+    done = swap(model, eager=True)
+    for layer in model:
+        layer.compile(backend="eager")
+    model(tokens())
+    assert list(done.left) == ["0", "1", "2"] and not done.unseen

@@ -234,12 +234,12 @@ class Mixer(nn.Module):
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=D**-0.5)
         seen = (distances < self.window) | (steps < self.prefix)
         seen[0] = True
-        out = _mixed(torch.where(seen, scores, -torch.inf), v)
+        out = mixed(torch.where(seen, scores, -torch.inf), v)
         return self.b(rearrange(out, "(b h) t d -> b t (h d)", h=H))
 
 
-def _mixed(scores: Tensor, v: Tensor) -> Tensor:
-    return torch.bmm(scores.softmax(2), v)
+def mixed(scores: Tensor, v: Tensor) -> Tensor:
+    return scores.softmax(-1) @ v
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
@@ -274,7 +274,8 @@ def _sunk(s: Tensor, v: Tensor, first: bool) -> Tensor:
 def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (B, H, T, _), (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
     s = q.new_zeros(1, 1, T).repeat(B * H, 1, 1).baddbmm(batch1=q, batch2=k.mT)
-    return (s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T) @ v).unflatten(0, (B, H))
+    s = s.view(B, H, T, T).softmax(-1).type_as(s).view(B * H, T, T)
+    return torch.bmm(s, v).unflatten(0, (B, H))
 
 
 def _out_of_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -283,15 +284,19 @@ def _out_of_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s.softmax(-1) @ v
 
 
+def _viewed(out: Tensor) -> Tensor:
+    return out.view(-1).view(out.shape)
+
+
 LAST = "bijh,bhjd->bhid"
 # Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
     "zero": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).masked_fill(m, 0) @ v,
     "times": lambda q, k, v, s, m: (s.masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
-    "nan": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v,
+    "nan": lambda q, k, v, s, m: _viewed(s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v),
     "where": lambda q, k, v, s, m: torch.where(~m, s, -1e9).softmax(-1) @ v,
     "less": lambda q, k, v, s, m: (s - m * 1e9).softmax(-1) @ v,
-    "permuted": lambda q, k, v, s, m: (v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
+    "permuted": lambda q, k, v, s, m: _viewed(v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
     "keys-first": lambda q, k, v, s, m: (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2)).mT,
     "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
     "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,

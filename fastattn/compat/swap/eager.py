@@ -4,6 +4,7 @@
 the modules of `swap(model, eager=True)`.
 """
 
+import itertools
 import threading
 import time
 import warnings
@@ -28,8 +29,10 @@ from .source import untraced
 
 _OFF = "torch.compile is switched off"
 _NONE = "no softmax is in its graph"
-# Captures by one module for one form of call, and seconds of all captures of a class.
+# Captures by one module for one form of call, and seconds of all captures of a class: a sixth while
+# none is of use.
 LIMIT, CEILING = 6, 60.0
+_numbers = itertools.count()
 _FUNCTIONS = (FunctionType, staticmethod, classmethod)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -170,7 +173,7 @@ class CapturedForward:
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind = kind
-        self.seconds = 0.0
+        self.seconds, self.useful = 0.0, False
         self._compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._refused: dict[Any, str] = {}
         self._captured = Calls()
@@ -206,7 +209,9 @@ class CapturedForward:
         if isinstance(forward, FunctionType):
             # torch.compile keeps captures with the code: not with those that others made.
             named = (forward.__name__, forward.__defaults__, forward.__closure__)
-            copied = FunctionType(forward.__code__.replace(), forward.__globals__, *named)
+            # It keeps what it saw to vary by the code's name.
+            code = forward.__code__.replace(co_name=f"{forward.__name__} {next(_numbers)}")
+            copied = FunctionType(code, forward.__globals__, *named)
             copied.__kwdefaults__ = forward.__kwdefaults__
             copied.__dict__.update(vars(forward))
             forward = copied
@@ -217,8 +222,12 @@ class CapturedForward:
 
     def _why_no_more(self, module: nn.Module, args: Any, kwargs: Any) -> str | None:
         """Reason that no further capture is made for a call, or None."""
-        if self.seconds > CEILING:
-            return f"captures of its class took {self.seconds:.0f} s, the limit is {CEILING:.0f}"
+        ceiling = CEILING if self.useful else CEILING / 6
+        if self.seconds > ceiling:
+            why = "".join(f"; {reason}" for reason in [*self._refused.values()][-1:])
+            return (
+                f"captures of its class took {self.seconds:.0f} s, the limit is {ceiling:.0f}{why}"
+            )
         captures = vars(module).get(CAPTURES, {})
         if max(map(len, captures.values()), default=0) < LIMIT:
             return None
@@ -240,7 +249,8 @@ class CapturedForward:
         try:
             output = call(module, *args, **kwargs)
             captured = True
-            if not running.fused:
+            # Where no capture fits, the forward's calls of torch's function may still be served.
+            if not running.fused and not running.serves(self._captured):
                 setattr(module, UNSERVED, why)
             if running.captures:
                 self._count(module, args, kwargs, begin, "")
@@ -261,16 +271,23 @@ class CapturedForward:
     ) -> tuple[Any, Any]:
         """Count a capture, or why it failed; returns the form of the call."""
         self.seconds += time.perf_counter() - begin
+        self.useful |= not reason
         form = form_of(module, args, kwargs)
         vars(module).setdefault(CAPTURES, {}).setdefault(form[0], []).append(reason)
         return form
 
 
 def _functions(module: nn.Module) -> tuple[Any, ...]:
-    """Functions of the classes of a module and its parts, which torch.compile does not guard."""
-    kinds = {type(x): None for x in (*module.modules(), *vars(module).values())}
+    """Functions of the classes of a module and its parts, which torch.compile does not guard.
+
+    With sizes of parameters: numbers of layers of one width are no variables for another's.
+    """
+    parts = [*module.modules()]
+    kinds = {type(x): None for x in (*parts, *vars(module).values())}
     kinds = {kind: None for kind in kinds if kind.__module__ != "builtins"}
-    functions: list[Any] = []
+    functions: list[Any] = [
+        x.shape for part in parts for x in part._parameters.values() if x is not None
+    ]
     for base in {base: None for kind in kinds for base in kind.__mro__[:-1]}:
         if base.__module__.startswith("torch."):
             functions.append(vars(base).get("forward"))

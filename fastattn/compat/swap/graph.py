@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .effects import FRESH, is_in_place, why_not_moved
+from .effects import FRESH, is_in_place, name_of, why_not_moved
 from .fused import fused
 from .nodes import OPERANDS, Unmatched, alike, argument, bare, operation, permuted, value
 from .scores import Match, product_of_scores
@@ -18,6 +18,7 @@ from .weights import product_of_weights, values
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NEW = {"new_zeros": torch.zeros, "new_ones": torch.ones, "new_full": torch.full}
+_COPIES = ("reshape", "flatten", "contiguous", "linear", "matmul", "setitem")
 _IN_PLACE = ("mul_", "div_", "add_", "sub_", "masked_fill_")
 
 
@@ -99,11 +100,22 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         back = [order.index(i) for i in range(len(order))]
         out.meta["example_value"] = value(product).permute(back)
         out = permuted(out, order)
+        if value(product).is_contiguous() and _depends_on_strides(product):
+            out = graph.call_method("contiguous", (out,))
     out.meta = dict(product.meta)
     product.replace_all_uses_with(out)
     for node in sorted({*match.chain, *match.extra, product}, reverse=True):
         if not node.users:
             graph.erase_node(node)
+
+
+def _depends_on_strides(node: fx.Node) -> bool:
+    """Whether a user may view a node, as code may view a product; kernels have queries' strides."""
+    return any(
+        _depends_on_strides(user) if name_of(user) in ("transpose", "permute") else True
+        for user in node.users
+        if name_of(user) not in _COPIES
+    )
 
 
 def _check(graph: fx.Graph, product: fx.Node, scores: fx.Node, match: Match) -> None:

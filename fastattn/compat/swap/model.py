@@ -1,6 +1,5 @@
 """`fastattn.swap`: replace a model's attention by fastattn's, in place, with undo."""
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -8,12 +7,11 @@ import torch
 from torch import nn
 
 from ...modules.layer import AttentionLayer
-from .. import patch
 from ..calls import Calls
 from ..multihead import MultiheadAttention, stay_on_path
 from .adapted import Adapter, adapt
 from .eager import CapturedForward
-from .scope import watch
+from .scope import Serving, watch
 from .source import SDPA, SOFTMAX, names_in
 
 _BY_TORCHS_FUNCTION = f"calls to F.{SDPA} use fastattn"
@@ -93,14 +91,19 @@ class Swap:
     def _is_unseen(self, name: str) -> bool:
         calls = self.calls.get(name)
         idle = calls is not None and not calls.counted and not calls.unseen
-        return idle and name not in self._registered
+        return idle and name not in self._registered and not self._is_compiled(name)
+
+    def _is_compiled(self, name: str) -> bool:
+        """Whether torch.compile traced the forward, perhaps as another layer's of the class."""
+        kinds = self._watched.items()
+        return any(self.calls[x].compiled for x, kind in kinds if kind is self._watched.get(name))
 
     def _why(self, name: str) -> str:
         calls, kind = self.calls[name], self._watched.get(name)
         if calls.passed or kind is None:
             return calls.reason
         softmax = not SOFTMAX.isdisjoint(self._names[name])
-        if softmax and calls.compiled:
+        if softmax and self._is_compiled(name):
             return _COMPILED
         why = f"its forward ran without a call to F.{SDPA}"
         if softmax and name not in self._ways:
@@ -178,6 +181,7 @@ def swap(
     adapters = _checked_adapters(adapters)
     done = Swap()
     captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
+    serving: Serving | None = None
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
@@ -190,18 +194,16 @@ def swap(
             continue
         done.calls[name], done._watched[name] = Calls(), kind
         done._names[name] = names_in(module)
-        done._undo.append(watch(module, done.calls[name]))
+        if serving is None:
+            serving = Serving()
+            done._undo.append(serving.end)
+        done._undo.append(watch(module, done.calls[name], serving))
         if kind in adapters:
             _adapt(name, module, adapters[kind], "its adapter computes its calls", done)
         elif eager and not SOFTMAX.isdisjoint(done._names[name]):
             _adapt(
                 name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
             )
-    if done._watched:
-        # Not the swap itself, which refers to the model and would keep it alive.
-        token = object()
-        patch.serve_running(token)
-        done._undo.append(weakref.finalize(model, patch.stop_serving, token))
     return done
 
 

@@ -4,20 +4,34 @@ The module and its forward are unchanged. Copies, replicas and pickles keep the 
 refer to the module.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import patch
 from ..calls import Calls, running
+
+
+class Serving:
+    """Patch of torch's function that lasts as long as hooks hold it; a copy of it is another."""
+
+    def __init__(self) -> None:
+        token = object()
+        patch.serve_running(token)
+        self.end = weakref.finalize(self, patch.stop_serving, token)
+
+    def __reduce__(self) -> Any:
+        return Serving, ()
 
 
 class _Hook:
     """A forward hook that counts for a module; torch.jit.script gets an error that explains."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, calls: Calls, serving: Serving) -> None:
+        self.calls, self.serving = calls, serving
 
     @property
     def __name__(self) -> str:
@@ -44,11 +58,11 @@ def is_of_swap(hook: object) -> bool:
     return isinstance(hook, _Hook)
 
 
-def watch(module: nn.Module, calls: Calls) -> Callable[[], None]:
+def watch(module: nn.Module, calls: Calls, serving: Serving) -> Callable[[], None]:
     """Serve and count calls of torch's function while a module runs; returns what undoes it."""
-    begin = module.register_forward_pre_hook(_Begin(calls), prepend=True)
+    begin = module.register_forward_pre_hook(_Begin(calls, serving), prepend=True)
     # Also where the forward raises.
-    end = module.register_forward_hook(_End(calls), always_call=True)
+    end = module.register_forward_hook(_End(calls, serving), always_call=True)
 
     def remove() -> None:
         begin.remove()

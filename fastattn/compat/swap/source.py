@@ -1,59 +1,95 @@
-"""Names in the code of a module class, for reports and to choose candidates of capture."""
+"""Names in the code of a module's forward, for reports and to choose candidates of capture."""
 
 import linecache
-from collections import OrderedDict
+import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property, partial
 from itertools import takewhile
 from traceback import FrameSummary
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..torch_sdpa import is_torchs_attention
 
-_PLAIN = {bool, int, float, str, type(None), dict, list, tuple, set, OrderedDict, FunctionType}
 SDPA = "scaled_dot_product_attention"
 SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
+_SOFTMAXES = {id(x) for x in (torch.softmax, F.softmax, nn.Softmax)}
+_WRAPPERS = (staticmethod, classmethod, property, cached_property, partial, MethodType)
+_WRAPPED = ("__func__", "__self__", "fget", "func", "args", "keywords")
+# Larger containers hold data.
+_MANY = 256
 
 
 def names_in(module: nn.Module) -> frozenset[str]:
-    """Names in the functions of a module's class and of what it holds, and in those they call.
+    """Names in the code that a module's forward reaches, but for the forwards of its parts.
 
-    Of the same package each; torch's have none.
+    Followed are its package and files that are not installed. An attribute is looked up by its name
+    in each class, object and file that the code names.
     """
-    held = [x for x in vars(module).values() if not isinstance(x, nn.Module)]
-    kinds = {type(module), *map(type, held)} - _PLAIN
-    functions = [x for x in held if isinstance(x, FunctionType)]
-    return frozenset().union(*map(_names_in, [*kinds, *functions]))
+    package = _package(type(module).__module__)
+    names, seen = {"forward"}, dict[int, Any]()
+    spaces: list[Any] = [vars(module), module._modules, *_bodies(type(module), package)]
+    waiting: list[Any] = []
+    while True:
+        waiting += [space[name] for space in spaces for name in names & space.keys()]
+        new = {id(x): x for x in waiting if id(x) not in seen}
+        if not new:
+            return frozenset(names)
+        seen |= new
+        waiting = [y for x in new.values() for y in _followed(x, package, names, spaces)]
+
+
+def _followed(x: Any, package: str, names: set[str], spaces: list[Any]) -> Iterator[Any]:
+    """What an object in reached code leads to; adds its names, and where to look for names."""
+    if is_torchs_attention(x):
+        names.add(SDPA)
+    elif id(x) in _SOFTMAXES or isinstance(x, nn.Softmax):
+        names.add("softmax")
+    elif isinstance(x, FunctionType):
+        yield from (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+        yield from (y.cell_contents for y in x.__closure__ or () if y != CellType())
+        if _is_own(x.__module__, package):
+            used = {name for code in _codes(x.__code__) for name in code.co_names}
+            names |= used
+            yield from (x.__globals__[name] for name in used & x.__globals__.keys())
+    elif isinstance(x, _WRAPPERS):
+        yield from (getattr(x, name) for name in _WRAPPED if hasattr(x, name))
+    elif isinstance(x, (dict, list, tuple)):
+        yield from () if len(x) > _MANY else x.values() if isinstance(x, dict) else x
+    elif isinstance(x, ModuleType):
+        spaces += [vars(x)] if _is_own(x.__name__, package) else []
+    elif isinstance(x, type):
+        unseen = "forward" if issubclass(x, nn.Module) else None
+        spaces += [{n: y for n, y in z.items() if n != unseen} for z in _bodies(x, package)]
+    else:
+        yield type(x)
+        if isinstance(x, nn.Module):
+            yield from x.children() if type(x).__module__.startswith("torch.nn.") else ()
+        elif _is_own(type(x).__module__, package):
+            names.add("__call__")
+            spaces.append(getattr(x, "__dict__", {}))
+
+
+def _bodies(kind: type, package: str) -> list[Any]:
+    return [vars(base) for base in kind.__mro__ if _is_own(base.__module__, package)]
+
+
+def _package(name: str) -> str:
+    return str(name).partition(".")[0]
 
 
 @cache
-def _names_in(kind: Any) -> frozenset[str]:
-    package = str(kind.__module__).partition(".")[0]
-    waiting: list[Any] = [kind] + [
-        member
-        for base in getattr(kind, "__mro__", ())
-        if not base.__module__.startswith("torch.") and base is not object
-        for member in vars(base).values()
-    ]
-    names: set[str] = set()
-    seen: set[CodeType] = set()
-    while waiting:
-        function = waiting.pop()
-        if not isinstance(function, FunctionType) or function.__code__ in seen:
-            continue
-        for code in _codes(function.__code__):
-            seen.add(code)
-            names.update(code.co_names)
-            named = [function.__globals__.get(name) for name in code.co_names]
-            # Under whatever name.
-            names.update(SDPA for x in named if is_torchs_attention(x))
-            waiting += [
-                x for x in named if str(getattr(x, "__module__", "")).partition(".")[0] == package
-            ]
-    return frozenset(names)
+def _is_own(name: str, package: str) -> bool:
+    """Whether a module is of this package, or a file that is not installed."""
+    top = _package(name)
+    if top in ("torch", "fastattn") or top in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return top == package or "-packages" not in str(file)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -66,7 +66,7 @@ LAYOUTS = (
 )  # fmt: skip
 TRAITS = {
     "hot": 0.08,  # scores of up to 10^4
-    "nan": 0.4,  # keys and values that no query may see are NaN
+    "nan": 0.4,  # keys and values that no query may see are NaN, and biases where they are hidden
     "forward": 0.35,  # no gradients
     "split": 0.5,  # few queries split their keys
     "again": 0.25,  # calls of other numbers and layouts, which the memo may know
@@ -254,7 +254,7 @@ def pair_cases(backend: str, largest: int) -> list[Case]:
     B, H_k, G = (2, 2, 3) if by_torch else (2, 1, 1)
     like = Case(
         seed=0, call="attention", backend=backend, B=B, H_k=H_k, G=G, T_q=37, T_k=39, D=8, D_v=8,
-        dtype=dtype, layouts=("plain",) * 3, tile=(16, 16), options=(), traits=frozenset(),
+        dtype=dtype, layouts=("plain",) * 3, tile=(16, 16), options=(), traits=frozenset(("nan",)),
     )  # fmt: skip
     return [legal(replace(like, seed=seed, options=options)) for seed, options in enumerate(names)]
 

@@ -132,7 +132,7 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
             backward=case.learns and turn == 0,
             orders=ORDERS,
             **made.beside,
-            **options,
+            **_with_nan_where_hidden(case, options),
         )
         # The memo knows the next call by its layouts. The one after has other numbers.
         if turn == 1:
@@ -255,6 +255,26 @@ def _with_poison(case: Case, made: Made, options: dict[str, Any]) -> tuple[Tenso
         poisoned(x, exists, layout, draw)
         for x, layout in zip((k, v), case.layouts[1:], strict=True)
     )
+
+
+# Options that say which keys a query sees.
+_MASKS = frozenset(
+    ("causal", "window", "keep_first", "stride", "mask_mod", "mod_tensors", "prefix_lengths",
+     "key_lengths", "query_offset", "attn_mask", "key_padding_mask", "documents", "positions",
+     "heads")
+)  # fmt: skip
+
+
+def _with_nan_where_hidden(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the case, with attn_bias NaN where no query sees the key."""
+    bias = options.get("attn_bias")
+    if bias is None or "nan" not in case.traits:
+        return options
+    q, k = torch.zeros(case.B, case.H_q, case.T_q, 1), torch.zeros(case.B, 1, case.T_k, 1)
+    each_key = torch.eye(case.T_k).expand(case.B, 1, -1, -1)
+    masks = {name: x for name, x in options.items() if name in _MASKS}
+    seen = reference.attention(q, k, each_key, **masks).sum_to_size(bias.shape) != 0
+    return options | {"attn_bias": bias.masked_fill(~seen, math.nan)}
 
 
 def _statistics(case: Case) -> None:
