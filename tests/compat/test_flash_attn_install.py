@@ -266,8 +266,6 @@ def test_version_4(draw, device):
     positional = (None, None, 0.4, True, (2, None), sinks)
     actual = version_4.flash_attn_func(q, k, v, *positional, return_lse=True)
     check(actual, q, k, v, **options)
-    o, lse = version_4.flash_attn_func(q, k, v, *positional)
-    assert torch.equal(o, actual[0]) and lse is None
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     given = {"softmax_scale": 0.4, "causal": True, "window_size": (2, None)}
     cu = (offsets((5, 5), device), offsets((7, 7), device))
