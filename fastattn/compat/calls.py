@@ -104,6 +104,9 @@ class Running(threading.local):
             self._later.append((calls, count))
         return self._later is not None
 
+    def capturing(self) -> bool:
+        return self._later is not None
+
     def serves(self, calls: Calls) -> bool:
         """Whether a call is to be counted as served at the end of the capture."""
         return (calls, calls.count_served) in (self._later or [])

@@ -3,11 +3,18 @@
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import torch_sdpa
 from .calls import running
-from .sdpa import Arguments, by_torch, scaled_dot_product_attention, served_attention
+from .sdpa import (
+    Arguments,
+    by_torch,
+    scaled_dot_product_attention,
+    served_attention,
+    torch_attention,
+)
 
 _lock = threading.RLock()
 # Active patches, each with its number of open `with` blocks.
@@ -23,6 +30,9 @@ def _patched_attention(*arguments: Any, **options: Any) -> Tensor:
     if calls is None and _active:
         return scaled_dot_product_attention(*arguments, **options)
     call = Arguments.of_call(*arguments, **options)
+    if calls is not None and torch.compiler.is_compiling() and running.capturing():
+        calls.trace(object)
+        return torch_attention(*arguments, **options)  # served where the graph has it
     if calls is not None:
         served = served_attention(call)
         if not isinstance(served, str):
