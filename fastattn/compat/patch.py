@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import torch_sdpa
-from .calls import running
+from .calls import Calls, running
 from .sdpa import (
     Arguments,
     by_torch,
@@ -26,13 +26,13 @@ _active = _swapped = False
 
 
 def _patched_attention(*arguments: Any, **options: Any) -> Tensor:
+    if running.capturing and torch.compiler.is_compiling():
+        Calls.trace_innermost()
+        return torch_attention(*arguments, **options)  # served where the graph has it
     calls = running.innermost() if _swapped else None
     if calls is None and _active:
         return scaled_dot_product_attention(*arguments, **options)
     call = Arguments.of_call(*arguments, **options)
-    if calls is not None and torch.compiler.is_compiling() and running.capturing():
-        calls.trace(object)
-        return torch_attention(*arguments, **options)  # served where the graph has it
     if calls is not None:
         served = served_attention(call)
         if not isinstance(served, str):

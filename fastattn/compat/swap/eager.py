@@ -102,7 +102,8 @@ def _count_traced(count: int, left: list[tuple[fx.Node, str]]) -> None:
         stack = [*(node.meta.get("nn_module_stack") or {}).values()]
         reasons[stack[-1][1] if stack else None] = why
     for calls, kind in traced_modules():
-        why = reasons.get(kind) or reasons.get(None) or ("" if count else _NONE)
+        unknown = "" if kind is object else reasons.get(None)  # object: by torch's function
+        why = reasons.get(kind, unknown) or ("" if count else _NONE)
         calls.count_passed(why) if why else calls.count_served()
 
 
