@@ -18,10 +18,10 @@ Adapter = Callable[..., Any]
 _CALLS = "fastattn_calls"
 # Attributes of a module: why its adapter left its last call; why it returned the own forward's
 # output for its last call; a table and the key that this call has put into it, where calls are
-# refused; captures by form of call.
+# refused; captures by form of call; call counts of its parts that may have attention.
 REASON, UNSERVED, REFUSED = "fastattn_reason", "fastattn_unserved", "fastattn_refused"
-CAPTURES = "fastattn_captures"
-ATTRIBUTES = (_CALLS, REASON, UNSERVED, REFUSED, CAPTURES)
+CAPTURES, PARTS = "fastattn_captures", "fastattn_parts"
+ATTRIBUTES = (_CALLS, REASON, UNSERVED, REFUSED, CAPTURES, PARTS)
 
 
 @cache

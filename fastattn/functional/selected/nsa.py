@@ -1,5 +1,6 @@
 """Native sparse attention (Yuan et al. 2025, arXiv 2502.11089): three gated branches."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,13 +41,13 @@ def pooled_attention(
     behind = (length - 1 + front) // step
     rows = -(-(T + front) // step)
     padded = F.pad(q, (0, 0, front, rows * step - T - front))
-    apart = padded.unflatten(2, (rows, step)).transpose(2, 3).flatten(1, 2)
+    apart = torch.unflatten(padded, 2, (rows, step)).transpose(2, 3).flatten(1, 2)
     o, lse = attention(
         apart, k, v, causal=True, query_offset=-behind, scale=scale, backend=backend,
         return_lse=True,
     )  # fmt: skip
-    o = o.unflatten(1, (H_q, step)).transpose(2, 3).flatten(2, 3)[:, :, front : front + T]
-    lse = lse.unflatten(1, (H_q, step)).transpose(2, 3).flatten(2)[:, :, front : front + T]
+    o = torch.unflatten(o, 1, (H_q, step)).transpose(2, 3).flatten(2, 3)[:, :, front : front + T]
+    lse = torch.unflatten(lse, 1, (H_q, step)).transpose(2, 3).flatten(2)[:, :, front : front + T]
     return o, lse
 
 

@@ -13,7 +13,7 @@ def block_scores(
     B, H_q = q.shape[:2]
     H_k, T_k = k.shape[1:3]
     own = slice(*rows)
-    q = q[:, :, own].to(wide).unflatten(1, (H_k, H_q // H_k))
+    q = torch.unflatten(q[:, :, own].to(wide), 1, (H_k, H_q // H_k))
     x = torch.einsum("bhgqd,bhkd->bhgqk", q, k.to(wide)).flatten(1, 2) * scale
     key = torch.arange(T_k, device=q.device)
     query = torch.arange(*rows, device=q.device)[:, None] + offset
