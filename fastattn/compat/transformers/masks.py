@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...block_mask import BlockMask
+from ...ops import spread
 from .lazy_mask import LazyMask, Rule
 from .models import takes_rules
 
@@ -127,6 +128,8 @@ def check_entries(mask: Tensor, query: Tensor, key: Tensor) -> None:
             f"{mask.dtype}: if 1 means attend, give mask.bool()"
         )
     sizes = key.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    if spread.attend is not None:
+        return  # of all ranks' keys
     fits = (n in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1], strict=False))
     if mask.dim() > 4 or not all(fits):
         raise ValueError(
