@@ -36,6 +36,7 @@ class Calls:
             cls.begin,
             cls.end,
             cls.trace,
+            cls.trace_innermost,
         ):
             torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
         return super().__new__(cls)
@@ -70,6 +71,12 @@ class Calls:
         if (context := TracingContext.try_get()) is not None:
             _traced.setdefault(context, []).append((self, kind))
 
+    @staticmethod
+    def trace_innermost() -> None:
+        """Note that a call of torch's function is traced for a capture."""
+        if (calls := running.innermost()) is not None:
+            calls.trace(object)
+
     @property
     def counted(self) -> int:
         return self.served + self.passed + running.delayed(self)
@@ -88,14 +95,14 @@ class Running(threading.local):
     """Counts of the swapped modules whose forward runs in this thread, innermost last.
 
     fused: whether a captured graph has computed attention since `begin_capture`.
-    captures: number of captures since.
+    captures: number of captures since. capturing: whether it began and has not ended.
     """
 
     def __init__(self) -> None:
         self.modules: list[Calls] = []
         # During a capture: what is to be counted once it succeeds, and whose calls these are.
         self._later: list[tuple[Calls | None, Callable[[], None]]] | None = None
-        self.fused = False
+        self.fused = self.capturing = False
         self.captures = 0
 
     def later(self, calls: Calls | None, count: Callable[[], None]) -> bool:
@@ -121,15 +128,15 @@ class Running(threading.local):
 
     def begin_capture(self, calls: Calls) -> Any:
         """Begin a forward that is to be captured; return the state for `end_capture`."""
-        outer = self._later, self.fused, self.captures
+        outer = self._later, self.fused, self.captures, self.capturing
         self.begin(calls)
-        self._later, self.fused, self.captures = [], False, 0
+        self._later, self.fused, self.captures, self.capturing = [], False, 0, True
         return outer
 
     def end_capture(self, calls: Calls, outer: Any, *, captured: bool) -> None:
         """End the capture. A failed capture counts nothing."""
         counts = self._later or []
-        self._later, self.fused, self.captures = outer
+        self._later, self.fused, self.captures, self.capturing = outer
         self.end(calls)
         for _, count in counts if captured else []:
             count()

@@ -3,11 +3,18 @@
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import torch_sdpa
-from .calls import running
-from .sdpa import Arguments, by_torch, scaled_dot_product_attention, served_attention
+from .calls import Calls, running
+from .sdpa import (
+    Arguments,
+    by_torch,
+    scaled_dot_product_attention,
+    served_attention,
+    torch_attention,
+)
 
 _lock = threading.RLock()
 # Active patches, each with its number of open `with` blocks.
@@ -19,6 +26,9 @@ _active = _swapped = False
 
 
 def _patched_attention(*arguments: Any, **options: Any) -> Tensor:
+    if running.capturing and torch.compiler.is_compiling():
+        Calls.trace_innermost()
+        return torch_attention(*arguments, **options)  # served where the graph has it
     calls = running.innermost() if _swapped else None
     if calls is None and _active:
         return scaled_dot_product_attention(*arguments, **options)

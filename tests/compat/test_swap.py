@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 
+STATS = torch._dynamo.utils.counters["stats"]
 # The property test has the others.
 ALONE = ("timm", "books", "sam", "swin-v2", "x-transformers", "x-transformers-flash")
 
@@ -231,12 +232,28 @@ class Gate(nn.Module):
         return x.softmax(1) * self.attn(x[:, None], x, x)[:, 0]
 
 
-def test_what_is_counted_in_a_capture_that_fails_counts_once(swap, served):
-    model = Gate()
+class Routed(Formed):
+    """Its own attention, beside a part whose softmax is of no attention."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda q, k, v, s, m: s.softmax(-1) @ v)
+        self.router = SelfMade("gate")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.router(x)
+
+
+def test_parts_are_captured_before_the_whole(swap, served):
+    model, before = nn.Sequential(Gate(), Routed(), Timm()), STATS["unique_graphs"]
     done = swap(model, eager=True)
-    model(tokens())
-    assert (done.calls["attn"].served, done.calls["attn"].passed) == (1, 0), str(done)
-    assert done.calls[""].served == 0 and len(served) == 1
+    for _ in range(3):
+        model(tokens())
+    assert {name: (x.served, x.passed) for name, x in done.calls.items()} == {
+        **{"0": (0, 3), "0.attn": (3, 0), "1": (2, 1), "1.router": (0, 2), "2": (3, 0)}
+    }
+    assert "its parts use fastattn" in str(done) and len(served) == 8
+    # Two of torch's function, and the whole with its part.
+    assert STATS["unique_graphs"] - before == 3
 
 
 @pytest.mark.parametrize("how", ["config", "environment", "stance", "jit", "fx"])

@@ -18,10 +18,10 @@ Adapter = Callable[..., Any]
 _CALLS = "fastattn_calls"
 # Attributes of a module: why its adapter left its last call; why it returned the own forward's
 # output for its last call; a table and the key that this call has put into it, where calls are
-# refused; captures by form of call.
+# refused; captures by form of call; call counts of its parts that may have attention.
 REASON, UNSERVED, REFUSED = "fastattn_reason", "fastattn_unserved", "fastattn_refused"
-CAPTURES = "fastattn_captures"
-ATTRIBUTES = (_CALLS, REASON, UNSERVED, REFUSED, CAPTURES)
+CAPTURES, PARTS = "fastattn_captures", "fastattn_parts"
+ATTRIBUTES = (_CALLS, REASON, UNSERVED, REFUSED, CAPTURES, PARTS)
 
 
 @cache
@@ -32,7 +32,8 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
         calls: Calls = getattr(self, _CALLS, None) or Calls()  # none, as another thread undoes it
         output = adapter(self, *args, **kwargs)
         if output is not NotImplemented:
-            why = vars(self).pop(UNSERVED, None)
+            if (why := getattr(self, UNSERVED, None)) is not None:
+                delattr(self, UNSERVED)
             calls.count_served() if why is None else calls.count_passed(why)
             return output
         if torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from ...tracing import transforming
 from ..calls import Calls, running, traced_modules
 from ..sdpa import Arguments, by_torch, served_attention, torch_attention
-from .adapted import CAPTURES, REASON, REFUSED, UNSERVED
+from .adapted import CAPTURES, PARTS, REASON, REFUSED, UNSERVED
 from .form import form_of
 from .graph import rewrite
 from .nodes import Unmatched
@@ -102,7 +102,8 @@ def _count_traced(count: int, left: list[tuple[fx.Node, str]]) -> None:
         stack = [*(node.meta.get("nn_module_stack") or {}).values()]
         reasons[stack[-1][1] if stack else None] = why
     for calls, kind in traced_modules():
-        why = reasons.get(kind) or reasons.get(None) or ("" if count else _NONE)
+        unknown = "" if kind is object else reasons.get(None)  # object: by torch's function
+        why = reasons.get(kind, unknown) or ("" if count else _NONE)
         calls.count_passed(why) if why else calls.count_served()
 
 
@@ -190,7 +191,7 @@ class CapturedForward:
         if torch.compiler.is_compiling():
             return NotImplemented
         functions = _functions(module)
-        reason = _why_not(module)
+        reason = _why_later(module) or _why_not(module)
         if reason is None and self._refused:
             reason = self._refused.get((functions, *form_of(module, args, kwargs)))
         if reason is not None:
@@ -250,7 +251,8 @@ class CapturedForward:
             output = call(module, *args, **kwargs)
             captured = True
             # Where no capture fits, the forward's calls of torch's function may still be served.
-            if not running.fused and not running.serves(self._captured):
+            known = not running.captures and running.serves(self._captured)
+            if not running.fused and not known:
                 setattr(module, UNSERVED, why)
             if running.captures:
                 self._count(module, args, kwargs, begin, "")
@@ -306,6 +308,15 @@ def _why(error: Exception) -> str:
     stack = getattr(inner, "real_stack", None)
     line = f" at {stack[-1].line.strip()!r}" if stack and stack[-1].line else ""
     return f"torch.compile cannot capture its forward{line}: {reason}"
+
+
+def _why_later(module: nn.Module) -> str | None:
+    """Reason that a forward is not captured with all its parts' while they may serve, or None."""
+    parts = vars(module).get(PARTS, ())
+    if any(calls.served for calls in parts):
+        return "its parts use fastattn"
+    seen = not parts or any(calls.counted or calls.unseen for calls in parts)
+    return None if seen else "its parts are tried first"
 
 
 def _why_not(module: nn.Module) -> str | None:

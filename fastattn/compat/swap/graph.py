@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .effects import FRESH, is_in_place, name_of, why_not_moved
 from .fused import fused
@@ -55,8 +55,9 @@ def _in_one_form(graph: fx.Graph) -> None:
         if operation(node) == "einsum" and isinstance(node.args[1], (tuple, list)):
             node.args = (node.args[0], *node.args[1])
         name, other = str(node.target), node.args[-1] if node.args else None
-        if node.op == "call_method" and name == "type_as" and isinstance(other, fx.Node):
-            node.target, node.args = "to", (node.args[0], value(other).device, value(other).dtype)
+        like = other.meta.get("example_value") if isinstance(other, fx.Node) else None
+        if node.op == "call_method" and name in ("type_as", "to") and isinstance(like, Tensor):
+            node.target, node.args = "to", (node.args[0], like.device, like.dtype)
         elif node.op == "call_method" and name in _NEW and isinstance(node.args[0], fx.Node):
             like = value(node.args[0])
             node.op, node.target = "call_function", _NEW[name]

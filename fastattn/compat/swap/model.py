@@ -9,7 +9,7 @@ from torch import nn
 from ...modules.layer import AttentionLayer
 from ..calls import Calls
 from ..multihead import MultiheadAttention, stay_on_path
-from .adapted import Adapter, adapt
+from .adapted import PARTS, Adapter, adapt
 from .eager import CapturedForward
 from .scope import Serving, watch
 from .source import SDPA, SOFTMAX, names_in
@@ -182,6 +182,7 @@ def swap(
     done = Swap()
     captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
     serving: Serving | None = None
+    eager_modules: dict[str, nn.Module] = {}
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
@@ -204,6 +205,11 @@ def swap(
             _adapt(
                 name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
             )
+            eager_modules[name] = module
+    served = done._served()
+    for name, module in eager_modules.items():
+        inside = [x for x in served if x != name and x.startswith(name and f"{name}.")]
+        setattr(module, PARTS, [done.calls[x] for x in inside if x in done.calls])
     return done
 
 

@@ -146,7 +146,8 @@ def _step(node: fx.Node, name: str, match: Match) -> Any:
 
 def _arithmetic(node: fx.Node, name: str, match: Match) -> Any:
     scores, other = node.args[:2]
-    if name in ("mul", "add") and not (same_shape(scores, node) and _leads_to_product(scores)):
+    fits, leads = same_shape(scores, node), _leads_to_product
+    if name in ("mul", "add") and not (fits and (leads(scores) or not leads(other))):
         scores, other = other, scores
     if name == "sub" and _is_maximum(other, scores, match):
         return scores
@@ -256,6 +257,9 @@ def _number(x: Any) -> float | None:
     """A number, also one that the code makes a tensor of."""
     if is_number(x):
         return float(x)
+    if operation(x) in CASTS and value(x).is_floating_point():
+        number = _number(x.args[0])
+        return number if number is None or number >= torch.finfo(value(x).dtype).min else -math.inf
     if isinstance(x, fx.Node) and str(getattr(x.target, "__name__", "")) in ("tensor", "full"):
         number = x.args[-1] if x.target is not torch.full else argument(x, 1, "fill_value")
         return float(number) if is_number(number) else None  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def names_in(module: nn.Module) -> frozenset[str]:
 
 
 def _followed(x: Any, package: str, names: set[str], spaces: list[Any]) -> Iterator[Any]:
-    """What an object in reached code leads to; adds its names, and where to look for names."""
+    """Objects that an object in the code leads to; adds its names, and where to look them up."""
     if is_torchs_attention(x):
         names.add(SDPA)
     elif id(x) in _SOFTMAXES or isinstance(x, nn.Softmax):

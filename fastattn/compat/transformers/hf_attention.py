@@ -173,7 +173,12 @@ def attention_forward(
         if cu_seq_lens_q is None:
             rule = by_positions(rule, attention_mask, module, position_ids, query, key)
         options.update(rule.options(key.shape[0]))
-    elif cu_seq_lens_q is None and hasattr(mask, "visible") and query.shape[2] == key.shape[2]:
+    elif (
+        isinstance(mask, Tensor)
+        and hasattr(mask, "visible")
+        and cu_seq_lens_q is None
+        and query.shape[2] == key.shape[2]
+    ):
         unsplit = Rule(bool(causal), padding=mask.visible)
         split = by_positions(unsplit, mask, module, position_ids, query, key)
         options["documents"] = split.documents

@@ -18,6 +18,7 @@ from . import mods
 TAKES: dict[str, frozenset[str]] = {
     **{name: call.takes for name, call in CALLS.items()},
     "cascade_attention": frozenset(("scale", "softcap", "sinks")),
+    "flash_attn": frozenset(("causal", "window", "scale", "softcap", "sinks", "alibi_slopes")),
     "append": frozenset(),
 }
 # How often each is called.
@@ -26,7 +27,7 @@ OFTEN = {
     "attention_statistics": 2, "selected_attention": 2,
     "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
-    "multiplicative_attention": 1,
+    "multiplicative_attention": 1, "flash_attn": 1,
 }  # fmt: skip
 _NEEDS: dict[str, tuple[str, ...]] = {
     "keep_first": ("window", "stride"),
@@ -171,6 +172,8 @@ def legal(case: Case) -> Case:
         case = _for_hopper(case)
     if case.call == "additive_attention":
         case = replace(case, backend="torch")  # it has no kernel
+    if case.call == "flash_attn":  # which has no argument for a backend
+        case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
         case = replace(case, H_k=4, G=1)  # of which two share a list
     if case.backend == "triton":

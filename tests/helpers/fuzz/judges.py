@@ -30,6 +30,7 @@ from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
 from .cases import LAYOUTS, ORDERS, Case, drawn, legal
+from .flash_calls import flash_case
 from .tensors import inputs, poisoned, relaid
 from .values import drawn_options
 
@@ -104,7 +105,8 @@ def _how(case: Case) -> dict[str, Any]:
     return {} if "environment" in case.traits else {"backend": case.backend}
 
 
-def _compare(case: Case) -> None:
+def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
+    """Check the call, or a function that stands for it."""
     call = CALLS[case.call]
     if call.packed:  # a first row, of whose sequences there may be none
         case = replace(case, B=1) if case.B else replace(case, B=1, T_q=0, T_k=0)
@@ -119,7 +121,7 @@ def _compare(case: Case) -> None:
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
-        ours = partial(call.function, **_how(case), **made.alone)
+        ours = partial(function or call.function, **_how(case), **made.alone)
         ours, theirs = _dropping_alike(case, ours, call.oracle)
         assert_matches_reference(
             _asked(case, ours),
@@ -327,4 +329,5 @@ JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),
     "append": histories.judge,
+    "flash_attn": lambda case: _compare(*flash_case(case)),
 }
