@@ -13,6 +13,8 @@ from torch import Tensor
 from ..checks import check_flag, check_int, check_number
 from .transfer import to_device
 
+# Scores divided by less are infinite in fp32.
+_LEAST, _MOST = 1e-30, 1e30
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "epsilon_cutoff")
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(_FLOATS, check_number),
@@ -61,9 +63,9 @@ class Sampling:
             given = getattr(self, name)
             if given is not None or name in ("temperature", "repetition_penalty", "greedy"):
                 object.__setattr__(self, name, check(name, given))
-        if not 0 < self.temperature < math.inf:
+        if not _LEAST <= self.temperature <= _MOST:
             raise ValueError(
-                f"temperature must be positive and finite, got {self.temperature}; "
+                f"temperature must be from {_LEAST} to {_MOST}, got {self.temperature}; "
                 "greedy=True takes the most likely token"
             )
         if self.top_k is not None and self.top_k < 1:
@@ -72,9 +74,10 @@ class Sampling:
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {share}")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not _LEAST <= self.repetition_penalty <= _MOST:
             raise ValueError(
-                f"repetition_penalty must be positive and finite, got {self.repetition_penalty}"
+                f"repetition_penalty must be from {_LEAST} to {_MOST}, got "
+                f"{self.repetition_penalty}"
             )
 
     @property

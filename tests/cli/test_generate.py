@@ -93,7 +93,7 @@ def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
     [
         ("--checkpoint absent", "there is no checkpoint in absent"),
         ("--prompt ß", "character 'ß' (U+00DF) does not occur in the text"),
-        ("--temperature 0", "temperature must be positive and finite, got 0.0"),
+        ("--temperature 0", "temperature must be from 1e-30 to 1e+30, got 0.0"),
         ("--beams 2 --top-k 3", "--beams searches for the most likely text: leave out --top-k"),
         ("--beams 2 --cuda-graph", "searches for the most likely text: leave out --cuda-graph"),
         ("--beams 2 --past-context crop", "for the most likely text: leave out --past-context"),
