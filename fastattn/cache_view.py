@@ -190,12 +190,11 @@ class CacheView(NamedTuple):
         return min(self.length_bound, self.page_size)
 
     def _gather_rows(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        rows = self._gather_slots(as_bytes(stored)).view(-1, stored.shape[-1])
-        if scale is not None:
-            scale = scale if scale.dim() == 4 else scale.unsqueeze(-1)
-            per_row = self._gather_slots(scale).view(-1, scale.shape[-1])
-            rows = dequantize_rows(rows.view(stored.dtype), per_row, self.dtype)
-        return rows.view(self.batch_size, stored.shape[1], -1, stored.shape[-1])
+        rows = self._gather_slots(as_bytes(stored))
+        if scale is None:
+            return rows
+        per_row = self._gather_slots(scale if scale.dim() == 4 else scale.unsqueeze(-1))
+        return dequantize_rows(rows.view(stored.dtype), per_row, self.dtype)
 
     def _gather_slots(self, stored: Tensor) -> Tensor:
         """[B, H_k, N, width], dense, from pages [P, H_k, S, width]."""

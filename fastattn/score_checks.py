@@ -342,7 +342,10 @@ def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
     if not isinstance(tensors, tuple):
         raise TypeError(f"mod_tensors must be a tuple of tensors, got {type_name(tensors)}")
     if len(tensors) > MAX_MOD_TENSORS:
-        raise ValueError(f"mod_tensors must be at most {MAX_MOD_TENSORS}, got {len(tensors)}")
+        raise ValueError(
+            f"mod_tensors must be at most {MAX_MOD_TENSORS}, got {len(tensors)}: stack some into "
+            "one; of a Python function they are those that it reads, and one of their sizes"
+        )
     for n, x in enumerate(tensors):
         name = f"mod_tensors[{n}]"
         check_input(name, x, "", "...", call.q, {})

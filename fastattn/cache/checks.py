@@ -47,15 +47,15 @@ def check_row_values(name: str, x: Tensor, rows: int, *, distinct: bool = False)
 
 def check_view_values(
     view: CacheView, new: int = 0, names: Mapping[str, str] = MappingProxyType({})
-) -> int:
-    """Check lengths, and pages of tokens and of `new` ones, if on the CPU; return a row's slots.
+) -> None:
+    """Check lengths, and pages of tokens and of `new` ones, if on the CPU.
 
     names: of fields, as the caller knows them.
     """
     columns = 1 if view.block_table is None else view.block_table.shape[1]
     room, lengths = columns * view.page_size, view.lengths
     if not tracing.host_knows(lengths) or not lengths.numel() or view.window is not None:
-        return room
+        return
     lengths = view.of_batch(lengths)
     wrong = ((lengths < 0) | (lengths > room)).nonzero()
     if wrong.numel():
@@ -64,8 +64,13 @@ def check_view_values(
             f"{names.get('lengths', 'lengths')} must be from 0 to {room}, the slots of a row's "
             f"{columns} pages, got {int(lengths[b])} for row {b}"
         )
+    if lengths.numel() and (longest := int(lengths.max())) > view.length_bound:
+        raise ValueError(
+            f"length_bound must be at least the {longest} tokens of the longest row, got "
+            f"{view.length_bound}"
+        )
     if view.block_table is None:
-        return room
+        return
     table, P = view.of_batch(view.block_table), view.k.shape[0]
     used = torch.arange(columns, device=table.device) * view.page_size < lengths[:, None] + new
     wrong = (used & ((table < 0) | (table >= P))).nonzero()
@@ -75,7 +80,6 @@ def check_view_values(
             f"{names.get('block_table', 'block_table')} must hold numbers of pages from 0 to "
             f"{P - 1}, got {int(table[b, column])} for page {column} of row {b}"
         )
-    return room
 
 
 def check_window(window: Any, keep_first: Any, room: int, name: str) -> tuple[int | None, int]:

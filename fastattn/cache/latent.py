@@ -115,9 +115,15 @@ class _Latents:
     """Buffers of the caches of latents."""
 
     k: Tensor
+    v: Tensor
     k_scale: Tensor | None
     _rope: Tensor | None
     _buffers = staticmethod(_one_buffer)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # `pickle` copies each view of one memory.
+        self.v = self.k[..., : self.v.shape[-1]]
 
     @property
     def stored_tensors(self) -> list[Tensor]:

@@ -40,8 +40,8 @@ def view_of_tensors(
         batch_index: int32 or int64 [B]: the row of each batch element. Values are checked on the
             CPU only.
         window, keep_first: for a ring with such a window.
-        length_bound: bound on all lengths; default: the capacity. The torch backend needs it for a
-            ring.
+        length_bound: bound on all lengths; default: the capacity. On a GPU the torch backend needs
+            it for a ring.
         dtype: of q, if k and v are codes; default bfloat16.
 
     Raises:

@@ -192,7 +192,7 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a cache
             without pages, or with padding; on a CPU also decreasing rows or rows past B, a length
-            larger than a row before the step, and a page that is not shared.
+            larger than a row before the step, two for one row, and a page that is not shared.
     """
     view = view_of_step(cache)
     if view.block_table is None or view.starts is not None:
@@ -212,12 +212,21 @@ def shared_pages(cache: Any, cu_seqlens_q: Tensor, rows: Tensor, lengths: Tensor
     shares = torch.cat((lengths, lengths.new_zeros(1))).int()[group]
     starts = torch.zeros_like(view.lengths, dtype=torch.int32)
     index = of_row if view.batch_index is None else view.batch_index.long()
+    # A graph's padded rows may name one in use.
+    starts = starts.scatter_reduce(0, index, shares, "amax")
+    if tracing.host_knows(view.k):
+        twice = (starts[index] != shares) & (cu_seqlens_q.diff() > 0)
+        if twice.any():
+            b = int(twice.nonzero()[0])
+            raise ValueError(
+                f"lengths must be equal where groups name a row of the cache twice, got "
+                f"{int(shares[b])} and {int(starts[index[b]])} for row {b}"
+            )
     return SharedPages(
         cu_seqlens_q[rows.long()],
         listed[rows[:-1].long().clamp(max=max(0, B - 1))],
         lengths.int(),
-        # A graph's padded rows may name one in use.
-        starts.scatter_reduce(0, index, shares, "amax"),
+        starts,
     )
 
 

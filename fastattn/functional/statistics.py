@@ -65,9 +65,9 @@ def attention_statistics(
     score_mod, counts as not visible.
 
     All but top_positions are differentiable in q, k, lse and learned options: with every backend
-    the backward runs on torch in chunks of queries, without double backward. For plain scores scale
-    * q.k the following computes the entropy by kernels, forward and backward: `lse - scale * (q *
-    attention(q, k, k)).sum(-1)`.
+    the backward runs on torch in chunks of queries; double backward holds all scores. For plain
+    scores scale * q.k the following computes the entropy by kernels, forward and backward:
+    `lse - scale * (q * attention(q, k, k)).sum(-1)`.
 
     Args:
         q: [B, H_q, T_q, D], as for `attention`.

@@ -132,8 +132,8 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue prompts of any lengths together.
 
-    Row b equals `generate_tokens` with seed + b. A tensor [B, T] is B prompts without padding; for
-    one with padding see `unpad`.
+    Row b equals `generate_tokens` with seed + b. A tensor or array [B, T] is B prompts without
+    padding; for one with padding see `unpad`.
 
     Args:
         counts: the most tokens to generate, for all rows or for each.
@@ -269,8 +269,8 @@ def _make_requests(
     seed: int | None,
     end_token: int | Collection[int] | None,
 ) -> list[Request]:
-    if isinstance(prompts, Tensor) and prompts.dim() == 2:
-        prompts = prompts.tolist()
+    if getattr(prompts, "ndim", 0) == 2:
+        prompts = prompts.tolist()  # type: ignore[attr-defined]
     prompts = items("prompts", "prompts", prompts)
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")

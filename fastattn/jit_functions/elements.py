@@ -48,6 +48,7 @@ class Element:
 
     shape = torch.Size()
     ndim = 0
+    __array_ufunc__ = None  # numbers of numpy leave operators to elements
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

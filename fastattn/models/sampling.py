@@ -215,4 +215,4 @@ def choose_rows(
 
 def make_generator(seed: int | None) -> torch.Generator | None:
     """Make a seeded CPU generator, for the same results on every device; None without a seed."""
-    return None if seed is None else torch.Generator().manual_seed(check_int("seed", seed))
+    return None if seed is None else torch.Generator().manual_seed(check_int("seed", seed) % 2**64)

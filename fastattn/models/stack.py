@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +28,30 @@ from .positions import LearnedPositions, SinusoidalPositions
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Run models in evaluation mode, without dropout; restore their modules' modes afterwards."""
-    changed = [x for model in models if model.training for x in model.modules() if x.training]
-    for module in changed:
-        module.training = False
+    """Run models in evaluation mode, without dropout; restore their modules' modes afterwards.
+
+    Threads may share a model: its mode is restored after the last of them.
+    """
+    with _one_at_a_time:
+        modules = [x for y in models if y.training or y in _users for x in y.modules()]
+        changed = [x for x in modules if x.training or x in _users]
+        for module in changed:
+            _users[module] = _users.get(module, 0) + 1
+            module.training = False
     try:
         yield
     finally:
-        for module in changed:
-            module.training = True
+        with _one_at_a_time:
+            for module in changed:
+                _users[module] -= 1
+                if not _users[module]:
+                    del _users[module]
+                    module.training = True
+
+
+_one_at_a_time = Lock()
+# Times that a module in training mode is being evaluated.
+_users: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..parallel.ranks import once
 from .sharded import local_part
 
 # Target that is ignored, as by F.cross_entropy.
@@ -81,27 +82,29 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, targets: Tensor, count: int, smoothing: float, group: Any
     ) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        logits, x = x, x.to(torch.promote_types(x.dtype, torch.float32))
         rows, width = x.shape
         highest = x.amax(-1) if width else x.new_full((rows,), float("-inf"))
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         x = x - highest[:, None]
         here = (targets >= 0) & (targets < width)
         at = torch.where(here, targets, 0)
-        weights = x.exp()
         chosen = x.gather(1, at[:, None])[:, 0] if width else x.new_zeros(rows)
-        sums = torch.stack((weights.sum(-1), torch.where(here, chosen, 0.0), x.sum(-1)))
+        sums = torch.stack((x.exp().sum(-1), torch.where(here, chosen, 0.0), x.sum(-1)))
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(weights / sums[0][:, None], at, here)
-        ctx.count, ctx.smoothing = count, smoothing
         log_sum = sums[0].log()
+        ctx.save_for_backward(logits, highest + log_sum, at, here)
+        ctx.count, ctx.smoothing = count, smoothing
         return log_sum - (1 - smoothing) * sums[1] - smoothing / count * sums[2]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        p, at, here = ctx.saved_tensors
-        dx = p - ctx.smoothing / ctx.count
-        if p.shape[1]:
+    @once("cross-entropy of a sharded vocabulary")
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        logits, lse, at, here = saved
+        dx = (logits - lse[:, None]).exp() - ctx.smoothing / ctx.count
+        if dx.shape[1]:
             share = torch.where(here, 1 - ctx.smoothing, 0.0).to(dx.dtype)
             dx.scatter_add_(1, at[:, None], -share[:, None])
         return dx * grad[:, None], None, None, None, None

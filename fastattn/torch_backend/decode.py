@@ -54,7 +54,8 @@ def attend(
 def by_rows(q: Tensor, bound: int) -> bool:
     """Whether a call per row, of up to `bound` keys, is faster on a CPU than one with a mask."""
     # A row has work for every thread, and rows are few or long.
-    return torch.get_num_threads() <= q.shape[1] and (q.shape[0] <= 16 or bound >= 64)
+    few = q.shape[0] <= 16 or bound >= 64
+    return q.shape[0] > 0 and torch.get_num_threads() <= q.shape[1] and few
 
 
 # q, keys and values by slot, the end of the slots of tokens, and the first: one, or one a row.
@@ -151,7 +152,10 @@ def _ring_in_order(
         or options.stride is not None
         or (first > 0 and by_distance)
     )
-    n = view.length_bound if by_position else min(S, view.length_bound)
+    n = view.length_bound
+    if tracing.host_knows(lengths) and lengths.numel():
+        n = int(lengths.max())
+    n = n if by_position else min(S, n)
     base = torch.zeros_like(lengths) if by_position else (lengths - S).clamp(min=0)
     j = torch.arange(n, device=lengths.device)
     positions = torch.where(j < first, j, base[:, None] + j)

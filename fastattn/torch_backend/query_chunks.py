@@ -21,7 +21,9 @@ def chunks(
     slice, empty only without queries.
     """
     count = max(1, limit // max(1, elements))
-    for start in range(0, max(T_q, 1), count):
+    # A loop is compiled for one length.
+    starts = (0,) if T_q <= count else range(0, T_q, count)
+    for start in starts:
         rows = slice(start, min(start + count, T_q))
         yield rows, _of_rows(options, rows)
 
@@ -131,6 +133,9 @@ def _of_row(q: Tensor, k: Tensor, v: Tensor, options: Options, b: int) -> tuple[
         own = _at(options, _BY_QUERY, first - offset, _ROWS)
         positions = torch.arange(first, first + _ROWS, dtype=torch.int32, device=q.device)
         own = own._replace(query_offset=0, query_offsets=None, q_positions=positions[None])
+        # Other rows see nothing: a NaN of theirs would reach the gradients.
+        exist = ((positions >= offset) & (positions < offset + T_q)).view(1, 1, _ROWS, 1)
+        own = own._replace(attn_mask=exist if own.attn_mask is None else exist & own.attn_mask)
         tile = _of_tile(_rows(q, 2, first - offset, _ROWS), k, v, own, _seen(own, first, end), b)
         inside = slice(max(0, offset - first), offset + T_q - first)
         tiles.append([x[:, :, inside] for x in tile])

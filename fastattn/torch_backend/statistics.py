@@ -28,7 +28,7 @@ def attention_statistics(
     parts = []
     for rows, own in _chunks(q, k, options):
         part = of_rows(q[:, :, rows], k, None if lse is None else lse[:, :, rows], top, own)
-        received += part[1]
+        received = received + part[1]
         parts.append(part)
     entropy, _, largest, positions, distance = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     return entropy, received, largest, positions, distance
@@ -65,6 +65,8 @@ def differentiable(
     options: Options,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`compute` in chunks of rows, differentiable by `of_some`, the same of some rows."""
+    if tracing.transforming():
+        return of_some(q, k, lse, top, options)
     results: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
         compute, of_some, top, options, q, k, lse, *options.differentiable
     )
@@ -87,10 +89,10 @@ class _Differentiable(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        again = torch.is_grad_enabled()  # gradients get gradients
         leaves = [
-            x if x is None else x.detach().requires_grad_(need)
+            x if x is None or (again and need) else x.detach().requires_grad_(need)
             for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
         ]
         wanted = [x for x in leaves if x is not None and x.requires_grad]
@@ -108,9 +110,9 @@ class _Differentiable(torch.autograd.Function):
                     for n, (y, dy) in enumerate(zip(results, grads, strict=True))
                     if dy is not None
                 ]
-                of = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs])
-                for total, x in zip(sums, of, strict=True):
-                    total += x
+                some, of_some = zip(*pairs, strict=True)
+                of = torch.autograd.grad(some, wanted, of_some, create_graph=again)
+                sums = [total + x for total, x in zip(sums, of, strict=True)]
         by_leaf = iter(total.to(x.dtype) for total, x in zip(sums, wanted, strict=True))
         of_leaves = [next(by_leaf) if x is not None and x.requires_grad else None for x in leaves]
         return None, None, None, None, *of_leaves

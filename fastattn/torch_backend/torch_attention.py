@@ -77,7 +77,8 @@ def bind(
     added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
     if return_lse:
         return partial(_with_lse, shown=added.quickly, is_causal=skips, first_row=first_row)
-    complete = on_host and added.shows_each_query_a_key(options)
+    # A bias may be NaN or infinite where a key is hidden.
+    complete = on_host and not added.biased and added.shows_each_query_a_key(options)
     return partial(_masked, added=added, on_host=on_host, complete=complete, gqa=gqa)
 
 
@@ -143,7 +144,7 @@ def _masked(
 ) -> Tensor:  # fmt: skip
     """o of a call with a mask or bias.
 
-    on_host: as for `_short`. complete: no key is padding, and each query sees one.
+    on_host: as for `_short`. complete: no bias, no padding, and each query sees a key.
     """
     if complete or (on_host and not options.dropout):
         shown = added.quickly(options)

@@ -135,7 +135,7 @@ def tangent_backward_dq_kernel(
 
 @cached_plan(13)
 def _plan(options: Options, *tensors: Any) -> Launch:
-    q, k, v, tq, tk, tv, tbias, trelative, o, to, do, h, dq = tensors
+    q, k, v, tq, tk, tv, tbias, trelative, o, to, do, h, dq, _dlse, _dmu = tensors
     tile = tile_of_tangents("backward_dq", q, v)
     # Four tiles of scores beside dQ fit into Blackwell's tensor memory.
     tile = replace(tile, BLOCK_N=min(tile.BLOCK_N, 4096 // block_dim(q.shape[3])))
@@ -178,7 +178,7 @@ def launch_tangent_backward(
     dq = result_in_layout(options, q, *q.shape[1:])
     delta, eta = torch.empty_like(lse), torch.empty_like(lse)
     inputs = (q, k, v, tq, tk, tv, tbias, trelative)
-    launch = _plan(options, *inputs, o, to, do, h, dq)
+    launch = _plan(options, *inputs, o, to, do, h, dq, dlse, dmu)
     launch(options, *inputs, o, to, do, h, lse, mu, dlse, dmu, dq, delta, eta)
     dk, dv = launch_dkv(inputs, do, h, (lse, mu, delta, eta), options)
     return dq, dk, dv, delta, eta

@@ -308,10 +308,12 @@ class _Compiled:
 
 
 def _specialised(arg: Any) -> Iterator[tuple[Any, bool]]:
-    """Dtype of each tensor, and whether it is at a multiple of 16 bytes."""
+    """Dtype of each tensor, and whether it is at a multiple of 16 bytes; also of what is None."""
     if isinstance(arg, tuple):
         for item in arg:
             yield from _specialised(item)
+    elif arg is None:
+        yield None, False
     elif hasattr(arg, "data_ptr"):
         yield arg.dtype, arg.data_ptr() % 16 == 0
 

@@ -257,7 +257,8 @@ def cached_plan(
     permit it.
 
     count: of the tensors, q first. plan may read only shape, strides, dtype and device of each. The
-        rest are tensors derived from these and options, and values.
+        rest are tensors derived from these and options, values, and all others of the launch that
+        some calls leave out.
     """
 
     def decorated(

@@ -209,6 +209,7 @@ def modified(
         before = x
         if score.mod is not None:
             x = score.mod(x, *indices(rows, k_pos, h, row, score), *score.tensors)
+            x = tl.cast(x, tl.float32)  # it may read fp64
     return x, factor, before, capped
 
 
@@ -230,7 +231,7 @@ def gradient(dx, before, capped, rows, k_pos, h, row, keep, score):
     dbias = dx
     if score.mod is not None:
         where = indices(rows, k_pos, h, row, score)
-        dbias = score.mod_grad(dx, before, *where, *score.tensors)
+        dbias = tl.cast(score.mod_grad(dx, before, *where, *score.tensors), tl.float32)
         if keep is not None:
             dbias = tl.where(keep, dbias, 0.0)
     ds = dbias
@@ -270,7 +271,8 @@ def tangent(ts, x, before, capped, rows, k_pos, h, row, keep, score, tangents):
         inside = (rows < row.T_q) & (k_pos < row.T_k)
         t += load_in_place(pointers, inside).to(tl.float32)
     if score.mod is not None:
-        t = score.mod_grad(t, before, *indices(rows, k_pos, h, row, score), *score.tensors)
+        where = indices(rows, k_pos, h, row, score)
+        t = tl.cast(score.mod_grad(t, before, *where, *score.tensors), tl.float32)
     if score.hides is not None:
         t = tl.where(x == float("-inf"), 0.0, t)
     if keep is not None:

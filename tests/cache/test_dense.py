@@ -71,22 +71,6 @@ def test_bound_that_counts_padding_is_tightened_before_an_append_is_refused():
     assert cache.length_bound == 7
 
 
-def test_lengths_differ_after_an_append_to_some_rows():
-    cache = make_cache()
-    cache.append(*tokens(2))
-    k, v = (x[:2] for x in tokens(2, start=1))
-    with pytest.raises(ValueError, match=r"batch_index must hold no row twice, got \[1, 1\]"):
-        cache.append(k, v, batch_index=torch.tensor([1, 1]))
-    assert cache.uniform_length == 2
-    cache.append(k, v, batch_index=torch.tensor([2, 0]))
-    assert cache.uniform_length is None
-    assert cache.lengths.tolist() == [4, 2, 4]
-    new = tokens(1, start=5)
-    cache.append(*new)
-    for row, length in enumerate((4, 2, 4)):
-        assert torch.equal(cache.k[row, :, length], new[0][row, :, 0])
-
-
 def test_cache_made_in_inference_mode_serves_outside_of_it():
     with torch.inference_mode():
         cache = make_cache()
@@ -141,18 +125,6 @@ def test_left_padding_is_hidden_moves_with_rows_and_is_forgotten():
     cache.set_starts(torch.zeros(B).int())
     cache.set_starts(None)
     assert cache.starts is None
-
-
-def test_view_shares_the_buffers_and_is_of_the_rows_asked_for():
-    cache = make_cache()
-    view = cache.view()
-    assert (view.k, view.v, view.lengths, view.page_size) == (cache.k, cache.v, cache.lengths, MAX)
-    assert view.block_table is view.keep_first is view.window is view.k_scale is None
-    cache.append(*tokens(3))
-    index = torch.tensor([2, 0])
-    view = cache.view(index)
-    assert (view.batch_size, view.length_bound) == (2, 3)
-    assert torch.equal(view.gather()[0], cache.k[index, :, :3])
 
 
 def use(cache: KVCache, rows: torch.Tensor) -> None:

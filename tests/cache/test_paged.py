@@ -62,21 +62,6 @@ def test_of_the_rows_that_write_into_a_shared_page_one_keeps_it():
     assert cache.pages(row) != cache.pages(twin)
 
 
-def test_tokens_that_others_share_are_not_moved():
-    cache = make_cache(page_size=4)
-    row = cache.allocate()
-    x = torch.arange(10.0).view(1, 1, 10, 1)
-    k, v = (x.expand(1, H, 10, width) for width in (D, D_V))
-    cache.append([row], k[:, :, :6], v[:, :, :6])
-    twin = cache.fork(row)
-    cache.append([twin], k[:, :, 6:], v[:, :, 6:])
-    with pytest.raises(ValueError, match=r"row 1 shares tokens from 2 on with another"):
-        cache.compact(twin, 2, [7])
-    assert (cache.length(twin), cache.length(row)) == (10, 6)
-    cache.compact(twin, 4, [8, 5])
-    assert cache.view([twin]).gather()[0][0, 0, :6, 0].tolist() == [0, 1, 2, 3, 8, 5]
-
-
 def test_reserve_and_advance_count_as_an_append_that_others_make():
     cache = make_cache()
     row = cache.allocate()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastattn import KVCache
+from fastattn import KVCache, decode_attention, view_of_tensors
 
 
 def test_layout_of_the_docstring():
@@ -14,6 +14,10 @@ def test_layout_of_the_docstring():
     assert cache.k.flatten().tolist() == [0, 6, 7, 8, 4, 5]
     assert cache.view().slot_positions().tolist() == [[0, 6, 7, 8, 4, 5]]
     assert cache.uniform_length == cache.length_bound == 9
+    view = view_of_tensors(cache.k, cache.v, cache.lengths, window=3, keep_first=1)
+    q, how = torch.ones(1, 1, 1, 1), {"alibi_slopes": torch.ones(1), "backend": "torch"}
+    o, expected = (decode_attention(q, x, **how) for x in (view, cache))
+    assert torch.equal(o, expected)
 
 
 def test_left_padding_is_refused_and_repr_names_the_window():

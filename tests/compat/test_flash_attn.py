@@ -1,25 +1,36 @@
 """flash-attn's functions against the naive reference, in flash-attn's layout."""
 
+from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from calls_of_flash_attn import CASES, case, check, check_parts, offsets, oracle
+from calls_of_flash_attn import case, check, check_parts, offsets, oracle
+from fuzz.cases import TAKES, drawn, legal
+from fuzz.judges import check as check_case
 from oracles import assert_by_oracle, with_gradients
 
-from fastattn import document_ids, reference
+from fastattn import dispatch, document_ids, reference
 from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import bert_padding
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_dense(name, draw, device):
-    theirs, ours = case(name, device)
-    q, k, v = draw(2, 5, 4, 8), draw(2, 7, 2, 8), draw(2, 7, 2, 8)
-    check(flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), q, k, v, **ours)
+OPTIONS = sorted(TAKES["flash_attn"])
+
+
+@pytest.mark.parametrize(
+    ("seed", "backend"),
+    [*((n, "torch") for n in range(64)), *((n, "triton") for n in range(5, 64, 9))],
+)
+def test_generated_calls(seed, backend, device):
+    """Every set of options, dense or packed, by a version's function, with gradients."""
+    names = tuple(name for n, name in enumerate(OPTIONS) if seed >> n & 1)
+    case = replace(drawn(seed, backend), call="flash_attn", options=names, traits=frozenset())
+    check_case(legal(replace(case, device=device)))
 
 
 def test_what_is_returned_also_when_compiled(draw):
@@ -30,6 +41,10 @@ def test_what_is_returned_also_when_compiled(draw):
     assert three[1].shape == (1, 2, 4) and three[2] is None
     two = flash_attn.flash_attn_func(q, q, q, return_lse=True)
     assert len(two) == 2 and torch.equal(two[1], three[1])
+    with mock.patch.object(dispatch, "warn_once") as warned:  # of layouts that are right here
+        heads = draw(1, 2, 4, 8).transpose(1, 2)
+        flash_attn.flash_attn_func(heads, heads[:, :2], heads[:, :2], causal=True)
+    warned.assert_not_called()
     compiled = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
     wanted = flash_attn.flash_attn_func(q, q, q, causal=True, window_size=(2, 0))
     torch.testing.assert_close(compiled(q, q, q, causal=True, window_size=(2, 0)), wanted)
@@ -61,19 +76,6 @@ def test_gradients_and_packed_forms(draw):
     actual = with_gradients(ours, [qkv], torch.float32)
     assert actual[0].is_contiguous()
     assert_by_oracle(actual, partial(with_gradients, by_reference, [qkv]), names="o dqkv")
-
-
-@pytest.mark.parametrize("name", ["defaults", "causal", "window", "softcap", "alibi"])
-def test_varlen(name, draw, device):
-    theirs, ours = case(name, device)
-    q, k, v = draw(8, 4, 8), draw(13, 2, 8), draw(13, 2, 8)
-    cu_q, cu_k = offsets((3, 0, 5), device), offsets((4, 2, 7), device)
-    o, lse, probs = flash_attn.flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 5, 7, return_attn_probs=True, **theirs
-    )
-    assert probs is None and lse.shape == (4, 8)
-    parts = [(slice(0, 3), slice(0, 4)), (slice(3, 8), slice(6, 13))]
-    check_parts((o, lse), q, k, v, parts, **ours)
 
 
 def test_varlen_packed_forms(draw, device):

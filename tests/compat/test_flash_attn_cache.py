@@ -31,20 +31,20 @@ def test_lengths_as_a_number_and_by_default(draw):
 
 
 def test_varlen_over_pages(draw, device):
-    """Pages [P, 4, 2, D] in any order."""
-    q, k_pages, v_pages = draw(5, 4, D), draw(10, 4, 2, D), draw(10, 4, 2, D)
+    """Pages [P, 4, 2, D] in any order; the first row has more queries than its pages have slots."""
+    q, k_pages, v_pages = draw(15, 4, D), draw(10, 4, 2, D), draw(10, 4, 2, D)
     table = torch.tensor([[7, 1, 4], [0, 9, 2]], dtype=torch.int32, device=device)
-    cu_q, cu_k = offsets((4, 1), device), offsets((6, 11), device)
+    cu_q, cu_k = offsets((14, 1), device), offsets((6, 11), device)
     given = {"causal": True, "block_table": table, "return_attn_probs": True}
-    o, lse, _ = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 4, 11, **given)
+    o, lse, _ = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 14, 11, **given)
     keys, values = (x[table.long()].flatten(1, 2) for x in (k_pages, v_pages))
-    parts = [(slice(0, 4), slice(0, 6)), (slice(4, 5), slice(12, 23))]
+    parts = [(slice(0, 14), slice(0, 6)), (slice(14, 15), slice(12, 23))]
     check_parts((o, lse), q, keys.flatten(0, 1), values.flatten(0, 1), parts, causal=True)
     used = cu_k.diff()
-    given = {"seqused_k": used, "max_seqlen_q": 4, "causal": True, "page_table": table}
+    given = {"seqused_k": used, "max_seqlen_q": 14, "causal": True, "page_table": table}
     again = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
     assert torch.equal(again[0], o) and torch.equal(again[1], lse)
-    call = (q, k_pages, v_pages, cu_q, cu_k, 4, 11, 0.0, D**-0.5, True)
+    call = (q, k_pages, v_pages, cu_q, cu_k, 14, 11, 0.0, D**-0.5, True)
     again = passes._flash_attn_varlen_forward(*call, block_table=table)
     assert torch.equal(again[0], o) and torch.equal(again[1], lse)
 

@@ -21,7 +21,6 @@ from transformers_models import (
     GQA,
     MIXED,
     SIZES,
-    VISION,
     build,
     compare,
     decoder,
@@ -163,13 +162,6 @@ def test_encoder_decoder_with_relative_bias(device):
     inputs = {"input_ids": tokens(2, 11, device), "decoder_input_ids": tokens(2, 7, device)}
     mask = padded([(0, 6), (0, 11)], 11, device)
     compare(t5(device), {**inputs, "attention_mask": mask})
-
-
-def test_vision_model(device):
-    config = tr.ViTConfig(**VISION, initializer_range=0.1)
-    model = build(tr.AutoModel, config, device)
-    image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
-    compare(model, {"pixel_values": image.float().to(device)}, lambda out: out.last_hidden_state)
 
 
 def test_missing_transformers_names_the_extra(monkeypatch):

@@ -38,13 +38,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget()
 
 
-def test_transformers_finds_the_package(installed):
-    assert import_utils.is_flash_attn_2_available()
-    flash_attn.uninstall()
-    _forget()
-    assert not import_utils.is_flash_attn_2_available()
-
-
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_flash_attention_2_is_served(with_mask, installed, device):
     model = build(tr.AutoModelForCausalLM, decoder_config("mistral-window"), device).bfloat16()

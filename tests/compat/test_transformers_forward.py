@@ -26,9 +26,10 @@ def test_a_missing_mask_is_refused_where_positions_are_unknown():
 
 KEYS = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
 CAUSAL, NUMBERS = torch.ones(2, 1, 4, 6).bool().tril(2), torch.randn(2, 2, 4, 6)
+BAND = KEYS.bool()[:, None, None] & CAUSAL.triu()
 # Mask and options of a call, and those of the same in other words.
 TWINS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
-    "keys": (KEYS, {}, KEYS.bool()[:, None, None] & CAUSAL, {}),
+    "keys": (KEYS, {"sliding_window": 3}, BAND, {}),
     "bias and numbers": (NUMBERS[:, :1], {"position_bias": NUMBERS}, NUMBERS + NUMBERS[:, :1], {}),
     "scaling": (CAUSAL, {"scaling": torch.tensor(0.5)}, CAUSAL, {"scaling": 0.5}),
 }
@@ -44,14 +45,6 @@ def test_masks_and_options_in_other_words(name):
     assert weights is None
     same = shared.expand(2, -1, -1, -1)
     wanted, _ = hf_attention.attention_forward(layer(), same, k, v, other_mask, **others)
-    torch.testing.assert_close(o, wanted)
-
-
-def test_window_holds_without_a_mask():
-    q, k, v = heads(7, 7)
-    o, _ = hf_attention.attention_forward(layer(), q, k, v, None, sliding_window=3)
-    seen = torch.ones(1, 1, 7, 7).tril().triu(-2).bool()
-    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, seen)
     torch.testing.assert_close(o, wanted)
 
 

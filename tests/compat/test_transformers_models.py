@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as tr
-from transformers_models import GQA, SIZES, VISION, build, compare, padded, tokens
+from transformers_models import GQA, MIXED, SIZES, VISION, build, compare, padded, tokens
 
 import fastattn
 from fastattn.compat.transformers import hf_attention
@@ -109,6 +109,16 @@ def test_layers_that_rely_on_the_mask_to_be_causal(device):
     model = build(tr.AutoModel, config, device)
     inputs = {"input_ids": tokens(2, 9, device), "decoder_input_ids": tokens(2, 7, device)}
     compare(model, inputs, lambda out: out.last_hidden_state, grads=False)
+
+
+def test_images_that_see_all_of_themselves_in_a_window(device):
+    """Gemma 3 asks for its masks' sizes by keywords."""
+    text = tr.Gemma3TextConfig(**GQA, head_dim=8, sliding_window=5, layer_types=MIXED)
+    config = tr.Gemma3Config(text_config=text, vision_config=tr.SiglipVisionConfig(**VISION))
+    model = build(tr.AutoModelForImageTextToText, config, device)
+    mask, images = (padded(x, 12, device) for x in ([(0, 12), (3, 12)], [(4, 8), (3, 11)]))
+    inputs = {"input_ids": tokens(2, 12, device), "attention_mask": mask, "token_type_ids": images}
+    compare(model, inputs, lambda out: out.logits[mask.bool()])
 
 
 def test_qwen3_next_and_its_gated_layer_as_ours(device):

@@ -32,7 +32,7 @@ FAMILIES = ["mistral-window", "gemma2-softcap", "gpt-oss-sinks", "llama4-chunks"
 BY_POSITIONS = ("plain", "cache", "ones", "numbers", "left", "right", "static", "compiled")
 CASES = [("llama-gqa", "offsets, ones"), *((name, "offsets") for name in FAMILIES)]
 CASES += [(name, way) for name in ("llama-gqa", FAMILIES[3]) for way in BY_POSITIONS]
-CASES += [("mistral-window", "plain")]
+CASES += [("mistral-window", "plain"), ("gpt-oss-sinks", "compiled")]
 LATER = [("llama-gqa", "offsets"), *((name, "offsets, ones") for name in FAMILIES)]
 
 
@@ -45,6 +45,7 @@ def packed(device: str) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize(("name", "way"), gate_cases(CASES, LATER))
+@torch.no_grad()
 def test_packed_sequences_are_as_if_alone(name, way, device, attention_calls):
     """Offsets as FlashAttention takes them, or positions; beside masks, padding and caches."""
     model = decoder(name, device)
@@ -62,7 +63,7 @@ def test_packed_sequences_are_as_if_alone(name, way, device, attention_calls):
 
     def alone(dtype: torch.dtype) -> list[torch.Tensor]:
         model.to(dtype).set_attn_implementation("eager")
-        with torch.no_grad(), softmax_in_fp64() if dtype == torch.float64 else nullcontext():
+        with softmax_in_fp64() if dtype == torch.float64 else nullcontext():
             parts = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)]
         return [torch.cat(parts, dim=1)]
 
@@ -78,9 +79,12 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
     model, ids, cache = decoder("llama-gqa", device), tokens(1, 7, device), tr.DynamicCache()
     model.set_attn_implementation("fastattn")
     square = torch.ones(1, 1, 7, 7, device=device)
-    for wrong in (square.long(), square[0], -ids, ids / 2):
+    for wrong in (square.long(), square.repeat(1, 1, 1, 2).bool(), square[0], -ids, ids / 2):
         with pytest.raises((TypeError, ValueError), match=r"attention_mask .*must .* got"):
             model(ids, attention_mask=wrong)
+    mixed = tr.Qwen3NextConfig(attn_implementation="fastattn")
+    with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
+        masking.create_causal_mask(mixed, torch.zeros(1, 7, 8), torch.full((1, 7), 60), None)
     model(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
         model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})

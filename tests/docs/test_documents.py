@@ -89,7 +89,12 @@ COMMANDS = [
 # A process that has imported what takes seconds, and starts each program as a copy of itself.
 # Programs are files, because Triton reads the source of its functions.
 # Of the first tangent of a process, about what torch does then.
-TORCHS_OWN = "ignore:`torch.jit.script` is deprecated"
+# Warnings of torch, and on Python 3.13 of torch and Triton, about themselves.
+OTHERS = (
+    "ignore:`torch.jit.script` is deprecated",
+    "ignore:Guards may run slower:RuntimeWarning",
+    "ignore:AnnAssign.__init__ missing:DeprecationWarning",
+)
 SERVER = """
 import os, runpy, sys, traceback
 import fastattn
@@ -129,7 +134,7 @@ def run_as_a_program() -> Iterator[Callable[..., None]]:
     environment = os.environ | {"FASTATTN_BACKEND": "torch"}
     environment.pop("TRITON_INTERPRET", None)
     server = subprocess.Popen(
-        [sys.executable, "-W", "error", "-W", TORCHS_OWN, "-c", SERVER],
+        [sys.executable, "-W", "error", *(f"-W{x}" for x in OTHERS), "-c", SERVER],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

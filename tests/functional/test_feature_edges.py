@@ -115,6 +115,18 @@ def test_packed_sequences_of_nothing(lengths: tuple[Any, Any], device: str) -> N
     assert torch.equal(grads[3], torch.full_like(sinks, q.shape[0]))
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_batches_of_no_rows(backend: str, device: str) -> None:
+    q, k, x = (torch.zeros(0, *n, 16, device=device) for n in ((4, 5), (2, 5), (5,)))
+    blocks: dict[str, Any] = {"block_k": 4, "n": 2, "backend": backend, "device": device}
+    layers = fastattn.MoBAttention, partial(fastattn.NativeSparseAttention, pool=(4, 2), window=4)
+    assert all(layer(16, 4, 2, **blocks)(x).shape == x.shape for layer in layers)
+    for quantize in (None, "int8"):
+        pool = fastattn.PagedKVCache(2, 4, 2, 16, quantize=quantize, device=device)
+        pool.append([], k, k, backend=backend)
+        assert fastattn.decode_attention(q, pool, backend=backend).shape == q.shape
+
+
 def test_rows_past_the_last_add_nothing_whatever_their_scores(device: str) -> None:
     """5 queries of a tile of 16 exist; the exponentials of the others would be infinite."""
     T_q, T_k, reach = 5, 20, 25

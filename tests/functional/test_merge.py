@@ -103,6 +103,17 @@ def test_a_prefix_is_merged_into_the_tokens_of_its_groups_alone(backend: str, de
     assert torch.equal(actual[1, 0], o[1, 0])
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_group_may_have_more_queries_than_a_row_has_slots(backend: str, device: str) -> None:
+    pages, q = torch.randn(5, 1, 4, 16, device=device), torch.randn(12, 1, 16, device=device)
+    table, offsets = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 4]]), torch.tensor([0, 3, 6, 9, 12])
+    table, offsets = table.to(device), offsets.to(device)
+    view = view_of_tensors(pages, pages, torch.full_like(table[:, 0], 7), block_table=table)
+    shared = shared_pages(view, offsets, table[:2, 1] * 4 - 4, table[:1, 1] * 4)
+    o = attention_paged(q, view, offsets, shared=shared, backend=backend)
+    torch.testing.assert_close(o, attention_paged(q, view, offsets, backend="torch"))
+
+
 def test_a_padded_row_of_a_graph_takes_no_share_away(device: str) -> None:
     """It names a row in use, has no tokens, and is of no group."""
     pool = PagedKVCache(4, 4, 1, 8, max_rows=2, device=device)

@@ -91,6 +91,24 @@ def test_nan_in_a_key_or_value_reaches_the_rows_that_see_it(T_q, T_k, name, back
         assert torch.equal(o[1], clean[1])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bias_where_keys_are_hidden_reaches_nothing(bad, backend, device):
+    T, reach = 20, 4
+    q, k, v = make_qkv(B, H_Q, H_K, T, T, D, device=device, requires_grad=False)
+    ahead = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
+    biases = {
+        "attn_bias": (torch.zeros(B, 1, T, T, device=device), ahead),
+        "relative_bias": (
+            torch.zeros(H_Q, 2 * reach + 1, device=device),
+            torch.arange(2 * reach + 1, device=device) < reach,
+        ),
+    }
+    call = partial(attention, q, k, v, causal=True, backend=backend)
+    for name, (x, hidden) in biases.items():
+        assert torch.equal(call(**{name: x.masked_fill(hidden, bad)}), call(**{name: x}))
+
+
 # vmap calls torch's kernel for each entry, and says so.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(("T", "causal"), [(5, False), (20, True)])

@@ -176,6 +176,9 @@ def paged(**change: Any) -> Any:
 # Rows that share their first page, which the older tokens of one of them fill.
 SHARED: Any = {"cache": cache_with(table=torch.tensor([[0, 1, 2], [0, 4, 5]]))}
 SHARED["cu_seqlens_q"] = torch.tensor([0, 3, 4])
+TWICE = fastattn.view_of_tensors(
+    PAGES, PAGES, INTS + 9, block_table=SHARED["cache"][2], batch_index=INTS
+)
 
 
 def shared(**change: Any) -> Any:

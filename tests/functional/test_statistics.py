@@ -122,7 +122,7 @@ LEARN: dict[str, dict[str, Any]] = {
 def test_gradients_of_statistics(
     backend: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the oracle's, through autograd of its weights; in chunks of 4 rows."""
+    """And theirs, against the oracle's, through autograd of its weights; in chunks of 4 rows."""
     monkeypatch.setattr(statistics, "_SCORES", 4 * B * H_q * T_k)
     options = to_device(LEARN[name], device)
     learned = [x for x in options.values() if isinstance(x, Tensor) and x.is_floating_point()]
@@ -136,7 +136,9 @@ def test_gradients_of_statistics(
         entropy, received, top, distance, weights = function(q, k, **options)
         loss = weights.exp().sum() + entropy.sin().sum()
         loss = loss + (received.cos() + top.square().sum((-1, -2))[..., None]).sum()
-        return list(torch.autograd.grad(loss + distance.sin().sum(), leaves))
+        loss = loss + distance.sin().sum()
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        return [*grads, *torch.autograd.grad(sum(x.square().sum() for x in grads), leaves)]
 
     def ours(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, ...]:
         actual = fastattn.attention_statistics(q, k, top=2, backend=backend, **options)
@@ -166,8 +168,12 @@ def test_what_has_no_gradient(backend: str, device: str) -> None:
     assert not weights.requires_grad
     actual = fastattn.attention_statistics(q, k, lse=lse, backend=backend)
     ours = torch.autograd.grad(actual.entropy.sin().sum(), q)[0]
-    actual = fastattn.attention_statistics(q, k, backend=backend)
-    torch.testing.assert_close(ours, torch.autograd.grad(actual.entropy.sin().sum(), q)[0])
+
+    def entropy(q: Tensor) -> Tensor:
+        return fastattn.attention_statistics(q, k, backend=backend).entropy.sin().sum()
+
+    torch.testing.assert_close(ours, torch.autograd.grad(entropy(q), q)[0])
+    torch.testing.assert_close(ours, torch.func.grad(entropy)(q))
 
 
 def test_torch_holds_the_scores_of_some_queries_at_a_time(monkeypatch) -> None:

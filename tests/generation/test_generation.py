@@ -1,5 +1,6 @@
 """Generation by a cache, of one text and of batches, with and without a full context."""
 
+import numpy as np
 import pytest
 import torch
 from small_gpt import make_gpt
@@ -16,6 +17,7 @@ from fastattn.generation.search import beam_search, beam_texts
 from fastattn.generation.text import TextStream, text_until_stop
 from fastattn.models.gpt import GPT
 from fastattn.models.sampling import Sampling
+from fastattn.models.stack import evaluating
 from fastattn.training.tokenizers import CharacterTokenizer, Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
@@ -70,7 +72,8 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_follows():
 
 
 WAYS = {
-    "tokens": lambda model, x: list(generate_tokens(model, x, 20, seed=0)),
+    "tokens": lambda model, x: list(generate_tokens(model, x, 20, seed=2**64)),
+    "array": lambda model, x: generate_batch(model, np.tile(x, (2, 1)), 20, seed=0),
     "batch": lambda model, x: generate_batch(model, [x, x], 20, seed=0),
     "beams": lambda model, x: beam_search(model, x, 20, beams=2),
     "idx": lambda model, x: model.generate(torch.as_tensor(x, device="cpu")[None], 20, top_k=1),
@@ -87,6 +90,11 @@ def test_mode_default_device_and_kind_of_prompt_change_nothing(way):
     with torch.device("meta"):
         assert str(call(model, [1, 2, 3])) == expected
     assert model.training and model.blocks[0].training and not model.norm.training
+    first, second = evaluating(model), evaluating(model)  # of two threads
+    first.__enter__(), second.__enter__(), first.__exit__(None, None, None)
+    assert not model.training
+    second.__exit__(None, None, None)
+    assert model.training and not model.norm.training
 
 
 def test_tokens_come_one_by_one():

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "clamped": lambda b, h, i, j: (i.clamp(2, 9) - torch.clamp(j, max=7)).abs() <= 2,
     "logical": lambda b, h, i, j: torch.logical_or(torch.logical_not(i % 2), (i > j) ^ (b > 0)),
     "an element alone": lambda b, h, i, j: (i - j) * FACTOR < torch.tensor([4]) + HALF[h],
+    "numbers of numpy": lambda b, h, i, j: np.int64(9) - i > (i - j) * np.float32(1.5),
     "casts": lambda b, h, i, j: (i / 5).long() == (j.float() / 4).to(torch.int32) + b.to(i).bool(),
 }  # fmt: skip
 SCORES: dict[str, Callable[..., Any]] = {
@@ -181,8 +183,8 @@ def test_what_was_translated_compiles(compile_pool: CompilePool) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_captured_tensors_learn(backend: str, device: str) -> None:
-    """Tensors of scores do, also where a mask reads them too."""
-    table, factor = torch.rand(H, 2 * T), torch.tensor(0.5)
+    """Tensors of scores do, also where a mask reads them too, and in fp64."""
+    table, factor = torch.rand(H, 2 * T, dtype=torch.float64), torch.tensor(0.5)
     bound = torch.tensor(6.5)
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

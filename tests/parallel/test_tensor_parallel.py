@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fastattn import CausalGQAttention, CrossGQAttention, GQAttention
@@ -25,6 +25,7 @@ from fastattn.models.layers import MLP
 from fastattn.models.positions import RelativeContent
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.models.tensor_parallel import tp_plan
+from fastattn.modules.vocabulary import sharded_cross_entropy
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.torch_backend import torch_attention
 
@@ -210,6 +211,11 @@ def all_results(folder: str) -> dict[Any, Any]:
     frozen = made("layer-mlp").requires_grad_(False)
     parallelize_module(frozen, meshes[2], tp_plan(frozen))
     assert not any(x.requires_grad for x in frozen.parameters())
+    x = DTensor.from_local(torch.ones(1, 5, requires_grad=True), meshes[2], [Shard(1)])
+    loss = sharded_cross_entropy(x, torch.tensor([7]))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cross-entropy .* is differentiable once"):
+        grad.to_local().sum().backward()
     return everything
 
 

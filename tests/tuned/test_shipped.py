@@ -182,7 +182,7 @@ def test_a_fingerprint_has_all_that_is_imported(direction: str) -> None:
     assert not [x for x in left if not any(fnmatchcase(x, y) for y in others)]
 
 
-def test_verdicts_are_constants_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_constants_of_a_graph() -> None:
     """One graph serves all lengths."""
 
     def backend_of(q: torch.Tensor, **options: Any) -> float:
@@ -195,10 +195,10 @@ def test_verdicts_are_constants_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
         return q * (1 + backend_of(q) + 2 * backend_of(q, alibi_slopes=slopes))
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    for T in (70, 90, 200):
-        q = torch.ones(1, 2, T, 64, dtype=torch.bfloat16)
-        assert torch.equal(run(q, torch.ones(2)), 2 * q)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (70, 90, 200):
+            q = torch.ones(1, 2, T, 64, dtype=torch.bfloat16)
+            assert torch.equal(run(q, torch.ones(2)), 2 * q)
     torch._dynamo.reset()
 
 

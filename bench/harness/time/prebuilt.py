@@ -58,10 +58,11 @@ def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
 
 
 def _moved(text: bytes, folder: Path) -> bytes:
-    """A group's list of its files, which has absolute paths, for another folder."""
+    """A group's list, by absolute paths, of the files that were packed, for another folder."""
     group = json.loads(text)
-    paths = group["child_paths"]
-    group["child_paths"] = {name: str(folder / Path(path).name) for name, path in paths.items()}
+    paths = [Path(path).name for path in group["child_paths"].values()]
+    packed = [name for name in paths if name.endswith(_NEEDED)]
+    group["child_paths"] = {name: str(folder / name) for name in packed}
     return json.dumps(group).encode()
 
 

@@ -59,11 +59,17 @@ def options_of(
     return {"causal": bool(causal), **{name: x for name, x in options.items() if x is not None}}
 
 
-def _window(window_size: Any) -> Window:
-    """Convert to (left, right) as Python ints, None = all."""
+def sides(window_size: Any) -> Window:
+    """Convert to (left, right) as Python ints or None."""
     if not isinstance(window_size, (tuple, list, Tensor)) or len(window_size) != 2:
         raise RuntimeError(f"window_size must be (left, right), got {window_size!r}")
     left, right = (checks.as_python(side) for side in window_size)
+    return left, right
+
+
+def _window(window_size: Any) -> Window:
+    """Convert to (left, right) as Python ints, None = all."""
+    left, right = sides(window_size)
     return (
         None if left is None or left < 0 else left,
         None if right is None or right < 0 else right,

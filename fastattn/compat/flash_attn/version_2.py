@@ -105,6 +105,8 @@ def flash_attn_func(
     )
     with_lse = return_attn_probs or return_lse
     attend = _dense if scales is None else partial(_dense_fp8, **scales)
+    if q.shape[1] > k.shape[1]:  # given, as the default warns of this layout
+        options["query_offset"] = k.shape[1] - q.shape[1]
     options |= second_product(qv, q, v, options, 2)
     with errors_of_flash_attn():
         result = attend(*(x.transpose(1, 2) for x in heads_first), return_lse=with_lse, **options)

@@ -31,7 +31,7 @@ from ..sdpa import bounded_bias
 from .continuous import NAME as NAME
 from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
-from .masks import attention_mask, chunk_ids
+from .masks import attention_mask, check_entries, chunk_ids
 from .packing import by_positions, read_sequences, sequence_numbers
 
 if TYPE_CHECKING:
@@ -173,6 +173,15 @@ def attention_forward(
         if cu_seq_lens_q is None:
             rule = by_positions(rule, attention_mask, module, position_ids, query, key)
         options.update(rule.options(key.shape[0]))
+    elif (
+        isinstance(mask, Tensor)
+        and hasattr(mask, "visible")
+        and cu_seq_lens_q is None
+        and query.shape[2] == key.shape[2]
+    ):
+        unsplit = Rule(bool(causal), padding=mask.visible)
+        split = by_positions(unsplit, mask, module, position_ids, query, key)
+        options["documents"] = split.documents
     if cu_seq_lens_q is not None:
         packed = (cu_seq_lens_q, cu_seq_lens_k)
         _check_packed(module, query, key, attention_mask, rule)
@@ -180,6 +189,7 @@ def attention_forward(
             return _packed(query, key, value, packed, options), None
         options["documents"] = _packed_ids(packed, query, key, rule)
     if mask is not None:
+        check_entries(mask, query, key)
         _add_mask(options, mask)
     options = {name: x for name, x in options.items() if x is not None}
     attend: Attend = attention
@@ -283,11 +293,6 @@ def _block_mask_options(
 
 def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
     """Add a mask's entries to the options; floats are added to a bias."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(
-            "attention_mask of 4 dims must be bool (True = attend) or float (added to scores), got "
-            f"{mask.dtype}: if 1 means attend, give mask.bool()"
-        )
     if mask.dtype == torch.bool:
         before = options.get("attn_mask")
         options["attn_mask"] = mask if before is None else before & mask

@@ -63,6 +63,7 @@ def attention_mask(
 
     if mask_function is None:
         mask_function = masking.causal_mask_function
+    separated = getattr(attention_mask, "separated", False)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         numbers = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         chunked = local_size is not None and local_size == getattr(
@@ -95,7 +96,12 @@ def attention_mask(
         plain = attention_mask is None and not turned
         causal = mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned
         whole = mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip
-        return None if plain and (causal or whole) else entries()
+        if plain and (causal or whole):
+            return None
+        made = entries()
+        if not separated:  # by positions, which the layers may have
+            made.visible = attention_mask  # type: ignore[attr-defined]
+        return made
     rule = rule_of(mask_function) or _translated(mask_function, kv_offset)
     if rule is None or (_numbered(rule) and not (aligned and q_offset == 0)):
         return entries()
@@ -105,6 +111,22 @@ def attention_mask(
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
     return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
+
+
+def check_entries(mask: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check dtype and shape of a mask of entries."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            "attention_mask of 4 dims must be bool (True = attend) or float (added to scores), got "
+            f"{mask.dtype}: if 1 means attend, give mask.bool()"
+        )
+    sizes = key.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    fits = (n in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1], strict=False))
+    if mask.dim() > 4 or not all(fits):
+        raise ValueError(
+            f"attention_mask must broadcast to [B, H_q, T_q, T_k] = {list(sizes)}, got "
+            f"{list(mask.shape)}"
+        )
 
 
 def _within(

@@ -5,6 +5,7 @@ cache and a mask, and treat numbers as True.
 """
 
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -35,25 +36,52 @@ def read_sequences() -> None:
 
 
 def _reading(before: Any) -> Any:
+    from transformers.utils.import_utils import is_tracing
+
+    names = tuple(signature(before).parameters)
+
+    # Some families call it by keywords.
     @wraps(before)
-    def preprocess(
-        config: Any, inputs_embeds: Tensor, given: Any, cache: Any, position_ids: Any, *rest: Any
-    ) -> Any:
-        made = before(config, inputs_embeds, given, cache, position_ids, *rest)
+    def preprocess(*args: Any, **kwargs: Any) -> Any:
+        made = before(*args, **kwargs)
         done, mask, found, *extents = made
-        if done or config._attn_implementation != NAME:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if done or given["config"]._attn_implementation != NAME:
             return made
         q_length, _, offset, _ = extents
-        if given is not None:
-            of_keys = rest[1:] not in ((), (None,))
-            mask = sequence_numbers(given, q_length, offset, of_keys=of_keys).to(mask.device)
-        if found is None and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
-            positions = position_ids.expand(inputs_embeds.shape[0], -1)
-            mask = _split(mask, positions, *extents)
+        if given["attention_mask"] is not None:
+            of_keys = given.get("encoder_hidden_states") is not None
+            numbers = sequence_numbers(given["attention_mask"], q_length, offset, of_keys=of_keys)
+            mask = numbers.to(mask.device)
+            _refuse_carried(given["config"], mask)
+        position_ids = given["position_ids"]
+        if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+            positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
+            if found is None or is_tracing(positions):
+                mask, found = _split(mask, positions, *extents), None
         return done, mask, found, *extents
 
     preprocess.reads_sequences = True  # type: ignore[attr-defined]
     return preprocess
+
+
+# Layers that carry tokens into the next sequence, and read a mask's numbers as factors.
+_CARRYING = {
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding"),
+    *("compressed_sparse_attention", "heavily_compressed_attention"),
+}
+
+
+def _refuse_carried(config: Any, mask: Tensor) -> None:
+    """Refuse numbers of sequences in a model with layers that do not separate them."""
+    from transformers.utils.import_utils import is_tracing
+
+    kinds = sorted(_CARRYING.intersection(getattr(config, "layer_types", None) or ()))
+    if kinds and mask.dtype != torch.bool and not is_tracing(mask):
+        raise ValueError(
+            f"attention_mask numbers sequences up to {int(mask.max())}, and layers of "
+            f"{', '.join(kinds)} do not keep them apart: give each sequence a row of its own"
+        )
 
 
 def sequence_numbers(
@@ -110,7 +138,10 @@ def _split(
     n = first + T_k if mask is None else mask.shape[1]
     place = torch.arange(n, device=runs.device) - offset
     numbers = 1 + runs[:, place.clamp(0, T_q - 1)]
-    return numbers if mask is None else torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
+    if mask is not None:
+        numbers = torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
+    numbers.separated = True  # type: ignore[attr-defined]
+    return numbers
 
 
 _BEHIND_CACHE = (

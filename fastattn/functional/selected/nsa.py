@@ -1,5 +1,6 @@
 """Native sparse attention (Yuan et al. 2025, arXiv 2502.11089): three gated branches."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,18 +36,18 @@ def pooled_attention(
     """
     spread.refuse("pooled_attention")
     length, step = pool
-    B, H_q, T, D = q.shape
+    H_q, T = q.shape[1:3]
     front = -(length - 1) % step
     behind = (length - 1 + front) // step
     rows = -(-(T + front) // step)
     padded = F.pad(q, (0, 0, front, rows * step - T - front))
-    apart = padded.reshape(B, H_q, rows, step, D).transpose(2, 3).reshape(B, -1, rows, D)
+    apart = torch.unflatten(padded, 2, (rows, step)).transpose(2, 3).flatten(1, 2)
     o, lse = attention(
         apart, k, v, causal=True, query_offset=-behind, scale=scale, backend=backend,
         return_lse=True,
     )  # fmt: skip
-    o = o.reshape(B, H_q, step, rows, -1).transpose(2, 3).flatten(2, 3)[:, :, front : front + T]
-    lse = lse.reshape(B, H_q, step, rows).transpose(2, 3).flatten(2)[:, :, front : front + T]
+    o = torch.unflatten(o, 1, (H_q, step)).transpose(2, 3).flatten(2, 3)[:, :, front : front + T]
+    lse = torch.unflatten(lse, 1, (H_q, step)).transpose(2, 3).flatten(2)[:, :, front : front + T]
     return o, lse
 
 

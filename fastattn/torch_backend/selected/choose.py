@@ -10,10 +10,10 @@ def block_scores(
 ) -> Tensor:  # fmt: skip
     """`kernels.selected.choose.launch_block_scores` [B, H_s, rows, count] in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    B, H_q, _, D = q.shape
+    B, H_q = q.shape[:2]
     H_k, T_k = k.shape[1:3]
     own = slice(*rows)
-    q = q[:, :, own].to(wide).reshape(B, H_k, H_q // H_k, -1, D)
+    q = torch.unflatten(q[:, :, own].to(wide), 1, (H_k, H_q // H_k))
     x = torch.einsum("bhgqd,bhkd->bhgqk", q, k.to(wide)).flatten(1, 2) * scale
     key = torch.arange(T_k, device=q.device)
     query = torch.arange(*rows, device=q.device)[:, None] + offset

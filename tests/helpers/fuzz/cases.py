@@ -18,6 +18,7 @@ from . import mods
 TAKES: dict[str, frozenset[str]] = {
     **{name: call.takes for name, call in CALLS.items()},
     "cascade_attention": frozenset(("scale", "softcap", "sinks")),
+    "flash_attn": frozenset(("causal", "window", "scale", "softcap", "sinks", "alibi_slopes")),
     "append": frozenset(),
 }
 # How often each is called.
@@ -26,7 +27,7 @@ OFTEN = {
     "attention_statistics": 2, "selected_attention": 2,
     "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
-    "multiplicative_attention": 1,
+    "multiplicative_attention": 1, "flash_attn": 1,
 }  # fmt: skip
 _NEEDS: dict[str, tuple[str, ...]] = {
     "keep_first": ("window", "stride"),
@@ -65,7 +66,7 @@ LAYOUTS = (
 )  # fmt: skip
 TRAITS = {
     "hot": 0.08,  # scores of up to 10^4
-    "nan": 0.4,  # keys and values that no query may see are NaN
+    "nan": 0.4,  # keys and values that no query may see are NaN, and biases where they are hidden
     "forward": 0.35,  # no gradients
     "split": 0.5,  # few queries split their keys
     "again": 0.25,  # calls of other numbers and layouts, which the memo may know
@@ -171,6 +172,8 @@ def legal(case: Case) -> Case:
         case = _for_hopper(case)
     if case.call == "additive_attention":
         case = replace(case, backend="torch")  # it has no kernel
+    if case.call == "flash_attn":  # which has no argument for a backend
+        case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
         case = replace(case, H_k=4, G=1)  # of which two share a list
     if case.backend == "triton":
@@ -251,7 +254,7 @@ def pair_cases(backend: str, largest: int) -> list[Case]:
     B, H_k, G = (2, 2, 3) if by_torch else (2, 1, 1)
     like = Case(
         seed=0, call="attention", backend=backend, B=B, H_k=H_k, G=G, T_q=37, T_k=39, D=8, D_v=8,
-        dtype=dtype, layouts=("plain",) * 3, tile=(16, 16), options=(), traits=frozenset(),
+        dtype=dtype, layouts=("plain",) * 3, tile=(16, 16), options=(), traits=frozenset(("nan",)),
     )  # fmt: skip
     return [legal(replace(like, seed=seed, options=options)) for seed, options in enumerate(names)]
 

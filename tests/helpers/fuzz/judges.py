@@ -30,6 +30,7 @@ from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
 from .cases import LAYOUTS, ORDERS, Case, drawn, legal
+from .flash_calls import flash_case
 from .tensors import inputs, poisoned, relaid
 from .values import drawn_options
 
@@ -104,7 +105,8 @@ def _how(case: Case) -> dict[str, Any]:
     return {} if "environment" in case.traits else {"backend": case.backend}
 
 
-def _compare(case: Case) -> None:
+def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
+    """Check the call, or a function that stands for it."""
     call = CALLS[case.call]
     if call.packed:  # a first row, of whose sequences there may be none
         case = replace(case, B=1) if case.B else replace(case, B=1, T_q=0, T_k=0)
@@ -119,7 +121,7 @@ def _compare(case: Case) -> None:
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
-        ours = partial(call.function, **_how(case), **made.alone)
+        ours = partial(function or call.function, **_how(case), **made.alone)
         ours, theirs = _dropping_alike(case, ours, call.oracle)
         assert_matches_reference(
             _asked(case, ours),
@@ -130,7 +132,7 @@ def _compare(case: Case) -> None:
             backward=case.learns and turn == 0,
             orders=ORDERS,
             **made.beside,
-            **options,
+            **_with_nan_where_hidden(case, options),
         )
         # The memo knows the next call by its layouts. The one after has other numbers.
         if turn == 1:
@@ -255,6 +257,26 @@ def _with_poison(case: Case, made: Made, options: dict[str, Any]) -> tuple[Tenso
     )
 
 
+# Options that say which keys a query sees.
+_MASKS = frozenset(
+    ("causal", "window", "keep_first", "stride", "mask_mod", "mod_tensors", "prefix_lengths",
+     "key_lengths", "query_offset", "attn_mask", "key_padding_mask", "documents", "positions",
+     "heads")
+)  # fmt: skip
+
+
+def _with_nan_where_hidden(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the case, with attn_bias NaN where no query sees the key."""
+    bias = options.get("attn_bias")
+    if bias is None or "nan" not in case.traits:
+        return options
+    q, k = torch.zeros(case.B, case.H_q, case.T_q, 1), torch.zeros(case.B, 1, case.T_k, 1)
+    each_key = torch.eye(case.T_k).expand(case.B, 1, -1, -1)
+    masks = {name: x for name, x in options.items() if name in _MASKS}
+    seen = reference.attention(q, k, each_key, **masks).sum_to_size(bias.shape) != 0
+    return options | {"attn_bias": bias.masked_fill(~seen, math.nan)}
+
+
 def _statistics(case: Case) -> None:
     """Entropy, weight received, the largest weights and all of them."""
     q, k, _ = inputs(case)
@@ -307,4 +329,5 @@ JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),
     "append": histories.judge,
+    "flash_attn": lambda case: _compare(*flash_case(case)),
 }
