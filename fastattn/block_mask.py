@@ -117,9 +117,10 @@ def with_tensors(options: dict[str, Any], device: torch.device) -> dict[str, Any
     }
     python = [name for name, (function, _) in functions.items() if is_python(function)]
     held = any(isinstance(options[name], TensorFunction) for name in functions)
-    if not python and not held and all(tensors is given for _, tensors in functions.values()):
+    own = [_has_own_tensors(options[name], given) for name in functions]
+    if not python and not held and not any(own):
         return options
-    if given and all(tensors is not given for _, tensors in functions.values()):
+    if given and all(own):
         raise ValueError(
             f"mod_tensors are for @triton.jit functions, got Python's {' and '.join(functions)}, "
             "which read the tensors of their scope"
@@ -149,6 +150,14 @@ def parts_of(x: Any, given: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]
     if isinstance(x, BlockMask):
         return x.mask_mod, given if x.tensors is None else x.tensors
     return x, () if given and is_python(x) else given
+
+
+def _has_own_tensors(x: Any, given: tuple[Tensor, ...]) -> bool:
+    """Whether the function of an option takes other tensors than the given ones."""
+    tensors = getattr(x, "tensors", None)
+    if tensors is None:
+        return len(given) > 0 and is_python(x)
+    return len(tensors) + len(given) > 0
 
 
 def name_of(mod: Any) -> str:

@@ -87,8 +87,15 @@ def _rule(name: str, row: OptionSpec) -> _Rule | None:
 
 
 # Plain tuples, as named tuples look up every field by name.
+# None for a default of (): torch 2.11 compares no tuples by `is`.
 _OPTIONS = {
-    name: (row.default, row.needs, _expected(name, row), _rule(name, row), row.fields)
+    name: (
+        row.default if row.default != () else None,
+        row.needs,
+        _expected(name, row),
+        _rule(name, row),
+        row.fields,
+    )
     for name, row in OPTIONS.items()
 }
 

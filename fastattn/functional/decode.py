@@ -69,7 +69,7 @@ def decode_attention(
         options: causal (here default True), window, keep_first, stride, mask_mod, mod_tensors,
             scale, softcap, alibi_slopes, relative_bias, score_mod, sinks, attn_mask, attn_bias and
             batch_invariant, as for `fastattn.attention`; the last dim of a mask or bias are
-            positions from 0, up to the longest row. No batch_invariant with padding on the left.
+            positions from 0, up to length_bound. No batch_invariant with padding on the left.
 
     Returns:
         o [B, H_q, T_q, D_v] in q's dtype; with return_lse also lse, fp32 [B, H_q, T_q], in natural

@@ -180,7 +180,7 @@ def attention(
     q, k, v, checked, options = _checked_attention(q, k, v, options)
     if largest:
         return statistics.attention_with_max(q, k, v, checked, return_lse, backend)
-    cast = options is not arguments
+    cast = key is not None and options is not arguments
     return compute(q, k, v, checked, return_lse, backend, key, options, cast=cast)
 
 

@@ -65,8 +65,9 @@ def attention_statistics(
     score_mod, counts as not visible.
 
     All but top_positions are differentiable in q, k, lse and learned options: with every backend
-    the backward runs on torch in chunks of queries; double backward holds all scores. For plain
-    scores scale * q.k the following computes the entropy by kernels, forward and backward:
+    the backward runs on torch in chunks of queries. Double backward holds all scores, as do
+    gradients in torch.func and torch.compile. For plain scores scale * q.k the following computes
+    the entropy by kernels, forward and backward:
     `lse - scale * (q * attention(q, k, k)).sum(-1)`.
 
     Args:
@@ -170,7 +171,7 @@ def _prepared(
     checks.check_tensors(q, k, k)
     q, k, _, arguments = inputs.autocast(q, k, k, arguments)
     # Without values, as k could be taken for latents.
-    options = call_options.dense_options(q, k, k.new_empty(1).expand(k.shape), **arguments)
+    options = call_options.dense_options(q, k, k.new_zeros(1).expand(k.shape), **arguments)
     options = options._replace(batch_invariant=False)  # a promise of o and lse
     if lse is not None:
         checks.check_input("lse", lse, "float", "B H_q T_q", q, checks.sizes_of(q))

@@ -167,6 +167,9 @@ class _Steps:
         check_input("source", source, "integer", "...", source, {})
         if source.dim() == 2 and source.shape[1] == 0:
             raise ValueError("source must hold at least one token a row, got none")
+        if source_lengths is not None and source.dim() == 2:
+            rows_of = {"B": source.shape[0]}
+            check_input("source_lengths", source_lengths, "integer", "B", source, rows_of)
         with evaluating(model):
             memory = model.encode(source, source_lengths)
         self._model = model

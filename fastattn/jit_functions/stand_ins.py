@@ -12,7 +12,8 @@ from typing import Any
 
 def is_jit(x: Any) -> bool:
     """Whether x is an object of Triton's, as a @triton.jit function is."""
-    return type(x).__module__.startswith("triton.")
+    # torch 2.11 traces no `__module__` of the type of functions.
+    return not isinstance(x, FunctionType) and type(x).__module__.startswith("triton.")
 
 
 class Language:

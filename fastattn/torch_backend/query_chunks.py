@@ -1,6 +1,6 @@
 """Split a call into chunks of query rows, to bound memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,11 @@ from ..options import BROADCAST, Options, along
 from . import formula, masks
 
 
+def starts(length: int, step: int) -> Iterable[int]:
+    """Starts of the steps over a length: one alone is no loop, which is compiled for one length."""
+    return (0,) if length <= step else range(0, length, step)
+
+
 def chunks(
     options: Options, T_q: int, elements: int, limit: int
 ) -> Iterator[tuple[slice, Options]]:
@@ -21,9 +26,7 @@ def chunks(
     slice, empty only without queries.
     """
     count = max(1, limit // max(1, elements))
-    # A loop is compiled for one length.
-    starts = (0,) if T_q <= count else range(0, T_q, count)
-    for start in starts:
+    for start in starts(T_q, count):
         rows = slice(start, min(start + count, T_q))
         yield rows, _of_rows(options, rows)
 

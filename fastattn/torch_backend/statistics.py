@@ -65,7 +65,7 @@ def differentiable(
     options: Options,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`compute` in chunks of rows, differentiable by `of_some`, the same of some rows."""
-    if tracing.transforming():
+    if tracing.transforming() or torch.compiler.is_compiling():
         return of_some(q, k, lse, top, options)
     results: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
         compute, of_some, top, options, q, k, lse, *options.differentiable

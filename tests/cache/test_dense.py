@@ -36,14 +36,8 @@ def assert_unchanged(cache: KVCache, before: tuple) -> None:
     assert cache.uniform_length == before[3]
 
 
-def test_equal_appends_keep_the_length_known_on_the_host():
+def test_rows_without_tokens_have_a_common_length():
     cache = make_cache()
-    assert cache.uniform_length == 0
-    cache.append(*tokens(3))
-    cache.append(*tokens(1, start=1))
-    assert cache.uniform_length == cache.length_bound == 4
-    cache.truncate(2)
-    assert cache.uniform_length == cache.length_bound == 2
     cache.append(*tokens(3), new_lengths=torch.tensor([3, 1, 2], dtype=torch.int32))
     assert cache.uniform_length is None
     assert cache.lengths.dtype == torch.int32

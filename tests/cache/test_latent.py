@@ -125,28 +125,6 @@ def test_a_record_is_656_bytes(page: int, backend: str, device: str) -> None:
     assert torch.equal(records[slots].cpu(), wanted)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8", "fp8_ds_mla"])
-def test_codes_move_with_their_rows(quantize: Any, device: str) -> None:
-    """Rows change places, forks share pages and grow apart, and tokens are taken back."""
-    kv = draw(2, 1, 3, 144).to(device, torch.bfloat16)
-    read = [read_back(x[0], 128, quantize).bfloat16() for x in kv]
-    cache = LatentCache(2, 8, 128, 16, quantize=quantize, device=device, dtype=torch.bfloat16)
-    cache.append(kv)
-    cache.reorder(torch.tensor([1, 0], device=device))
-    assert torch.equal(cache.view().gather()[0][:, 0], torch.stack(read[::-1]))
-
-    pages = PagedLatentCache(6, 4, 128, 16, quantize=quantize, device=device, dtype=torch.bfloat16)
-    row = pages.allocate()
-    pages.append([row], kv[:1])
-    twin = pages.fork(row)
-    pages.append([twin], kv[1:, :, :2])
-    pages.compact(twin, 3, [4])
-    k, v, _ = pages.view([row, twin]).gather()
-    assert torch.equal(k[0, 0, :3], read[0])
-    assert torch.equal(k[1, 0, :4], torch.cat((read[0], read[1][1:2])))
-    assert torch.equal(v[1, 0, :4], k[1, 0, :4, :128])
-
-
 def in_both(q: Tensor, keys: list[Tensor]) -> tuple[Tensor, Tensor]:
     """o of `expected` in fp64 and fp32, for values of 32 columns."""
     dtypes = (torch.float64, torch.float32)

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from fastattn.compat.swap.eager import backend
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
-    # torch.compile asks whatever a graph takes for its .grad.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
 
 @pytest.mark.parametrize("kind", gate_cases(["timm", "mingpt"], ["sam", "x-transformers"]))

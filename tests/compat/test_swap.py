@@ -25,11 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
-    # torch.compile asks whatever a graph takes for its .grad.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
 STATS = torch._dynamo.utils.counters["stats"]
 # The property test has the others.

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from fastattn.compat.swap import eager
 
 STATS = torch._dynamo.utils.counters["stats"]
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "served", "no_graphs_before"),
-    # torch.compile asks whatever a graph takes for its .grad.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
 
 def test_dropout_changed_after_the_swap(swap):

@@ -20,7 +20,6 @@ from fastattn.testing import assert_within_budget, worst_naive
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "served"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
 ]
 

@@ -25,11 +25,7 @@ from fastattn.compat.flex_attention import flex_attention
 from fastattn.compat.transformers import attention_forward, register
 from fastattn.testing.inputs import draws
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # torch.compile asks whatever a graph takes for its .grad.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 Function = Callable[[Tensor], Tensor]
 B, T, H, D = 2, 6, 4, 8
 # Which keys of each row are no padding.

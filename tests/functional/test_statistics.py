@@ -169,11 +169,13 @@ def test_what_has_no_gradient(backend: str, device: str) -> None:
     actual = fastattn.attention_statistics(q, k, lse=lse, backend=backend)
     ours = torch.autograd.grad(actual.entropy.sin().sum(), q)[0]
 
-    def entropy(q: Tensor) -> Tensor:
+    def entropy(q: Tensor, k: Tensor) -> Tensor:
         return fastattn.attention_statistics(q, k, backend=backend).entropy.sin().sum()
 
-    torch.testing.assert_close(ours, torch.autograd.grad(entropy(q), q)[0])
-    torch.testing.assert_close(ours, torch.func.grad(entropy)(q))
+    torch.testing.assert_close(ours, torch.autograd.grad(entropy(q, k), q)[0])
+    torch.testing.assert_close(ours, torch.func.grad(entropy)(q, k))
+    compiled = torch.compile(entropy, backend="eager", fullgraph=True)
+    torch.testing.assert_close(ours, torch.autograd.grad(compiled(q, k), q)[0])
 
 
 def test_torch_holds_the_scores_of_some_queries_at_a_time(monkeypatch) -> None:

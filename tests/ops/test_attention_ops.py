@@ -120,8 +120,6 @@ def test_second_gpu(device: str) -> None:
         assert_matches_reference(fastattn.attention, *inputs, causal=True)
 
 
-# opcheck asks for the .grad of what is no leaf.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_packed_ops_of_the_torch_backend_are_registered_right(device: str) -> None:
     sizes = {**SIZES, "D_v": 8, "device": device}
     q, k, v = (x[:1].detach().requires_grad_() for x in make_qkv(**sizes))

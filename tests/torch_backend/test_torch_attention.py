@@ -1,7 +1,11 @@
 """torch's own attention: its flags, what it computes twice, and nothing to attend to."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import fastattn
 from fastattn.functional import call_memo
@@ -126,3 +130,17 @@ def test_numbers_of_padding_that_reach_no_output_reach_no_gradient(name: str, va
     expected = gradients()
     inputs[name][:, :, 5:] = value
     torch.testing.assert_close(gradients(), expected)
+
+
+@pytest.mark.parametrize("name", ["return_max", "selected"])
+def test_one_graph_serves_every_length(name: str) -> None:
+    def call(q: Tensor, lists: Tensor) -> Any:
+        if name == "selected":
+            return fastattn.selected_attention(q, q, q, lists, block=(1, 4), backend="torch")
+        return fastattn.attention(q, q, q, return_max=True, backend="torch")
+
+    counter = CompileCounter()
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for T in (9, 16, 20):
+        compiled(torch.randn(2, 4, T, 8), torch.zeros(2, 1, T, 3, dtype=torch.int32))
+    assert counter.frame_count == 1

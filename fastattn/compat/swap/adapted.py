@@ -32,7 +32,8 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
         calls: Calls = getattr(self, _CALLS, None) or Calls()  # none, as another thread undoes it
         output = adapter(self, *args, **kwargs)
         if output is not NotImplemented:
-            why = vars(self).pop(UNSERVED, None)
+            if (why := getattr(self, UNSERVED, None)) is not None:
+                delattr(self, UNSERVED)
             calls.count_served() if why is None else calls.count_passed(why)
             return output
         if torch.compiler.is_compiling():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...block_mask import BlockMask
+from ...ops import spread
 from .lazy_mask import LazyMask, Rule
 from .models import takes_rules
 
@@ -57,15 +58,21 @@ def attention_mask(
     Raises:
         ValueError: the family does not call a registered attention function.
     """
-    # An import statement, which torch.compile can trace.
-    from transformers import masking_utils as masking
+    # Imports of this module's names: of transformers itself torch 2.11 can trace none.
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        eager_mask,
+        prepare_padding_mask,
+        sdpa_mask,
+    )  # fmt: skip
     from transformers.utils.import_utils import is_tracing
 
     if mask_function is None:
-        mask_function = masking.causal_mask_function
+        mask_function = causal_mask_function
     separated = getattr(attention_mask, "separated", False)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        numbers = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        numbers = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         chunked = local_size is not None and local_size == getattr(
             config, "attention_chunk_size", None
         )
@@ -75,13 +82,13 @@ def attention_mask(
     shared: dict[str, Any] = {"use_vmap": use_vmap, "device": device}
 
     def entries() -> Tensor:
-        made: Tensor = masking.sdpa_mask(
+        made: Tensor = sdpa_mask(
             *extents, mask_function, attention_mask, allow_is_causal_skip=False, **shared
         )
         return made
 
     if config is not None and not takes_rules(type(config)):
-        added: Tensor = masking.eager_mask(*extents, mask_function, attention_mask, dtype, **shared)
+        added: Tensor = eager_mask(*extents, mask_function, attention_mask, dtype, **shared)
         return added
     aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
     # One query has few entries, and generation with a static cache passes them to a compiled step.
@@ -94,8 +101,8 @@ def attention_mask(
         turned = getattr(config, "use_bidirectional_attention", None)
         turned = turned or getattr(config, "is_causal", None) is False
         plain = attention_mask is None and not turned
-        causal = mask_function is masking.causal_mask_function and allow_is_causal_skip and aligned
-        whole = mask_function is masking.bidirectional_mask_function and allow_is_bidirectional_skip
+        causal = mask_function is causal_mask_function and allow_is_causal_skip and aligned
+        whole = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
         if plain and (causal or whole):
             return None
         made = entries()
@@ -106,7 +113,7 @@ def attention_mask(
     if rule is None or (_numbered(rule) and not (aligned and q_offset == 0)):
         return entries()
     rule = _with_chunk_numbers(rule, kv_length, device)
-    padding = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
@@ -121,6 +128,8 @@ def check_entries(mask: Tensor, query: Tensor, key: Tensor) -> None:
             f"{mask.dtype}: if 1 means attend, give mask.bool()"
         )
     sizes = key.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    if spread.attend is not None:
+        return  # of all ranks' keys
     fits = (n in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1], strict=False))
     if mask.dim() > 4 or not all(fits):
         raise ValueError(
@@ -133,7 +142,11 @@ def _within(
     mask_function: Callable[..., Any], numbers: Tensor, chunked: bool
 ) -> Callable[..., Any]:
     """A mask function within the sequences that [B, n] numbers."""
-    from transformers import masking_utils as masking
+    from transformers.masking_utils import (
+        and_masks,
+        packed_sequence_mask_function,
+        remap_positions_for_packed_sequence,
+    )  # fmt: skip
 
     if chunked:
         # Chunks count from a sequence's start, and the first one's from behind the padding.
@@ -141,10 +154,8 @@ def _within(
         begins = numbers != numbers.roll(1, dims=1)
         start = torch.where(begins, order, 0).cummax(dim=1).values
         first = (numbers != 0).int().argmax(dim=1, keepdim=True)
-        mask_function = masking.remap_positions_for_packed_sequence(
-            mask_function, order - start + first
-        )
-    return masking.and_masks(mask_function, masking.packed_sequence_mask_function(numbers))
+        mask_function = remap_positions_for_packed_sequence(mask_function, order - start + first)
+    return and_masks(mask_function, packed_sequence_mask_function(numbers))
 
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
@@ -152,11 +163,11 @@ def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
 
     Functions are identified by their code, closures also by their variables.
     """
-    from transformers import masking_utils as masking
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if mask_function is masking.causal_mask_function:
+    if mask_function is causal_mask_function:
         return Rule(causal=True)
-    if mask_function is masking.bidirectional_mask_function:
+    if mask_function is bidirectional_mask_function:
         return Rule()
     maker = _makers().get(getattr(mask_function, "__code__", None))
     if maker is None:
@@ -190,9 +201,9 @@ def _translated(mask_function: Callable[..., Any], kv_offset: int) -> Rule | Non
 
 def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
     """Intersect rules, or return None."""
-    from transformers import masking_utils as masking
+    from transformers.masking_utils import remap_positions_for_packed_sequence
 
-    remapped = masking.remap_positions_for_packed_sequence(None, None).__code__
+    remapped = remap_positions_for_packed_sequence(None, None).__code__
 
     def is_remapped(part: Callable[..., Any]) -> bool:
         return getattr(part, "__code__", None) is remapped

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import checks, tracing
 from ...options import Options
 from .. import formula, masks
+from ..query_chunks import starts
 
 # Numbers gathered or computed at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
@@ -58,7 +59,7 @@ def attention(
     of_row *= k.shape[3] + v.shape[3] + block[0] * max(1, q.shape[1] // k.shape[1])
     step = max(1, _AT_ONCE // max(1, of_row))
     parts = []
-    for start in range(0, max(R, 1), step):
+    for start in starts(R, step):
         rows = slice(start * block[0], min((start + step) * block[0], T_q))
         own = lists[:, :, start : start + step]
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, exists, own, rows.start, block, options)
