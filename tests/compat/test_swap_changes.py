@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_blocks import BLOCKS, C, Timm
+from attention_blocks import BLOCKS, Timm
 from naive_layers import Block
-from nightly import gate_cases
-from swapped_blocks import COPIES, assert_equal, tokens, total
+from swapped_blocks import assert_equal, tokens, total
 from torch import Tensor, nn
 
 from fastattn.compat.swap import eager
@@ -78,27 +77,6 @@ def test_functions_of_classes_that_change(swap, monkeypatch, place):
     monkeypatch.setattr(*place, lambda self, scores: 3 * scores)
     assert_equal(model, plain, tokens())
     assert total(done) == 2, str(done)
-
-
-KINDS = [(kind, how) for kind in ("timm-eager", "diffusers", "timm") for how in COPIES]
-
-
-@pytest.mark.parametrize(("kind", "how"), gate_cases(KINDS[:7], KINDS[7:]))
-def test_copies_have_their_own_parts(swap, kind, how):
-    model = BLOCKS[kind]()
-    done = swap(model, eager=True)
-    model(tokens())
-    twin = COPIES[how](model)
-    twin._modules = dict(twin._modules)
-    part = "to_q" if kind == "diffusers" else "qkv"
-    setattr(twin, part, nn.Linear(C, getattr(model, part).out_features))
-    plain = copy.deepcopy(BLOCKS[kind]())
-    plain.load_state_dict(twin.state_dict(), strict=False)
-    setattr(plain, part, getattr(twin, part))
-    before = total(done)
-    assert_equal(twin, plain, tokens())
-    # Those that share their attributes share the counts.
-    assert total(done) == before + (how in ("copy", "replica"))
 
 
 class Cached(Block):

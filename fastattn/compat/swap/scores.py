@@ -258,8 +258,8 @@ def _number(x: Any) -> float | None:
     if is_number(x):
         return float(x)
     if operation(x) in CASTS and value(x).is_floating_point():
-        number = _number(x.args[0])
-        return number if number is None or number >= torch.finfo(value(x).dtype).min else -math.inf
+        cast, lowest = _number(x.args[0]), torch.finfo(value(x).dtype).min
+        return cast if cast is None or cast >= lowest else -math.inf
     if isinstance(x, fx.Node) and str(getattr(x.target, "__name__", "")) in ("tensor", "full"):
         number = x.args[-1] if x.target is not torch.full else argument(x, 1, "fill_value")
         return float(number) if is_number(number) else None  # type: ignore[arg-type]
