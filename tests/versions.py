@@ -35,6 +35,8 @@ CHECKS = {
     ],
     "torch": [
         "compat/test_sdpa.py", "functional/test_nan.py", "torch_backend/test_torch_attention.py",
+        "ops/test_tracing.py", "jit_functions/test_python_functions.py", "compat/test_swap.py",
+        "compat/test_flex_attention.py", "compat/test_transformers.py",
     ],
     "tools": ["bench/tune/test_candidates.py", "bench/tune/test_tuner.py", "test_packaging.py"],
 }  # fmt: skip
