@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from ..checks import as_python
 from . import elements, stand_ins, symbols
 from .elements import Element, NotTranslated
 from .symbols import LANGUAGE, NotDifferentiable, Pointer, Symbol
@@ -86,7 +85,7 @@ class _Trace(TorchFunctionMode):
         if isinstance(x, _Row):
             raise NotTranslated(f"uses a row of a tensor {list(x.tensor.shape)}: it needs an index")
         if not isinstance(x, Tensor):
-            return as_python(x)
+            return x.item() if type(x).__module__ == "numpy" else x
         if x.numel() != 1:
             raise NotTranslated(f"uses a tensor {list(x.shape)} as a whole: it needs an index")
         return self.indexed(x, (0,) * x.dim())
