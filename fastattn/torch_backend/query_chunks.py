@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import tracing
 from ..checks import FARTHEST
-from ..options import BROADCAST, Options, along
+from ..options import BROADCAST, LEARNED, Options, along
 from . import formula, masks
 
 
@@ -98,6 +98,10 @@ def attention_in_tiles(
     if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return attention_in_tiles(q, k, v, options, first_row)
+    # Once, so that gradients of tiles are not rounded before they are added.
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    learned = {name: x.to(dtype) for name in LEARNED if (x := getattr(options, name)) is not None}
+    options = options._replace(**learned)
     rows = []
     for b in range(q.shape[0]):
         row = slice(b, b + 1)

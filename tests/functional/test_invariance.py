@@ -184,3 +184,14 @@ def test_a_layer_serves_with_the_bits_of_training(device: str) -> None:
         trained, cache = layer(x), layer.new_cache(1, T)
         served = [layer(part, cache=cache) for part in x.split((70, 23, 4, 1, 3), 1)]
     assert torch.equal(torch.cat(served, 1), trained)
+
+
+def test_the_gradient_of_a_bias_is_rounded_once() -> None:
+    """And not for each tile, whose gradients cancel where all scores share a number."""
+    q, k, v = make_qkv(1, 2, 1, 39, D=16)
+    narrow = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    wide = narrow.detach().float().requires_grad_()
+    how: dict[str, Any] = {"batch_invariant": True, "backend": "torch"}
+    results = [(attention(q, k, v, attn_bias=x, **how).sin().sum(), x) for x in (narrow, wide)]
+    rounded, exact = (torch.autograd.grad(*result)[0] for result in results)
+    assert torch.equal(rounded, exact.bfloat16())
