@@ -100,6 +100,7 @@ def attention_in_tiles(
             return attention_in_tiles(q, k, v, options, first_row)
     # Once, so that gradients of tiles are not rounded before they are added.
     dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     learned = {name: x.to(dtype) for name in LEARNED if (x := getattr(options, name)) is not None}
     options = options._replace(**learned)
     rows = []
@@ -160,13 +161,12 @@ def _seen(options: Options, first: int, end: int) -> int:
 def _of_tile(
     q: Tensor, k: Tensor, v: Tensor, options: Options, end: int, b: int
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of the queries of a tile, block by block of their keys."""
+    """o and lse of the queries of a tile, block by block of their keys; all in fp32 or wider."""
     H_q, H_k = q.shape[1], k.shape[1]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    m = q.new_full((1, H_q, _ROWS), -torch.inf, dtype=dtype)
-    l, acc = torch.zeros_like(m), q.new_zeros((1, H_q, _ROWS, v.shape[3]), dtype=dtype)
+    m = q.new_full((1, H_q, _ROWS), -torch.inf)
+    l, acc = torch.zeros_like(m), q.new_zeros(1, H_q, _ROWS, v.shape[3])
     if options.sinks is not None:
-        sinks = options.sinks.to(dtype)[None, :, None].expand_as(m)
+        sinks = options.sinks[None, :, None].expand_as(m)
         m = sinks.detach()
         l = (sinks - _finite(m)).exp()
     for first, own in _blocks(options, end, q.device):

@@ -122,7 +122,7 @@ LEARN: dict[str, dict[str, Any]] = {
 def test_gradients_of_statistics(
     backend: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And theirs, against the oracle's, through autograd of its weights; in chunks of 4 rows."""
+    """And gradients of these, against autograd of the oracle's weights; in chunks of 4 rows."""
     monkeypatch.setattr(statistics, "_SCORES", 4 * B * H_q * T_k)
     options = to_device(LEARN[name], device)
     learned = [x for x in options.values() if isinstance(x, Tensor) and x.is_floating_point()]

@@ -127,9 +127,9 @@ def check_entries(mask: Tensor, query: Tensor, key: Tensor) -> None:
             "attention_mask of 4 dims must be bool (True = attend) or float (added to scores), got "
             f"{mask.dtype}: if 1 means attend, give mask.bool()"
         )
-    sizes = key.shape[0], query.shape[1], query.shape[2], key.shape[2]
     if spread.attend is not None:
         return  # of all ranks' keys
+    sizes = key.shape[0], query.shape[1], query.shape[2], key.shape[2]
     fits = (n in (1, size) for n, size in zip(mask.shape[::-1], sizes[::-1], strict=False))
     if mask.dim() > 4 or not all(fits):
         raise ValueError(
