@@ -1,6 +1,7 @@
-"""Double backward: first-order gradients as a differentiable formula."""
+"""First-order gradients as a differentiable formula, of a whole call or of one part at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,3 +88,79 @@ def gradients_by_formula(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():  # views made without grad have no graph
         return gradients_with_graph(function, inputs, needed, gradients, recorded)
+
+
+class InParts(NamedTuple):
+    """A call that is computed part by part, and again for gradients.
+
+    parts: slices of rows, and functions that compute their results from the tensors' rows.
+    of_tensors, of_results: dim of the rows in each tensor and result. None: every part has the
+    whole tensor; the result is the sum of the parts'.
+    """
+
+    parts: Sequence[tuple[slice, Callable[..., tuple[Tensor, ...]]]]
+    of_tensors: Sequence[int | None]
+    of_results: Sequence[int | None]
+
+    def at_once(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """All results, recorded if autograd records."""
+        parts = [compute(*_own(rows, tensors, self.of_tensors)) for rows, compute in self.parts]
+        return tuple(map(_joined, zip(*parts, strict=True), self.of_results))
+
+    def recomputed(
+        self, *tensors: Tensor | None, at_once: Callable[..., tuple[Tensor, ...]] | None = None
+    ) -> tuple[Tensor, ...]:
+        """All results, by `at_once`; gradients of any order compute each part again."""
+        compute = self.at_once if at_once is None else at_once
+        results: tuple[Tensor, ...] = _Recomputed.apply(self, compute, *tensors)  # type: ignore[no-untyped-call]
+        return results
+
+
+def _own(
+    rows: slice, tensors: Iterable[Tensor | None], dims: Sequence[int | None]
+) -> list[Tensor | None]:
+    """Rows of tensors."""
+    return [
+        x if x is None or dim is None else x.narrow(dim, rows.start, rows.stop - rows.start)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+def _joined(parts: Sequence[Tensor], dim: int | None) -> Tensor:
+    if dim is not None:
+        return torch.cat([*parts], dim)
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: InParts, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        results = compute(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        ctx.save_for_backward(*tensors)
+        ctx.call = call
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: InParts = ctx.call
+        needed = ctx.needs_input_grad[2:]
+        of_parts = []
+        for rows, compute in call.parts:
+            inputs = _own(rows, ctx.saved_tensors, call.of_tensors)
+            own = gradients_by_formula(compute, inputs, needed, _own(rows, grads, call.of_results))
+            of_parts.append(
+                [
+                    torch.zeros_like(x) if need and dx is None else dx
+                    for x, need, dx in zip(inputs, needed, own, strict=True)
+                ]
+            )
+        by_tensor = zip(needed, call.of_tensors, *of_parts, strict=True)
+        return None, None, *(_joined(x, dim) if need else None for need, dim, *x in by_tensor)
