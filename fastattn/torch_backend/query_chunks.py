@@ -11,7 +11,7 @@ from .. import tracing
 from ..checks import FARTHEST
 from ..options import BROADCAST, LEARNED, Options, along
 from . import formula, masks
-from .double_backward import InParts
+from .derivatives import InParts
 
 
 def starts(length: int, step: int) -> Iterable[int]:
@@ -90,6 +90,19 @@ def seen_keys(options: Options, T_q: int, T_k: int) -> slice:
     return slice(first, max(end, first + 1))
 
 
+def widened(options: Options) -> Options:
+    """Options whose learned tensors are in fp32 or wider, but for those with rows of the queries.
+
+    So that their gradients, sums of those of chunks, are rounded once.
+    """
+    own: dict[str, Any] = {}
+    for name in LEARNED:
+        x = getattr(options, name)
+        if x is not None and _dim(name, x, _BY_QUERY) is None:
+            own[name] = formula.wide(x, None)
+    return options._replace(**own)
+
+
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
@@ -108,8 +121,8 @@ def in_chunks(
     learned = [getattr(options, name) for name in LEARNED]
     count, end = len(main), len(main) + len(LEARNED)
 
-    def of_rows(own: Options, first: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        fields: dict[str, Any] = dict(zip(LEARNED, tensors[count:end], strict=True))
+    def of_rows(own: Options, first: int, *tensors: Any) -> tuple[Tensor, ...]:
+        fields = dict(zip(LEARNED, tensors[count:end], strict=True))
         own = own._replace(**fields, mod_tensors=tensors[end:])
         return attend(*tensors[:count], own, first)
 

@@ -1,10 +1,24 @@
-"""First-order gradients as a differentiable formula, of a whole call or of one part at a time."""
+"""Derivatives of calls: tangents, and gradients as a differentiable formula, whole or in parts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .. import tracing
+from ..options import LEARNED, Options
+
+
+def carried(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Name of the first of mod_tensors, q, k, v and the learned options with a tangent, or None."""
+    if not tracing.in_forward_mode():
+        return None
+    named = [
+        *(("mod_tensors", x) for x in options.mod_tensors),
+        *zip(("q", "k", "v", *LEARNED), (q, k, v, *options.differentiable), strict=True),
+    ]
+    return next((name for name, x in named if x is not None and tracing.has_tangent(x)), None)
 
 
 def gradients_with_graph(
@@ -158,7 +172,7 @@ class _Recomputed(torch.autograd.Function):
             own = gradients_by_formula(compute, inputs, needed, _own(rows, grads, call.of_results))
             of_parts.append(
                 [
-                    torch.zeros_like(x) if need and dx is None else dx
+                    torch.zeros_like(x) if need and dx is None and x is not None else dx
                     for x, need, dx in zip(inputs, needed, own, strict=True)
                 ]
             )
