@@ -1,6 +1,6 @@
 """Derivatives of calls: tangents, and gradients as a differentiable formula, whole or in parts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,10 +116,17 @@ class InParts(NamedTuple):
     of_tensors: Sequence[int | None]
     of_results: Sequence[int | None]
 
+    @property
+    def last_first(self) -> Iterator[tuple[slice, Callable[..., tuple[Tensor, ...]]]]:
+        """The parts in order of computation: a causal call's last takes the most memory."""
+        return reversed(self.parts)  # blocks that grow would each be allocated anew
+
     def at_once(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """All results, recorded if autograd records."""
-        parts = [compute(*_own(rows, tensors, self.of_tensors)) for rows, compute in self.parts]
-        return tuple(map(_joined, zip(*parts, strict=True), self.of_results))
+        parts = (
+            compute(*_own(rows, tensors, self.of_tensors)) for rows, compute in self.last_first
+        )
+        return tuple(_joined(parts, self.of_results))  # type: ignore[arg-type]
 
     def recomputed(
         self, *tensors: Tensor | None, at_once: Callable[..., tuple[Tensor, ...]] | None = None
@@ -140,14 +147,23 @@ def _own(
     ]
 
 
-def _joined(parts: Sequence[Tensor], dim: int | None) -> Tensor:
-    if dim is not None:
-        return torch.cat([*parts], dim)
-    wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+def _joined(
+    parts: Iterable[Sequence[Tensor | None]], dims: Sequence[int | None]
+) -> list[Tensor | None]:
+    """Tensors of all rows from those of each part, last first; sums are in fp32 or wider."""
+    found: list[list[Tensor]] = [[] for _ in dims]
+    for part in parts:
+        for of, x, dim in zip(found, part, dims, strict=True):
+            if x is not None and dim is not None:
+                of.append(x)
+            elif x is not None and not of:
+                of.append(x.to(torch.promote_types(x.dtype, torch.float32), copy=True))
+            elif x is not None:  # in place, so that no part's stays in memory
+                of[0] = of[0] + x if torch.is_grad_enabled() else of[0].add_(x)
+    pairs = zip(found, dims, strict=True)
+    return [
+        None if not of else of[0] if dim is None else torch.cat(of[::-1], dim) for of, dim in pairs
+    ]
 
 
 class _Recomputed(torch.autograd.Function):
@@ -166,15 +182,15 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: InParts = ctx.call
         needed = ctx.needs_input_grad[2:]
-        of_parts = []
-        for rows, compute in call.parts:
+
+        def gradients(rows: slice, compute: Callable[..., Any]) -> list[Tensor | None]:
             inputs = _own(rows, ctx.saved_tensors, call.of_tensors)
-            own = gradients_by_formula(compute, inputs, needed, _own(rows, grads, call.of_results))
-            of_parts.append(
-                [
-                    torch.zeros_like(x) if need and dx is None and x is not None else dx
-                    for x, need, dx in zip(inputs, needed, own, strict=True)
-                ]
+            found = gradients_by_formula(
+                compute, inputs, needed, _own(rows, grads, call.of_results)
             )
-        by_tensor = zip(needed, call.of_tensors, *of_parts, strict=True)
-        return None, None, *(_joined(x, dim) if need else None for need, dim, *x in by_tensor)
+            triples = zip(inputs, needed, found, strict=True)
+            return [torch.zeros_like(x) if of and dx is None else dx for x, of, dx in triples]  # type: ignore[arg-type]
+
+        joined = _joined((gradients(*part) for part in call.last_first), call.of_tensors)
+        pairs = zip(joined, ctx.saved_tensors, strict=True)
+        return None, None, *(dx if dx is None else dx.to(x.dtype) for dx, x in pairs)

@@ -126,15 +126,20 @@ def _with_tangents(
 
 
 # Scores, or numbers of masks and biases, in memory at once: above the first, a call runs in chunks
-# of the second (16 MiB in fp32). Queries of a chunk of a narrow window.
-_MOST, _AT_ONCE, _QUERIES = 2**24, 2**22, 256
+# of the second (8 MiB in fp32), on a CPU. Times as many elsewhere. Queries of a narrow window's
+# chunk.
+_MOST, _AT_ONCE, _ELSEWHERE, _QUERIES = 2**22, 2**21, 32, 256
 
 
 def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
     """Number of queries to compute at once."""
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
-    of_all = B * H_q if by_formula or options.dropout else masks.copies(options, B, H_q)
-    step = T_q if of_all * T_q * T_k <= _MOST else max(1, _AT_ONCE // (of_all * T_k))
+    flagged = _is_causal(options) and T_k > _KEYS_AT_ONCE
+    made = options._replace(causal=False, right=None) if flagged else options
+    of_all = B * H_q if by_formula or options.dropout else masks.copies(made, B, H_q)
+    many = of_all * T_k if q.is_cpu else -(-of_all * T_k // _ELSEWHERE)
+    step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
+    # Keys that a chunk in the middle of many sees.
     keys = seen_keys(options._replace(query_offset=T_k), _QUERIES, 2 * T_k)
     return min(step, _QUERIES) if 2 * (keys.stop - keys.start) <= T_k else step
 

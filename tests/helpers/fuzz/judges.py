@@ -67,7 +67,8 @@ def _setting(case: Case) -> Iterator[None]:
         if "chunks" in case.traits:
             limit = case.random("chunks").integer(1, 4) * case.B * case.H_q * case.T_k
             chunks = [(statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")]
-            if "dropout" not in case.options:  # the oracle knows what torch draws at once
+            if "dropout" not in case.options or "dropout_seed" in case.options:
+                # The oracle knows what torch draws at once.
                 chunks += [(torch_attention, x) for x in ("_MOST", "_AT_ONCE", "_WITH_TANGENTS")]
                 few = mock.patch.object(torch_attention, "_QUERIES", 1 + limit % 3)
                 stack.enter_context(few)
