@@ -94,17 +94,20 @@ def _note_pairs(full, boundary, one, row, mask, BLOCK_M: tl.constexpr, BLOCK_N: 
     return full + whole.to(tl.int32), boundary + (shown & ~whole).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T_q", "T_k", "H", "width"])
+@triton.jit(do_not_specialize=["T_q", "T_k", "H", "tiles", "width"])
 def block_sparsity_kernel(
-    mask, counts_ptr, blocks_ptr, T_q, T_k, H, width,
+    mask, counts_ptr, blocks_ptr, T_q, T_k, H, tiles, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Table row of a tile of queries (OF_KEYS: its key blocks), or of a tile of keys."""
-    tile = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    """Table row of a tile of queries (OF_KEYS: its key blocks), or of a tile of keys.
+
+    1-D grid: tiles, heads, batch.
+    """
+    tile = tl.program_id(0) % tiles
+    h = tl.program_id(0) // tiles % H
+    b = tl.program_id(0) // (tiles * H)
     row = batch_row(b, T_q, T_k, mask)
-    table_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    table_row = tl.program_id(0).to(tl.int64)
     blocks_ptr += table_row * width
     full = 0
     boundary = 0
@@ -298,10 +301,9 @@ def _blocks_launch(
 ) -> Launch:
     rows, tiles, width = table["blocks_ptr"].shape
     into = (table["counts_ptr"], table["blocks_ptr"])
-    sizes = (q.shape[2], k.shape[2], q.shape[1] if per_head(options) else 1, width)
-    of_tile = (tile.BLOCK_M, tile.BLOCK_N, of_keys)
-    grid = (tiles if rows else 0, rows)
-    return Launch(block_sparsity_kernel, grid, {"num_warps": 8}, mask, *into, *sizes, *of_tile)
+    sizes = (q.shape[2], k.shape[2], q.shape[1] if per_head(options) else 1, tiles, width)
+    rest = (mask, *into, *sizes, tile.BLOCK_M, tile.BLOCK_N, of_keys)
+    return Launch(block_sparsity_kernel, rows * tiles, {"num_warps": 8}, *rest)
 
 
 # A mask has up to three tables for each shape and set of other options.

@@ -36,6 +36,7 @@ def attention_calls() -> None:
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
+        stage.play("many rows", lambda: calls.many_rows(70000))
         shapes("selected", partial(named, "selected_attention", causal=True))
         stage.play(
             "chosen",
