@@ -221,7 +221,8 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
     mod = options.mask_mod
     kept: dict[Any, Any] = getattr(mod, "tables", {})
     key = None
-    if hasattr(mod, "tables"):
+    # A graph makes its own: its replays may find other numbers in the tensors of the mask.
+    if hasattr(mod, "tables") and mod.may_keep(q.device):
         sizes = (*q.shape[:3], k.shape[2], tile.BLOCK_M, tile.BLOCK_N)
         key = _table_key(mask, sizes, of_keys, q.device)
     if key in kept:
@@ -229,7 +230,7 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
         return mask._replace(**fields)
     table = _empty_table(options, q, k, tile, of_keys=of_keys)
     _blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys)(())
-    if key is not None and mod.may_keep(q.device):
+    if key is not None:
         if len(kept) >= _TABLES_KEPT:
             del kept[next(iter(kept))]
         # Keep the source tensors alive, as their addresses are part of the key.
@@ -315,6 +316,8 @@ def _table_key(
 ) -> tuple[Any, ...] | None:
     """Cache key of a table, or None if a change could go unnoticed."""
     key: list[Any] = [sizes, of_keys, device]
+    if device.type == "cuda":  # another stream would not wait until a table is filled
+        key.append(triton.runtime.driver.active.get_current_stream(device.index))
     for x in (*mask._replace(extents_ptr=None, tensors=()), *mask.tensors):
         if isinstance(x, Tensor):
             if x.is_inference():
