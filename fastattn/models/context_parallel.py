@@ -34,20 +34,21 @@ class ContextParallel(ParallelStyle):
     """Attention over a sharded sequence: a style for `parallelize_module`, and a context manager.
 
     As a style it applies to one `GQAttention` or `CausalGQAttention`. As a context manager it
-    applies to all calls in it, including backward passes that recompute a forward:
+    applies to all calls in it:
 
         with ContextParallel(mesh, plan):
             loss = model(shard(tokens, 1, plan, mesh), ...)
-            loss.backward()
+        loss.backward()
 
     Rotary, learned and sinusoidal positions follow the plan, in our models and in models of
     transformers with attn_implementation="fastattn". The latter take input_ids, position_ids,
     labels and a padding mask from `shard`; windows and sequences packed by position_ids span all
-    ranks, and the loss is this rank's share. Masks with a query dim must be [..., plan.length or 1,
-    T or 1]. A cache, relative values, cross-attention, `torch.nn.MultiheadAttention`, other
-    functions of attention (`attention_varlen`, statistics, selected blocks, torch's flex_attention)
-    and models that mix tokens in other ways raise. Attention that is written
-    out is not seen. In compiled models these layers and calls run outside the graphs.
+    ranks. The mean loss of both is this rank's share. Masks with a query dim must be
+    [..., plan.length or 1, T or 1]. A cache, relative values, cross-attention,
+    `torch.nn.MultiheadAttention`, other functions of attention (`attention_varlen`, statistics,
+    selected blocks, torch's flex_attention), a softmax of scores between a rank's own tokens and
+    models that mix tokens in other ways raise. In compiled models these layers and calls run
+    outside the graphs. What torch.utils.checkpoint recomputes after the context enters it again.
 
     Gradients of parameters are each rank's share; their sum over the ranks is the whole sequence's.
 
