@@ -18,7 +18,6 @@ from fastattn.parallel import (
     ContextPlan,
     context_attention,
     decode_attention,
-    explain_context,
     gather,
     ring,
     roll,
@@ -38,7 +37,6 @@ def world() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     results = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
     results["refusals"] = {name: refusal(call, mesh) for name, (call, _) in REFUSED.items()}
-    results["explained"] = explained(mesh), explained(mesh, "ulysses", H_q=3, H_k=1)
     results["decoded"] = {name: decoded(name) for name in DECODED}
     results["twice"] = {method: twice(mesh, method) for method in METHODS}
     results["shares"] = sum_of_shares(mesh)
@@ -232,11 +230,6 @@ def shards_twice(mesh: Any) -> bool:
     return torch.equal(second, 6 * x)
 
 
-def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
-    own = inputs(mesh, plan := plan_of(), **sizes)
-    return explain_context(*own, mesh=mesh, plan=plan, method=method, causal=True)
-
-
 def absent() -> str:
     """Error on rank 0 for a call that rank 1 never makes, in a group with a short timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -424,15 +417,6 @@ def test_ulysses_and_shards_are_differentiable_twice(ranks):
         assert rank["shards twice"]
         for name, x, *both in zip("qkv", rank["twice"]["ulysses"], exact, naive, strict=True):
             assert_within_budget(name, torch.from_numpy(x), *both)
-
-
-def test_explanations_say_which_method_and_why_not_another(ranks):
-    for rank in ranks:
-        auto, forced = rank["explained"]
-        assert str(auto).startswith(f"method: {auto.method}, {auto.because}\n  not usp")
-        assert "not usp: it takes a mesh of two dimensions" in str(auto)
-        assert str(forced).startswith("method: None")
-        assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in str(forced)
 
 
 @pytest.mark.parametrize("name", [*DECODING, "windw"])
