@@ -299,6 +299,19 @@ def _bias(options: Options, dtype: torch.dtype, x: Tensor | None, placed: _ByPos
     return x
 
 
+def copies(options: Options, B: int, H_q: int) -> int:
+    """Upper bound of the masks [T_q, T_k] that torch's function gets, where they are made."""
+    bias, mask = options.attn_bias, options.attn_mask
+    if bias is not None and bias.requires_grad:  # torch's formula
+        return B * H_q
+    given = [x for x in (bias, mask) if x is not None]
+    heads = H_q if options.biases else max((x.shape[1] for x in given), default=1)
+    by_row = lacks_keys(options) or options.placing is None or options.mask_mod is not None
+    if given == [bias] and not (options.biases or by_row) and options.left is None:
+        return 0  # torch gets the bias itself
+    return heads * (B if by_row else max((x.shape[0] for x in given), default=1))
+
+
 def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:
     """`AddedScores.dtype`."""
     bias = options.attn_bias
