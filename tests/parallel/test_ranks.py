@@ -320,18 +320,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
              "ValueError: mesh must have one dimension, or two (ring, heads), got 3"),
     "method": (lambda mesh: attend(mesh, "star"),
                "ValueError: method must be one of auto, gather, ring, ulysses, usp, got 'star'"),
-    "dimensions": (lambda mesh: attend(mesh, "usp"),
-                   "ValueError: method 'usp' cannot serve this call: it takes a mesh of two "
-                   "dimensions (ring, heads); gather and ring and ulysses can"),
     "dropout": (lambda mesh: attend(mesh, "gather", dropout=0.5),
                 "ValueError: method 'gather' cannot serve this call: dropout depends on pos"),
     "mask": (lambda mesh: attend(mesh, "gather", attn_mask=MASK),
              "ValueError: attn_mask must be sharded by its queries, [..., 48 or 1, 90 or 1], got "
              "[90, 90]: shard(x, -2, plan, mesh) does it"),
-    "bias of other keys": (lambda mesh: attend(mesh, "gather", attn_bias=torch.ones(1, 48)),
-                           "ValueError: attn_bias must have 2 to 4 dimensions that broadcast to "
-                           "[B, H_q, T_q, T_k] = "
-                           "[1, 4, 48, 90], got [1, 48]"),
     "documents": (lambda mesh: attend(mesh, "ring", documents=torch.zeros(1, T).int()),
                   "ValueError: documents must have shape [B, T] = [1, 48], got [1, 90]"),
     "padding": (lambda mesh: attend(mesh, "ring", key_padding_mask=MASK[:1]),
@@ -340,8 +333,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
                "TypeError: context_attention does not support query_offset: the plan has the"),
     "typo": (lambda mesh: attend(mesh, "ring", windw=3),
              "TypeError: context_attention() got an unexpected argument 'windw'; did you mean"),
-    "value": (lambda mesh: attend(mesh, "ring", softcap=-1.0),
-              "ValueError: softcap must be positive and finite, got -1.0"),
     "score_mod": (lambda mesh: attend(mesh, "ring", score_mod=summed),
                   "ValueError: score_mod needs score_mod_grad where an input requires grad"),
 }  # fmt: skip
