@@ -71,6 +71,12 @@ def scaled_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, softcap=2.0, window=q.shape[2] // 2, query_offset=q.shape[2] - 1)
 
 
+def measured(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With what torch's own function does not have."""
+    o, largest = attend(q, k, v, softcap=2.0, return_max=True)
+    return o * largest[..., None]
+
+
 def packed(*lengths: int) -> tuple[Tensor, ...]:
     q, k, v = (x[0].transpose(0, 1) for x in heads(sum(lengths)))
     return q, k, v, torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
@@ -273,16 +279,16 @@ class Module(nn.Module):
         return self.function(*inputs)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_exports_for_all_lengths(strict: bool) -> None:
+@pytest.mark.parametrize(("function", "strict"), [(attend, True), (measured, False)])
+def test_exports_for_all_lengths(function: Callable[..., Tensor], strict: bool) -> None:
     T, T_k = Dim("T", max=4096), Dim("T_k", max=4096)
     keys = {2: T_k}
     exported = export(
-        Module(attend), heads(16, T_k=20), dynamic_shapes=(({2: T}, keys, keys),), strict=strict
+        Module(function), heads(16, T_k=20), dynamic_shapes=(({2: T}, keys, keys),), strict=strict
     )
     for sizes in ((33, 4, 33), (40, 4, 41), (2, 4, 9)):
         inputs = heads(*sizes)
-        torch.testing.assert_close(exported.module()(*inputs), attend(*inputs))
+        torch.testing.assert_close(exported.module()(*inputs), function(*inputs))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
