@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .. import checks, dispatch, tracing
 from ..functional import call_options, fused_attention, statistics
@@ -347,12 +346,19 @@ def _with_weights(
     return o, weights.to(narrow)
 
 
-def stay_on_path(layer: nn.MultiheadAttention) -> RemovableHandle:
+def stay_on_path(layer: nn.MultiheadAttention) -> None:
     """Make torch's layers call this module, by a no-op hook."""
     # In eval mode nn.TransformerEncoderLayer computes attention itself from self_attn's parameters,
     # unless self_attn or a submodule has a hook. On out_proj, as torch.jit.script compiles hooks
     # for each call's arguments, and out_proj is called in one way.
-    return layer.out_proj.register_forward_pre_hook(_nothing)
+    layer.out_proj.register_forward_pre_hook(_nothing)
+
+
+def leave_path(layer: nn.MultiheadAttention) -> None:
+    """Remove the hook of `stay_on_path`."""
+    hooks = layer.out_proj._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _nothing]:
+        del hooks[key]
 
 
 def _nothing(self: nn.Module, input: tuple[Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..options import LAID_AS, LEARNED, TENSORS, Options
 from ..torch_backend import block, formula
-from ..torch_backend.double_backward import gradients_by_formula
+from ..torch_backend.derivatives import gradients_by_formula
 from ..torch_backend.torch_attention import one_product
 from .schema import PLACES
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..options import Options
-from ..torch_backend import tangents
 from ..torch_backend import torch_attention as torch_backend
+from ..torch_backend.derivatives import carried
 from .attention_ops import setup_context
 from .call import refuse_tangents
 from .flops import attended
@@ -42,7 +42,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `torch_backend.attention` on a packed call, as an operator."""
-    if (name := tangents.carried(q, k, v, options)) is not None:
+    if (name := carried(q, k, v, options)) is not None:
         raise NotImplementedError(
             f"{name} has a tangent, which packed calls do not support where torch traces them: "
             "run this call eagerly (torch.compiler.disable)"

@@ -14,6 +14,7 @@ from .. import tracing
 from ..cache_view import CacheView, as_bytes
 from ..options import Options
 from ..quantization import dequantize_rows
+from . import cpu_kernel
 from . import torch_attention as torch_backend
 
 
@@ -96,7 +97,7 @@ def _over_slots(
         queries = q if H_q == H_k else q.reshape(B, H_k, H_q // H_k, D)
         o = scaled_dot_product_attention(queries, k, v, scale=scale)
         o = o if queries is q else o.reshape(B, H_q, 1, -1)
-        if T >= torch_backend.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
+        if T >= cpu_kernel.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
             return o
     exact: Any = torch_backend.attention(q, k, v, Options(scale=scale))
     return exact

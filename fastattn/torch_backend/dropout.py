@@ -45,6 +45,7 @@ def keep_mask(
     T_k: int,
     *,
     first_row: int = 0,
+    first_query: int = 0,
     positions: tuple[Tensor, Tensor] | None = None,
     heads: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -58,7 +59,7 @@ def keep_mask(
         seed: int64 [2], the dropout_seed of the call.
         dropout: probability in [0, 1) to drop a weight.
         B, H_q, T_q, T_k: sizes of the call.
-        first_row: b of the first batch row; not 0 for a part of a batch.
+        first_row, first_query: b of the first batch row and i of the first query; not 0 for a part.
         positions: of the call, which replace i and j: int32 [B or 1, T_q] and [B or 1, T_k]; keys'
             at least 0.
         heads: of the call, (first, total): first + h and total replace h and H_q.
@@ -76,6 +77,7 @@ def keep_mask(
     first_head, all_heads = (0, H_q) if heads is None else heads
     head = (count(B, 3) + first_row) * all_heads + count(H_q, 2) + first_head
     fours, i = count(-(-T_k // 4), 0)[None, None, None], count(T_q, 1)[None, None]
+    i = i + first_query
     if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]
         fours = j // 4

@@ -66,14 +66,11 @@ def dropped(
     positions = None
     if options.q_positions is not None and options.k_positions is not None:
         positions = options.q_positions, options.k_positions
-    elif first_query:
-        T_q, T_k = weights.shape[2:]
-        places = torch.arange(max(first_query + T_q, T_k), device=weights.device)[None]
-        positions = places[:, first_query : first_query + T_q], places[:, :T_k]
     heads = None if options.all_heads is None else (options.first_head, options.all_heads)
     kept = dropout.keep_mask(
-        seed, p, *weights.shape, first_row=first_row, positions=positions, heads=heads
-    )
+        seed, p, *weights.shape,
+        first_row=first_row, first_query=first_query, positions=positions, heads=heads,
+    )  # fmt: skip
     return weights * kept / (1 - p)
 
 

@@ -299,6 +299,22 @@ def _bias(options: Options, dtype: torch.dtype, x: Tensor | None, placed: _ByPos
     return x
 
 
+def copies(options: Options, B: int, H_q: int) -> int:
+    """Upper bound of the masks [T_q, T_k] that are made for torch's function."""
+    bias, mask = options.attn_bias, options.attn_mask
+    if bias is not None and bias.requires_grad:  # torch's formula
+        return B * H_q
+    given = [x for x in (bias, mask) if x is not None]
+    every_head = options.biases or options.mask_mod is not None
+    slopes = options.alibi_slopes
+    every_row = lacks_keys(options) or options.placing is None or options.mask_mod is not None
+    if mask is None and not (every_head or every_row) and options.band == (None, None):
+        return 0  # torch gets the bias itself
+    rows = B if every_row or (slopes is not None and slopes.dim() == 2) else 1
+    sizes = [(rows, H_q if every_head else 1), *(x.shape[:2] for x in given)]
+    return math.prod(map(max, zip(*sizes, strict=True)))
+
+
 def dtype_of_bias(q: Tensor, options: Options) -> torch.dtype:
     """`AddedScores.dtype`."""
     bias = options.attn_bias

@@ -1,6 +1,7 @@
 """Split a call into chunks of query rows, to bound memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from .. import tracing
 from ..checks import FARTHEST
 from ..options import BROADCAST, LEARNED, Options, along
 from . import formula, masks
+from .derivatives import InParts
 
 
 def steps(length: int, step: int) -> Iterable[slice]:
@@ -34,24 +36,104 @@ def chunks(
         yield rows, _of_rows(options, rows)
 
 
-_BY_QUERY = along("T_q")
+_BY_QUERY, _BY_KEY = along("T_q"), along("T_k")
+
+
+def _dim(name: str, x: Tensor | None, dims: Mapping[str, int]) -> int | None:
+    """Dim of the queries, or keys, in a field; None if it has none, or broadcasts."""
+    if x is None or name not in dims:
+        return None
+    dim = x.dim() - 1 - dims[name]
+    return None if name in BROADCAST and x.shape[dim] == 1 else dim
+
+
+def _narrowed(options: Options, dims: Mapping[str, int], part: slice) -> dict[str, Any]:
+    """Fields with these dims, of a part."""
+    of = {name: (getattr(options, name), _dim(name, getattr(options, name), dims)) for name in dims}
+    length = part.stop - part.start
+    return {n: x.narrow(dim, part.start, length) for n, (x, dim) in of.items() if dim is not None}
 
 
 def _of_rows(options: Options, rows: slice) -> Options:
     offset, offsets = options.query_offset, options.query_offsets
     assert offset is not None, "packed calls are split before"
-    own: dict[str, Any] = {}
-    for name, behind in _BY_QUERY.items():
-        x = getattr(options, name)
-        broadcast = name in BROADCAST and x is not None and x.shape[-1 - behind] == 1
-        if x is not None and not broadcast:
-            own[name] = x[(..., rows, *(slice(None),) * behind)]
+    own = _narrowed(options, _BY_QUERY, rows)
     if offsets is not None and options.q_positions is None:
         # Offsets are limited to 2^28, which a later chunk's offset could exceed.
         first = offsets.long().clamp(-FARTHEST, FARTHEST)[:, None]
         places = torch.arange(rows.start, rows.stop, device=offsets.device)
         own["q_positions"] = (first + places).to(torch.int32)
     return options._replace(query_offset=offset + rows.start, query_offsets=None, **own)
+
+
+def of_keys(options: Options, keys: slice) -> Options:
+    """The options for a part of the keys, from 0 on or as `seen_keys` returns it."""
+    own = _narrowed(options, _BY_KEY, keys)
+    if keys.start:
+        assert options.query_offset is not None
+        own["query_offset"] = options.query_offset - keys.start
+        if options.key_lengths is not None:
+            own["key_lengths"] = options.key_lengths - keys.start
+    return options._replace(**own)
+
+
+def seen_keys(options: Options, T_q: int, T_k: int) -> slice:
+    """Keys that queries may see by numbers alone, at least one of T_k."""
+    left, right = (None, None) if options.band is None else options.band
+    if options.causal and options.band is None and options.prefix_lengths is None:
+        right = 0
+    offset = options.query_offset
+    if offset is None or options.query_offsets is not None or options.q_positions is not None:
+        left = right = None
+    # Functions and dropout read the places of keys.
+    if options.mask_mod is not None or options.score_mod is not None or options.dropout:
+        left = None
+    first = 0 if left is None or offset is None else min(max(0, offset - left), T_k - 1)
+    end = T_k if right is None or offset is None else min(offset + T_q + right, T_k)
+    return slice(first, max(end, first + 1))
+
+
+def widened(options: Options) -> Options:
+    """Options whose learned tensors are in fp32 or wider, but for those with rows of the queries.
+
+    So that their gradients, sums of those of chunks, are rounded once.
+    """
+    own: dict[str, Any] = {}
+    for name in LEARNED:
+        x = getattr(options, name)
+        if x is not None and _dim(name, x, _BY_QUERY) is None:
+            own[name] = formula.wide(x, None)
+    return options._replace(**own)
+
+
+Compute = Callable[..., tuple[Tensor, ...]]
+
+
+def in_chunks(
+    attend: Compute, main: Sequence[Tensor | None], dims: Sequence[int | None],
+    of_results: Sequence[int | None], options: Options, slices: Iterable[tuple[slice, Options]],
+) -> tuple[InParts, list[Tensor | None]]:  # fmt: skip
+    """A call in chunks of queries, and its tensors: `main`, then those of options with gradients.
+
+    Args:
+        attend: attend(*main, options, first_query) of some queries.
+        main, dims: tensors, with their dim of queries.
+        of_results: that of each result.
+        slices: as of `chunks`.
+    """
+    learned = [getattr(options, name) for name in LEARNED]
+    count, end = len(main), len(main) + len(LEARNED)
+
+    def of_rows(own: Options, first: int, *tensors: Any) -> tuple[Tensor, ...]:
+        fields = dict(zip(LEARNED, tensors[count:end], strict=True))
+        own = own._replace(**fields, mod_tensors=tensors[end:])
+        return attend(*tensors[:count], own, first)
+
+    parts = [(rows, partial(of_rows, own, rows.start)) for rows, own in slices]
+    of_learned = [_dim(*field, _BY_QUERY) for field in zip(LEARNED, learned, strict=True)]
+    of_mods = [None] * len(options.mod_tensors)
+    call = InParts(parts, [*dims, *of_learned, *of_mods], of_results)
+    return call, [*main, *learned, *options.mod_tensors]
 
 
 class QueryPart(NamedTuple):
@@ -85,7 +167,7 @@ def parts(
 
 # Of `attention_in_tiles`: queries of a tile, and keys of a block.
 _ROWS, _KEYS = 16, 64
-_BY_ROW, _BY_KEY = along("B"), along("T_k")
+_BY_ROW = along("B")
 
 
 def attention_in_tiles(

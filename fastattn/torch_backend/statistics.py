@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .. import tracing
-from ..options import LEARNED, Options
+from ..options import Options
 from . import formula, masks
-from .query_chunks import chunks
+from .query_chunks import chunks, in_chunks
 
 # Scores in memory at once: 256 MiB in fp32.
 _SCORES = 2**26
@@ -67,55 +67,17 @@ def differentiable(
     """`compute` in chunks of rows, differentiable by `of_some`, the same of some rows."""
     if tracing.transforming() or torch.compiler.is_compiling():
         return of_some(q, k, lse, top, options)
-    results: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
-        compute, of_some, top, options, q, k, lse, *options.differentiable
+
+    def of_chunk(*inputs: Any) -> tuple[Tensor, ...]:
+        q, k, lse, own, _ = inputs
+        return of_some(q, k, lse, top, own)
+
+    # The weight received by a key is a sum over all queries.
+    of_results = (2, None, 2, 2, 2) if of_some is of_rows else (2,)
+    call, tensors = in_chunks(
+        of_chunk, (q, k, lse), (2, None, 2), of_results, options, _chunks(q, k, options)
     )
-    return results
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, compute: Compute, of_some: Compute, top: int, options: Options,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        q, k, lse = tensors[:3]
-        assert q is not None and k is not None
-        results = compute(q, k, lse, top, options)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
-        ctx.save_for_backward(*tensors)
-        ctx.of_some, ctx.top, ctx.options = of_some, top, options
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        again = torch.is_grad_enabled()  # gradients get gradients
-        leaves = [
-            x if x is None or (again and need) else x.detach().requires_grad_(need)
-            for x, need in zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
-        ]
-        wanted = [x for x in leaves if x is not None and x.requires_grad]
-        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, _FP32)) for x in wanted]
-        with torch.enable_grad():
-            q, k, lse, *learned = leaves
-            assert q is not None and k is not None
-            options = ctx.options._replace(**dict(zip(LEARNED, learned, strict=True)))
-            for rows, own in _chunks(q, k, options):
-                own_lse = None if lse is None else lse[:, :, rows]
-                results = ctx.of_some(q[:, :, rows], k, own_lse, ctx.top, own)
-                # The weight received by a key depends on every row.
-                pairs = [
-                    (y, dy if n == 1 else dy[:, :, rows])
-                    for n, (y, dy) in enumerate(zip(results, grads, strict=True))
-                    if dy is not None
-                ]
-                some, of_some = zip(*pairs, strict=True)
-                of = torch.autograd.grad(some, wanted, of_some, create_graph=again)
-                sums = [total + x for total, x in zip(sums, of, strict=True)]
-        by_leaf = iter(total.to(x.dtype) for total, x in zip(sums, wanted, strict=True))
-        of_leaves = [next(by_leaf) if x is not None and x.requires_grad else None for x in leaves]
-        return None, None, None, None, *of_leaves
+    return call.recomputed(*tensors, at_once=lambda *_: compute(q, k, lse, top, options))
 
 
 def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:

@@ -20,37 +20,39 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import tracing
 from ..options import Options
-from . import dropout, formula, masks, tangents
-from .double_backward import gradients_by_formula
-from .query_chunks import attention_in_tiles
+from . import cpu_kernel, dropout, formula, masks
+from .derivatives import carried, gradients_by_formula
+from .query_chunks import attention_in_tiles, chunks, in_chunks, of_keys, seen_keys, widened
 
 Results: TypeAlias = Tensor | tuple[Tensor, Tensor]
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options], Results]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0
-) -> Results:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0,
+    first_query: int = 0,
+) -> Results:  # fmt: skip
     """`fastattn.attention` or, packed, `attention_varlen`, for checked arguments.
 
-    first_row: b of the first batch row; not 0 for a part of a batch.
+    first_row, first_query: b of the first batch row and i of the first query; not 0 for a part.
     """
-    return bind(q, k, v, options, return_lse, first_row)(q, k, v, options)
+    return bind(q, k, v, options, return_lse, first_row, first_query)(q, k, v, options)
 
 
 def bind(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False,
-    first_row: int = 0,
+    first_row: int = 0, first_query: int = 0,
 ) -> Attend:  # fmt: skip
     """The function that computes calls with these layouts and options, whatever tensors hold.
 
-    torch's function supports a mask and a bias on scores, no tangents, and an lse on a CPU without
-    gradients. Other calls run the formula, in fp32 or wider, with all scores in memory.
+    torch's function supports a mask and a bias on scores, no tangents, and on a CPU an lse and
+    sinks. Other calls run the formula, in fp32 or wider. Eager calls whose scores or masks take
+    much memory, and those that see few keys, run in chunks of queries.
     """
     how: dict[str, Any] = {"return_lse": return_lse, "first_row": first_row}
     ordered = options.batch_invariant and q.numel() and k.numel()
-    if not ordered and tangents.carried(q, k, v, options) is not None:
-        return partial(tangents.attention, **how)
+    if not ordered and carried(q, k, v, options) is not None:
+        return partial(_with_tangents, **how)
     if options.key2 is not None and options.relative_keys is None:
         return partial(_with_one_product, **how)
     if options.cu_seqlens_q is not None:
@@ -58,16 +60,24 @@ def bind(
     if ordered:
         return partial(_in_tiles, **how)
     on_host = tracing.host_knows(q)
-    fits = on_host and _fits_cpu_kernel(q, k, v, options)
-    if return_lse > fits or q.numel() == 0 or k.numel() == 0 or _needs_formula(q, options):
+    fits = on_host and cpu_kernel.fits(q, k, v, options)
+    summed = return_lse or options.sinks is not None
+    options = options._replace(sinks=None) if fits else options
+    empty = q.numel() == 0 or k.numel() == 0
+    by_formula = summed > fits or empty or _needs_formula(q, options)
+    step = q.shape[2] if empty or tracing.may_be_traced(q) else _step(q, k, options, by_formula)
+    if tracing.always(step < q.shape[2]):
+        return partial(_in_chunks, step=step, by_formula=by_formula, **how)
+    how["first_query"] = first_query
+    if by_formula:
         return partial(_by_formula, **how)
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower, T_k = causal and options.left is None, k.shape[2]
     bare = options.plain and (lower or masks.sees_all(options, q.shape[2], T_k))
-    if bare and return_lse:
-        return partial(_with_lse, shown=None, is_causal=lower, first_row=first_row)
+    if bare and summed:
+        return partial(_with_lse, added=None, is_causal=lower, **how)
     if bare:
-        wide = tracing.always(T_k >= WIDEST_VECTOR)
+        wide = tracing.always(T_k >= cpu_kernel.WIDEST_VECTOR)
         # ONNX's operators pass NaN on.
         for_onnx = not on_host and torch.onnx.is_in_onnx_export()
         short = q.is_cpu and not (wide or options.dropout or for_onnx)
@@ -75,8 +85,8 @@ def bind(
         return partial(bound, is_causal=lower, gqa=gqa)
     skips = causal and fits and T_k > _KEYS_AT_ONCE
     added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
-    if return_lse:
-        return partial(_with_lse, shown=added.quickly, is_causal=skips, first_row=first_row)
+    if summed:
+        return partial(_with_lse, added=added, is_causal=skips, **how)
     # A bias may be NaN or infinite where a key is hidden.
     complete = on_host and not added.biased and added.shows_each_query_a_key(options)
     return partial(_masked, added=added, on_host=on_host, complete=complete, gqa=gqa)
@@ -95,6 +105,75 @@ def _in_tiles(
     return (o, lse) if return_lse else o
 
 
+# Scores in memory at once, with tangents: 256 MiB in fp32, and as many tangents.
+_WITH_TANGENTS = 2**26
+
+
+def _with_tangents(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, first_row: int
+) -> Results:
+    """The formula in chunks: its operations have tangents at every level of torch.func."""
+    if options.cu_seqlens_q is not None:
+        return formula.each_sequence(attention, q, k, v, options, return_lse)
+    elements = q.shape[0] * q.shape[1] * k.shape[2]
+    parts = []
+    for rows, own in chunks(options, q.shape[2], elements, _WITH_TANGENTS):
+        how = {"return_lse": True, "first_row": first_row, "first_query": rows.start}
+        parts.append(formula.attention(q[:, :, rows], k, v, own, **how))
+    o, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    lse = lse if options.fp32_results else lse.float()
+    return (o, lse) if return_lse else o
+
+
+# Scores, or numbers of masks and biases, in memory at once: above the first, a call runs in chunks
+# of the second (8 MiB in fp32), on a CPU. Times as many elsewhere. Queries of a narrow window's
+# chunk.
+_MOST, _AT_ONCE, _ELSEWHERE, _QUERIES = 2**22, 2**21, 32, 256
+
+
+def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
+    """Number of queries to compute at once."""
+    (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
+    flagged = _is_causal(options) and T_k > _KEYS_AT_ONCE
+    made = options._replace(causal=False, right=None) if flagged else options
+    of_all = B * H_q if by_formula or options.dropout else masks.copies(made, B, H_q)
+    many = of_all * T_k if q.is_cpu else -(-of_all * T_k // _ELSEWHERE)
+    step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
+    # Keys that a chunk in the middle of many sees.
+    keys = seen_keys(options._replace(query_offset=T_k), _QUERIES, 2 * T_k)
+    return min(step, _QUERIES) if 2 * (keys.stop - keys.start) <= T_k else step
+
+
+def _in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, step: int, by_formula: bool,
+    return_lse: bool, first_row: int,
+) -> Results:  # fmt: skip
+    """A call in chunks of queries, of the keys that they may see; gradients recompute each."""
+    dtype = q.dtype
+    if by_formula:
+        q, k, v = (formula.wide(x, None) for x in (q, k, v))
+    options = widened(options)
+    drawn: dict[int, Tensor] = {}  # states before torch drew a chunk's dropout
+
+    def attend(*inputs: Any) -> tuple[Tensor, ...]:
+        q, k, v, own, first_query = inputs
+        keys = seen_keys(own, q.shape[2], k.shape[2])
+        call = (q, k[:, :, keys], v[:, :, keys], of_keys(own, keys))
+        with torch.random.fork_rng(devices=(), enabled=first_query in drawn):
+            if own.dropout and own.dropout_seed is None:
+                torch.set_rng_state(drawn.setdefault(first_query, torch.get_rng_state()))
+            results = attention(*call, return_lse, first_row, first_query)
+        return results if isinstance(results, tuple) else (results,)
+
+    slices = chunks(options, q.shape[2], 1, step)
+    of_results = (2, 2) if return_lse else (2,)
+    call, tensors = in_chunks(attend, (q, k, v), (2, None, None), of_results, options, slices)
+    compute = call.recomputed if _records(q, k, v, options) else call.at_once
+    o, *lse = compute(*tensors)
+    o = o if options.fp32_results else o.to(dtype)
+    return (o, *lse) if return_lse else o  # type: ignore[return-value]
+
+
 def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
     results = formula.attention(q, k, v, options, **how)
     if not isinstance(results, tuple) or options.fp32_results:
@@ -111,7 +190,7 @@ def _fused(
     The function also drops weights without a seed.
     """
     if is_causal and shown is not None:
-        o, _ = _cpu_kernel(q, k, v, 0.0, True, attn_mask=shown, scale=options.scale)
+        o, _, _ = cpu_kernel.attention(q, k, v, shown, None, True, None, options.scale)
     else:
         o = scaled_dot_product_attention(
             q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
@@ -152,10 +231,7 @@ def _masked(
         if complete or _is_sound(o, k, v, options):
             return o
     shown, mask = added.exactly(options)
-    exists = masks.existing_keys(options, k.shape[2], q.device)
-    if exists is not None:
-        k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
-    o = _fused(q, k, v, options, shown, is_causal=False, gqa=gqa)
+    o = _fused(q, *_existing(k, v, options), options, shown, is_causal=False, gqa=gqa)
     if mask is not None:
         # On a CPU torch gives 0 for rows without keys, unless there is NaN elsewhere; its CUDA
         # kernels differ.
@@ -165,45 +241,47 @@ def _masked(
 
 def _records(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether autograd records the call."""
-    inputs = (q, k, v, *options.differentiable)
+    inputs = (q, k, v, *options.differentiable, *options.mod_tensors)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _with_lse(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, *,
-    shown: Callable[[Options], Tensor | None] | None, is_causal: bool, first_row: int,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.AddedScores | None,
+    is_causal: bool, return_lse: bool, **how: int,
 ) -> Results:  # fmt: skip
-    """o and lse of torch's CPU kernel; of the formula for gradients.
+    """o and lse of torch's CPU kernel, with sinks. added: of a call with a mask or bias."""
+    records = _records(q, k, v, options)
+    compute = partial(cpu_kernel.differentiable if records else cpu_kernel.attention, q)
+    more = options.sinks, options.scale
+    o, lse, odd = compute(k, v, added and added.quickly(options), None, is_causal, *more)
+    sound = not odd.any().item() and _is_sound(o, k, v, options)
+    if added is not None and not sound:
+        shown, mask = added.exactly(options)
+        if shown is not None and shown.dtype == torch.bool:
+            shown = masks.added(shown, q.dtype)
+        blind = None if mask is None else ~mask.any(-1).expand(lse.shape)
+        o, lse, odd = compute(*_existing(k, v, options), shown, blind, False, *more)
+    if odd.any():
+        exact_o, exact_lse = _by_formula(q, k, v, options, return_lse=True, **how)
+        if records:
+            o, lse = exact_o, exact_lse
+        else:
+            o, lse = torch.where(odd[..., None], exact_o, o), torch.where(odd, exact_lse, lse)
+    return (o, lse.float().contiguous()) if return_lse else o
 
-    shown: makes the mask or bias of a call.
-    """
-    exactly = partial(_by_formula, q, k, v, options, return_lse=True, first_row=first_row)
-    if _records(q, k, v, options):
-        return exactly()
-    mask = None if shown is None else shown(options)
-    o, lse = _cpu_kernel(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
-    # The lse is 0 in rows without keys, and where NaN is missed: see `_WIDEST_VECTOR`.
-    if not (_is_finite(o) and torch.count_nonzero(lse).item() == lse.numel()):
-        sound = o.isfinite().all(-1) & (lse != 0)
-        exact_o, exact_lse = exactly()
-        o = torch.where(sound[..., None], o, exact_o)
-        lse = torch.where(sound, lse, exact_lse)
-    return o, lse.float().contiguous()
+
+def _existing(k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Keys and values, 0 where they are padding."""
+    exists = masks.existing_keys(options, k.shape[2], k.device)
+    if exists is None:
+        return k, v
+    k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
+    return k, v
 
 
 # torch's function has an argument for a mask or is_causal alone, and returns no lse. With both its
 # kernel skips blocks of so many keys; a mask alone is faster where there is one block.
 _KEYS_AT_ONCE = 512
-_cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def _fits_cpu_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether torch's CPU kernel supports these layouts: it does not check this."""
-    # It has no gradients of a bias, and no dropout.
-    learned = any(x is not None and x.requires_grad for x in options.differentiable)
-    if learned or options.fp32_results or options.dropout:
-        return False
-    return q.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
 
 
 def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Options]:
@@ -214,11 +292,6 @@ def one_product(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor,
     key = key.repeat_interleave(k.shape[1] // key.shape[1], 1)
     options = options._replace(query2=None, key2=None)
     return torch.cat((q, query), -1), torch.cat((k, key), -1), options
-
-
-# Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
-# maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
-WIDEST_VECTOR = 64
 
 
 def _with_nan(o: Tensor, q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
@@ -259,13 +332,12 @@ def _allow_second_derivatives(
             for x, grad in zip_longest(inputs, grad_inputs[: len(inputs)])
         ]
         q, k, v, shown = inputs
-        is_mask = shown is not None and shown.dtype == torch.bool
-        options = Options(causal=is_causal, scale=scale, attn_mask=shown if is_mask else None)
+        options = cpu_kernel.of_mask(shown, is_causal, scale)
 
         def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
             return (formula.attention(q, k, v, options._replace(attn_bias=bias)),)  # type: ignore[return-value]
 
-        tensors = q, k, v, None if is_mask else shown
+        tensors = q, k, v, options.attn_bias
         grads = gradients_by_formula(plain, tensors, needed, grad_outputs[:1])
         return (*grads[: len(grad_inputs)], *grad_inputs[len(inputs) :])
 
@@ -280,7 +352,7 @@ def draws(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -
     part = options.all_heads is not None or options.q_positions is not None
     if part or not (tracing.host_knows(q) and q.numel() and k.numel()):
         return False
-    return not _needs_formula(q, options) and tangents.carried(q, k, v, options) is None
+    return not _needs_formula(q, options) and carried(q, k, v, options) is None
 
 
 def _needs_formula(q: Tensor, options: Options) -> bool:

@@ -412,14 +412,6 @@ def test_a_call_survives_the_end_of_its_swap(on_torch, adapters):
     assert running.innermost() is None
 
 
-def test_swapped_model_that_is_itself_attention():
-    layer = nn.MultiheadAttention(E, H)
-    assert list(fastattn.swap(layer).unseen) == [""]
-    again = fastattn.swap(layer)
-    assert again.replaced == {}
-    assert str(again) == "the model: unchanged: it is fastattn's already"
-
-
 def test_compiled_code_follows_swap_and_undo(on_torch):
     torch._dynamo.reset()
     layer = nn.MultiheadAttention(E, H, batch_first=True).train()

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_blocks import BLOCKS, Timm
+from attention_blocks import BLOCKS, C, Timm
 from naive_layers import Block
 from swapped_blocks import assert_equal, tokens, total
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+import fastattn
 from fastattn.compat.swap import eager
 
 STATS = torch._dynamo.utils.counters["stats"]
@@ -50,6 +52,24 @@ def test_hooks_of_parts(swap, when):
     before = total(done)
     model(x)
     assert total(done) == before + 1
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("remade", [lambda model: model, copy.deepcopy])
+def test_a_swap_ends_the_one_before(swap, eager, remade):
+    """Only the later one counts and undoes, what a parametrization has derived too."""
+    model = nn.ModuleList([Timm(not eager), nn.MultiheadAttention(C, 4)])
+    first, x = swap(model, eager=eager), tokens()
+    model = remade(model)
+    second = swap(model, eager=eager)
+    parametrize.register_parametrization(model[1], "in_proj_weight", nn.Identity())
+    first.undo()
+    model[1](model[0](x), x, x, need_weights=False)
+    assert [total(first), total(second)] == [0, 2], f"{first}\n{second}"
+    second.undo()
+    model[1](model[0](x), x, x, need_weights=False)
+    assert total(second) == 2 and not isinstance(model[1], fastattn.MultiheadAttention)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 class Holding(Block):

@@ -26,7 +26,7 @@ from fastattn.testing.option_examples import (
     sets_that_cover_pairs,
     together,
 )
-from fastattn.torch_backend import tangents
+from fastattn.torch_backend import torch_attention
 
 B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
 EXAMPLES = option_examples(H_q, H_k, T_q, T_k, D, reach=6)
@@ -118,7 +118,7 @@ WHOLE = {name: x for name, x in EXAMPLES.items() if name != "bias-with-holes"}
 )
 def test_every_option(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks of 16 queries, so that the last is a remainder."""
-    monkeypatch.setattr(tangents, "_SCORES", 16 * B * H_q * T_k)
+    monkeypatch.setattr(torch_attention, "_WITH_TANGENTS", 16 * B * H_q * T_k)
     options = together(EXAMPLES, names)
     tensors = qkv() | learned_of(options)
     how: dict[str, Any] = {**options, "return_lse": True}
@@ -381,7 +381,7 @@ def test_a_compiled_call_of_a_dual_tensor(function: Function) -> None:
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of no chunk hold more scores than a chunk does."""
-    monkeypatch.setattr(tangents, "_SCORES", 4 * 64)
+    monkeypatch.setattr(torch_attention, "_WITH_TANGENTS", 4 * 64)
     x = draw(1, 1, 64, 4)
     with torch.no_grad(), forward_ad.dual_level(), Held() as held:
         dual = forward_ad.make_dual(x, x.cos())

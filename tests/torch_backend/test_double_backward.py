@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from scores_in_memory import in_chunks
 from torch import Tensor
 
 import fastattn
@@ -40,8 +41,13 @@ def leaves_of(options: dict[str, Any]) -> tuple[list[str], list[Tensor]]:
     return [*given], [x.clone().requires_grad_() for x in given.values()]
 
 
+@pytest.mark.parametrize("at_once", [2**22, 12])
 @pytest.mark.parametrize("case", CASES)
-def test_second_derivatives_are_those_of_differences(case: str) -> None:
+def test_second_derivatives_are_those_of_differences(
+    case: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls at once, and in chunks of a query."""
+    in_chunks(monkeypatch, at_once)
     options = CASES[case]
     names, leaves = leaves_of(options)
     packed = "cu_seqlens_q" in options

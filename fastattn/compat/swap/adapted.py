@@ -15,7 +15,8 @@ from ..calls import Calls
 
 # adapter(module, *args, **kwargs) returns the output of a call, or NotImplemented.
 Adapter = Callable[..., Any]
-_CALLS = "fastattn_calls"
+# Attribute of a module: its call counts; of its class: the class that is adapted.
+_CALLS, _ADAPTED = "fastattn_calls", "fastattn_adapted"
 # Attributes of a module: why its adapter left its last call; why it returned the own forward's
 # output for its last call; a table and the key that this call has put into it, where calls are
 # refused; captures by form of call; call counts of its parts that may have attention.
@@ -58,7 +59,8 @@ def _adapted_class(kind: Any, adapter: Adapter) -> Any:
 
     names = ("__module__", "__qualname__", "__doc__")
     body: dict[str, Any] = {name: getattr(kind, name) for name in names}
-    return type(kind.__name__, (kind,), body | {"forward": forward, "__reduce_ex__": reduce})
+    body |= {"forward": forward, "__reduce_ex__": reduce, _ADAPTED: kind}
+    return type(kind.__name__, (kind,), body)
 
 
 def _new(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
@@ -66,15 +68,26 @@ def _new(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
     return cast(nn.Module, made.__new__(made))
 
 
-def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> Callable[[], None]:
-    """Serve a module's calls by an adapter, and count them; returns a function that undoes it."""
-    kind: Any = type(module)
-    module.__class__ = _adapted_class(kind, adapter)
+def adapt(module: nn.Module, adapter: Adapter, calls: Calls) -> None:
+    """Serve a module's calls by an adapter, and count them."""
+    module.__class__ = _adapted_class(cast(Any, type(module)), adapter)
     setattr(module, _CALLS, calls)
 
-    def undo() -> None:
-        module.__class__ = kind
-        for name in ATTRIBUTES:
-            module.__dict__.pop(name, None)
 
-    return undo
+def end_adapter(module: nn.Module, calls: Calls | None) -> None:
+    """End the adapter of a module that counts in `calls`; None is any."""
+    for kind in type(module).__mro__:
+        if _ADAPTED in vars(kind) and calls in (None, vars(module).get(_CALLS)):
+            module.__class__ = exchanged(type(module), kind, getattr(kind, _ADAPTED))
+            for name in ATTRIBUTES:
+                module.__dict__.pop(name, None)
+            return
+
+
+def exchanged(kind: Any, old: type, new: type) -> Any:
+    """`kind` with `new` as base in place of `old`, as parametrizations and FSDP derive classes."""
+    if kind is old:
+        return new
+    bases = tuple(exchanged(base, old, new) for base in kind.__bases__)
+    body = {name: x for name, x in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return kind if bases == kind.__bases__ else type(kind.__name__, bases, body)

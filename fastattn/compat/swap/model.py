@@ -1,5 +1,6 @@
 """`fastattn.swap`: replace a model's attention by fastattn's, in place, with undo."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -8,10 +9,10 @@ from torch import nn
 
 from ...modules.layer import AttentionLayer
 from ..calls import Calls
-from ..multihead import MultiheadAttention, stay_on_path
-from .adapted import PARTS, Adapter, adapt
+from ..multihead import MultiheadAttention, leave_path, stay_on_path
+from .adapted import PARTS, Adapter, adapt, end_adapter, exchanged
 from .eager import CapturedForward
-from .scope import Serving, watch
+from .scope import Serving, unwatch, watch
 from .source import SDPA, SOFTMAX, names_in
 
 _BY_TORCHS_FUNCTION = f"calls to F.{SDPA} use fastattn"
@@ -38,6 +39,7 @@ class Swap:
         self._of_transformers: set[str] = set()
         self._registered: set[str] = set()
         self._left: dict[str, str] = {}
+        self._modules: weakref.WeakKeyDictionary[nn.Module, Calls] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -112,6 +114,8 @@ class Swap:
 
     def undo(self) -> None:
         """Restore every module. The objects, weights and hooks are unchanged."""
+        for module, calls in [*self._modules.items()]:
+            _release(module, calls)
         while self._undo:
             self._undo.pop()()
 
@@ -149,7 +153,7 @@ def swap(
     """Make the attention of a model use `fastattn`, in place.
 
     No module is replaced or copied: weights, hooks, training mode, device and dtype stay, and later
-    changes take effect.
+    changes take effect. An earlier swap of the model ends.
 
     - `torch.nn.MultiheadAttention` objects get the class `fastattn.MultiheadAttention`. Subclasses
       keep their forward.
@@ -179,6 +183,8 @@ def swap(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     adapters = _checked_adapters(adapters)
+    for module in model.modules():
+        _release(module)
     done = Swap()
     captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
     serving: Serving | None = None
@@ -198,7 +204,8 @@ def swap(
         if serving is None:
             serving = Serving()
             done._undo.append(serving.end)
-        done._undo.append(watch(module, done.calls[name], serving))
+        watch(module, done.calls[name], serving)
+        done._modules[module] = done.calls[name]
         if kind in adapters:
             _adapt(name, module, adapters[kind], "its adapter computes its calls", done)
         elif eager and not SOFTMAX.isdisjoint(done._names[name]):
@@ -261,22 +268,28 @@ def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap)
     if "forward" in vars(module):
         return
     done._ways[name] = way
-    done._undo.append(adapt(module, adapter, done.calls[name]))
+    adapt(module, adapter, done.calls[name])
 
 
 def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> None:
     module.__class__ = MultiheadAttention
     served = cast(MultiheadAttention, module)
     done.calls[name] = served.calls = Calls()
-    hook = stay_on_path(served)
-
-    def undo() -> None:
-        hook.remove()
-        del served.calls
-        module.__class__ = nn.MultiheadAttention
-
+    stay_on_path(served)
     done._ways[name] = "fastattn.MultiheadAttention"
-    done._undo.append(undo)
+    done._modules[module] = served.calls
+
+
+def _release(module: nn.Module, calls: Calls | None = None) -> None:
+    """End the swap of a module that counts in `calls`, or any; the module may be a copy."""
+    unwatch(module, calls)
+    end_adapter(module, calls)
+    if not isinstance(module, MultiheadAttention) or module.calls is None:
+        return
+    if calls in (None, module.calls):
+        leave_path(module)
+        del module.calls
+        module.__class__ = exchanged(type(module), MultiheadAttention, nn.MultiheadAttention)
 
 
 def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> bool:

@@ -5,7 +5,6 @@ refer to the module.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,15 +57,18 @@ def is_of_swap(hook: object) -> bool:
     return isinstance(hook, _Hook)
 
 
-def watch(module: nn.Module, calls: Calls, serving: Serving) -> Callable[[], None]:
-    """Serve and count calls of torch's function while a module runs; returns what undoes it."""
-    begin = module.register_forward_pre_hook(_Begin(calls, serving), prepend=True)
+def watch(module: nn.Module, calls: Calls, serving: Serving) -> None:
+    """Serve and count calls of torch's function while a module runs."""
+    module.register_forward_pre_hook(_Begin(calls, serving), prepend=True)
     # Also where the forward raises.
-    end = module.register_forward_hook(_End(calls, serving), always_call=True)
+    module.register_forward_hook(_End(calls, serving), always_call=True)
 
-    def remove() -> None:
-        begin.remove()
-        end.remove()
-        calls.ended = True  # a forward that runs has no hook now to end it
 
-    return remove
+def unwatch(module: nn.Module, calls: Calls | None) -> None:
+    """Remove hooks of `watch` that count in `calls`; None is any."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in [*hooks.items()]:
+            if isinstance(hook, _Hook) and calls in (None, hook.calls):
+                hook.calls.ended = True  # a forward that runs has no hook now to end it
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

@@ -17,7 +17,7 @@ from ... import kernels as launchers
 from ... import tracing
 from ...options import FUNCTIONS, LEARNED, Options
 from ...torch_backend import formula
-from ...torch_backend.double_backward import gradients_by_formula
+from ...torch_backend.derivatives import gradients_by_formula
 from ..call import fake_in_layout, operator
 from ..flops import attended
 from ..gradients import (

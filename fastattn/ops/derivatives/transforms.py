@@ -16,8 +16,7 @@ from torch.autograd import forward_ad
 
 from ... import tracing
 from ...options import Options
-from ...torch_backend import tangents
-from ...torch_backend.double_backward import gradients_by_formula
+from ...torch_backend.derivatives import carried, gradients_by_formula
 from ...tracing import transforming as transforming
 from ..gradients import (
     NAMES,
@@ -91,7 +90,7 @@ class _Attention(torch.autograd.Function):
 
 def why_no_tangents(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Reason that kernels cannot compute the tangents of a call, or None."""
-    name = tangents.carried(q, k, v, options)
+    name = carried(q, k, v, options)
     if name is None:
         return None
     if torch.compiler.is_compiling():

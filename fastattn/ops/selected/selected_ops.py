@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import kernels, tracing
 from ...options import Options
 from ...torch_backend import formula
-from ...torch_backend.double_backward import gradients_with_graph
+from ...torch_backend.derivatives import gradients_with_graph
 from ...torch_backend.selected import selected_formula as selected_formula
 from .. import schema
 from ..call import contiguous, fake_in_layout, fake_output, operator

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import dispatch, reference
+from fastattn.functional import call_memo
 from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
@@ -25,7 +26,7 @@ from fastattn.testing.calls import CALLS, Made
 from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.testing.verify.scoring import assert_statistics
-from fastattn.torch_backend import additive, dropout, statistics
+from fastattn.torch_backend import additive, dropout, statistics, torch_attention
 from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
@@ -65,9 +66,16 @@ def _setting(case: Case) -> Iterator[None]:
             stack.enter_context(grid_of(case.random("grid").choice(1, 3, 132)))
         if "chunks" in case.traits:
             limit = case.random("chunks").integer(1, 4) * case.B * case.H_q * case.T_k
-            chunks = (statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")
+            chunks = [(statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")]
+            if "dropout" not in case.options or "dropout_seed" in case.options:
+                # The oracle knows what torch draws at once.
+                chunks += [(torch_attention, x) for x in ("_MOST", "_AT_ONCE", "_WITH_TANGENTS")]
+                few = mock.patch.object(torch_attention, "_QUERIES", 1 + limit % 3)
+                stack.enter_context(few)
             for module, name in chunks:
                 stack.enter_context(mock.patch.object(module, name, limit))
+            call_memo.forget()
+            stack.callback(call_memo.forget)
         if case.backend == "triton":
             wide, long = TileConfig(*case.tile), TileConfig(*case.tile[::-1])
             # dK and dV by a launch each, as where heads are wide.

@@ -1,0 +1,112 @@
+"""torch's attention kernel for CPUs with its lse, sinks, and gradients of both."""
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..options import Options
+from . import formula
+from .derivatives import gradients_by_formula
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
+# maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
+WIDEST_VECTOR = 64
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether the kernel supports these layouts: it does not check this."""
+    # It has no gradients of a bias, and no dropout.
+    others = options._replace(sinks=None).differentiable
+    learned = any(x is not None and x.requires_grad for x in others)
+    if learned or options.fp32_results or options.dropout:
+        return False
+    return q.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor | None, is_causal: bool,
+    sinks: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, lse, and rows where they may be wrong, bool [B, H_q, T_q].
+
+    mask: summand without gradients. blind: rows without keys, if known.
+    """
+    o, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    # The kernel's lse is 0 in rows without keys, and where NaN is missed.
+    odd = lse == 0
+    if blind is not None:
+        o, lse, odd = o.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -inf), odd & ~blind
+    if sinks is not None:
+        of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        o = (o * (of_keys - lse).exp()[..., None]).to(q.dtype)
+        odd = odd | (sinks == inf)[:, None]
+    return o, lse, odd
+
+
+def differentiable(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention`, with gradients of o and lse in q, k, v and sinks, of any order."""
+    results: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        o, lse, odd = attention(*inputs)
+        q, k, v, mask, _, ctx.is_causal, sinks, ctx.scale = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(odd)
+        ctx.save_for_backward(q, k, v, mask, sinks, o, lse)
+        return o, lse, odd
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        q, k, v, mask, sinks, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            inputs, needed = (q, k, v, sinks), [ctx.needs_input_grad[i] for i in (0, 1, 2, 6)]
+            options = of_mask(mask, ctx.is_causal, ctx.scale)
+
+            def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+                return formula.attention(q, k, v, options._replace(sinks=sinks), return_lse=True)
+
+            *grads, dsinks = gradients_by_formula(plain, inputs, needed, (do, dlse))
+            return *grads, None, None, None, dsinks, None
+        do = torch.zeros_like(o) if do is None else do.contiguous()
+        delta = (do.to(lse.dtype) * o).sum(-1)
+        delta = delta if dlse is None else delta - dlse
+        dsinks = None
+        if ctx.needs_input_grad[6]:
+            dsinks = formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"]
+            dsinks = dsinks.to(sinks.dtype)
+        lse = lse.masked_fill(lse == -inf, 0)  # a number, for p = 0
+        # p by sinks' lse and o are those of one more key, of score `sinks` and value 0.
+        given = (do, q, k, v, o) if dlse is None else _with_dlse(do, q, k, v, o, dlse, lse.dtype)
+        mask = mask if mask is None else mask.to(given[0].dtype)
+        flags: dict[str, Any] = {"attn_mask": mask, "scale": ctx.scale}
+        grads = _backward(*given, lse, 0.0, ctx.is_causal, **flags)
+        dq, dk, dv = (
+            dx[..., : x.shape[3]].to(x.dtype) for dx, x in zip(grads, (q, k, v), strict=True)
+        )
+        return dq, dk, dv, None, None, None, dsinks, None
+
+
+def _with_dlse(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, dlse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Inputs of the backward with one more column, that add dlse to ds = p (do.v - do.o)."""
+    wide = [torch.nn.functional.pad(x.to(dtype), (0, 1)) for x in (do, q, k, v, o)]
+    wide[0][..., -1] = 1
+    wide[-1][..., -1] = -dlse
+    return tuple(wide)
+
+
+def of_mask(mask: Tensor | None, is_causal: bool, scale: float) -> Options:
+    """The options of a call of torch's function."""
+    if mask is not None and mask.dtype != torch.bool:
+        return Options(causal=is_causal, scale=scale, attn_bias=mask)
+    return Options(causal=is_causal, scale=scale, attn_mask=mask)
