@@ -45,7 +45,8 @@ def flex_attention(
         block_mask: its blocks and its mask_mod, which is translated at the first call with this
             object and its parts. Full blocks are not masked, and blocks without a visible pair are
             skipped. Under torch.compile it is evaluated at all pairs in each call, which takes a
-            byte for each, as far as it varies; there `fastattn.attention` with a `fastattn.BlockMask` skips blocks.
+            byte for each, as far as it varies; there `fastattn.attention` with a
+            `fastattn.BlockMask` skips blocks.
         scale: default D ** -0.5.
         enable_gqa: whether H_k may divide H_q.
         return_lse, return_aux: also return lse, fp32 [B, H_q, T_q], in natural log, or the largest
