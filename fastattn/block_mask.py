@@ -24,9 +24,10 @@ class BlockMask:
     """A mask function with its properties and its tables of blocks.
 
     Kernels skip empty blocks and do not mask full ones. To classify the blocks, a kernel evaluates
-    the function at every pair, once for each `BlockMask` and shape: keep the object and pass it to
-    every layer in every step. A bare function is evaluated in each call. The tables are renewed
-    when the call's other masks change, or a tensor that the function reads.
+    the function at every pair, once for each `BlockMask`, shape and stream, and in each replay of a
+    CUDA graph: keep the object and pass it to every layer in every step. A bare function is
+    evaluated in each call. The tables are renewed when the call's other masks change, or a tensor
+    that the function reads.
 
     Args:
         mask_mod: @triton.jit function (b, h, q_pos, k_pos, *tensors) -> bool; or a Python function
@@ -60,7 +61,7 @@ class BlockMask:
         return BlockMask(self.mask_mod, self.per_batch, self.per_head, tensors=own)
 
     def may_keep(self, device: torch.device) -> bool:
-        """Whether a table that is made now may be kept in `tables`."""
+        """Whether tables in `tables` may be used now, and added to."""
         return may_keep(device)
 
 

@@ -144,6 +144,8 @@ class RotaryPositions:
     ) -> None:
         self.rotary_dim, self.base, self.scaling = check_rotary_dim(rotary_dim), base, scaling
         self._kept: tuple[Tensor, Tensor] | None = None
+        # By length, the tables whose addresses are in CUDA graphs.
+        self._recorded: dict[int, tuple[Tensor, Tensor]] = {}
 
     def up_to(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cos, sin), fp32 [N, rotary_dim // 2], of positions 0..N-1 with N >= length."""
@@ -157,6 +159,8 @@ class RotaryPositions:
             # In a transform of torch.func they are wrapped, and no use after it.
             if may_keep(device) and not transforming():
                 self._kept = kept
+        elif not may_keep(device):
+            self._recorded[kept[0].shape[0]] = kept
         return kept
 
     def at(

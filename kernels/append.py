@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch.arguments import block_dim, blocks, empty_in_layout, strides
+from .launch.arguments import block_dim, blocks, copied, empty_in_layout, strides
 from .rules.codes import row_scale, to_e4m3, to_int8
 from .rules.integers import int32_within, runtime_int, value
 from .rules.pages import (
@@ -244,15 +244,17 @@ def _turn(q, o, rotary, b, first, slots, T, tile, const: tl.constexpr):
     tl.store(out, x.to(o.ptr.dtype.element_ty), mask=keep[:, None] & (cols < const.WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "rows"])
+@triton.jit(do_not_specialize=["T", "rows", "programs"])
 def append_kernel(
     q, o, k, v, k_store, v_store, rotary, pages,
-    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, slots, T, rows,
+    lengths_ptr, new_lengths_ptr, batch_index_ptr, counters_ptr, slots, T, rows, programs,
     const: tl.constexpr, of_v: tl.constexpr,
 ):  # fmt: skip
-    """A tile of k, v or q. Grid: the tiles of k, then those of v, then those of q; batch rows."""
-    tile = tl.program_id(0)
-    b = tl.program_id(1)
+    """A tile of k, v or q. 1-D grid: the tiles of k, then those of v, then those of q, `programs`
+    together; batch rows.
+    """
+    tile = tl.program_id(0) % programs
+    b = tl.program_id(0) // programs
     span = _Span(b, True, 0, T)
     if slots is None:
         span = _span(b, T, lengths_ptr, new_lengths_ptr, batch_index_ptr, rows, const.ADVANCE)
@@ -270,7 +272,7 @@ def append_kernel(
         # The row's last program updates the length, after all others have read it.
         tl.debug_barrier()
         before = tl.atomic_add(counters_ptr + span.row, 1, mask=span.exists)
-        if span.exists & (before == tl.num_programs(0) - 1):
+        if span.exists & (before == programs - 1):
             tl.store(lengths_ptr + span.row, span.first + span.count)
             tl.store(counters_ptr + span.row, 0)
 
@@ -306,7 +308,7 @@ def launch_append(
     tensors = [x for x in (q, o, k, v) if x is not None]
     e4m3 = cache.k.dtype == torch.float8_e4m3fn
     rest = (interleaved, e4m3, advance, row_bytes(cache), _alignment(tensors), BLOCK)
-    append_kernel[programs, B](
+    append_kernel[(programs * B,)](
         *map(_tokens, (q, o, k, v)),
         *map(stored, (cache.k, cache.v), (cache.k_scale, cache.v_scale)),
         None if cos is None else _Rotary(cos, sin, runtime_int(cos.shape[0])),
@@ -315,6 +317,7 @@ def launch_append(
         _Slots(slots, positions) if by_slots else None,
         T,
         0 if cache.lengths is None else cache.lengths.shape[0],
+        programs,
         _Constants(D, BLOCK_D, 0 if cos is None else cos.shape[1], *rest),
         _Constants(D_v, BLOCK_DV, 0, *rest),
         # Without fused multiply-adds rotated keys are bitwise equal to torch's.
@@ -325,7 +328,7 @@ def launch_append(
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
+    return x if x.stride(3) == 1 else copied(x)
 
 
 def _tokens(x: Tensor | None) -> _Tokens | None:

@@ -310,7 +310,7 @@ def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tenso
 
 
 def _tile(kernel: str, options: Options, q: Tensor, **how: Any) -> TileConfig:
-    return tile_for(kernel, options, aligned(q), block_dim(q.shape[3]), **how)
+    return tile_for(kernel, options, q, block_dim(q.shape[3]), **how)
 
 
 def _launch(

@@ -1,6 +1,8 @@
 """Rotary embedding: the formula, its invariants, and every argument message."""
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -133,10 +135,20 @@ def test_tables_made_in_a_transform_are_not_kept() -> None:
     torch.testing.assert_close(rotated(x), x.square().sum())
 
 
-def test_tables_that_a_graph_records_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_keeps_the_tables_that_it_reads_and_none_that_it_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cpu = torch.device("cpu")
     kept = RotaryPositions(4)
-    with monkeypatch.context() as patched:
-        patched.setattr(rotary, "may_keep", lambda device: False)
-        recorded = kept.up_to(3, cpu)
-    assert kept.up_to(3, cpu) is not recorded
+
+    def recorded() -> tuple[torch.Tensor, torch.Tensor]:
+        with monkeypatch.context() as patched:
+            patched.setattr(rotary, "may_keep", lambda device: False)
+            return kept.up_to(3, cpu)
+
+    made = recorded()
+    assert kept.up_to(3, cpu) is not made
+    read = weakref.ref(recorded()[0])
+    kept.up_to(30, cpu)
+    gc.collect()
+    assert read() is not None, "a replay would read whatever is there"

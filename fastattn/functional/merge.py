@@ -52,8 +52,7 @@ def merge_into(
 
     offsets: int [G + 1]; tokens from offsets[-1] on keep their values.
     """
-    takes = dispatch.takes_kernel("merge", backend, {"o1": o1, "lse1": lse1}, "merge")
-    if takes and not tracing.may_be_traced(o):
+    if dispatch.takes_kernel("merge", backend, {"o1": o1, "lse1": lse1}, "merge"):
         merge_prefix(o1, lse1, o, lse, offsets)
         return
     inside = (torch.arange(o.shape[0], device=o.device) < offsets[-1])[:, None]

@@ -196,7 +196,8 @@ def _on_device(values: tuple[int, ...], device: torch.device, far: bool) -> Tens
 def _filled(values: tuple[int, ...], device: torch.device, far: bool) -> Tensor:
     dtype = torch.int64 if far else torch.int32
     with torch._C._DisableFuncTorch():  # a transform would wrap the tensor
-        return torch.tensor(values, dtype=dtype, device=device)
+        # Filled on the device: for a copy the host would wait, and a graph records none.
+        return torch.cat([torch.full((1,), x, dtype=dtype, device=device) for x in values])
 
 
 def _value(option: str, result: Any, leaves: Mapping[str, Symbol]) -> Any:

@@ -5,6 +5,7 @@ rank's tokens as a part of a sequence.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from ..compat.multihead import MultiheadAttention
 from ..compat.transformers.context_parallel import SpreadModels
@@ -22,8 +24,9 @@ from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.self_attention import GQAttention
 from ..ops import spread
 from ..parallel import ContextPlan, context_attention
-from ..parallel.ranks import Mesh, Ranks
+from ..parallel.ranks import Mesh, Ranks, count_targets
 from ..rotary import RotaryPositions
+from . import stack
 from .positions import LearnedPositions, SinusoidalPositions
 
 
@@ -31,20 +34,21 @@ class ContextParallel(ParallelStyle):
     """Attention over a sharded sequence: a style for `parallelize_module`, and a context manager.
 
     As a style it applies to one `GQAttention` or `CausalGQAttention`. As a context manager it
-    applies to all calls in it, including backward passes that recompute a forward:
+    applies to all calls in it:
 
         with ContextParallel(mesh, plan):
             loss = model(shard(tokens, 1, plan, mesh), ...)
-            loss.backward()
+        loss.backward()
 
     Rotary, learned and sinusoidal positions follow the plan, in our models and in models of
     transformers with attn_implementation="fastattn". The latter take input_ids, position_ids,
     labels and a padding mask from `shard`; windows and sequences packed by position_ids span all
-    ranks, and the loss is this rank's share. Masks with a query dim must be [..., plan.length or 1,
-    T or 1]. A cache, relative values, cross-attention, `torch.nn.MultiheadAttention`, other
-    functions of attention (`attention_varlen`, statistics, selected blocks, torch's flex_attention)
-    and models that mix tokens in other ways raise. Attention that is written
-    out is not seen. In compiled models these layers and calls run outside the graphs.
+    ranks. The mean loss of both is this rank's share. Masks with a query dim must be
+    [..., plan.length or 1, T or 1]. A cache, relative values, cross-attention,
+    `torch.nn.MultiheadAttention`, other functions of attention (`attention_varlen`, statistics,
+    selected blocks, torch's flex_attention), a softmax of scores between a rank's own tokens and
+    models that mix tokens in other ways raise. In compiled models these layers and calls run
+    outside the graphs. What torch.utils.checkpoint recomputes after the context enters it again.
 
     Gradients of parameters are each rank's share; their sum over the ranks is the whole sequence's.
 
@@ -79,8 +83,8 @@ class ContextParallel(ParallelStyle):
         return module
 
     def __enter__(self) -> "ContextParallel":
-        if self._undo:
-            raise RuntimeError("this ContextParallel is active already")
+        if spread.attend is not None:
+            raise RuntimeError("a ContextParallel is active already: leave it before another one")
         forward, style = GQAttention.forward, self
 
         @wraps(forward)
@@ -97,8 +101,11 @@ class ContextParallel(ParallelStyle):
             self._set(of_two, "forward", _refuse_two_sequences)
         for owner, name, value in SpreadModels(self.mesh, self.plan, self.attention).replacements():
             self._set(owner, name, value)
+        self._set(stack, "token_loss", self._share_of(stack.token_loss))
+        for owner, name in _CHECKPOINTS:
+            self._set(owner, name, self._recomputed(getattr(owner, name)))
         self._set(spread, "attend", _uncompiled(self.attention))
-        self._mode = _Mode()
+        self._mode = _Mode(self.plan)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -112,6 +119,29 @@ class ContextParallel(ParallelStyle):
         own, before = name in vars(owner), getattr(owner, name)
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, before) if own else delattr(owner, name))
+
+    def _share_of(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap a mean loss of a rank's targets to be its share of the whole sequence's."""
+
+        @wraps(loss)
+        def call(logits: Tensor, targets: Tensor, *rest: Any, count: Any = None) -> Tensor:
+            count = count_targets(targets, Ranks.of(self.mesh)) if count is None else count
+            return loss(logits, targets, *rest, count=count)
+
+        return _uncompiled(call)
+
+    def _recomputed(self, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap torch's checkpoint: a backward pass may recompute after the `with`."""
+
+        @wraps(checkpointed)
+        def call(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+            def within(*args: Any, **options: Any) -> Any:
+                with self if spread.attend is None else nullcontext():
+                    return function(*args, **options)
+
+            return checkpointed(within, *rest, **kwargs)
+
+        return call
 
     def _placed_at(self, at: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a look-up of `count` positions from `first` to use this rank's positions."""
@@ -177,21 +207,46 @@ def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:
     )
 
 
+# What torch.utils.checkpoint calls, reentrant and not.
+_CHECKPOINTS: tuple[tuple[Any, str], ...] = (
+    (checkpoint.CheckpointFunction, "apply"),
+    (checkpoint, "_checkpoint_without_reentrant_generator"),
+)
+_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax}
+# While it is traced, functions are known by identity and not by name.
+_TRACED: set[Any] = {torch.ops.higher_order.flex_attention}
+for _name in torch._C._dispatch_get_all_op_names():
+    if _name.startswith("aten::") and "attention" in _name and "." not in _name:
+        _packet = getattr(torch.ops.aten, _name.removeprefix("aten::"))
+        _TRACED |= {_packet, _packet.default}
+
+
 class _Mode(TorchFunctionMode):
     """Intercepts torch's attention, and refuses other functions of that name."""
+
+    def __init__(self, plan: ContextPlan) -> None:
+        super().__init__()
+        self.own = plan.length if plan.ranks > 1 else -1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.multi_head_attention_forward:
             _refuse_two_sequences()
-        if spread.attend is not None and func is spread.TORCH_ATTENTION:
-            return _as_torch(*args, **(kwargs or {}))
-        if "attention" in getattr(func, "__name__", ""):
+        traced = torch.compiler.is_compiling()
+        if traced or spread.attend is not None:
+            if func is spread.TORCH_ATTENTION:
+                return _as_torch(*args, **(kwargs or {}))
+            if func in _SOFTMAX:
+                x = args[0] if args else kwargs["input"]
+                if x.dim() > 2 and x.shape[-2] == x.shape[-1] == self.own:
+                    spread.refuse(f"softmax of scores {list(x.shape)}")
+        if (func in _TRACED) if traced else "attention" in getattr(func, "__name__", ""):
             spread.refuse(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
+@torch.compiler.disable
 def _as_torch(
     query: Tensor, key: Tensor, value: Tensor,
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,

@@ -70,9 +70,11 @@ class Encoder(TokenStack):
             [B, T, C]; rows at padding are unspecified, though finite.
 
         Raises:
-            ValueError: tokens have another shape, or T is over context_length.
+            ValueError: tokens have another shape, T is over context_length, or, on a CPU, an id is
+                out of range.
         """
-        check_tokens("tokens", tokens, "context_length", self.config.context_length)
+        config = self.config
+        check_tokens("tokens", tokens, "context_length", config.context_length, config.vocab_size)
         return self.hidden_states(tokens, key_lengths=key_lengths)
 
 
@@ -103,7 +105,8 @@ class _Scoring(nn.Module):
             targets.
 
         Raises:
-            ValueError: as `Encoder.forward`, or targets have another shape.
+            TypeError: targets are not int64.
+            ValueError: as `Encoder.forward`, of tokens or targets.
         """
         check_targets(targets, "tokens", tokens)
         logits = self._scores(self.encoder(tokens, key_lengths=key_lengths))

@@ -125,10 +125,15 @@ class GPT(DecoderStack):
 
         Raises:
             TypeError: cache is no sequence of caches.
-            ValueError: tokens or targets have another shape, T is over context_length, tokens do
-                not fit the cache, or last_only is True although targets are given.
+            TypeError: targets are not int64.
+            ValueError: tokens or targets have another shape, or, on a CPU, an id out of range; T is
+                over context_length, tokens do not fit the cache, or last_only is True although
+                targets are given.
         """
-        stack.check_tokens("tokens", tokens, "context_length", self.config.context_length)
+        config = self.config
+        stack.check_tokens(
+            "tokens", tokens, "context_length", config.context_length, config.vocab_size
+        )
         stack.check_targets(targets, "tokens", tokens)
         if targets is not None and (last_only or rows is not None):
             raise ValueError("last_only and rows select tokens, and targets need all")

@@ -180,7 +180,9 @@ class Seq2Seq(nn.Module):
             (logits [B, T, V], mean cross-entropy in nats), the latter None without targets.
 
         Raises:
-            ValueError: a tensor has another shape, or is longer than the model reads.
+            TypeError: targets are not int64.
+            ValueError: a tensor has another shape, is longer than the model reads, or, on a CPU,
+                has an id out of range.
         """
         stack.check_targets(targets, "inputs", inputs)
         memory = self.encode(source, source_lengths)
@@ -194,9 +196,11 @@ class Seq2Seq(nn.Module):
             source, source_lengths: as for `forward`.
 
         Raises:
-            ValueError: source has another shape, or is longer than source_length.
+            ValueError: source has another shape, is longer than source_length, or, on a CPU, has an
+                id out of range.
         """
-        stack.check_tokens("source", source, "source_length", self.config.source_length)
+        sizes = self.config.source_length, self.config.source_vocab_size
+        stack.check_tokens("source", source, "source_length", *sizes)
         hidden = self.encoder.hidden_states(source, key_lengths=source_lengths)
         layers = (cast(CrossGQAttention, cast(Block, x).cross) for x in self.decoder.blocks)
         return Memory(tuple(layer.project_memory(hidden, source_lengths) for layer in layers))
@@ -236,7 +240,8 @@ class Seq2Seq(nn.Module):
         self, inputs: Tensor, memory: Memory, cache: Sequence[LayerCache] | None, **how: Any
     ) -> Tensor:
         """Compute `decode`, with sharded logits if the vocabulary is sharded."""
-        stack.check_tokens("inputs", inputs, "target_length", self.config.target_length)
+        sizes = self.config.target_length, self.config.target_vocab_size
+        stack.check_tokens("inputs", inputs, "target_length", *sizes)
         stack.check_cache("inputs", inputs, cache, len(self.decoder.blocks))
         if memory.batch_size != inputs.shape[0]:
             raise ValueError(

@@ -21,6 +21,7 @@ from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
 from ..rotary import RotaryPositions
+from ..tracing import host_knows
 from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
 from .positions import LearnedPositions, SinusoidalPositions
@@ -224,9 +225,10 @@ class DecoderStack(TokenStack):
         ]
 
 
-def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> None:
-    """Check that tokens are integers [B, T] and not too many."""
+def check_tokens(name: str, tokens: Tensor, length_name: str, length: int, count: int) -> None:
+    """Check that tokens are integers [B, T] in [0, count), and not too many."""
     check_input(name, tokens, "integer", "B T", tokens, {})
+    _check_ids(name, tokens, count)
     if tokens.shape[1] > length:
         raise ValueError(
             f"{name} must be at most {length_name}={length} long, got T={tokens.shape[1]}"
@@ -234,11 +236,27 @@ def check_tokens(name: str, tokens: Tensor, length_name: str, length: int) -> No
 
 
 def check_targets(targets: Tensor | None, name: str, tokens: Tensor) -> None:
-    """Check that targets have the shape of the tokens, named `name`."""
-    if targets is not None and targets.shape != tokens.shape:
+    """Check that targets are int64, with the shape of the tokens, named `name`."""
+    if targets is None:
+        return
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be int64, got {targets.dtype}")
+    if targets.shape != tokens.shape:
         raise ValueError(
             f"targets must have {name}' shape {tuple(tokens.shape)}, got {tuple(targets.shape)}"
         )
+
+
+def _check_ids(name: str, ids: Tensor, count: int, *others: int) -> None:
+    """Check, where the host knows ids, that they are in [0, count) or one of the others."""
+    if not host_knows(ids):
+        return
+    wrong = (ids < 0) | (ids >= count)
+    for other in others:
+        wrong &= ids != other
+    if wrong.any():
+        allowed = " or ".join([f"in [0, {count})", *map(str, others)])
+        raise ValueError(f"{name} must be {allowed}, got {int(ids[wrong][0])}")
 
 
 def check_cache(
@@ -298,6 +316,7 @@ def scored(
     """
     if targets is None:
         return whole_logits(logits), None
+    _check_ids("targets", targets, logits.shape[-1], -100)
     smoothing = cast(Any, model.config).label_smoothing if model.training else 0.0
     return logits, token_loss(logits, targets, smoothing, count=count)
 

@@ -164,6 +164,11 @@ class _Style(ParallelStyle):
         """Make parameters of a module DTensors; all direct ones, if none is named."""
         for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
             x = getattr(module, name)
+            if isinstance(x, DTensor):
+                raise ValueError(
+                    f"{name} of {type(module).__name__} is sharded already: parallelize a module "
+                    "once, and before fully_shard"
+                )
             if x is not None:
                 source = getattr(self, "src_data_rank", 0)
                 sharded = distribute_tensor(x, mesh, [placement], src_data_rank=source)
@@ -310,6 +315,9 @@ class _Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local_part(self.weight)
+        # As F.embedding does on a device: no rank has such a row.
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        torch._assert_async(known.all(), f"tokens must be in [0, {self.num_embeddings})")
         index = tokens - first_row(self.num_embeddings, self.mesh)
         here = (index >= 0) & (index < weight.shape[0])
         if not weight.shape[0]:

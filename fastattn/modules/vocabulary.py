@@ -71,6 +71,9 @@ def sharded_cross_entropy(
         local, targets - first_row(tokens, mesh), tokens, smoothing, mesh.get_group()
     )
     seen = targets != _IGNORED
+    # As F.cross_entropy does on a device.
+    known = ~seen | (targets >= 0) & (targets < tokens)
+    torch._assert_async(known.all(), f"targets must be in [0, {tokens}) or -100")
     total = torch.where(seen, losses, 0.0).sum()
     return (total / (seen.sum() if count is None else count)).to(local.dtype)
 

@@ -208,6 +208,14 @@ def gather_sequence(x: Tensor, dim: int, plan: ContextPlan, ranks: Ranks) -> Ten
     return parts.index_select(0, plan.order.to(x.device)).movedim(0, dim)
 
 
+def count_targets(targets: Tensor, ranks: Ranks) -> Tensor:
+    """Count the targets of all ranks that are not -100: an int64 scalar."""
+    count = (targets != -100).sum()
+    for group in ranks.groups:
+        dist.all_reduce(count, group=group)
+    return count
+
+
 def first_rank(x: Tensor, ranks: Ranks) -> Tensor:
     """x of the first rank."""
     for group in ranks.groups:

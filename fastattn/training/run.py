@@ -213,7 +213,8 @@ def _model_fields(
         CheckpointError: an option contradicts the pretrained encoder.
     """
     chosen = {name: value for name, value in options.items() if name != "preset"}
-    _check_names(chosen, _field_names(kind.config), f"model {kind.model}")
+    free = {*_field_names(kind.config)}.difference(_vocabulary_fields(kind))
+    _check_names(chosen, free, f"model {kind.model}")
     base = {}
     if preset := options.get("preset"):
         placeholders = dict.fromkeys(_vocabulary_fields(kind), 1)

@@ -21,6 +21,7 @@ from . import metrics
 from .checkpoint import (
     Checkpoint,
     CheckpointError,
+    check_tokenizer,
     checkpoint_path,
     latest_checkpoint,
     load_checkpoint,
@@ -83,7 +84,7 @@ class Trainer:
 
     Raises:
         ValueError: config does not suit the device or the ranks.
-        CheckpointError: resume_from has another model.
+        CheckpointError: resume_from has another model, or the tokenizer has ids past the model's.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         self.model_config = cast(Any, model.config)
+        check_tokenizer(tokenizer, self.model_config, "the run")
         if isinstance(data, TextDataset):
             data = LanguageTask(data, self.model_config.context_length)
         self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config

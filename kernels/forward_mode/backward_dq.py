@@ -171,7 +171,7 @@ def launch_tangent_backward(
     """
     assert options.score_mod is None and options.relative_keys is None and options.key2 is None
     q, k, v, o, to = map(aligned, (q, k, v, o, to))
-    tq, tk, tv, do = map(rows_of_tangent, (*moved[:3], do))
+    tq, tk, tv, do = (rows_of_tangent(x, q.dtype) for x in (*moved[:3], do))
     h = aligned(h if h.stride(-1) == 1 else h.contiguous())
     tbias = moved.attn_bias
     trelative = None if moved.relative_bias is None else moved.relative_bias.contiguous()

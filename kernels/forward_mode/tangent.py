@@ -208,11 +208,11 @@ def _plan(options: Options, *tensors: Any) -> Launch:
     )
 
 
-def rows_of_tangent(x: Tensor | None) -> Tensor | None:
-    """An `aligned` tangent, as torch may make one with any strides."""
+def rows_of_tangent(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """An `aligned` tangent, as torch may make one with any strides and dtype."""
     if x is None:
         return None
-    return aligned(x if x.stride(-1) == 1 else x.contiguous())
+    return aligned((x if x.stride(-1) == 1 else x.contiguous()).to(dtype))
 
 
 def launch_tangent(
@@ -224,7 +224,7 @@ def launch_tangent(
     tangents of 0.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
-    tq, tk, tv = map(rows_of_tangent, moved[:3])
+    tq, tk, tv = (rows_of_tangent(x, q.dtype) for x in moved[:3])
     tbias = moved.attn_bias
     trelative, tsinks = (None if x is None else x.contiguous() for x in moved[4:])
     to, mu = torch.empty_like(o), torch.empty_like(lse)

@@ -94,7 +94,8 @@ def shown_keys(rows, keys, first, row, mask):
     """
     if mask.padding_ptr is not None:
         BLOCK: gl.constexpr = keys.shape[0]
-        words = padding_words(first, row, mask, BLOCK)
+        # A tile without keys visits a block all the same, far behind the last one if in a window.
+        words = padding_words(gl.where(first < row.T_k, first, 0), row, mask, BLOCK)
         shown = padded_keys(words, BLOCK, keys - first)[None, :]
     if mask.q_documents_ptr is not None:
         documents_ptr = mask.q_documents_ptr + gl.cast(row.b, gl.int64) * value(

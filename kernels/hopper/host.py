@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
 from ..launch import tiles as launch_tiles
-from ..launch.arguments import aligned, bias_by_tma, strides, tiles_of
+from ..launch.arguments import aligned, bias_by_tma, copied, strides, tiles_of
 from ..launch.block_sparsity import CallTables, launch_mask, per_head
 from ..launch.descriptors import tma_strides
 from ..launch.packed_order import order_of_tiles
@@ -272,7 +272,7 @@ def enough_tiles(heads: int, T_k: int, device: torch.device) -> bool:
 def walkable(x: Tensor) -> Tensor:
     """x [B, H, T, D] if TMA supports its strides, else a copy, also of expanded tensors."""
     x = aligned(x)
-    return x.contiguous() if 0 in x.stride() else x
+    return copied(x) if 0 in x.stride() else x
 
 
 def describe(

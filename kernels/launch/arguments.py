@@ -49,7 +49,7 @@ def broadcast_strides(x: Tensor) -> tuple[int | None, ...]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x if each row is 16-byte aligned, for vector loads, else a copy.
+    """x if each row is 16-byte aligned, for vector loads, else a copy in the same memory order.
 
     The caller pads head dims, so only views with unaligned starts or strides are copied.
     """
@@ -62,7 +62,12 @@ def aligned(x: Tensor) -> Tensor:
         steps = zip(x.shape[:3], x.stride()[:3], strict=True)
         if all(size <= 1 or stride % elements == 0 for size, stride in steps):
             return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return copied(x)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A dense copy of [B, H, T, D] that `empty_in_layout` takes like x."""
+    return empty_in_layout(x, *x.shape[1:]).copy_(x)
 
 
 def index_type(*tensors: Tensor | None) -> tl.dtype:

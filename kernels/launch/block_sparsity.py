@@ -94,17 +94,20 @@ def _note_pairs(full, boundary, one, row, mask, BLOCK_M: tl.constexpr, BLOCK_N: 
     return full + whole.to(tl.int32), boundary + (shown & ~whole).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T_q", "T_k", "H", "width"])
+@triton.jit(do_not_specialize=["T_q", "T_k", "H", "tiles", "width"])
 def block_sparsity_kernel(
-    mask, counts_ptr, blocks_ptr, T_q, T_k, H, width,
+    mask, counts_ptr, blocks_ptr, T_q, T_k, H, tiles, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Table row of a tile of queries (OF_KEYS: its key blocks), or of a tile of keys."""
-    tile = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    """Table row of a tile of queries (OF_KEYS: its key blocks), or of a tile of keys.
+
+    1-D grid: tiles, heads, batch.
+    """
+    tile = tl.program_id(0) % tiles
+    h = tl.program_id(0) // tiles % H
+    b = tl.program_id(0) // (tiles * H)
     row = batch_row(b, T_q, T_k, mask)
-    table_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile
+    table_row = tl.program_id(0).to(tl.int64)
     blocks_ptr += table_row * width
     full = 0
     boundary = 0
@@ -218,7 +221,8 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
     mod = options.mask_mod
     kept: dict[Any, Any] = getattr(mod, "tables", {})
     key = None
-    if hasattr(mod, "tables"):
+    # A graph makes its own: its replays may find other numbers in the tensors of the mask.
+    if hasattr(mod, "tables") and mod.may_keep(q.device):
         sizes = (*q.shape[:3], k.shape[2], tile.BLOCK_M, tile.BLOCK_N)
         key = _table_key(mask, sizes, of_keys, q.device)
     if key in kept:
@@ -226,7 +230,7 @@ def _complete(options: Options, q: Tensor, k: Tensor, tile: TileConfig, *, of_ke
         return mask._replace(**fields)
     table = _empty_table(options, q, k, tile, of_keys=of_keys)
     _blocks_launch(mask, table, options, q, k, tile, of_keys=of_keys)(())
-    if key is not None and mod.may_keep(q.device):
+    if key is not None:
         if len(kept) >= _TABLES_KEPT:
             del kept[next(iter(kept))]
         # Keep the source tensors alive, as their addresses are part of the key.
@@ -298,10 +302,9 @@ def _blocks_launch(
 ) -> Launch:
     rows, tiles, width = table["blocks_ptr"].shape
     into = (table["counts_ptr"], table["blocks_ptr"])
-    sizes = (q.shape[2], k.shape[2], q.shape[1] if per_head(options) else 1, width)
-    of_tile = (tile.BLOCK_M, tile.BLOCK_N, of_keys)
-    grid = (tiles if rows else 0, rows)
-    return Launch(block_sparsity_kernel, grid, {"num_warps": 8}, mask, *into, *sizes, *of_tile)
+    sizes = (q.shape[2], k.shape[2], q.shape[1] if per_head(options) else 1, tiles, width)
+    rest = (mask, *into, *sizes, tile.BLOCK_M, tile.BLOCK_N, of_keys)
+    return Launch(block_sparsity_kernel, rows * tiles, {"num_warps": 8}, *rest)
 
 
 # A mask has up to three tables for each shape and set of other options.
@@ -313,6 +316,8 @@ def _table_key(
 ) -> tuple[Any, ...] | None:
     """Cache key of a table, or None if a change could go unnoticed."""
     key: list[Any] = [sizes, of_keys, device]
+    if device.type == "cuda":  # another stream would not wait until a table is filled
+        key.append(triton.runtime.driver.active.get_current_stream(device.index))
     for x in (*mask._replace(extents_ptr=None, tensors=()), *mask.tensors):
         if isinstance(x, Tensor):
             if x.is_inference():

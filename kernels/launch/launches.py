@@ -91,7 +91,7 @@ class Launch:
 
     Args:
         kernel: a @triton.jit function.
-        programs: grid of one or two dims; 0 launches nothing.
+        programs: 0 launches nothing. One dim, as the others of a grid end at 65535.
         tile: warps and stages, or options for Triton instead.
         arguments: arguments after the tensors, in the kernel's order.
         streams: tensors loaded block by block, see `Stream`. Their descriptors come between the
@@ -117,12 +117,12 @@ class Launch:
     )
 
     def __init__(
-        self, kernel: JITFunction, programs: int | tuple[int, int],
-        tile: TileConfig | dict[str, int], *arguments: object, streams: Sequence[Stream] = (),
-        tables: Tables | None = None, described: Sequence[Described] = (), hidden: int = 0,
+        self, kernel: JITFunction, programs: int, tile: TileConfig | dict[str, int],
+        *arguments: object, streams: Sequence[Stream] = (), tables: Tables | None = None,
+        described: Sequence[Described] = (), hidden: int = 0,
     ) -> None:  # fmt: skip
         self._kernel = kernel
-        self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        self._grid = (programs, 1, 1)
         by_descriptors = False
         self._tile = tile
         if isinstance(tile, TileConfig):
@@ -147,7 +147,7 @@ class Launch:
     @property
     def programs(self) -> int:
         """Number of programs."""
-        return self._grid[0] * self._grid[1]
+        return self._grid[0]
 
     def bind(self, inputs: Sequence[object]) -> None:
         """Replace the tensors in `inputs` by placeholders that every call fills.
@@ -270,8 +270,8 @@ def cached_plan(
             tensors: Any = arguments[:count]
             dtype = tensors[0].dtype
             key = (
-                plan, options if options.plain else signature(options), dtype,
-                *[None if x is None else (x.shape, x.stride()) for x in tensors],
+                plan, options if options.plain else signature(options),
+                *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors],
                 *[isinstance(x, Tensor) or x for x in arguments[count:]],
             )  # fmt: skip
             return cached(

@@ -75,6 +75,15 @@ def chosen(B: int, T: int) -> None:
     o.float().sum().backward()
 
 
+def many_rows(B: int) -> None:
+    """For more batch rows than a grid's second dim may have."""
+    q = random(1, 1, 1, 64).expand(B, 1, 2, 64)
+    ids = torch.zeros(B, 2, dtype=torch.int32, device="cuda")
+    attention(q, q, q, documents=ids, backend="triton")
+    held = KVCache(B, 1, max_length=2, head_dim=64, device="cuda", dtype=torch.bfloat16)
+    held.append(q, q)
+
+
 def dense(B: int, room: int, cache: Any = KVCache, steps: int = 1, **kind: Any) -> Any:
     held = cache(B, 2, max_length=room, head_dim=64, device="cuda", dtype=torch.bfloat16, **kind)
     for T in (12, *[1] * steps):

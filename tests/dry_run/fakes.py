@@ -1,7 +1,7 @@
 """Every public call on fake CUDA tensors, whose kernels are noted instead of launched.
 
-A fake tensor has a device, a shape and no contents. So one on the wrong device is found, and
-whoever reads one on the host raises, and so does a custom operator without a fake.
+A fake tensor has a device, a shape and no contents. So one on the wrong device is found, and a
+launch there; whoever reads one on the host raises, and so does a custom operator without a fake.
 """
 
 import importlib
@@ -45,8 +45,9 @@ def _tensors(x: object) -> Iterator[Tensor]:
 def _launch(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **named: Any) -> None:
     _launched.append(kernel.__name__)
     devices = {str(x.device) for x in _tensors((*args, *named.values()))}
-    if devices != {"cuda:0"}:
-        stage.fault(f"{kernel.__name__} is launched on tensors of {sorted(devices)}")
+    if devices != {f"cuda:{_Driver.current}"}:
+        what = f"{kernel.__name__} is launched on tensors of {sorted(devices)}"
+        stage.fault(f"{what}, by cuda:{_Driver.current}")
 
 
 def _tensor(make: Any, *args: Any, pin_memory: bool = False, **named: Any) -> Tensor:
@@ -56,13 +57,24 @@ def _tensor(make: Any, *args: Any, pin_memory: bool = False, **named: Any) -> Te
 
 
 class _Driver:
-    """Driver of Triton, as far as launchers use it."""
+    """Driver of Triton, as far as launchers use it. The current device is not the tensors'."""
+
+    current = 1
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
+        return self.current
+
+    def get_current_stream(self, device: int) -> int:
         return 0
+
+
+@contextmanager
+def _device_of(x: Tensor) -> Iterator[None]:
+    with mock.patch.object(_Driver, "current", x.device.index):
+        yield
 
 
 @contextmanager
@@ -73,6 +85,8 @@ def gpu(direct: bool) -> Iterator[None]:
         *[mock.patch.object(kind, "run", _launch) for kind in (JITFunction, GluonJITFunction)],
         mock.patch.object(FakeTensor, "data_ptr", lambda x: 0),
         mock.patch.object(driver, "_active", _Driver()),
+        mock.patch.object(torch.cuda, "current_device", lambda: _Driver.current),
+        mock.patch.object(torch.cuda, "device_of", _device_of),
         mock.patch.object(torch, "tensor", partial(_tensor, torch.tensor)),
     ]
     if direct:

@@ -14,6 +14,7 @@ import fastattn
 from fastattn import QuantizedKVCache
 from fastattn.kernels.hopper.tile_table import backward_config
 from fastattn.kernels.launch import tiles
+from fastattn.tracing import record_cuda_graph
 
 
 def shapes(name: str, call: Callable[[int, int], object]) -> None:
@@ -36,6 +37,8 @@ def attention_calls() -> None:
         shapes("relative bias", lambda B, T: train(B, T, causal=True, relative_bias=zeros(4, 33)))
         shapes("one pass", lambda B, T: train(B, T, causal=True, deterministic=False))
         stage.play("packed", lambda: packed(10, 54), [lambda: packed(1, 0, 130)])
+        stage.play("a Python function in a graph", recorded_function)
+        stage.play("many rows", lambda: calls.many_rows(70000))
         shapes("selected", partial(named, "selected_attention", causal=True))
         stage.play(
             "chosen",
@@ -49,6 +52,11 @@ def scored(B: int, T: int) -> None:
         B, T, attn_bias=zeros(B, 4, T, T + -T % 8)[..., :T], score_mod=calls.far_keys,
         score_mod_grad=calls.far_keys_grad, mod_tensors=(torch.ones(4, device="cuda"),),
     )  # fmt: skip
+
+
+def recorded_function() -> None:
+    ids = ones(64)
+    record_cuda_graph(lambda: train(2, 64, mask_mod=lambda b, h, q, k: ids[q] == ids[k]))
 
 
 def hopper_calls() -> None:

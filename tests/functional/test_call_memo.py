@@ -1,7 +1,6 @@
 """Calls like an earlier one skip what was worked out for that, and nothing else."""
 
 import gc
-import inspect
 import sys
 from functools import lru_cache, partial
 from typing import Any
@@ -82,26 +81,6 @@ def test_the_least_recently_used_is_dropped(
     assert seen == [1, 2, 2, 3, 3, 4]
 
 
-def test_tensors_that_start_between_16_bytes_are_copied(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The strides are those of a known call."""
-    q, k, v = (x.detach() for x in inputs(device))
-    shifted = torch.empty(q.numel() + 1, device=device)[1:].view_as(q).copy_(q)
-    assert shifted.data_ptr() % 16 and shifted.stride() == q.stride()
-    expected = attention(q, k, v, backend="triton")
-    launched = []
-    launch = plan.Launch.__call__
-
-    def recorded(self, options, *tensors):
-        launched.append([x.data_ptr() % 16 for x in tensors])
-        launch(self, options, *tensors)
-
-    monkeypatch.setattr(plan.Launch, "__call__", recorded)
-    assert torch.equal(attention(shifted, k, v, backend="triton"), expected)
-    assert launched == [[0] * 5]
-
-
 LENGTHS = torch.tensor([60])
 OPTIONS: dict[str, dict[str, torch.Tensor]] = {
     "plain": {},
@@ -142,30 +121,6 @@ def test_a_known_call_launches_its_compiled_kernel(compile_pool: CompilePool) ->
         **{key: [1, 1, 2] for key in OPTIONS},
         **{key: [1, 1] for key in ("packed", "decode", "decode, paged")},
     }
-
-
-def same_kernels() -> list[bool]:
-    """Whether a cached launch has the compiled kernel that Triton would take."""
-    same, bind = [], plan.Launch.bind
-    with overhead.stand_in_gpu():
-        for T, H_k, options in (
-            (64, 1, "plain"), (1, 2, "plain"), (65, 2, "plain"), (4096, 1, "plain"),
-            (64, 1, "tensors"), (65, 1, "tensors between 16 bytes"),
-        ):  # fmt: skip
-            q, k = (torch.zeros(1, H, T, 32, dtype=torch.bfloat16) for H in (2, H_k))
-            given = OPTIONS[options]
-            call = partial(attention, q, k, k, causal=True, backend="triton", **given)
-            plan.forget()
-            with mock.patch.object(plan.Launch, "bind", autospec=True, side_effect=bind) as bound:
-                call()
-            (launch,) = (call.args[0] for call in bound.call_args_list)
-            kernel = inspect.getclosurevars(launch._run_compiled).nonlocals["self"]
-            same.append(kernel is overhead.bare_launch(call)())
-    return same
-
-
-def test_a_known_launch_is_what_triton_would_choose(compile_pool: CompilePool) -> None:
-    assert compile_pool.call(f"{__file__}:same_kernels", "sm_90") == [True] * 6
 
 
 def python_calls() -> dict[str, list[tuple[int, set[str]]]]:

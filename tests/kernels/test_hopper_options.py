@@ -74,6 +74,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding-none-shown": ("two", dict(
         H_q=1, T_q=70, T_k=128, causal=False, key_padding_mask=torch.zeros(1, 128) > 0,
     )),
+    "padding-far-behind": ("two", dict(
+        T_q=70, T_k=128, window=(9, 0), query_offset=9000, key_padding_mask=HOLES[:1, :128],
+    )),
     "padding-window": ("two", dict(
         B=3, H_q=1, T_k=290, D=128, causal=False, window=(100, 20), key_padding_mask=HOLES,
     )),

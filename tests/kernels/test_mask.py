@@ -380,7 +380,7 @@ def test_masks_that_ranges_describe_have_no_table(device: str) -> None:
 
 
 def test_a_block_mask_keeps_its_tables(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until something changes that they were made from; those that a graph records are not kept."""
+    """Until something changes that they were made from. A graph neither keeps nor takes any."""
     q, k, v = make_qkv(B, H, 1, T_q, T_k, 4, device=device, requires_grad=False)
     heads = HEADS[0].to(device, copy=True)
     mod = fastattn.BlockMask(by_head, per_batch=False)
@@ -391,12 +391,15 @@ def test_a_block_mask_keeps_its_tables(device: str, monkeypatch: pytest.MonkeyPa
         make = mask_for_keys if of_keys else mask_for_queries
         return make(options, rows, k, LARGE_TILE).blocks_ptr
 
-    with monkeypatch.context() as patched:
-        patched.setattr(block_mask, "may_keep", lambda device: False)
-        recorded = table()
+    def recorded() -> torch.Tensor:
+        with monkeypatch.context() as patched:
+            patched.setattr(block_mask, "may_keep", lambda device: False)
+            return table()
+
+    recorded()
     assert mod.tables == {}
     first = table()
-    assert first is not recorded and table() is first
+    assert table() is first and recorded() is not first
     assert table(T_q=9) is not first
     assert table(causal=True) is not first
     assert table(query_offset=3) is not first

@@ -35,12 +35,12 @@ from fastattn import (
     MultiheadAttention,
     MultiheadLatentAttention,
     NativeSparseAttention,
-    attention,
     patch_sdpa,
 )
 from fastattn.compat.transformers import hf_attention
 from fastattn.compat.transformers.context_parallel import check_model
 from fastattn.models.context_parallel import ContextParallel
+from fastattn.models.gpt import GPT
 from fastattn.parallel import ContextPlan, roll, shard
 from fastattn.testing import assert_within_budget, worst_naive
 from fastattn.testing.inputs import draw
@@ -96,17 +96,6 @@ class Unpatched(Patched):
     """One whose calls ContextParallel sees to by itself."""
 
 
-class Called(Patched):
-    """A model that calls `attention`."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.embedding(ids)).split((32, 16, 16), -1)
-        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
-        o = attention(q, k, v, causal=True, window=30, softcap=5.0)
-        actual: Tensor = self.out(o.transpose(1, 2).flatten(2))
-        return actual
-
-
 class Layered(nn.Module):
     """A model of one layer of fastattn's."""
 
@@ -123,16 +112,30 @@ class Layered(nn.Module):
 class Recomputed(Layered):
     """One whose backward computes the layer again."""
 
+    reentrant = False
+
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        actual: Tensor = self.out(checkpoint(self.layer, x, use_reentrant=False))
+        actual: Tensor = self.out(checkpoint(self.layer, x, use_reentrant=self.reentrant))
         return actual
+
+
+class Later(Recomputed):
+    """One whose backward comes after the context."""
+
+    reentrant = True
+
+
+def compiled(model: Any) -> Any:
+    graphs: list[Any] = []
+    call = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    return lambda *args, **given: (call(*args, **given), graphs[0])[0]  # there are some
 
 
 class Case(NamedTuple):
     """A model, what it is given beside tokens with the dim of the tokens, and a method.
 
-    style: the model's layer is parallelized by itself. compiled: on the ranks.
+    style: the model's layer is parallelized by itself. called: as what, on the ranks.
     """
 
     model: Callable[[], Any]
@@ -140,7 +143,7 @@ class Case(NamedTuple):
     given: Mapping[str, tuple[Tensor, int]] = MappingProxyType({})
     plan: Mapping[str, Any] = MappingProxyType({})
     style: bool = False
-    compiled: bool = False
+    called: Callable[[Any], Any] = lambda model: model
 
 
 CASES = {
@@ -157,9 +160,10 @@ CASES = {
         "ring", style=True,
     ),
     "torch": Case(lambda: seeded(Unpatched), "ring"),
-    "called": Case(lambda: seeded(Called), "ring"),
     "recomputed": Case(lambda: seeded(Recomputed), "gather"),
-    "compiled": Case(lambda: seeded(Layered), "ring", compiled=True),
+    "recomputed later": Case(lambda: seeded(Later), "ring"),
+    "compiled": Case(lambda: seeded(Layered), "ring", called=compiled),
+    "compiled llama-gqa": Case(lambda: decoder("llama-gqa"), "ring", called=compiled),
     "patched torch": Case(lambda: seeded(Patched), "ulysses"),
     "patched torch, mask": Case(
         lambda: seeded(Patched), "gather", {"mask": (PREFIX.bool()[None, None], 2)}
@@ -177,7 +181,9 @@ CASES = {
         lambda: decoder("gemma2-softcap"), "ring",
         {"attention_mask": (padded([(0, 90), (0, 51)], T, "cpu"), 1)},
     ),
-    "gpt-oss-sinks": Case(lambda: decoder("gpt-oss-sinks"), "ulysses"),
+    "gpt-oss-sinks, as wrappers call": Case(
+        lambda: decoder("gpt-oss-sinks"), "ulysses", called=lambda model: model.forward
+    ),
     "llama-gqa prefix": Case(
         lambda: decoder("llama-gqa"), "ring",
         {"attention_mask": ((1 - PREFIX[None, None]) * -1e9, 2)},
@@ -186,7 +192,7 @@ CASES = {
 
 
 # Of each model one way; the others by night.
-_OTHERS = ["patched torch", "mistral-window"]
+_OTHERS = ["patched torch", "mistral-window", "compiled llama-gqa"]
 BY_DAY = gate_cases([name for name in CASES if name not in _OTHERS], _OTHERS)
 
 
@@ -237,14 +243,15 @@ def step(case: Case, mesh: Any) -> dict[str, Any]:
         parallel = nullcontext()
     with patch, parallel:
         if is_of_transformers(model):
-            model.set_attn_implementation("fastattn")
-            loss = model(ids, labels=labels, **own).loss
+            loss = case.called(swapped(model))(ids, labels=labels, **own).loss
+        elif isinstance(model, GPT):
+            loss = model(ids, roll(labels, 1, plan, mesh), **own)[1]
         else:
             targets = roll(labels, 1, plan, mesh).flatten()
-            call = torch.compile(model, backend="eager") if case.compiled else model
-            logits = scores(call(ids, **own)).flatten(0, 1)
+            logits = case.called(model)(ids, **own).flatten(0, 1)
             loss = F.cross_entropy(logits, targets, reduction="sum") / (B * (T - 1))
-        actual = with_gradients(model, loss)
+        actual = {} if type(model) is Later else with_gradients(model, loss)
+    actual = actual or with_gradients(model, loss)
     return {name: x.numpy() for name, x in actual.items()}
 
 
@@ -273,11 +280,14 @@ def refusal(call: Callable[[Any], Any], mesh: Any) -> str:
     return "served"
 
 
-def called(mesh: Any, config: Any, kind: Any = tr.AutoModelForCausalLM, **given: Any) -> Any:
-    model = build(kind, config, "cpu")
+def swapped(model: Any) -> Any:
     model.set_attn_implementation("fastattn")
+    return model
+
+
+def called(mesh: Any, config: Any, kind: Any = tr.AutoModelForCausalLM, **given: Any) -> Any:
     ids = shard(tokens(1, T, "cpu"), 1, plan_of(), mesh)
-    return model(**{"input_ids": ids, **given})
+    return swapped(build(kind, config, "cpu"))(**{"input_ids": ids, **given})
 
 
 def mistral(mesh: Any, **given: Any) -> Any:
@@ -316,6 +326,21 @@ def other_module(mesh: Any) -> Any:
     return parallelize_module(nn.Linear(2, 2), mesh, ContextParallel(mesh, plan_of()))
 
 
+class WrittenOut(Patched):
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, _ = self.qkv(self.embedding(ids))[..., :48].split(16, -1)
+        return (q @ k.mT).softmax(-1)
+
+
+def on_own_tokens(mesh: Any, call: Callable[[Tensor], Any]) -> Any:
+    return call(shard(tokens(1, T, "cpu"), 1, plan_of(), mesh))
+
+
+def two_contexts(mesh: Any) -> None:
+    with ContextParallel(mesh, plan_of()):
+        pass
+
+
 LABELS, ROUTED = torch.zeros(1, 24).long(), tr.MixtralConfig(**GQA, output_router_logits=True)
 WHOLE = "must have 24 tokens in dim 1"
 UNDER = "is not supported under ContextParallel"
@@ -328,6 +353,17 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "additive": (
         lambda mesh: layer(mesh, options={**LAYER, "scoring": "additive"}),
         'ValueError: scoring="additive" is not supported under ContextParallel',
+    ),
+    "written out": (
+        lambda mesh: on_own_tokens(mesh, WrittenOut()),
+        "TypeError: softmax of scores [1, 24, 24] is not supported under ContextParallel",
+    ),
+    "two contexts": (two_contexts, "RuntimeError: a ContextParallel is active already"),
+    "forward of a base": (
+        lambda mesh: on_own_tokens(
+            mesh, swapped(build(tr.AutoModel, decoder_config("llama-gqa"), "cpu")).forward
+        ),
+        "ValueError: under ContextParallel call a model, not its forward",
     ),
     "latents": (
         lambda mesh: layer(mesh, MultiheadLatentAttention, LATENT),

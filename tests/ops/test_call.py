@@ -86,15 +86,6 @@ def test_options_are_contiguous_either_way():
     assert not columns.is_contiguous()
 
 
-def test_launches_happen_on_the_device_of_the_first_tensor_that_must_be_given(monkeypatch):
-    entered = []
-    original = torch.cuda.device_of
-    monkeypatch.setattr(torch.cuda, "device_of", lambda x: entered.append(x) or original(x))
-    x = torch.randn(3)
-    toy_scaled(torch.randn(2), x, 1, torch.float32, Options())
-    assert [y is x for y in entered] == [True]
-
-
 def operators() -> dict[str, Operator]:
     """Every operator of the package."""
     files = [

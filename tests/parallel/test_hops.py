@@ -226,6 +226,7 @@ def test_auto_says_its_reason(heads: int, options: Any, method: str, because: st
     with group_without_messages(0, 4):
         actual = explain_context(*own, mesh=dist.group.WORLD, plan=plan, **options)
     assert (actual.method, actual.because) == (method, because)
+    assert str(actual).startswith(f"method: {method}, {because}\n  not usp: it takes a mesh of two")
 
 
 def test_gathered_heads_have_their_own_options() -> None:

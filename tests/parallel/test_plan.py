@@ -105,12 +105,3 @@ def test_hashes_tell_plans_apart():
     ]
     assert len({plan.hash for plan in plans}) == 5
     assert plans[0].hash == ContextPlan.make(512, 4, causal=True).hash
-
-
-def test_merged_ranks_hold_what_their_ranks_held():
-    plan = ContextPlan.make(500, 4, causal=True, block=16)
-    merged = plan.merged(2)
-    for r in range(2):
-        both = torch.cat((plan.indices(2 * r), plan.indices(2 * r + 1)))
-        assert torch.equal(merged.indices(r), both.sort().values)
-    assert plan.merged(4).runs(0) == [(0, 500)]

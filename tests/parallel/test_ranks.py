@@ -18,7 +18,6 @@ from fastattn.parallel import (
     ContextPlan,
     context_attention,
     decode_attention,
-    explain_context,
     gather,
     ring,
     roll,
@@ -38,7 +37,6 @@ def world() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     results = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
     results["refusals"] = {name: refusal(call, mesh) for name, (call, _) in REFUSED.items()}
-    results["explained"] = explained(mesh), explained(mesh, "ulysses", H_q=3, H_k=1)
     results["decoded"] = {name: decoded(name) for name in DECODED}
     results["twice"] = {method: twice(mesh, method) for method in METHODS}
     results["shares"] = sum_of_shares(mesh)
@@ -232,11 +230,6 @@ def shards_twice(mesh: Any) -> bool:
     return torch.equal(second, 6 * x)
 
 
-def explained(mesh: Any, method: str = "auto", **sizes: int) -> Any:
-    own = inputs(mesh, plan := plan_of(), **sizes)
-    return explain_context(*own, mesh=mesh, plan=plan, method=method, causal=True)
-
-
 def absent() -> str:
     """Error on rank 0 for a call that rank 1 never makes, in a group with a short timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -327,18 +320,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
              "ValueError: mesh must have one dimension, or two (ring, heads), got 3"),
     "method": (lambda mesh: attend(mesh, "star"),
                "ValueError: method must be one of auto, gather, ring, ulysses, usp, got 'star'"),
-    "dimensions": (lambda mesh: attend(mesh, "usp"),
-                   "ValueError: method 'usp' cannot serve this call: it takes a mesh of two "
-                   "dimensions (ring, heads); gather and ring and ulysses can"),
     "dropout": (lambda mesh: attend(mesh, "gather", dropout=0.5),
                 "ValueError: method 'gather' cannot serve this call: dropout depends on pos"),
     "mask": (lambda mesh: attend(mesh, "gather", attn_mask=MASK),
              "ValueError: attn_mask must be sharded by its queries, [..., 48 or 1, 90 or 1], got "
              "[90, 90]: shard(x, -2, plan, mesh) does it"),
-    "bias of other keys": (lambda mesh: attend(mesh, "gather", attn_bias=torch.ones(1, 48)),
-                           "ValueError: attn_bias must have 2 to 4 dimensions that broadcast to "
-                           "[B, H_q, T_q, T_k] = "
-                           "[1, 4, 48, 90], got [1, 48]"),
     "documents": (lambda mesh: attend(mesh, "ring", documents=torch.zeros(1, T).int()),
                   "ValueError: documents must have shape [B, T] = [1, 48], got [1, 90]"),
     "padding": (lambda mesh: attend(mesh, "ring", key_padding_mask=MASK[:1]),
@@ -347,8 +333,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
                "TypeError: context_attention does not support query_offset: the plan has the"),
     "typo": (lambda mesh: attend(mesh, "ring", windw=3),
              "TypeError: context_attention() got an unexpected argument 'windw'; did you mean"),
-    "value": (lambda mesh: attend(mesh, "ring", softcap=-1.0),
-              "ValueError: softcap must be positive and finite, got -1.0"),
     "score_mod": (lambda mesh: attend(mesh, "ring", score_mod=summed),
                   "ValueError: score_mod needs score_mod_grad where an input requires grad"),
 }  # fmt: skip
@@ -424,15 +408,6 @@ def test_ulysses_and_shards_are_differentiable_twice(ranks):
         assert rank["shards twice"]
         for name, x, *both in zip("qkv", rank["twice"]["ulysses"], exact, naive, strict=True):
             assert_within_budget(name, torch.from_numpy(x), *both)
-
-
-def test_explanations_say_which_method_and_why_not_another(ranks):
-    for rank in ranks:
-        auto, forced = rank["explained"]
-        assert str(auto).startswith(f"method: {auto.method}, {auto.because}\n  not usp")
-        assert "not usp: it takes a mesh of two dimensions" in str(auto)
-        assert str(forced).startswith("method: None")
-        assert "not ulysses: its 2 ranks do not divide the 3 heads of q" in str(forced)
 
 
 @pytest.mark.parametrize("name", [*DECODING, "windw"])

@@ -216,6 +216,14 @@ def all_results(folder: str) -> dict[Any, Any]:
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"cross-entropy .* is differentiable once"):
         grad.to_local().sum().backward()
+    with pytest.raises(RuntimeError, match="targets must be in"):
+        sharded_cross_entropy(x.detach(), torch.tensor([10]))
+    model = gpt()
+    parallelize_module(model, meshes[2], tp_plan(model))
+    with pytest.raises(RuntimeError, match="tokens must be in"):
+        model.token_embedding(torch.tensor([[V]]))
+    with pytest.raises(ValueError, match="weight of _Embedding is sharded already"):
+        parallelize_module(model, meshes[2], tp_plan(model))
     return everything
 
 

@@ -8,7 +8,7 @@ import pytest
 from refusals import rows_of, served
 
 from fastattn.models import gpt, gpt2
-from fastattn.training import checkpoint, tokenizers, train_config
+from fastattn.training import checkpoint, run, tokenizers, train_config, trainer
 from fastattn.training.data import tagged_text, text_pairs
 from fastattn.training.data import text as text_data
 from fastattn.training.tasks import kinds, masking, translation
@@ -38,7 +38,7 @@ def pairs(*more: text_pairs.Pair, **change: Any) -> Any:
 
 MODULES = (
     gpt, gpt2, checkpoint, tokenizers, train_config, tagged_text, text_pairs, text_data,
-    kinds, masking, translation,
+    kinds, masking, run, trainer, translation,
 )  # fmt: skip
 NAMES = {name: x for module in MODULES for name, x in vars(module).items()} | globals()
 NAMES |= {"Path": Path, "SimpleNamespace": SimpleNamespace}

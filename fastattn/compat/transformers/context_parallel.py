@@ -11,11 +11,11 @@ from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakSet
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 
 from ...parallel import ContextPlan, roll, shard
-from ...parallel.ranks import Mesh, Ranks, agree, gather_sequence
+from ...parallel.ranks import Mesh, Ranks, agree, count_targets, gather_sequence
 from . import hf_attention, packing
 from .models import unserved
 
@@ -57,11 +57,24 @@ class SpreadModels:
             refusal = f"not supported under ContextParallel: {reason}"
             yield hf_attention, name, partial(_refuse, refusal)
         if self._told:
-            from transformers import PreTrainedModel, masking_utils
+            from transformers import (
+                AttentionInterface,
+                AttentionMaskInterface,
+                PreTrainedModel,
+                masking_utils,
+            )
 
             find = masking_utils.find_packed_sequence_indices
             yield masking_utils, "find_packed_sequence_indices", self._packed(find)
             yield PreTrainedModel, "__call__", self._call(PreTrainedModel.__call__)
+            yield PreTrainedModel, "loss_function", self._shared(PreTrainedModel.loss_function)
+            # Outside of compiled graphs, which hold no rules of masks and no messages.
+            read = self._called(masking_utils._preprocess_mask_arguments)
+            yield masking_utils, "_preprocess_mask_arguments", _uncompiled(read)
+            for registered in (AttentionInterface, AttentionMaskInterface):
+                by_name = registered._global_mapping
+                outside = {hf_attention.NAME: _uncompiled(by_name[hf_attention.NAME])}
+                yield registered, "_global_mapping", {**by_name, **outside}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """Attention of a layer, with its mask as options."""
@@ -105,16 +118,7 @@ class SpreadModels:
 
         @wraps(inner)
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            bound, error = inspect.signature(model.forward).bind_partial(*args, **kwargs), None
-            try:
-                self._place(model, bound)
-            except ValueError as problem:
-                error = problem
-            if not self._calls:
-                agree(Ranks.of(self.mesh), _signature(model, bound), error)
-            elif error is not None:
-                raise error
-            self._share_loss(model, bound)
+            bound = self._bound(model, args, kwargs)
             placed = bound.arguments.get("position_ids") is not None
             self._calls.append((type(model).__name__, placed))
             try:
@@ -123,6 +127,20 @@ class SpreadModels:
                 self._calls.pop()
 
         return call
+
+    @torch.compiler.disable
+    def _bound(self, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+        """Arguments of a model's forward, checked and placed on every rank."""
+        bound, error = inspect.signature(model.forward).bind_partial(*args, **kwargs), None
+        try:
+            self._place(model, bound)
+        except ValueError as problem:
+            error = problem
+        if not self._calls:
+            agree(Ranks.of(self.mesh), _signature(model, bound), error)
+        elif error is not None:
+            raise error
+        return bound
 
     def _place(self, model: Any, bound: inspect.BoundArguments) -> None:
         """Check a call, and add positions for a model that counts them from 0."""
@@ -165,22 +183,52 @@ class SpreadModels:
                 f"plan, got {list(x.shape)}: shard(x, {dim}, plan, mesh) does it"
             )
 
-    def _share_loss(self, model: Any, bound: inspect.BoundArguments) -> None:
-        """Make a causal model's loss this rank's share of the whole sequence's.
+    def _called(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that a model's forward calls, to refuse a forward called by itself."""
+
+        @wraps(read)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._calls:
+                raise ValueError(
+                    "under ContextParallel call a model, not its forward, which counts positions "
+                    "from 0 on each rank"
+                )
+            return read(*args, **kwargs)
+
+        return call
+
+    def _shared(self, loss: property) -> property:
+        """Wrap `loss_function` to compute this rank's share of the whole sequence's loss.
 
         A token's label may be on another rank, and the mean is over all ranks.
         """
-        if not isinstance(bound.arguments.get("labels"), Tensor):
-            return
-        others = _others(bound)
-        if others.get("shift_labels") is None:
-            labels = bound.arguments["labels"]
-            others["shift_labels"] = roll(labels, 1, self.plan, self.mesh)
-        if others.get("num_items_in_batch") is None:
-            count = (others["shift_labels"] != -100).sum()
-            for group in Ranks.of(self.mesh).groups:
-                dist.all_reduce(count, group=group)
-            others["num_items_in_batch"] = count
+
+        def get(model: Any) -> Callable[..., Any]:
+            assert loss.fget is not None
+            inner = loss.fget(model)
+
+            @wraps(inner)
+            def share(*args: Any, **kwargs: Any) -> Any:
+                _check_loss(model)
+                arguments = inspect.signature(inner).bind(*args, **kwargs).arguments
+                others = arguments.pop("kwargs", {})
+                if arguments.get("shift_labels") is None:
+                    arguments["shift_labels"] = roll(arguments["labels"], 1, self.plan, self.mesh)
+                if arguments.get("num_items_in_batch") is None:
+                    ranks = Ranks.of(self.mesh)
+                    arguments["num_items_in_batch"] = count_targets(
+                        arguments["shift_labels"], ranks
+                    )
+                return inner(**arguments, **others)
+
+            return _uncompiled(share)
+
+        return property(get, loss.fset)
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def check_model(model: Any, T: int) -> None:
