@@ -350,7 +350,8 @@ def applied(
         apply: Any = triton_language.score_mod if scores else triton_language.mask_mod
         result: Tensor = apply(function, *scores, places, tensors)
         return result
-    at = [x.expand(places.shape).flatten() for x in (*scores, *places.arguments())]
+    indices = (x.long() for x in places.arguments())
+    at = [x.expand(places.shape).flatten() for x in (*scores, *indices)]
     if not at[0].numel():  # torch.vmap takes none
         return scores[0] if scores else at[0].reshape(places.shape) > 0
     result = torch.vmap(lambda *x: torch.as_tensor(function(*x)))(*at)

@@ -232,11 +232,11 @@ def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
 
 def check_relative_keys(keys: Tensor, call: Checking) -> Tensor:
     """Vectors of each query head, each key head, or all heads."""
-    heads = sorted({call.sizes["H_q"], call.sizes["H_k"], 1})
+    heads = (call.sizes["H_q"], call.sizes["H_k"], 1)
     if keys.shape[0] not in heads:
+        known = ", ".join(map(str, sorted({*heads})))
         raise ValueError(
-            f"relative_keys must have H_q, H_k or 1 heads, {', '.join(map(str, heads))}, "
-            f"got {list(keys.shape)}"
+            f"relative_keys must have H_q, H_k or 1 heads, {known}, got {list(keys.shape)}"
         )
     return keys
 

@@ -86,7 +86,8 @@ def _check_buffers(
     k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> list[Tensor | None]:
     """Check buffers; return the scales of k and v as [P, H_k, S]."""
-    scales, sizes = [], checks.Sizes()
+    sizes: checks.Sizes = {}
+    scales = []
     for name, x, scale in (("k", k, k_scale), ("v", v, v_scale)):
         checks.check_input(name, x, "as k" if x is v else "", f"P H_k S D_{name}", k, sizes)
         if (x.stride(3) != 1 and x.shape[3] > 1) or x.stride(2) >= _FARTHEST_SLOTS:

@@ -6,6 +6,7 @@ score_mod and mask_mod are translated to the kernels' functions, and the blocks 
 hold.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,9 +43,10 @@ def flex_attention(
         value: [B, H_k, T_k, D_v].
         score_mod: score_mod(score, b, h, q_idx, kv_idx) in torch; captured tensors have gradients.
         block_mask: its blocks and its mask_mod, which is translated at the first call with this
-            object. Full blocks are not masked, and blocks without a visible pair are skipped. Under
-            torch.compile it is evaluated at all pairs in each call, which takes a byte for each, as
-            far as it varies; there `fastattn.attention` with a `fastattn.BlockMask` skips blocks.
+            object and its parts. Full blocks are not masked, and blocks without a visible pair are
+            skipped. Under torch.compile it is evaluated at all pairs in each call, which takes a
+            byte for each, as far as it varies; there `fastattn.attention` with a
+            `fastattn.BlockMask` skips blocks.
         scale: default D ** -0.5.
         enable_gqa: whether H_k may divide H_q.
         return_lse, return_aux: also return lse, fp32 [B, H_q, T_q], in natural log, or the largest
@@ -78,8 +80,8 @@ def flex_attention(
     return o, AuxOutput(**named)
 
 
-# By torch's object: kernels keep their tables of blocks in ours.
-_translated: "WeakKeyDictionary[BlockMask, own.BlockMask]" = WeakKeyDictionary()
+# By torch's object, with its parts: kernels keep their tables of blocks in ours.
+_translated: "WeakKeyDictionary[BlockMask, tuple[list[Any], own.BlockMask]]" = WeakKeyDictionary()
 
 
 def mask_options(
@@ -104,11 +106,14 @@ def mask_options(
         )
     if at_all_pairs or torch.compiler.is_compiling():
         return {"attn_mask": _at_all_pairs(_function_of(mask), sizes, query.device)}
-    if mask not in _translated:
+    parts = [mask.mask_mod, mask.kv_num_blocks, mask.kv_indices]
+    parts += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    known = _translated.get(mask)
+    if known is None or any(map(operator.is_not, known[0], parts)):
         with torch._C._DisableFuncTorch():  # a transform would wrap what is kept
             function = _function_of(mask)
-        _translated[mask] = own.BlockMask(function, rows > 1, heads > 1)
-    return {"mask_mod": _translated[mask]}
+        known = _translated[mask] = parts, own.BlockMask(function, rows > 1, heads > 1)
+    return {"mask_mod": known[1]}
 
 
 def _function_of(mask: BlockMask) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Numbers of a Python function while it is translated: torch's arithmetic, recorded as Triton's.
 
 Integer // and % round down in torch and towards zero in Triton; bools are no numbers in Triton.
+Indices have 64 bits in torch and 32 in kernels, which take 64 where a product needs them.
 """
 
 import operator
@@ -31,14 +32,20 @@ class Reader(Protocol):
 READER: ContextVar[Reader] = ContextVar("READER")
 
 
+_INT32 = 2**31
+
+
 class Element:
     """A number of a known dtype: an index, a score, or what was computed from them.
 
-    value: a `Symbol`, or a Python number if it is constant. natural: it cannot be negative.
+    value: a `Symbol`, or a Python number if it is constant. natural: it cannot be negative. most:
+    bound of an integer's magnitude.
     """
 
-    def __init__(self, value: Any, dtype: torch.dtype, natural: bool = False) -> None:
-        self.value, self.dtype = value, dtype
+    def __init__(
+        self, value: Any, dtype: torch.dtype, natural: bool = False, most: int = _INT32
+    ) -> None:
+        self.value, self.dtype, self.most = value, dtype, most
         constant = not isinstance(value, Symbol) and value >= 0
         self.natural = natural or constant or dtype == torch.bool
 
@@ -126,6 +133,29 @@ def number(x: Any) -> Any:
     return value.to(LANGUAGE.int32) if is_bool else value
 
 
+def _most(x: Any) -> int:
+    value = _value(x)
+    return x.most if isinstance(value, Symbol) else int(abs(value)) if is_integer(x) else 1
+
+
+def _numbers(*operands: Any, most: int = 0) -> list[Any]:
+    """Values of operands of arithmetic; 64 bits where a constant or a result up to `most` needs."""
+    values = list(map(number, operands))
+    constants = (abs(x) + (x > 0) for x in values if type(x) is int)
+    if max(most, *constants, 0) <= _INT32:
+        return values
+    return [
+        y.to(LANGUAGE.int64) if isinstance(y, Symbol) and not x.dtype.is_floating_point else y
+        for x, y in zip(operands, values, strict=True)
+    ]
+
+
+def _product(combine: Callable[[Any, Any], Any], x: Any, y: Any, most: int) -> Element:
+    dtype, natural = _common(x, y), _natural(x) and _natural(y)
+    values = _numbers(x, y, most=most if dtype == torch.int64 else 0)
+    return Element(combine(*values), dtype, natural, most)
+
+
 def fraction(x: Any) -> Any:
     """The value of an operand as a float; half precision becomes fp32."""
     value = number(x)
@@ -165,18 +195,19 @@ def _add(x: Any, y: Any, *, alpha: Any = 1) -> Element:
     if dtype == torch.bool:
         return _either(x, y)
     y = y if alpha == 1 else _mul(y, alpha)
-    return Element(number(x) + number(y), dtype, _natural(x) and _natural(y))
+    total = operator.add(*_numbers(x, y))
+    return Element(total, dtype, _natural(x) and _natural(y), _most(x) + _most(y))
 
 
 @_records("sub", "subtract")
 def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Element:
-    return Element(number(x) - number(y if alpha == 1 else _mul(y, alpha)), _common(x, y))
+    y = y if alpha == 1 else _mul(y, alpha)
+    return Element(operator.sub(*_numbers(x, y)), _common(x, y), most=_most(x) + _most(y))
 
 
 @_records("mul", "multiply")
 def _mul(x: Any, y: Any) -> Element:
-    dtype = _common(x, y)
-    return Element(number(x) * number(y), dtype, _natural(x) and _natural(y))
+    return _product(operator.mul, x, y, _most(x) * _most(y))
 
 
 @_records("truediv", "div", "true_divide", "divide")
@@ -187,7 +218,7 @@ def _div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Element:
     if rounding_mode is None:
         return Element(fraction(x) / fraction(y), _real(dtype))
     if not dtype.is_floating_point:
-        return Element(number(x) // number(y), dtype)
+        return Element(operator.floordiv(*_numbers(x, y)), dtype, most=_most(x))
     ratio = fraction(x) / fraction(y)
     whole = LANGUAGE.where(ratio < 0, LANGUAGE.ceil(ratio), LANGUAGE.floor(ratio))
     return Element(whole, _real(dtype))
@@ -205,10 +236,11 @@ def _floor_divide(x: Any, y: Any) -> Element:
     natural = _natural(x) and _natural(y)
     if dtype.is_floating_point:
         return Element(LANGUAGE.floor(fraction(x) / fraction(y)), _real(dtype))
+    below, by = _numbers(x, y)
     if bits is not None:
-        return Element(number(x) >> bits, dtype, natural)
-    below = number(x) if natural else number(x) - number(_remainder(x, y))
-    return Element(below // number(y), dtype, natural)
+        return Element(below >> bits, dtype, natural, _most(x))
+    below = below if natural else below - number(_remainder(x, y))
+    return Element(below // by, dtype, natural, _most(x))
 
 
 @_records("mod", "remainder")
@@ -216,13 +248,14 @@ def _remainder(x: Any, y: Any) -> Element:
     dtype, bits = _common(x, y), _bits_of(y)
     if dtype.is_floating_point:
         return _sub(x, _mul(_floor_divide(x, y), y))
+    left, by = _numbers(x, y)
     if bits is not None:
-        return Element(number(x) & (2**bits - 1), dtype, True)
-    left, by = number(x) % number(y), number(y)
+        return Element(left & (2**bits - 1), dtype, True, 2**bits)
+    left = left % by
     if _natural(x) and _natural(y):
-        return Element(left, dtype, True)
+        return Element(left, dtype, True, _most(y))
     wrong = left < 0 if _natural(y) else (left != 0) & ((left < 0) != (by < 0))
-    return Element(LANGUAGE.where(wrong, left + by, left), dtype, _natural(y))
+    return Element(LANGUAGE.where(wrong, left + by, left), dtype, _natural(y), _most(y))
 
 
 @_records("pow", "float_power")
@@ -241,7 +274,7 @@ def _pow(x: Any, y: Any) -> Element:
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> _Function:
-    return lambda x, y: Element(compare(number(x), number(y)), torch.bool)
+    return lambda x, y: Element(compare(*_numbers(x, y)), torch.bool)
 
 
 for _name, _other in (
@@ -258,7 +291,7 @@ def _bits(combine: Callable[[Any, Any], Any], name: str) -> _Function:
         dtype = _common(x, y)
         if dtype != torch.bool:
             natural = (any if name == "and" else all)(map(_natural, (x, y)))
-            return Element(combine(number(x), number(y)), dtype, natural)
+            return Element(combine(*_numbers(x, y)), dtype, natural)
         if isinstance(_value(x), bool):
             x, y = y, x
         if isinstance(_value(y), bool) and not isinstance(_value(x), bool):
@@ -277,12 +310,20 @@ def _bits(combine: Callable[[Any, Any], Any], name: str) -> _Function:
 _bits(operator.and_, "and")
 _either = _bits(operator.or_, "or")
 _bits(operator.xor, "xor")
-_records("lshift", "bitwise_left_shift")(
-    lambda x, y: Element(number(x) << number(y), _common(x, y), _natural(x))
-)
-_records("rshift", "bitwise_right_shift")(
-    lambda x, y: Element(number(x) >> number(y), _common(x, y), _natural(x))
-)
+
+
+@_records("lshift", "bitwise_left_shift")
+def _left_shift(x: Any, y: Any) -> Element:
+    bits = _value(y)
+    return _product(operator.lshift, x, y, _most(x) << (bits if type(bits) is int else 32))
+
+
+@_records("rshift", "bitwise_right_shift")
+def _right_shift(x: Any, y: Any) -> Element:
+    bits = _value(y)
+    far = type(bits) is not int or bits > 31
+    value = operator.rshift(*_numbers(x, y, most=2 * _INT32 if far else 0))
+    return Element(value, _common(x, y), _natural(x), _most(x))
 
 
 @_records("invert", "bitwise_not")
@@ -305,20 +346,20 @@ def _where(condition: Any, x: Any, y: Any) -> Element:
         x, y = (x, y) if kept else (y, x)
         return _mul(x, 1) if not isinstance(x, Element) else x
     dtype = _common(x, y)
-    values = map(truth if dtype == torch.bool else number, (x, y))
+    values = map(truth, (x, y)) if dtype == torch.bool else _numbers(x, y)
     chosen = LANGUAGE.where(kept, *values)
     return Element(chosen, dtype, dtype != torch.bool and _natural(x) and _natural(y))
 
 
 @_records("maximum", "fmax", "clamp_min")
 def _maximum(x: Any, y: Any) -> Element:
-    chosen = LANGUAGE.maximum(number(x), number(y))
+    chosen = LANGUAGE.maximum(*_numbers(x, y))
     return Element(chosen, _common(x, y), _natural(x) or _natural(y))
 
 
 @_records("minimum", "fmin", "clamp_max")
 def _minimum(x: Any, y: Any) -> Element:
-    chosen = LANGUAGE.minimum(number(x), number(y))
+    chosen = LANGUAGE.minimum(*_numbers(x, y))
     return Element(chosen, _common(x, y), _natural(x) and _natural(y))
 
 
@@ -330,12 +371,12 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 @_records("neg", "negative")
 def _neg(x: Any) -> Element:
-    return Element(-number(x), x.dtype)
+    return Element(-number(x), x.dtype, most=x.most)
 
 
 @_records("abs", "absolute")
 def _abs(x: Any) -> Element:
-    return x if x.natural else Element(abs(number(x)), x.dtype, True)
+    return x if x.natural else Element(abs(number(x)), x.dtype, True, x.most)
 
 
 _records("pos", "positive")(lambda x: x)

@@ -29,6 +29,8 @@ PARAMETERS = {
 }
 # Of the numbers that the parameters stand for.
 _DTYPES = dict.fromkeys(("x", "dx"), torch.float32)
+# Bound of indices: their products with fewer than 64 have 32 bits.
+_LONGEST = 2**25
 
 
 class _Row:
@@ -143,7 +145,7 @@ class _Trace(TorchFunctionMode):
         if stand_ins.is_jit(function):
             return self._run_jit(function, leaves, tensors)
         given = [
-            Element(leaves[name], _DTYPES.get(name, torch.int32), name in ("b", "h"))
+            Element(leaves[name], _DTYPES.get(name, torch.int64), name in ("b", "h"), _LONGEST)
             for name in names
         ]
         try:
@@ -169,7 +171,8 @@ class _Trace(TorchFunctionMode):
             x = x if place in self.learned or not x.is_floating_point() else x.detach()
             read.append(x if x.is_contiguous() else x.contiguous())
         if self.sizes:
-            read.append(_on_device(tuple(self.sizes.values()), read[0].device))
+            far = max(x.numel() for x in read) >= 2**31
+            read.append(_on_device(tuple(self.sizes.values()), read[0].device, far))
         return tuple(read)
 
     def parameters(self, option: str) -> tuple[str, ...]:
@@ -178,17 +181,20 @@ class _Trace(TorchFunctionMode):
         return (*PARAMETERS[option], *names, *(["tensor_sizes"] if self.sizes else []))
 
 
-def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers as a tensor, which is kept for later calls unless a trace or CUDA graph owns it."""
+def _on_device(values: tuple[int, ...], device: torch.device, far: bool) -> Tensor:
+    """Sizes as a tensor, which is kept for later calls unless a trace or CUDA graph owns it.
+
+    far: offsets that are computed from them need 64 bits.
+    """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if capturing or is_in_torch_dispatch_mode():
-        return _filled.__wrapped__(values, device)
-    return _filled(values, device)
+        return _filled.__wrapped__(values, device, far)
+    return _filled(values, device, far)
 
 
 @lru_cache(256)
-def _filled(values: tuple[int, ...], device: torch.device) -> Tensor:
-    dtype = torch.int32 if max(values) < 2**31 else torch.int64
+def _filled(values: tuple[int, ...], device: torch.device, far: bool) -> Tensor:
+    dtype = torch.int64 if far else torch.int32
     with torch._C._DisableFuncTorch():  # a transform would wrap the tensor
         # Filled on the device: for a copy the host would wait, and a graph records none.
         return torch.cat([torch.full((1,), x, dtype=dtype, device=device) for x in values])

@@ -162,7 +162,7 @@ def _stored(
 
 def _alike(x: Tensor | None, y: Tensor | None) -> bool:
     """Whether two tensors begin at one place in memory with the same strides, or neither exists."""
-    if x is None or y is None or torch.compiler.is_compiling():
+    if x is None or y is None or tracing.may_be_traced(x):
         return x is y
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 

@@ -43,13 +43,12 @@ def attention(
             )  # fmt: skip
     if options.cu_seqlens_q is not None:
         return each_sequence(attention, q, k, v, options, return_lse)
-    B, H_q, T_q, _ = q.shape
-    _, H_k, T_k, D_v = v.shape
+    H_k, T_k = v.shape[1:3]
     x = scores(q, k, options, first_row=first_row)
     weights, lse = normalised(x, options.sinks, return_lse)
     weights = dropped(weights, options, first_row=first_row, first_query=first_query)
     v = wide(v, masks.existing_keys(options, T_k, q.device))
-    o = (weights.reshape(B, H_k, H_q // H_k * T_q, T_k) @ v).reshape(B, H_q, T_q, D_v)
+    o = torch.einsum("bhgqk,bhkd->bhgqd", torch.unflatten(weights, 1, (H_k, -1)), v).flatten(1, 2)
     o = o if options.fp32_results else o.to(q.dtype)
     return (o, lse) if return_lse else o
 
@@ -77,20 +76,24 @@ def dropped(
 
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
     """Scores [B, H_q, T_q, T_k] in fp32 or wider, -inf where masked."""
-    B, H_q, T_q, D = q.shape
-    _, H_k, T_k, _ = k.shape
+    (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
     q, k = wide(q, None), wide(k, masks.existing_keys(options, T_k, q.device))
-    products = (q.reshape(B, H_k, H_q // H_k * T_q, D) @ k.mT).reshape(B, H_q, T_q, T_k)
+    products = _of_groups(q, k)
     if options.query2 is not None and options.key2 is not None:
         q2, k2 = (
             wide(options.query2, None),
             wide(options.key2, masks.existing_keys(options, T_k, q.device)),
         )
-        q2 = q2.reshape(B, k2.shape[1], H_q // k2.shape[1], T_q, q2.shape[-1])
-        products = products + torch.einsum("bhgqd,bhkd->bhgqk", q2, k2).reshape(products.shape)
+        products = products + _of_groups(q2, k2)
     keep = masks.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
     x = _scores(products, q, k, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
+
+
+def _of_groups(q: Tensor, k: Tensor) -> Tensor:
+    """Products [B, H_q, T_q, T_k], in views that torch.export takes for all lengths."""
+    grouped = torch.unflatten(q, 1, (k.shape[1], -1))
+    return torch.einsum("bhgqd,bhkd->bhgqk", grouped, k).flatten(1, 2)
 
 
 def wide(x: Tensor, exists: Tensor | None) -> Tensor:

@@ -14,9 +14,14 @@ from . import formula, masks
 from .derivatives import InParts
 
 
-def starts(length: int, step: int) -> Iterable[int]:
-    """Starts of the steps over a length: one alone is no loop, which is compiled for one length."""
-    return (0,) if length <= step else range(0, length, step)
+def steps(length: int, step: int) -> Iterable[slice]:
+    """Slices of a length: one alone is whole, so that a trace serves other lengths too.
+
+    In torch.export, which has no loop for all lengths, there is one.
+    """
+    if torch.compiler.is_exporting() or length <= step:
+        return (slice(0, length),)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def chunks(
@@ -27,9 +32,7 @@ def chunks(
     elements: numbers per query. limit: approximate numbers in memory at once. There is at least one
     slice, empty only without queries.
     """
-    count = max(1, limit // max(1, elements))
-    for start in starts(T_q, count):
-        rows = slice(start, min(start + count, T_q))
+    for rows in steps(T_q, max(1, limit // max(1, elements))):
         yield rows, _of_rows(options, rows)
 
 

@@ -109,9 +109,8 @@ def _evaluated(
     def run(x: Tensor | None, places: Places) -> Tensor:
         scores = () if x is None else (Value(x.to(real), real),)
         result = function(*scores, *(Value(at, real) for at in places.arguments()), *pointers)
-        if isinstance(result, Value):
-            return result.x
-        return torch.as_tensor(result, device=places.q_pos.device).expand(places.shape)
+        y = torch.as_tensor(getattr(result, "x", result), device=places.q_pos.device)
+        return y if y.dim() else y.expand(places.shape)  # of no index
 
     try:
         return run(x, places)

@@ -12,6 +12,10 @@ from torch.nn.attention import flex_attention as torchs
 
 from fastattn.compat.flex_attention import flex_attention
 
+# torch's eager function.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:return_lse is deprecated", "ignore:flex_attention called with"
+)
 B, H, H_K, T, D = 2, 4, 2, 24, 8
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 15, [0] * 20 + [2] * 4])
 SLOPES = torch.linspace(0.1, 0.8, H, requires_grad=True)
@@ -58,7 +62,6 @@ def formula(score_mod: Any, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return weights @ v.repeat_interleave(2, 1)
 
 
-@pytest.mark.filterwarnings("ignore:return_lse is deprecated", "ignore:flex_attention called with")
 @pytest.mark.parametrize(
     ("name", "masked"),
     gate_cases(
@@ -103,17 +106,19 @@ def test_lists_of_blocks_hold() -> None:
     counts, lists = torch.tensor([[[1, 1, 1]]]), torch.tensor([[[[0, 1, 2], [2, 0, 1], [1, 0, 0]]]])
     full_counts, full_lists = torch.tensor([[[0, 1, 1]]]), lists.flip(-1)
     mask = torchs.BlockMask.from_kv_blocks(
-        counts.int(), lists.int(), full_counts.int(), full_lists.int(), 8, lambda b, h, i, j: j != 3
+        counts.int(), lists.int(), full_counts.int(), full_lists.int(), 8
     )
-    seen = torch.zeros(3, 8, 3, 8, dtype=torch.bool)
-    for row, column in ((0, 0), (1, 2), (2, 1)):
-        seen[row, :, column] = True
-    seen = seen.view(T, T) & (torch.arange(T) != 3)
-    for row, column in ((1, 1), (2, 0)):
-        seen[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] = True
-    actual = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    expected = formula(None, lambda b, h, i, j: seen[i, j], q, k, v)
-    torch.testing.assert_close(actual, expected)
+    for hidden in (3, 4):
+        mask.mask_mod = lambda b, h, i, j, hidden=hidden: j != hidden  # also once it was used
+        seen = torch.zeros(3, 8, 3, 8, dtype=torch.bool)
+        for row, column in ((0, 0), (1, 2), (2, 1)):
+            seen[row, :, column] = True
+        seen = seen.view(T, T) & (torch.arange(T) != hidden)
+        for row, column in ((1, 1), (2, 0)):
+            seen[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] = True
+        actual = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        expected = formula(None, lambda b, h, i, j, seen=seen: seen[i, j], q, k, v)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_what_is_returned() -> None:

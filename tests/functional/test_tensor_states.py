@@ -1,14 +1,17 @@
-"""Tensors that are more than their memory: torch's negative bit, and tangents of forward mode."""
+"""Tensors that are more than their memory: the negative bit, tangents, those of transforms."""
 
+import itertools
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from nightly import gate_cases
 from outcomes import outcome, parts, succeeded
 from public_calls import H_K, H_Q, B, D, Function, T, calls
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
 from fastattn.compat import flash_attn
@@ -111,6 +114,59 @@ def test_tangents_are_refused(name: str, backend: str, device: str) -> None:
             with pytest.raises(NotImplementedError, match=r"has a tangent .*use reverse mode"):
                 function(**tensors | {argument: dual})
                 pytest.fail(f"{argument} has lost its tangent")
+
+
+def mapped(f: Function, *given: Tensor) -> list[Tensor]:
+    """The second of two calls."""
+    both = torch.vmap(f)(*(torch.stack([0.5 * x, x]) for x in given))
+    return [x[1] for x in tensors_of(both)]
+
+
+def loss(f: Function, *given: Tensor) -> Any:
+    return sum(x.float().sin().sum() for x in tensors_of(f(*given)))
+
+
+WAYS: dict[str, Function] = {
+    "compile": lambda f, *x: torch.compile(f, fullgraph=True, backend="aot_eager")(*x),
+    "make_fx": lambda f, *x: make_fx(f, tracing_mode="symbolic")(*x)(*x),
+    "vmap": mapped,
+    "vmap(grad)": lambda f, *x: mapped(torch.func.grad(partial(loss, f), tuple(range(len(x)))), *x),
+}
+# With torch.autograd.grad, or allocating; of codes, or written in place; not all with gradients.
+UNTRACED = {"gradients", "gradients of selected_attention", "attention_block_backward"}
+UNTRACED |= {"KVCache.append", "PagedKVCache.append"}
+UNMAPPED = {"attention_fp8", "append_paged"}
+UNLEARNED = {"attention", "attention_varlen", "decode_attention", *UNMAPPED}
+UNLEARNED.add("attention_block_forward")
+BY_DAY = [(x, "torch") for x in ("attention", "additive_attention", "append_paged")]
+BY_DAY.append(("decode_attention", "triton"))
+EACH = itertools.product(CALLS, ("torch", "triton"))
+BY_NIGHT = [x for x in EACH if x[0] not in UNTRACED and x not in BY_DAY]
+
+
+# vmap calls torch's kernel for each entry, and says so.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("name", "backend"), gate_cases(BY_DAY, BY_NIGHT))
+def test_what_torch_traces_and_maps(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    function, tensors = calls("cpu")[name]
+
+    def call(*given: Tensor) -> Any:
+        return function(backend, **dict(zip(tensors, given, strict=True)))
+
+    given = list(tensors.values())
+    leaves = [x.clone().requires_grad_(name not in UNLEARNED) for x in given]
+    expected = tensors_of(call(*leaves))
+    for way, serve in WAYS.items():
+        if name in (UNLEARNED if "grad" in way else UNMAPPED if way == "vmap" else ()):
+            continue
+        if way == "make_fx" and name in ("selected_attention", "attention_varlen"):  # own tensors
+            continue
+        if "grad" in way:
+            loss(call, *leaves).backward()
+            expected = [x.grad for x in leaves]
+        for x, y in zip(tensors_of(serve(call, *given)), expected, strict=True):
+            assert torch.allclose(x, y, rtol=1e-4, atol=1e-5), way
 
 
 def attended(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def assert_as_torch(function: Callable[..., Any], *scores: Tensor) -> None:
         actual = triton_language.score_mod(made[option], *scores, places(), made["mod_tensors"])
     else:
         actual = triton_language.mask_mod(made[option], places(), made["mod_tensors"])
+    assert actual.dim() == 4
     expected = reference.applied(function, places(), (), *scores)
     torch.testing.assert_close(
         actual.expand(expected.shape), expected.to(actual.dtype), equal_nan=True
@@ -83,6 +84,9 @@ MASKS: dict[str, Callable[..., Any]] = {
     "clamped": lambda b, h, i, j: (i.clamp(2, 9) - torch.clamp(j, max=7)).abs() <= 2,
     "logical": lambda b, h, i, j: torch.logical_or(torch.logical_not(i % 2), (i > j) ^ (b > 0)),
     "an element alone": lambda b, h, i, j: (i - j) * FACTOR < torch.tensor([4]) + HALF[h],
+    "64 bits": lambda b, h, i, j: ((i + 300) ** 4 % 97 < 50) & (i - j < 2**31)
+    ^ ((j << 31) // 2**30 > i),
+    "one element": lambda b, h, i, j: FLAGS[-1],
     "numbers of numpy": lambda b, h, i, j: np.int64(9) - i > (i - j) * np.float32(1.5),
     "casts": lambda b, h, i, j: (i / 5).long() == (j.float() / 4).to(torch.int32) + b.to(i).bool(),
 }  # fmt: skip
@@ -117,6 +121,7 @@ def test_scores(name: str) -> None:
 INTEGERS = (
     *("b", "h", "i", "j", "1", "3", "-2", "8"),
     *("({0} + {1})", "({0} - {1})", "({0} * {1})", "({0} // {2})", "({0} % {2})", "abs({0})"),
+    *("({0} * 2654435761)", "({0} * 70001)", "({0} - 3000000000)", "({0} >> 20)"),
     *("torch.minimum({0} * b.new_ones(()), {1} + 0 * h)", "torch.where({3}, {0}, {1})"),
     *("IDS[b, {0} % T]", "IDS[b][{0} % T - T]", "({3} * {0})", "({0} & 7)", "-{0}"),
 )

@@ -81,25 +81,6 @@ def test_gradients_per_sample(masked: bool, device: str) -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_functional_gradients_of_additive_attention(device: str) -> None:
-    """Gradients equal an eager call's, for the batch and for each sample."""
-    inputs = [*make_qkv(**SIZES, device=device), torch.randn(16, device=device).requires_grad_()]
-
-    def loss(q, k, v, u):
-        return fastattn.additive_attention(q, k, v, u, causal=True).sin().sum()
-
-    grad = torch.func.grad(loss, argnums=(0, 1, 2, 3))
-    plain = [x.detach() for x in inputs]
-    q, k, v, u = plain
-    each = torch.vmap(grad, in_dims=(0, 0, 0, None))(q[:, None], k[:, None], v[:, None], u)
-    for actual, mapped, expected in zip(
-        grad(*plain), each, torch.autograd.grad(loss(*inputs), inputs), strict=True
-    ):
-        whole = mapped[:, 0] if mapped.dim() == 5 else mapped.sum(0)
-        for x in (actual, whole):
-            torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
-
-
 @triton.jit
 def not_of_its_row(b, h, q_pos, k_pos):
     return (q_pos + k_pos) % 3 != b

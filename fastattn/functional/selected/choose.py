@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ... import checks, dispatch
 from ...ops.selected import choose as ops
-from ...torch_backend.query_chunks import starts
+from ...torch_backend.query_chunks import steps
 from ...torch_backend.selected import choose as formula
 from .. import inputs
 
@@ -79,8 +79,8 @@ def select_blocks(
     count = -(-(T_q + offset) // block_k)
     step = max(1, _AT_ONCE // max(1, B * q.shape[1] * (count if by_kernel else k.shape[2])))
     parts = [q.new_empty(B, H_s, 0, n, dtype=torch.int32)]
-    for start in starts(T_q, step):
-        part = start, min(start + step, T_q)
+    for some in steps(T_q, step):
+        part = some.start, some.stop
         if by_kernel:
             scores = ops.block_scores(
                 *rows, lse, H_s, per_block, *pool, count, *part, offset, scale, causal

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import checks, tracing
 from ...options import Options
 from .. import formula, masks
-from ..query_chunks import starts
+from ..query_chunks import steps
 
 # Numbers gathered or computed at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
@@ -57,11 +57,10 @@ def attention(
     B, _, R, n = lists.shape
     of_row = B * max(k.shape[1], lists.shape[1]) * n * block[1]
     of_row *= k.shape[3] + v.shape[3] + block[0] * max(1, q.shape[1] // k.shape[1])
-    step = max(1, _AT_ONCE // max(1, of_row))
     parts = []
-    for start in starts(R, step):
-        rows = slice(start * block[0], min((start + step) * block[0], T_q))
-        own = lists[:, :, start : start + step]
+    for some in steps(R, max(1, _AT_ONCE // max(1, of_row))):
+        rows = slice(some.start * block[0], min(some.stop * block[0], T_q))
+        own = lists[:, :, some]
         inputs: tuple[Any, ...] = (q[:, :, rows], k, v, exists, own, rows.start, block, options)
         if torch.is_grad_enabled() and not tracing.transforming():
             part = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
