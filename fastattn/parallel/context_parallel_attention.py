@@ -11,11 +11,11 @@ from ..functional import call_options, inputs
 from ..functional.fused_attention import attention
 from ..ops import spread
 from ..options import LEARNED, OPTIONS, along
-from ..torch_backend import dropout
+from ..torch_backend import dropout, formula
 from . import heads, hops
 from .choose import MethodExplanation, choose, explanation
 from .gather import gather_backward, gather_forward
-from .parts import Whole, sinks_gradient
+from .parts import Whole
 from .pieces import Options, Pair, of_pair, with_leaves
 from .plan import ContextPlan
 from .ranks import (
@@ -325,15 +325,15 @@ class _Attention(torch.autograd.Function):
         others, method, plan, ranks, names = ctx.call
         whole = Whole(torch.zeros_like(o) if do is None else do, dlse, o, lse)
         options = others | dict(zip(names, learned, strict=True))
-        sinks = options.pop("sinks", None)
+        options.pop("sinks", None)
         keyed = [name for name in names if name != "sinks"]
         options, leaves = with_leaves(_narrowed(options, q), keyed)
         _, backward = _BY_METHOD[method]
         with torch.autocast(q.device.type, enabled=False):
             totals = backward(q, k, v, options, leaves, whole, plan, ranks.outer)
         grads = dict(zip(keyed, totals.learned, strict=True))
-        if sinks is not None:
-            grads["sinks"] = sinks_gradient(sinks, whole)
+        fields = dict(zip(names, learned, strict=True))
+        grads |= formula.denominator_gradients(fields, whole.lse, whole.delta)
         learned_grads = [grads[name].to(x.dtype) for name, x in zip(names, learned, strict=True)]
         three = (totals.q.to(q.dtype), totals.k.to(k.dtype), totals.v.to(v.dtype))
         return *three, None, None, None, None, None, *learned_grads

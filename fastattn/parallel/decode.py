@@ -13,8 +13,9 @@ from ..functional import call_options, decode
 from ..functional.merge import merge
 from ..ops import spread
 from ..options import Options
+from ..torch_backend import formula
 from ..torch_backend.masks import added_scores, visible
-from .parts import add_sinks, wide
+from .parts import wide
 from .ranks import all_gather
 
 # Position-dependent options, as a rank's cache holds only some positions.
@@ -80,7 +81,7 @@ def decode_attention(
         o, lse = decode.decode_attention(q, cache, return_lse=True, **arguments)
     parts = all_gather(torch.cat((wide(o), lse[..., None]), -1), group)
     o, lse = _merged([(part[..., :-1], part[..., -1]) for part in parts])
-    o, lse = add_sinks(o, lse, options.get("sinks"))
+    o, lse = formula.with_column(o, lse, options.get("sinks"))
     return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
 
 

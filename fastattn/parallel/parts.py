@@ -26,6 +26,12 @@ class Whole(NamedTuple):
         """Slice the queries."""
         return Whole(*(None if x is None else x[:, :, rows] for x in self))  # type: ignore[arg-type]
 
+    @property
+    def delta(self) -> Tensor:
+        """do.o - dlse."""
+        delta = (wide(self.do) * self.o).sum(-1)
+        return delta if self.dlse is None else delta - self.dlse
+
     def heads(self, heads: slice) -> "Whole":
         """Slice the heads."""
         return Whole(*(None if x is None else x[:, heads] for x in self))  # type: ignore[arg-type]
@@ -118,19 +124,3 @@ def part_backward(
             grads = torch.autograd.grad(of_pieces[0], leaves, of_pieces[1])
             for learned, grad in zip(total.learned, grads, strict=True):
                 learned += grad
-
-
-def add_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add sinks to o and lse: one more key per head with value 0."""
-    if sinks is None:
-        return o, lse
-    score = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    return merge(o, lse, torch.zeros_like(o), score.contiguous())
-
-
-def sinks_gradient(sinks: Tensor, whole: Whole) -> Tensor:
-    """Gradient of sinks [H_q]: with value 0, a sink's ds is its weight times (0 - delta)."""
-    delta = (wide(whole.do) * whole.o).sum(-1)
-    delta = delta if whole.dlse is None else delta - whole.dlse
-    weight = torch.exp(sinks.to(delta.dtype)[:, None] - whole.lse)
-    return -(weight * delta).sum((0, 2))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..torch_backend import formula
 from . import parts
 from .hops import Needs, needs, total
 from .parts import Gradients, Whole
@@ -39,7 +40,7 @@ def ring_forward(
             parts.part_forward(o, lse, q, keys, values, runs, needed.runs(source, step), options)
             del keys, values
         del held  # it has been sent
-    o, lse = parts.add_sinks(o, lse, sinks)
+    o, lse = formula.with_column(o, lse, sinks)
     return o.to(q.dtype), lse
 
 

@@ -1,4 +1,7 @@
-"""torch's attention kernel for CPUs with its lse, sinks, and gradients of both."""
+"""torch's attention kernel for CPUs: with its lse, a column of scores, and gradients of both.
+
+A column is one more key, with value 0 and the same score for all queries of a head.
+"""
 
 from math import inf
 from typing import Any
@@ -18,11 +21,15 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 WIDEST_VECTOR = 64
 
 
+def beside_column(options: Options) -> Options:
+    """The options of a call without what adds a column."""
+    return options if options.sinks is None else options._replace(sinks=None)
+
+
 def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether the kernel supports these layouts: it does not check this."""
+    """Whether the kernel supports these layouts and options: it does not check this."""
     # It has no gradients of a bias, and no dropout.
-    others = options._replace(sinks=None).differentiable
-    learned = any(x is not None and x.requires_grad for x in others)
+    learned = any(x is not None and x.requires_grad for x in options.differentiable)
     if learned or options.fp32_results or options.dropout:
         return False
     return q.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
@@ -30,61 +37,65 @@ def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor | None, is_causal: bool,
-    sinks: Tensor | None, scale: float,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, lse, and rows where they may be wrong, bool [B, H_q, T_q].
 
     mask: summand without gradients. blind: rows without keys, if known.
     """
-    o, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    o, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
     # The kernel's lse is 0 in rows without keys, and where NaN is missed.
     odd = lse == 0
     if blind is not None:
         o, lse, odd = o.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -inf), odd & ~blind
-    if sinks is not None:
-        of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        o = (o * (of_keys - lse).exp()[..., None]).to(q.dtype)
-        odd = odd | (sinks == inf)[:, None]
-    return o, lse, odd
+    o, lse = formula.with_column(o, lse, options.sinks)
+    return o, lse, odd | (lse == inf)
 
 
-def differentiable(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention`, with gradients of o and lse in q, k, v and sinks, of any order."""
+def differentiable(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor | None, is_causal: bool,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`attention`, with gradients of o and lse in q, k, v and the column, of any order."""
+    inputs = (q, k, v, options.sinks, mask, blind, is_causal, options)
     results: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
     return results
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, odd = attention(*inputs)
-        q, k, v, mask, _, ctx.is_causal, sinks, ctx.scale = inputs
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, column: Tensor | None, mask: Tensor | None,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        o, lse, odd = attention(q, k, v, mask, *rest)
+        _, ctx.is_causal, options = rest
+        ctx.scale = options.scale
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(odd)
-        ctx.save_for_backward(q, k, v, mask, sinks, o, lse)
+        ctx.save_for_backward(q, k, v, column, mask, o, lse)
         return o, lse, odd
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        q, k, v, mask, sinks, o, lse = ctx.saved_tensors
+        q, k, v, column, mask, o, lse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
-            inputs, needed = (q, k, v, sinks), [ctx.needs_input_grad[i] for i in (0, 1, 2, 6)]
             options = of_mask(mask, ctx.is_causal, ctx.scale)
 
-            def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-                return formula.attention(q, k, v, options._replace(sinks=sinks), return_lse=True)
+            def plain(q: Tensor, k: Tensor, v: Tensor, column: Tensor | None) -> Any:
+                return formula.attention(q, k, v, options._replace(sinks=column), return_lse=True)
 
-            *grads, dsinks = gradients_by_formula(plain, inputs, needed, (do, dlse))
-            return *grads, None, None, None, dsinks, None
+            grads = gradients_by_formula(plain, (q, k, v, column), needed, (do, dlse))
+            return *grads, None, None, None, None
         do = torch.zeros_like(o) if do is None else do.contiguous()
         delta = (do.to(lse.dtype) * o).sum(-1)
         delta = delta if dlse is None else delta - dlse
-        dsinks = None
-        if ctx.needs_input_grad[6]:
-            dsinks = formula.denominator_gradients({"sinks": sinks}, lse, delta)["sinks"]
-            dsinks = dsinks.to(sinks.dtype)
+        dcolumn = None
+        if needed[3]:
+            dcolumn = -formula.weighed_by_column(column, lse, delta).to(column.dtype)
         lse = lse.masked_fill(lse == -inf, 0)  # a number, for p = 0
-        # p by sinks' lse and o are those of one more key, of score `sinks` and value 0.
+        # p by this lse is that of the keys beside the column.
         given = (do, q, k, v, o) if dlse is None else _with_dlse(do, q, k, v, o, dlse, lse.dtype)
         mask = mask if mask is None else mask.to(given[0].dtype)
         flags: dict[str, Any] = {"attn_mask": mask, "scale": ctx.scale}
@@ -92,7 +103,7 @@ class _Differentiable(torch.autograd.Function):
         dq, dk, dv = (
             dx[..., : x.shape[3]].to(x.dtype) for dx, x in zip(grads, (q, k, v), strict=True)
         )
-        return dq, dk, dv, None, None, None, dsinks, None
+        return dq, dk, dv, dcolumn, None, None, None, None
 
 
 def _with_dlse(

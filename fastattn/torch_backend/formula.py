@@ -185,6 +185,15 @@ def weighed_by_column(column: Tensor, lse: Tensor, x: Tensor) -> Tensor:
     return torch.where(lse == float("-inf"), 0.0, weight * x).sum((0, 2))
 
 
+def with_column(o: Tensor, lse: Tensor, column: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o and lse with one more key for each head, of value 0 and these scores [H_q]."""
+    if column is None:
+        return o, lse
+    whole = torch.logaddexp(lse, column.to(lse.dtype)[:, None])
+    share = torch.where(whole == float("-inf"), 0.0, (lse - whole).exp())
+    return (o * share[..., None]).to(o.dtype), whole
+
+
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 

@@ -305,13 +305,11 @@ def copies(options: Options, B: int, H_q: int) -> int:
     if bias is not None and bias.requires_grad:  # torch's formula
         return B * H_q
     given = [x for x in (bias, mask) if x is not None]
-    every_head = options.biases or options.mask_mod is not None
-    slopes = options.alibi_slopes
-    every_row = lacks_keys(options) or options.placing is None or options.mask_mod is not None
-    if mask is None and not (every_head or every_row) and options.band == (None, None):
+    every = options.biases or options.mask_mod is not None
+    by_row = every or lacks_keys(options) or options.placing is None
+    if mask is None and not by_row and options.band == (None, None):
         return 0  # torch gets the bias itself
-    rows = B if every_row or (slopes is not None and slopes.dim() == 2) else 1
-    sizes = [(rows, H_q if every_head else 1), *(x.shape[:2] for x in given)]
+    sizes = [(B if by_row else 1, H_q if every else 1), *(x.shape[:2] for x in given)]
     return math.prod(map(max, zip(*sizes, strict=True)))
 
 

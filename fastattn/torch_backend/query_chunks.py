@@ -79,9 +79,7 @@ def of_keys(options: Options, keys: slice) -> Options:
 
 def seen_keys(options: Options, T_q: int, T_k: int) -> slice:
     """Keys that queries may see by numbers alone, at least one of T_k."""
-    left, right = (None, None) if options.band is None else options.band
-    if options.causal and options.band is None and options.prefix_lengths is None:
-        right = 0
+    left, right = options.band or (None, 0 if _sees_past(options) else None)
     offset = options.query_offset
     if offset is None or options.query_offsets is not None or options.q_positions is not None:
         left = right = None
@@ -238,9 +236,12 @@ def _of_row(q: Tensor, k: Tensor, v: Tensor, options: Options, b: int) -> tuple[
 
 def _seen(options: Options, first: int, end: int) -> int:
     """How many keys there are, without those that are ahead of a tile."""
-    if not options.causal or options.prefix_lengths is not None:
-        return end
-    return max(0, min(end, first + _ROWS))
+    return max(0, min(end, first + _ROWS)) if _sees_past(options) else end
+
+
+def _sees_past(options: Options) -> bool:
+    """Whether no query sees a key ahead of it."""
+    return options.causal and options.prefix_lengths is None
 
 
 def _of_tile(

@@ -45,9 +45,9 @@ def bind(
 ) -> Attend:  # fmt: skip
     """The function that computes calls with these layouts and options, whatever tensors hold.
 
-    torch's function supports a mask and a bias on scores, no tangents, and on a CPU an lse and
-    sinks. Other calls run the formula, in fp32 or wider. Eager calls whose scores or masks take
-    much memory, and those that see few keys, run in chunks of queries.
+    torch's function supports a mask and a bias on scores, no tangents, and on a CPU an lse and a
+    column of scores. Other calls run the formula, in fp32 or wider. Eager calls whose scores or
+    masks take much memory, and those that see few keys, run in chunks of queries.
     """
     how: dict[str, Any] = {"return_lse": return_lse, "first_row": first_row}
     ordered = options.batch_invariant and q.numel() and k.numel()
@@ -60,9 +60,9 @@ def bind(
     if ordered:
         return partial(_in_tiles, **how)
     on_host = tracing.host_knows(q)
-    fits = on_host and cpu_kernel.fits(q, k, v, options)
-    summed = return_lse or options.sinks is not None
-    options = options._replace(sinks=None) if fits else options
+    beside = cpu_kernel.beside_column(options)
+    fits, summed = on_host and cpu_kernel.fits(q, k, v, beside), return_lse or beside is not options
+    options = beside if fits else options
     empty = q.numel() == 0 or k.numel() == 0
     by_formula = summed > fits or empty or _needs_formula(q, options)
     step = q.shape[2] if empty or tracing.may_be_traced(q) else _step(q, k, options, by_formula)
@@ -190,7 +190,7 @@ def _fused(
     The function also drops weights without a seed.
     """
     if is_causal and shown is not None:
-        o, _, _ = cpu_kernel.attention(q, k, v, shown, None, True, None, options.scale)
+        o, _, _ = cpu_kernel.attention(q, k, v, shown, None, True, options)
     else:
         o = scaled_dot_product_attention(
             q, k, v, attn_mask=shown, dropout_p=options.dropout, is_causal=is_causal,
@@ -249,18 +249,17 @@ def _with_lse(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: masks.AddedScores | None,
     is_causal: bool, return_lse: bool, **how: int,
 ) -> Results:  # fmt: skip
-    """o and lse of torch's CPU kernel, with sinks. added: of a call with a mask or bias."""
+    """o and lse of torch's CPU kernel. added: of a call with a mask or bias."""
     records = _records(q, k, v, options)
     compute = partial(cpu_kernel.differentiable if records else cpu_kernel.attention, q)
-    more = options.sinks, options.scale
-    o, lse, odd = compute(k, v, added and added.quickly(options), None, is_causal, *more)
+    o, lse, odd = compute(k, v, added and added.quickly(options), None, is_causal, options)
     sound = not odd.any().item() and _is_sound(o, k, v, options)
     if added is not None and not sound:
         shown, mask = added.exactly(options)
         if shown is not None and shown.dtype == torch.bool:
             shown = masks.added(shown, q.dtype)
         blind = None if mask is None else ~mask.any(-1).expand(lse.shape)
-        o, lse, odd = compute(*_existing(k, v, options), shown, blind, False, *more)
+        o, lse, odd = compute(*_existing(k, v, options), shown, blind, False, options)
     if odd.any():
         exact_o, exact_lse = _by_formula(q, k, v, options, return_lse=True, **how)
         if records:

@@ -46,7 +46,7 @@ def leaves_of(options: dict[str, Any]) -> tuple[list[str], list[Tensor]]:
 def test_second_derivatives_are_those_of_differences(
     case: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of calls at once, and in chunks of a query."""
+    """Calls at once, and in chunks of a query."""
     in_chunks(monkeypatch, at_once)
     options = CASES[case]
     names, leaves = leaves_of(options)

@@ -39,7 +39,7 @@ class Swap:
         self._of_transformers: set[str] = set()
         self._registered: set[str] = set()
         self._left: dict[str, str] = {}
-        self._modules: weakref.WeakKeyDictionary[nn.Module, Calls] = weakref.WeakKeyDictionary()
+        self._changed: weakref.WeakKeyDictionary[nn.Module, Calls] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -114,7 +114,7 @@ class Swap:
 
     def undo(self) -> None:
         """Restore every module. The objects, weights and hooks are unchanged."""
-        for module, calls in [*self._modules.items()]:
+        for module, calls in [*self._changed.items()]:
             _release(module, calls)
         while self._undo:
             self._undo.pop()()
@@ -205,7 +205,7 @@ def swap(
             serving = Serving()
             done._undo.append(serving.end)
         watch(module, done.calls[name], serving)
-        done._modules[module] = done.calls[name]
+        done._changed[module] = done.calls[name]
         if kind in adapters:
             _adapt(name, module, adapters[kind], "its adapter computes its calls", done)
         elif eager and not SOFTMAX.isdisjoint(done._names[name]):
@@ -277,7 +277,7 @@ def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> Non
     done.calls[name] = served.calls = Calls()
     stay_on_path(served)
     done._ways[name] = "fastattn.MultiheadAttention"
-    done._modules[module] = served.calls
+    done._changed[module] = served.calls
 
 
 def _release(module: nn.Module, calls: Calls | None = None) -> None:
