@@ -151,7 +151,7 @@ def _computed(
     compute: Any, of_some: Any, q: Tensor, k: Tensor, lse: Tensor | None, top: int, options: Options
 ) -> tuple[Tensor, ...]:
     """compute(q, k, lse, top, options), with the gradients of `of_some` where they are wanted."""
-    tensors = (q, k, lse, *options.differentiable, *options.mod_tensors)
+    tensors = (q, k, lse, *options.differentiable)
     if _learns(lse) and any(x is not None and x.requires_grad for x in tensors):
         return formula.differentiable(compute, of_some, q, k, lse, top, options)
     with torch.no_grad():

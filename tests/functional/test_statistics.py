@@ -133,7 +133,8 @@ def test_gradients_of_statistics(
         leaves = [q, k, *(x for n, x in options.items() if n in ("attn_bias", "sinks"))]
         leaves = [x.requires_grad_() for x in leaves]
         options |= {n: x for n, x in zip(("attn_bias", "sinks"), leaves[2:], strict=False)}
-        entropy, received, top, distance, weights = function(q, k, **options)
+        of_queries = q.mean((1, 2), keepdim=True)  # keys that are made of queries
+        entropy, received, top, distance, weights = function(q, k + of_queries, **options)
         loss = weights.exp().sum() + entropy.sin().sum()
         loss = loss + (received.cos() + top.square().sum((-1, -2))[..., None]).sum()
         loss = loss + distance.sin().sum()
