@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .. import tracing
 from ..cache.dense import KVCache
 from ..checks import check_input, type_name
 from ..functional.sharded import is_dtensor
@@ -21,7 +22,6 @@ from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
 from ..rotary import RotaryPositions
-from ..tracing import host_knows
 from .layers import Block, make_block, make_norm
 from .model_config import TransformerConfig
 from .positions import LearnedPositions, SinusoidalPositions
@@ -249,7 +249,7 @@ def check_targets(targets: Tensor | None, name: str, tokens: Tensor) -> None:
 
 def _check_ids(name: str, ids: Tensor, count: int, *others: int) -> None:
     """Check, where the host knows ids, that they are in [0, count) or one of the others."""
-    if not host_knows(ids):
+    if not tracing.host_knows(ids):
         return
     wrong = (ids < 0) | (ids >= count)
     for other in others:

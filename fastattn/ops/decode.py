@@ -162,9 +162,12 @@ def _stored(
 
 def _alike(x: Tensor | None, y: Tensor | None) -> bool:
     """Whether two tensors begin at one place in memory with the same strides, or neither exists."""
-    if x is None or y is None or tracing.may_be_traced(x):
+    if x is None or y is None or torch.compiler.is_compiling():
         return x is y
-    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+    try:
+        return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+    except RuntimeError:  # one that is traced or mapped has no memory
+        return x is y
 
 
 def _tensors(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import fastattn
+from fastattn import reference
 from fastattn.functional import call_memo
 from fastattn.options import LEARNED
 from fastattn.testing import make_qkv
@@ -87,6 +88,15 @@ def test_chunks_drop_the_same_weights_in_both_directions(monkeypatch: pytest.Mon
     o = torch_attention(q, k, v, causal=True, dropout=0.5)
     (dv,) = torch.autograd.grad(o.sin().sum(), v)
     torch.testing.assert_close((o * o.cos()).sum(), (v * dv).sum())
+
+
+def test_infinite_sinks_are_those_of_the_reference() -> None:
+    q, k, v = make_qkv(1, 2, 2, 5, D=8)
+    sinks = torch.tensor([torch.inf, -torch.inf])
+    options = {"sinks": sinks, "key_lengths": torch.tensor([0]), "return_lse": True}
+    for given in (options, options | {"key_lengths": None}):
+        actual, exact = torch_attention(q, k, v, **given), reference.attention(q, k, v, **given)
+        torch.testing.assert_close(actual, exact, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
