@@ -1,16 +1,12 @@
 """Additive attention as a torch formula, differentiable any number of times."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from .. import tracing
 from ..options import Options
 from . import formula, masks
-from .query_chunks import chunks
+from .query_chunks import chunks, in_chunks
 
 # Numbers of tanh in memory at once: 64 MiB in fp32.
 _HIDDEN = 2**24
@@ -41,24 +37,20 @@ def attention(
     exists = masks.existing_keys(options, T_k, q.device)
     if exists is not None:
         k, v = (torch.where(exists[:, None, :, None], x, 0.0) for x in (k, v))
-    outputs, lses = [], []
-    slices: Iterable[tuple[slice, Options]] = [(slice(None), options)]
-    # A compiler would unroll the loop, for each length; of one chunk it fuses tanh and sums.
-    if not torch.compiler.is_compiling():
-        slices = chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN)
-    for rows, own in slices:
-        inputs: tuple[Any, ...] = (q[:, :, rows], k, v, u, own)
-        # torch.func does not support saved-tensor hooks, which checkpointing uses.
-        if torch.is_grad_enabled() and not tracing.transforming():
-            o, lse = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            o, lse = _attend(*inputs)
-        outputs.append(o)
-        lses.append(lse)
-    return torch.cat(outputs, 2).to(dtype), torch.cat(lses, 2)
+    if torch.compiler.is_compiling():  # not in a loop, so that tanh and sums are fused
+        o, lse = _attend(q, k, v, u, options)
+        return o.to(dtype), lse
+    slices = chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN)
+    whole = (None, None, None)
+    call, tensors = in_chunks(_attend, (q, k, v, u), (2, *whole), (2, 2), options, slices)
+    derived = tracing.transforming() or tracing.in_forward_mode()  # by its operations
+    o, lse = (call.at_once if derived else call.recomputed)(*tensors)
+    return o.to(dtype), lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options, first_query: int = 0
+) -> tuple[Tensor, Tensor]:
     B, H_q, T_q, D = q.shape
     _, H_k, T_k, D_v = v.shape
     G = H_q // H_k

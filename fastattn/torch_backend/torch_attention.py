@@ -149,8 +149,8 @@ def _in_chunks(
     return_lse: bool, first_row: int,
 ) -> Results:  # fmt: skip
     """A call in chunks of queries, of the keys that they may see; gradients recompute each."""
-    dtype = q.dtype
-    if by_formula:
+    dtype, records = q.dtype, _records(q, k, v, options)
+    if by_formula or records:  # sums of gradients are rounded once
         q, k, v = (formula.wide(x, None) for x in (q, k, v))
     options = widened(options)
     drawn: dict[int, Tensor] = {}  # states before torch drew a chunk's dropout
@@ -168,7 +168,7 @@ def _in_chunks(
     slices = chunks(options, q.shape[2], 1, step)
     of_results = (2, 2) if return_lse else (2,)
     call, tensors = in_chunks(attend, (q, k, v), (2, None, None), of_results, options, slices)
-    compute = call.recomputed if _records(q, k, v, options) else call.at_once
+    compute = call.recomputed if records else call.at_once
     o, *lse = compute(*tensors)
     o = o if options.fp32_results else o.to(dtype)
     return (o, *lse) if return_lse else o  # type: ignore[return-value]

@@ -9,7 +9,10 @@ from fastattn.torch_backend import formula, masks, torch_attention
 
 
 def in_chunks(patch: pytest.MonkeyPatch, at_once: int) -> list[int]:
-    """Have calls of more scores than `at_once` run in chunks of as many; lists what is made."""
+    """Have calls of more scores than `at_once`, and those in narrow windows, run in chunks.
+
+    Returns the sizes of what is made of scores and masks.
+    """
     made: list[int] = []
 
     def noting(function: Any) -> Any:
@@ -23,6 +26,7 @@ def in_chunks(patch: pytest.MonkeyPatch, at_once: int) -> list[int]:
 
     for name in ("_MOST", "_AT_ONCE"):
         patch.setattr(torch_attention, name, at_once)
+    patch.setattr(torch_attention, "_QUERIES", 2)
     patch.setattr(call_memo, "key_of", lambda *_: None)  # no later call is run so
     patch.setattr(formula, "scores", noting(formula.scores))
     for name in ("quickly", "exactly"):

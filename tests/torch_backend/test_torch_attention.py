@@ -71,14 +71,52 @@ def test_the_output_is_that_beside_an_lse(
         torch.testing.assert_close([x.detach() for x in of_graph], list(grads[1]))
 
 
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_no_tensor_holds_all_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, (q, k, v) = in_chunks(monkeypatch, 100), make_qkv(2, 4, 2, 12, D=8)
-    options = {"causal": True, **EXAMPLES[name]}
-    o, lse = torch_attention(q, k, v, return_lse=True, **options)
-    (o.sum() + lse.sum() + torch_attention(q, k, v, **options).sum()).backward()
+def test_chunks_of_queries(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are those of the whole, and no tensor holds all scores."""
+    q, k, v = make_qkv(2, 4, 2, 12, D=8)
+    options = {"causal": True, "window": window, **EXAMPLES[name]}
+
+    def results() -> list[Tensor]:
+        o, lse = torch_attention(q, k, v, return_lse=True, **options)
+        alone = torch_attention(q, k, v, **options)
+        loss = o.sin().sum() + lse.sigmoid().sum() + alone.cos().sum()
+        return [o, lse, alone, *torch.autograd.grad(loss, (q, k, v))]
+
+    expected = results()
+    made = in_chunks(monkeypatch, 100)
+    torch.testing.assert_close(results(), expected)
     given = [x.numel() for x in EXAMPLES[name].values() if isinstance(x, Tensor)]
     assert max(made, default=0) <= max(100, *given, 0)  # of 2 * 4 * 12 * 12 scores
+
+
+def test_chunks_learn_the_tensors_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(1, 2, 2, 5, D=8, requires_grad=False)
+    gain = torch.ones(2, requires_grad=True)
+
+    def gradient() -> Tensor:
+        o = torch_attention(q, k, v, score_mod=lambda x, b, h, i, j: x * gain[h])
+        return torch.autograd.grad(o.sin().sum(), gain)[0]
+
+    expected = gradient()
+    in_chunks(monkeypatch, 10)
+    torch.testing.assert_close(gradient(), expected)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 9.0}, {"key_lengths": torch.tensor([16])}])
+def test_sums_of_chunks_are_rounded_once(option: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two gradients almost cancels the first."""
+    in_chunks(monkeypatch, 1)
+    q, k, v = (torch.full((1, 2, 16, 8), x, dtype=torch.bfloat16) for x in (0, 0, 1))
+    leaves = [v.requires_grad_(), torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)]
+    o = torch_attention(q, k, v, sinks=leaves[1], **option)
+    do = torch.tensor([1, -1 - 2**-7]).repeat(8)[:, None].expand(o.shape)
+    dv, dsinks = (x.float() for x in torch.autograd.grad(o, leaves, do.to(o.dtype)))
+    weight, total = 1 / 17, -8 * 2**-7  # of each key and sink; the sum of do
+    torch.testing.assert_close(dv, torch.full_like(dv, weight * total), rtol=4e-3, atol=0)
+    expected = torch.full_like(dsinks, -weight * 16 * weight * 8 * total)
+    torch.testing.assert_close(dsinks, expected, rtol=4e-3, atol=0)
 
 
 def test_chunks_drop_the_same_weights_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +124,10 @@ def test_chunks_drop_the_same_weights_in_both_directions(monkeypatch: pytest.Mon
     in_chunks(monkeypatch, 256)
     q, k, v = make_qkv(2, 4, 2, 12, D=8, dtype=torch.float64)
     o = torch_attention(q, k, v, causal=True, dropout=0.5)
+    state = torch.get_rng_state()
     (dv,) = torch.autograd.grad(o.sin().sum(), v)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert o.grad_fn is not None and "Recomputed" in o.grad_fn.name()
     torch.testing.assert_close((o * o.cos()).sum(), (v * dv).sum())
 
 
