@@ -185,11 +185,8 @@ class _Recomputed(torch.autograd.Function):
 
         def gradients(rows: slice, compute: Callable[..., Any]) -> list[Tensor | None]:
             inputs = _own(rows, ctx.saved_tensors, call.of_tensors)
-            found = gradients_by_formula(
-                compute, inputs, needed, _own(rows, grads, call.of_results)
-            )
-            triples = zip(inputs, needed, found, strict=True)
-            return [torch.zeros_like(x) if of and dx is None else dx for x, of, dx in triples]  # type: ignore[arg-type]
+            own = _own(rows, grads, call.of_results)
+            return gradients_by_formula(compute, inputs, needed, own)
 
         joined = _joined((gradients(*part) for part in call.last_first), call.of_tensors)
         pairs = zip(joined, ctx.saved_tensors, strict=True)
