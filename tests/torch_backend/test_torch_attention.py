@@ -76,17 +76,21 @@ def test_the_output_is_that_beside_an_lse(
 def test_chunks_of_queries(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are those of the whole, and no tensor holds all scores."""
     q, k, v = make_qkv(2, 4, 2, 12, D=8)
-    options = {"causal": True, "window": window, **EXAMPLES[name]}
+    learned = {x: y.clone().requires_grad_() for x, y in EXAMPLES[name].items() if x in LEARNED}
+    options = {"causal": True, "window": window, **EXAMPLES[name], **learned}
 
     def results() -> list[Tensor]:
         o, lse = torch_attention(q, k, v, return_lse=True, **options)
         alone = torch_attention(q, k, v, **options)
         loss = o.sin().sum() + lse.sigmoid().sum() + alone.cos().sum()
-        return [o, lse, alone, *torch.autograd.grad(loss, (q, k, v))]
+        recomputed.append("Recomputed" in alone.grad_fn.name())
+        return [o, lse, alone, *torch.autograd.grad(loss, (q, k, v, *learned.values()))]
 
+    recomputed: list[bool] = []
     expected = results()
     made = in_chunks(monkeypatch, 100)
     torch.testing.assert_close(results(), expected)
+    assert recomputed == [False, True]
     given = [x.numel() for x in EXAMPLES[name].values() if isinstance(x, Tensor)]
     assert max(made, default=0) <= max(100, *given, 0)  # of 2 * 4 * 12 * 12 scores
 
@@ -97,11 +101,20 @@ def test_chunks_learn_the_tensors_of_a_score(monkeypatch: pytest.MonkeyPatch) ->
 
     def gradient() -> Tensor:
         o = torch_attention(q, k, v, score_mod=lambda x, b, h, i, j: x * gain[h])
+        assert ("Recomputed" in o.grad_fn.name()) == chunked
         return torch.autograd.grad(o.sin().sum(), gain)[0]
 
+    chunked = False
     expected = gradient()
     in_chunks(monkeypatch, 10)
+    chunked = True
     torch.testing.assert_close(gradient(), expected)
+
+
+def test_narrow_windows_skip_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, (q, k, v) = in_chunks(monkeypatch, 2**22), make_qkv(2, 4, 2, 12, D=8)
+    torch_attention(q, k, v, causal=True, window=2)
+    assert max(made) == 2 * 3  # two queries see three keys
 
 
 @pytest.mark.parametrize("option", [{"softcap": 9.0}, {"key_lengths": torch.tensor([16])}])
@@ -124,6 +137,7 @@ def test_chunks_drop_the_same_weights_in_both_directions(monkeypatch: pytest.Mon
     in_chunks(monkeypatch, 256)
     q, k, v = make_qkv(2, 4, 2, 12, D=8, dtype=torch.float64)
     o = torch_attention(q, k, v, causal=True, dropout=0.5)
+    torch.rand(1)
     state = torch.get_rng_state()
     (dv,) = torch.autograd.grad(o.sin().sum(), v)
     assert torch.equal(torch.get_rng_state(), state)
@@ -131,13 +145,14 @@ def test_chunks_drop_the_same_weights_in_both_directions(monkeypatch: pytest.Mon
     torch.testing.assert_close((o * o.cos()).sum(), (v * dv).sum())
 
 
-def test_infinite_sinks_are_those_of_the_reference() -> None:
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("length", [0, 5])
+def test_infinite_sinks_are_those_of_the_reference(sink: float, length: int) -> None:
     q, k, v = make_qkv(1, 2, 2, 5, D=8)
-    sinks = torch.tensor([torch.inf, -torch.inf])
-    options = {"sinks": sinks, "key_lengths": torch.tensor([0]), "return_lse": True}
-    for given in (options, options | {"key_lengths": None}):
-        actual, exact = torch_attention(q, k, v, **given), reference.attention(q, k, v, **given)
-        torch.testing.assert_close(actual, exact, equal_nan=True)
+    options = {"sinks": torch.tensor([0, sink]), "key_lengths": torch.tensor([length])}
+    actual = torch_attention(q, k, v, return_lse=True, **options)
+    exact = reference.attention(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(actual, exact, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
