@@ -117,6 +117,14 @@ def test_narrow_windows_skip_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(made) == 2 * 3  # two queries see three keys
 
 
+def test_learned_biases_have_chunks_of_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bias for all rows and heads, of which torch's formula makes a copy for each."""
+    in_chunks(monkeypatch, 300)
+    q, k, v = make_qkv(2, 4, 2, 12, D=8)
+    o = torch_attention(q, k, v, attn_bias=torch.zeros(1, 1, 12, 12, requires_grad=True))
+    assert "Recomputed" in o.grad_fn.name()
+
+
 @pytest.mark.parametrize("option", [{"softcap": 9.0}, {"key_lengths": torch.tensor([16])}])
 def test_sums_of_chunks_are_rounded_once(option: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two gradients almost cancels the first."""
