@@ -89,13 +89,31 @@ def dense(T: int, dtype: torch.dtype) -> Iterator[tuple[str, int, Call, Call]]:
     seed = torch.tensor([1, 2])
     seeded = partial(causal, dropout=0.1, dropout_seed=seed)
     yield "causal, dropout by a seed", H, seeded, partial(sdpa, **by_flag, dropout_p=0.1)
+    sinks, hidden = torch.randn(H), torch.zeros(T, T).masked_fill(~lower, -torch.inf).to(dtype)
+
+    def by_formula(q: Tensor, k: Tensor, v: Tensor, capped: bool) -> Tensor:
+        """Scores as models write them that torch's function cannot serve."""
+        x = q @ k.mT * D**-0.5
+        x = (torch.tanh(x / 20) * 20 if capped else x) + hidden
+        column = sinks.to(dtype)[:, None, None].expand(*x.shape[:-1], 1)
+        p = (x if capped else torch.cat((x, column), -1)).softmax(-1)
+        return p[..., :T] @ v
+
+    yield "causal, softcap", H, partial(causal, softcap=20.0), partial(by_formula, capped=True)
+    yield "causal, sinks", H, partial(causal, sinks=sinks), partial(by_formula, capped=False)
+
+
+# Rows of long sequences too.
+_LONG = ("window", "causal, softcap", "causal, sinks")
 
 
 def dense_rows() -> Iterator[tuple[str, Call, Call]]:
     """Rows of `dense`, forward, and forward and backward."""
     for dtype in (torch.float32, torch.bfloat16):
-        for T in (64, 512):
+        for T in (64, 512, 2048):
             for name, heads, ours, theirs in dense(T, dtype):
+                if T > 512 and (name not in _LONG or dtype != torch.float32):
+                    continue
                 shapes = (H, heads, heads)
                 q, k, v = (torch.randn(B, x, T, D).to(dtype).requires_grad_() for x in shapes)
                 do, kind = torch.randn_like(q), str(dtype).removeprefix("torch.")
