@@ -250,7 +250,9 @@ def _with_lse(
     is_causal: bool, return_lse: bool, **how: int,
 ) -> Results:  # fmt: skip
     """o and lse of torch's CPU kernel. added: of a call with a mask or bias."""
-    records = _records(q, k, v, options)
+    dtype, records = q.dtype, _records(q, k, v, options)
+    if records:  # torch's backward in 16 bits takes longer at short lengths
+        q, k, v = (formula.wide(x, None) for x in (q, k, v))
     compute = partial(cpu_kernel.differentiable if records else cpu_kernel.attention, q)
     o, lse, odd = compute(k, v, added and added.quickly(options), None, is_causal, options)
     sound = not odd.any().item() and _is_sound(o, k, v, options)
@@ -266,6 +268,7 @@ def _with_lse(
             o, lse = exact_o, exact_lse
         else:
             o, lse = torch.where(odd[..., None], exact_o, o), torch.where(odd, exact_lse, lse)
+    o = o.to(dtype)
     return (o, lse.float().contiguous()) if return_lse else o
 
 
