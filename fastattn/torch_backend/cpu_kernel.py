@@ -57,6 +57,7 @@ def differentiable(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attention`, with gradients of o and lse in q, k, v and the column, of any order."""
+    mask = mask if mask is None else mask.to(q.dtype)
     inputs = (q, k, v, options.sinks, mask, blind, is_causal, options)
     results: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
     return results
@@ -97,7 +98,6 @@ class _Differentiable(torch.autograd.Function):
         lse = lse.masked_fill(lse == -inf, 0)  # a number, for p = 0
         # p by this lse is that of the keys beside the column.
         given = (do, q, k, v, o) if dlse is None else _with_dlse(do, q, k, v, o, dlse, lse.dtype)
-        mask = mask if mask is None else mask.to(given[0].dtype)
         flags: dict[str, Any] = {"attn_mask": mask, "scale": ctx.scale}
         grads = _backward(*given, lse, 0.0, ctx.is_causal, **flags)
         dq, dk, dv = (

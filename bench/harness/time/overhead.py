@@ -138,7 +138,6 @@ def _decode(device: str, paged: bool) -> Call:
 ROWS: dict[str, Callable[[str], Call]] = {
     "plain": _dense,
     "key_lengths": partial(_dense, key_lengths=torch.tensor([60])),
-    "sinks": partial(_dense, sinks=torch.zeros(_SHAPE[1])),
     "alibi_slopes": partial(_dense, alibi_slopes=torch.ones(_SHAPE[1])),
     "attn_bias": partial(_dense, attn_bias=torch.zeros(_SHAPE[2], _SHAPE[2])),
     "key_padding_mask": partial(_dense, key_padding_mask=torch.ones(1, 64, dtype=torch.bool)),
