@@ -155,10 +155,12 @@ def nan_filled_empty() -> Iterator[None]:
 
 @pytest.fixture
 def nothing_known() -> Iterator[None]:
-    """No call and no launch is known from an earlier test."""
+    """No call, launch or finding is known from an earlier test."""
     from fastattn.functional import call_memo
     from fastattn.kernels.launch import launches
+    from fastattn.tuned import choices
 
+    choices.forget()
     call_memo.forget()
     launches.forget()
     yield
