@@ -11,6 +11,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a function out of compiled graphs, such as one that communicates."""
+    outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return outside
+
+
 def may_be_traced(x: Tensor) -> bool:
     """Whether a call with x is traced or transformed, or x is a subclass that overrides calls."""
     return (

@@ -26,6 +26,7 @@ from ..ops import spread
 from ..parallel import ContextPlan, context_attention
 from ..parallel.ranks import Mesh, Ranks, count_targets
 from ..rotary import RotaryPositions
+from ..tracing import uncompiled
 from . import stack
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -79,7 +80,7 @@ class ContextParallel(ParallelStyle):
                 )
             return inner(x, **kwargs)
 
-        setattr(module, "forward", _uncompiled(forward))  # noqa: B010
+        setattr(module, "forward", uncompiled(forward))  # noqa: B010
         return module
 
     def __enter__(self) -> "ContextParallel":
@@ -93,7 +94,7 @@ class ContextParallel(ParallelStyle):
             output: Tensor = style._placed(whole, layer)(*args, **kwargs)
             return output
 
-        self._set(GQAttention, "forward", _uncompiled(placed))
+        self._set(GQAttention, "forward", uncompiled(placed))
         self._set(MultiheadLatentAttention, "forward", _refuse_latents)
         for owner in (RotaryPositions, LearnedPositions, SinusoidalPositions):
             self._set(owner, "at", self._placed_at(owner.at))
@@ -104,7 +105,7 @@ class ContextParallel(ParallelStyle):
         self._set(stack, "token_loss", self._share_of(stack.token_loss))
         for owner, name in _CHECKPOINTS:
             self._set(owner, name, self._recomputed(getattr(owner, name)))
-        self._set(spread, "attend", _uncompiled(self.attention))
+        self._set(spread, "attend", uncompiled(self.attention))
         self._mode = _Mode(self.plan)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -128,7 +129,7 @@ class ContextParallel(ParallelStyle):
             count = count_targets(targets, Ranks.of(self.mesh)) if count is None else count
             return loss(logits, targets, *rest, count=count)
 
-        return _uncompiled(call)
+        return uncompiled(call)
 
     def _recomputed(self, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's checkpoint: a backward pass may recompute after the `with`."""
@@ -157,7 +158,7 @@ class ContextParallel(ParallelStyle):
             tables = at(owner, positions, 1, *bound, device)
             return tuple(x[:, 0] for x in tables) if isinstance(tables, tuple) else tables[:, 0]
 
-        return _uncompiled(call)
+        return uncompiled(call)
 
     def _placed(self, forward: Callable[..., Tensor], layer: GQAttention) -> Callable[..., Tensor]:
         """Wrap a layer's forward to use the plan's positions."""
@@ -193,12 +194,6 @@ class ContextParallel(ParallelStyle):
             raise ValueError("return_max is not supported under ContextParallel")
         where: dict[str, Any] = {"mesh": self.mesh, "plan": self.plan, "method": self.method}
         return context_attention(q, k, v, sum_tables=False, **where, **options)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a function out of compiled graphs, because it communicates."""
-    outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return outside
 
 
 def _refuse_latents(layer: nn.Module, *_: Any, **__: Any) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...parallel import ContextPlan, roll, shard
 from ...parallel.ranks import Mesh, Ranks, agree, count_targets, gather_sequence
+from ...tracing import uncompiled
 from . import hf_attention, packing
 from .models import unserved
 
@@ -70,10 +71,10 @@ class SpreadModels:
             yield PreTrainedModel, "loss_function", self._shared(PreTrainedModel.loss_function)
             # Outside of compiled graphs, which hold no rules of masks and no messages.
             read = self._called(masking_utils._preprocess_mask_arguments)
-            yield masking_utils, "_preprocess_mask_arguments", _uncompiled(read)
+            yield masking_utils, "_preprocess_mask_arguments", uncompiled(read)
             for registered in (AttentionInterface, AttentionMaskInterface):
                 by_name = registered._global_mapping
-                outside = {hf_attention.NAME: _uncompiled(by_name[hf_attention.NAME])}
+                outside = {hf_attention.NAME: uncompiled(by_name[hf_attention.NAME])}
                 yield registered, "_global_mapping", {**by_name, **outside}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -221,14 +222,9 @@ class SpreadModels:
                     )
                 return inner(**arguments, **others)
 
-            return _uncompiled(share)
+            return uncompiled(share)
 
         return property(get, loss.fset)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return outside
 
 
 def check_model(model: Any, T: int) -> None:
