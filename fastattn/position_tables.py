@@ -39,7 +39,7 @@ def t5_relative_bias(
             bucket 0 with the query's own position.
         max_distance: this and larger distances share the last bucket.
     """
-    checks.check_input("table", table, "float", "buckets H", table, {})
+    checks.check_input("table", table, "float", "buckets H", table, {}, dense=False)
     max_offset = checks.check_count("max_offset", max_offset, 0)
     if table.shape[0] < 4 or (bidirectional and table.shape[0] % 2):
         raise ValueError(

@@ -32,6 +32,7 @@ from .gradients import (
     needed_of,
     placed,
     save,
+    saved,
 )
 from .schema import unflat
 
@@ -254,7 +255,7 @@ def _op_gradients(
     backward: Kernels, ctx: Any, do: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    return placed(gradients(backward, ctx, needed_of(needs), do, dlse), len(needs))
+    return placed(gradients(backward, saved(ctx), needed_of(needs), do, dlse), len(needs))
 
 
 for _operator, _by in ((attention_forward, PORTABLE), (hopper_forward, HOPPER)):
@@ -284,17 +285,18 @@ class _Attention(torch.autograd.Function):
         # Without learned options there are only q, k and v; with learned mod_tensors, all.
         count = 3 + len(LEARNED)
         needed = (*needs[:count], *(False,) * (count - len(needs)))
+        inputs = saved(ctx)  # once, as checkpoints demand
         if any(needs[count:]) and torch.is_grad_enabled():
-            return (None, None, *differentiable_mod_gradients(ctx, needs, do, dlse))
+            return (None, None, *differentiable_mod_gradients(inputs, needs, do, dlse))
         by: Kernels = ctx.by
         # torch's legacy vmap (is_grads_batched=True) calls an op once for each gradient; a mode
         # entered after the forward, such as torch's flop counter, sees only ops.
         if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
             by = by.seen()
-        of_mods = mod_gradients(by, ctx, needs[count:], do, dlse) if any(needs[count:]) else []
+        of_mods = mod_gradients(by, inputs, needs[count:], do, dlse) if any(needs[count:]) else []
         if of_mods and not any(needed):
             return (None, None, *(None,) * count, *of_mods)
-        return (None, None, *gradients(by, ctx, needed, do, dlse)[: len(needs)], *of_mods)
+        return (None, None, *gradients(by, inputs, needed, do, dlse)[: len(needs)], *of_mods)
 
 
 # torch's own `apply` checks every argument for torch.func transforms first; here there are none.

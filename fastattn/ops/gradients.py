@@ -148,12 +148,12 @@ def gradients_and_delta(
 
 
 def mod_gradients(
-    kernels: Kernels, ctx: Any, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+    kernels: Kernels, inputs: Saved, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """Gradients of mod_tensors, by a kernel, or by torch if score_mod has an unknown derivative."""
     from ..jit_functions.derivative import NotDifferentiable, load_gradients
 
-    q, k, v, o, lse, options = saved(ctx)
+    q, k, v, o, lse, options = inputs
     do, dlse = as_read(do, dlse, o)
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(atomic_dq=False)
@@ -208,17 +208,17 @@ def differentiable_gradients(
 
 
 def differentiable_mod_gradients(
-    ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+    inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """`differentiable_gradients`, and those of mod_tensors."""
-    q, k, v, _, _, options = saved(ctx)
-    inputs = (q, k, v, *options.differentiable, *options.mod_tensors)
-    count = len(inputs) - len(options.mod_tensors)
+    q, k, v, _, _, options = inputs
+    tensors = (q, k, v, *options.differentiable, *options.mod_tensors)
+    count = len(tensors) - len(options.mod_tensors)
 
     def function(*tensors: Any) -> tuple[Tensor, Tensor]:
         return formula_of(options._replace(mod_tensors=tensors[count:]))(*tensors[:count])
 
-    return gradients_by_formula(function, inputs, needed, (do, dlse))
+    return gradients_by_formula(function, tensors, needed, (do, dlse))
 
 
 def formula_of(options: Options) -> Callable[..., tuple[Tensor, Tensor]]:

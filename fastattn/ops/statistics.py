@@ -13,7 +13,7 @@ from . import flops
 from .attention_ops import HOPPER, PORTABLE, by_hopper, setup_context
 from .call import contiguous, fake_output, operator
 from .derivatives.second_order import gradients
-from .gradients import Kernels, as_batch, as_packed, laid, needed_of, placed
+from .gradients import Kernels, as_batch, as_packed, laid, needed_of, placed, saved
 from .schema import unflat
 
 
@@ -99,7 +99,7 @@ def _gradients(
     by: Kernels, ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    return placed(gradients(by, ctx, needed_of(needs), do, dlse), len(needs))
+    return placed(gradients(by, saved(ctx), needed_of(needs), do, dlse), len(needs))
 
 
 WITH_MAX = {"triton": attention_forward_with_max, "hopper": hopper_forward_with_max}

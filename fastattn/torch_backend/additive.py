@@ -41,10 +41,7 @@ def attention(
         o, lse = _attend(q, k, v, u, options)
         return o.to(dtype), lse
     slices = chunks(options, q.shape[2], B * H_q * T_k * D, _HIDDEN)
-    whole = (None, None, None)
-    call, tensors = in_chunks(_attend, (q, k, v, u), (2, *whole), (2, 2), options, slices)
-    derived = tracing.transforming() or tracing.in_forward_mode()  # by its operations
-    o, lse = (call.at_once if derived else call.recomputed)(*tensors)
+    o, lse = in_chunks(_attend, (q, k, v, u), (2, None, None, None), (2, 2), options, slices)
     return o.to(dtype), lse
 
 

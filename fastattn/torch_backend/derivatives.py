@@ -124,9 +124,9 @@ class InParts(NamedTuple):
     def at_once(self, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """All results, recorded if autograd records."""
         parts = (
-            compute(*_own(rows, tensors, self.of_tensors)) for rows, compute in self.last_first
+            compute(*own_rows(rows, tensors, self.of_tensors)) for rows, compute in self.last_first
         )
-        return tuple(_joined(parts, self.of_results))  # type: ignore[arg-type]
+        return tuple(joined(parts, self.of_results))  # type: ignore[arg-type]
 
     def recomputed(
         self, *tensors: Tensor | None, at_once: Callable[..., tuple[Tensor, ...]] | None = None
@@ -137,17 +137,18 @@ class InParts(NamedTuple):
         return results
 
 
-def _own(
+def own_rows(
     rows: slice, tensors: Iterable[Tensor | None], dims: Sequence[int | None]
 ) -> list[Tensor | None]:
     """Rows of tensors."""
+    first, count = rows.start, rows.stop - rows.start  # a slice in a closure is traced as constant
     return [
-        x if x is None or dim is None else x.narrow(dim, rows.start, rows.stop - rows.start)
+        x if x is None or dim is None else x.narrow(dim, first, count)
         for x, dim in zip(tensors, dims, strict=True)
     ]
 
 
-def _joined(
+def joined(
     parts: Iterable[Sequence[Tensor | None]], dims: Sequence[int | None]
 ) -> list[Tensor | None]:
     """Tensors of all rows from those of each part, last first; sums are in fp32 or wider."""
@@ -182,12 +183,13 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: InParts = ctx.call
         needed = ctx.needs_input_grad[2:]
+        tensors = ctx.saved_tensors  # once, as checkpoints demand
 
         def gradients(rows: slice, compute: Callable[..., Any]) -> list[Tensor | None]:
-            inputs = _own(rows, ctx.saved_tensors, call.of_tensors)
-            own = _own(rows, grads, call.of_results)
+            inputs = own_rows(rows, tensors, call.of_tensors)
+            own = own_rows(rows, grads, call.of_results)
             return gradients_by_formula(compute, inputs, needed, own)
 
-        joined = _joined((gradients(*part) for part in call.last_first), call.of_tensors)
-        pairs = zip(joined, ctx.saved_tensors, strict=True)
+        summed = joined((gradients(*part) for part in call.last_first), call.of_tensors)
+        pairs = zip(summed, tensors, strict=True)
         return None, None, *(dx if dx is None else dx.to(x.dtype) for dx, x in pairs)

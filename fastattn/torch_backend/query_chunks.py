@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .. import tracing
 from ..checks import FARTHEST
-from ..options import BROADCAST, LEARNED, Options, along
+from ..options import BROADCAST, LEARNED, TENSORS, Options, along
 from . import formula, masks
-from .derivatives import InParts
+from .derivatives import InParts, joined, own_rows
 
 
 def steps(length: int, step: int) -> Iterable[slice]:
@@ -109,29 +110,47 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 def in_chunks(
     attend: Compute, main: Sequence[Tensor | None], dims: Sequence[int | None],
-    of_results: Sequence[int | None], options: Options, slices: Iterable[tuple[slice, Options]],
-) -> tuple[InParts, list[Tensor | None]]:  # fmt: skip
-    """A call in chunks of queries, and its tensors: `main`, then those of options with gradients.
+    of_results: Sequence[int | None], options: Options, slices: Iterable[tuple[slice, Options]], *,
+    records: bool = True, at_once: Compute | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Results of a call in chunks of queries, each computed again for gradients of any order.
+
+    In torch.compile by torch's checkpoint; in exports and transforms of torch.func, never.
 
     Args:
         attend: attend(*main, options, first_query) of some queries.
         main, dims: tensors, with their dim of queries.
-        of_results: that of each result.
+        of_results: that of each result; see `InParts`.
         slices: as of `chunks`.
+        records: whether autograd may record the call.
+        at_once: all results from the tensors, in place of those of `attend`.
     """
     learned = [getattr(options, name) for name in LEARNED]
     count, end = len(main), len(main) + len(LEARNED)
+    mods = options.mod_tensors
+    # Read by `slices`. Saved as well, autograd refuses a backward after a change in place.
+    others = [getattr(options, name) for name in TENSORS if name not in LEARNED]
+    others = [None if x is None or x.is_inference() else x for x in others]
+    tensors = [*main, *learned, *mods, *others]
+    of_learned = [_dim(*field, _BY_QUERY) for field in zip(LEARNED, learned, strict=True)]
+    of_tensors = [*dims, *of_learned, *[None] * (len(mods) + len(others))]
 
     def of_rows(own: Options, first: int, *tensors: Any) -> tuple[Tensor, ...]:
         fields = dict(zip(LEARNED, tensors[count:end], strict=True))
-        own = own._replace(**fields, mod_tensors=tensors[end:])
+        own = own._replace(**fields, mod_tensors=tensors[end : end + len(mods)])
         return attend(*tensors[:count], own, first)
 
     parts = [(rows, partial(of_rows, own, rows.start)) for rows, own in slices]
-    of_learned = [_dim(*field, _BY_QUERY) for field in zip(LEARNED, learned, strict=True)]
-    of_mods = [None] * len(options.mod_tensors)
-    call = InParts(parts, [*dims, *of_learned, *of_mods], of_results)
-    return call, [*main, *learned, *options.mod_tensors]
+    if torch.compiler.is_compiling():  # which makes constants of sizes in a NamedTuple
+        if not torch.compiler.is_exporting():
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            parts = [(rows, partial(checkpoint, part, **how)) for rows, part in parts]
+        results = (part(*own_rows(rows, tensors, of_tensors)) for rows, part in reversed(parts))
+        return tuple(joined(results, of_results))  # type: ignore[arg-type]
+    call = InParts(parts, of_tensors, of_results)
+    if not records or tracing.transforming():
+        return call.at_once(*tensors)
+    return call.recomputed(*tensors, at_once=at_once)
 
 
 class QueryPart(NamedTuple):

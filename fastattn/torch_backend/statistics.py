@@ -74,10 +74,10 @@ def differentiable(
 
     # The weight received by a key is a sum over all queries.
     of_results = (2, None, 2, 2, 2) if of_some is of_rows else (2,)
-    call, tensors = in_chunks(
-        of_chunk, (q, k, lse), (2, None, 2), of_results, options, _chunks(q, k, options)
-    )
-    return call.recomputed(*tensors, at_once=lambda *_: compute(q, k, lse, top, options))
+    return in_chunks(
+        of_chunk, (q, k, lse), (2, None, 2), of_results, options, _chunks(q, k, options),
+        at_once=lambda *_: compute(q, k, lse, top, options),
+    )  # fmt: skip
 
 
 def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:

@@ -167,9 +167,8 @@ def _in_chunks(
 
     slices = chunks(options, q.shape[2], 1, step)
     of_results = (2, 2) if return_lse else (2,)
-    call, tensors = in_chunks(attend, (q, k, v), (2, None, None), of_results, options, slices)
-    compute = call.recomputed if records else call.at_once
-    o, *lse = compute(*tensors)
+    main, dims = (q, k, v), (2, None, None)
+    o, *lse = in_chunks(attend, main, dims, of_results, options, slices, records=records)
     o = o if options.fp32_results else o.to(dtype)
     return (o, *lse) if return_lse else o  # type: ignore[return-value]
 
@@ -361,6 +360,9 @@ def _needs_formula(q: Tensor, options: Options) -> bool:
     """Whether the call has more than masks, biases, off a CPU in q's dtype, and torch's dropout."""
     if options.dropout and options.dropout_seed is None:
         options = options._replace(dropout=0)
+    # Inside a transform torch's kernel does not see that a bias requires a gradient outside.
+    if tracing.transforming() and any(x is not None for x in options.differentiable):
+        return True
     return options.weighs or not (q.is_cpu or masks.dtype_of_bias(q, options) == q.dtype)
 
 

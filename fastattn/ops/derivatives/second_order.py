@@ -32,7 +32,6 @@ from ..gradients import (
     needed_of,
     placed,
     replaced,
-    saved,
 )
 from ..schema import PLACES, flat, unflat
 
@@ -153,13 +152,13 @@ def gradients_of_pushed(
 
 
 def gradients(
-    kernels: Kernels, ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
+    kernels: Kernels, inputs: Saved, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None
 ) -> list[Tensor | None]:
     """Compute the gradients of q, k, v and the fields in LEARNED; None where not needed.
 
     Packed sequences may or may not have a batch dim, as at launch.
     """
-    q, k, v, o, lse, options = saved(ctx)
+    q, k, v, o, lse, options = inputs
     packed = q.dim() == 3
     if packed:
         q, k, v, o, lse = as_batch(q), as_batch(k), as_batch(v), as_batch(o), lse[None]

@@ -1,15 +1,12 @@
 """DeepSeek's lightning indexer in torch: its scores and its training loss."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ... import tracing
 from ...options import Options
 from .. import formula, masks
-from ..query_chunks import chunks
+from ..query_chunks import chunks, in_chunks
 from .choose import best
 
 # Scores and gathered numbers in memory at once: 64 MiB in fp32.
@@ -56,17 +53,9 @@ def loss(
     q_index, k_index, w = index
     of_attention = H_q * T_k if lists is None else lists.shape[3] * (H_q + H_k * D)
     per_query = B * ((q_index.shape[1] + 1) * T_k + of_attention)
-    parts = []
-    for rows, own in chunks(options, T_q, per_query, _AT_ONCE):
-        queries: Any = (q_index[:, :, rows], k_index, w[:, :, rows], q[:, :, rows])
-        named = None if lists is None else lists[:, 0, rows].long()
-        inputs = (*queries, k, named, own)
-        if torch.is_grad_enabled() and not tracing.transforming():
-            part = checkpoint(_divergence, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            part = _divergence(*inputs)
-        parts.append(part)
-    return torch.cat(parts, 1)
+    main, dims = (q_index, k_index, w, q, k, lists), (2, None, 2, 2, None, 2)
+    slices = chunks(options, T_q, per_query, _AT_ONCE)
+    return in_chunks(_divergence, main, dims, (1,), options, slices)[0]
 
 
 def _scores(q: Tensor, k: Tensor, w: Tensor, options: Options) -> Tensor:
@@ -80,14 +69,15 @@ def _scores(q: Tensor, k: Tensor, w: Tensor, options: Options) -> Tensor:
 
 
 def _divergence(
-    q_index: Tensor, k_index: Tensor, w: Tensor, q: Tensor, k: Tensor, named: Tensor | None,
-    options: Options,
-) -> Tensor:  # fmt: skip
-    """`loss` of some queries, named: int64 [B, T_q, n]."""
+    q_index: Tensor, k_index: Tensor, w: Tensor, q: Tensor, k: Tensor, lists: Tensor | None,
+    options: Options, _: int,
+) -> tuple[Tensor]:  # fmt: skip
+    """`loss` of some queries."""
     x = _scores(q_index, k_index, w, options)
-    if named is None:
+    if lists is None:
         p = _attended(q, k, options)
     else:
+        named = lists[:, 0].long()
         listed = named < k.shape[2]
         named = torch.where(listed, named, 0)
         x = torch.where(listed, x.gather(-1, named), float("-inf"))
@@ -95,7 +85,7 @@ def _divergence(
     # Finite in rows without keys, where it is multiplied by 0, so that gradients are 0.
     x = torch.where(x == float("-inf"), torch.finfo(x.dtype).min, x)
     p = (p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)).to(x.dtype)
-    return (torch.xlogy(p, p) - p * x.log_softmax(-1)).sum(-1)
+    return ((torch.xlogy(p, p) - p * x.log_softmax(-1)).sum(-1),)
 
 
 @torch.no_grad()

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ... import checks, tracing
 from ...options import Options
 from .. import formula, masks
-from ..query_chunks import steps
+from ..query_chunks import in_chunks, steps, widened
 
 # Numbers gathered or computed at once: 64 MiB in fp32.
 _AT_ONCE = 2**24
@@ -54,20 +53,19 @@ def attention(
         return o, lse
     exists = masks.existing_keys(options, k.shape[2], q.device)
     q, (k, v) = formula.wide(q, None), (formula.wide(x, exists) for x in (k, v))
-    B, _, R, n = lists.shape
+    B, n = lists.shape[0], lists.shape[3]
     of_row = B * max(k.shape[1], lists.shape[1]) * n * block[1]
     of_row *= k.shape[3] + v.shape[3] + block[0] * max(1, q.shape[1] // k.shape[1])
-    parts = []
-    for some in steps(R, max(1, _AT_ONCE // max(1, of_row))):
-        rows = slice(some.start * block[0], min(some.stop * block[0], T_q))
-        own = lists[:, :, some]
-        inputs: tuple[Any, ...] = (q[:, :, rows], k, v, exists, own, rows.start, block, options)
-        if torch.is_grad_enabled() and not tracing.transforming():
-            part = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            part = _attend(*inputs)
-        parts.append(part)
-    o, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, own: Options, first: int) -> tuple[Tensor, Tensor]:
+        listed = lists[:, :, first // block[0] :][:, :, : -(-q.shape[2] // block[0])]
+        return _attend(q, k, v, exists, listed, first, block, own)
+
+    slices = steps(T_q, block[0] * max(1, _AT_ONCE // max(1, of_row)))
+    options = widened(options)
+    o, lse = in_chunks(
+        attend, (q, k, v), (2, None, None), (2, 2), options, ((rows, options) for rows in slices)
+    )
     return o.to(dtype), lse
 
 
