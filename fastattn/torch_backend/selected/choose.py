@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ... import tracing
+
 
 def block_scores(
     q: Tensor, k: Tensor, lse: Tensor | None, H_s: int, per_block: int, pool: tuple[int, int],
@@ -25,10 +27,8 @@ def block_scores(
     scores = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
     for back in range(pool[0] // pool[1]):
         # Key i counts in its own block and, `back` strides on, in blocks that it overlaps.
-        moved = torch.nn.functional.pad(x, (back, 0), value=float("-inf"))
-        moved = moved[..., : count * per_block]
-        missing = count * per_block - moved.shape[-1]
-        moved = torch.nn.functional.pad(moved, (0, missing), value=float("-inf"))
+        width = count * per_block
+        moved = torch.nn.functional.pad(x, (back, width), value=float("-inf"))[..., :width]
         part = _over(moved.reshape(*x.shape[:3], count, per_block), -1, lse is not None)
         scores = _over(torch.stack((scores, part)), 0, lse is not None)
     return scores
@@ -36,9 +36,10 @@ def block_scores(
 
 def best(scores: Tensor, n: int) -> Tensor:
     """Indices of the n largest along the last dim, int32; -1 for -inf."""
-    largest, places = scores.topk(min(n, scores.shape[-1]), dim=-1)
-    places = places.masked_fill(largest == float("-inf"), -1).to(torch.int32)
-    return torch.nn.functional.pad(places, (0, n - places.shape[-1]), value=-1)
+    if not tracing.always(scores.shape[-1] >= n):
+        scores = torch.nn.functional.pad(scores, (0, n), value=float("-inf"))
+    largest, places = scores.topk(n, dim=-1)
+    return places.masked_fill(largest == float("-inf"), -1).to(torch.int32)
 
 
 def _over(x: Tensor, dim: int, weights: bool) -> Tensor:
