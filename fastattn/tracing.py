@@ -42,6 +42,15 @@ def untransformed(tensors: Iterable[Tensor | None]) -> bool:
     return not dual and not any(map(is_legacy_batchedtensor, present))
 
 
+def refuse_constants(call: str) -> None:
+    """Raise NotImplementedError in torch.jit.trace, for a call whose sizes it would not trace."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"torch.jit.trace would keep the sizes of this call for all others: {call}; use "
+            "torch.export"
+        )
+
+
 def host_knows(x: Tensor) -> bool:
     """Whether reading a value needs no wait for a device, and nothing traces."""
     return x.is_cpu and not may_be_traced(x)
@@ -114,6 +123,11 @@ def always(comparison: bool | torch.SymBool | Tensor) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(comparison)
+
+
+def ceil_div(size: Any, by: int) -> Any:
+    """The number of parts, of `by` at most, of a size that may be a symbol."""
+    return (size + by - 1) // by  # not of negative numbers, whose quotients ONNX rounds up
 
 
 def record_cuda_graph(work: Callable[[], object]) -> Callable[[], object]:

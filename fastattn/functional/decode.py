@@ -207,7 +207,7 @@ def with_cache(
     key: list[Any] | None, q: Tensor, view: CacheView, arguments: dict[str, Any]
 ) -> list[Any] | None:
     """Extend a memo key by the properties of a cache, without its lengths on the device."""
-    if key is None:
+    if key is None or q.layout is not torch.strided:
         return None
     key += (view.page_size, view.keep_first, view.window, view.dtype)
     key.append(_of_latents(view))

@@ -144,7 +144,7 @@ def _weights_by_kernels(
 
 def _learns(lse: Tensor | None) -> bool:
     """Whether results may have gradients: an lse without one makes them constants."""
-    return torch.is_grad_enabled() and (lse is None or lse.requires_grad)
+    return torch.is_grad_enabled() and (lse is None or getattr(lse, "requires_grad", False))
 
 
 def _computed(

@@ -76,7 +76,7 @@ def keep_mask(
 
     first_head, all_heads = (0, H_q) if heads is None else heads
     head = (count(B, 3) + first_row) * all_heads + count(H_q, 2) + first_head
-    fours, i = count(-(-T_k // 4), 0)[None, None, None], count(T_q, 1)[None, None]
+    fours, i = count(tracing.ceil_div(T_k, 4), 0)[None, None, None], count(T_q, 1)[None, None]
     i = i + first_query
     if positions is not None:
         i, j = positions[0].long()[:, None, :, None], positions[1].long()[:, None, None, :]

@@ -109,13 +109,13 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def in_chunks(
-    attend: Compute, main: Sequence[Tensor | None], dims: Sequence[int | None],
+    attend: Compute, main: Sequence[Any], dims: Sequence[int | None],
     of_results: Sequence[int | None], options: Options, slices: Iterable[tuple[slice, Options]], *,
     records: bool = True, at_once: Compute | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Results of a call in chunks of queries, each computed again for gradients of any order.
 
-    In torch.compile by torch's checkpoint; in exports and transforms of torch.func, never.
+    In torch.compile by torch's checkpoint; if something else traces or transforms, never.
 
     Args:
         attend: attend(*main, options, first_query) of some queries.
@@ -148,7 +148,7 @@ def in_chunks(
         results = (part(*own_rows(rows, tensors, of_tensors)) for rows, part in reversed(parts))
         return tuple(joined(results, of_results))  # type: ignore[arg-type]
     call = InParts(parts, of_tensors, of_results)
-    if not records or tracing.transforming():
+    if not records or tracing.may_be_traced(tensors[0]):
         return call.at_once(*tensors)
     return call.recomputed(*tensors, at_once=at_once)
 
@@ -200,6 +200,7 @@ def attention_in_tiles(
     if tracing.autocasting(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return attention_in_tiles(q, k, v, options, first_row)
+    tracing.refuse_constants('batch_invariant with backend "torch"')
     # Once, so that gradients of tiles are not rounded before they are added.
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (x.to(dtype) for x in (q, k, v))

@@ -134,7 +134,7 @@ def checked_lists(
     indices: Tensor, counts: Any, q: Tensor, k: Tensor, block: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Checked lists and their lengths, from `ordered_lists`."""
-    key_blocks = -(-k.shape[2] // block[1])
+    key_blocks = tracing.ceil_div(k.shape[2], block[1])
     check_lists(indices, counts, q, k, block[0])
     if tracing.host_knows(indices) and indices.numel():
         least, most = (int(x) for x in indices.aminmax())
@@ -161,7 +161,7 @@ def check_lists(
     whose: k, as a message names it.
     """
     H_q, H_k = q.shape[1], k.shape[1]
-    sizes = {"B": q.shape[0], "R": -(-q.shape[2] // block_q)}
+    sizes = {"B": q.shape[0], "R": tracing.ceil_div(q.shape[2], block_q)}
     checks.check_input("indices", indices, "integer", "B H_s R n", q, sizes)
     H_s = indices.shape[1]
     if H_s == 0 or not (H_k % H_s == 0 or (H_s % H_k == 0 and H_q % H_s == 0)):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch
+from ... import checks, dispatch, tracing
 from ...ops.selected import choose as ops
 from ...torch_backend.query_chunks import steps
 from ...torch_backend.selected import choose as formula
@@ -74,9 +74,11 @@ def select_blocks(
     scale = checks.check_scale(scale, q.shape[3])
     causal = checks.check_flag("causal", causal)
     by_kernel = dispatch.takes_kernel("score key blocks", backend, {"q": q, "k": k}, "selected")
+    if by_kernel:
+        tracing.refuse_constants('select_blocks by "triton"')
     rows = (inputs.kernel_rows(q), inputs.kernel_rows(k)) if by_kernel else (q, k)
     B, _, T_q, _ = q.shape
-    count = -(-(T_q + offset) // block_k)
+    count = tracing.ceil_div(T_q + offset, block_k)
     step = max(1, _AT_ONCE // max(1, B * q.shape[1] * (count if by_kernel else k.shape[2])))
     parts = [q.new_empty(B, H_s, 0, n, dtype=torch.int32)]
     for some in steps(T_q, step):

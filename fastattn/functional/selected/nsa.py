@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import checks
+from ... import checks, tracing
 from ...ops import spread
 from ..fused_attention import attention
 from .block_sparse_attention import selected_attention
@@ -39,7 +39,7 @@ def pooled_attention(
     H_q, T = q.shape[1:3]
     front = -(length - 1) % step
     behind = (length - 1 + front) // step
-    rows = -(-(T + front) // step)
+    rows = tracing.ceil_div(T + front, step)
     padded = F.pad(q, (0, 0, front, rows * step - T - front))
     apart = torch.unflatten(padded, 2, (rows, step)).transpose(2, 3).flatten(1, 2)
     o, lse = attention(

@@ -58,7 +58,8 @@ def attention(
     of_row *= k.shape[3] + v.shape[3] + block[0] * max(1, q.shape[1] // k.shape[1])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, own: Options, first: int) -> tuple[Tensor, Tensor]:
-        listed = lists[:, :, first // block[0] :][:, :, : -(-q.shape[2] // block[0])]
+        count = tracing.ceil_div(q.shape[2], block[0])
+        listed = lists[:, :, first // block[0] :][:, :, :count]
         return _attend(q, k, v, exists, listed, first, block, own)
 
     slices = steps(T_q, block[0] * max(1, _AT_ONCE // max(1, of_row)))
