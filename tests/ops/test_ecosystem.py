@@ -90,16 +90,21 @@ def not_of_its_row(b, h, q_pos, k_pos):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_mapped_functions_count_the_rows_of_one_call(backend: str, device: str) -> None:
-    q, k, v = (torch.stack([x, x + 1]) for x in make_qkv(**SIZES, device=device))
+    inputs = [*make_qkv(**SIZES, device=device), torch.randn(4, 9, device=device)]
+    inputs = [torch.stack([x, x + 1]).detach() for x in inputs]
 
-    def alone(q, k, v):
-        return fastattn.attention(q, k, v, mask_mod=not_of_its_row, backend=backend).sin().sum()
+    def alone(q, k, v, bias):
+        options = {"mask_mod": not_of_its_row, "relative_bias": bias}
+        return fastattn.attention(q, k, v, backend=backend, **options).sin().sum()
 
-    together = torch.func.grad(alone, argnums=(0, 1, 2))
-    actual = torch.vmap(together)(*(x.detach() for x in (q, k, v)))
-    for i, call in enumerate(zip(q, k, v, strict=True)):
-        for ours, expected in zip(actual, together(*(x.detach() for x in call)), strict=True):
-            torch.testing.assert_close(ours[i], expected, rtol=1e-6, atol=1e-6)
+    def of_all(*inputs):  # with gradients that the calls inside do not see
+        return torch.vmap(alone)(*inputs).sum()
+
+    together = torch.func.grad(alone, argnums=(0, 1, 2, 3))
+    for actual in (torch.vmap(together)(*inputs), torch.func.grad(of_all, (0, 1, 2, 3))(*inputs)):
+        for i, call in enumerate(zip(*inputs, strict=True)):
+            for ours, expected in zip(actual, together(*call), strict=True):
+                torch.testing.assert_close(ours[i], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kept", [True, False])

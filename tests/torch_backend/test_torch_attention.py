@@ -1,5 +1,6 @@
 """torch's own attention: its flags, what it computes twice, and nothing to attend to."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 from scores_in_memory import in_chunks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import reference
 from fastattn.functional import call_memo
 from fastattn.options import LEARNED
 from fastattn.testing import make_qkv
+from fastattn.testing.inputs import draws
 from fastattn.testing.option_examples import option_examples
 from fastattn.torch_backend import torch_attention as torch_backend
 
@@ -95,20 +98,44 @@ def test_chunks_of_queries(name: str, window: int | None, monkeypatch: pytest.Mo
     assert max(made, default=0) <= max(100, *given, 0)  # of 2 * 4 * 12 * 12 scores
 
 
-def test_chunks_learn_the_tensors_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make_qkv(1, 2, 2, 5, D=8, requires_grad=False)
-    gain = torch.ones(2, requires_grad=True)
+def scored(x: Tensor, gain: Tensor, ids: Tensor, backend: str = "torch") -> Tensor:
+    mod = {"score_mod": lambda s, b, h, i, j: s * gain[h]}
+    return fastattn.attention(x, x, x, documents=ids, backend=backend, **mod)
 
-    def gradient() -> Tensor:
-        o = torch_attention(q, k, v, score_mod=lambda x, b, h, i, j: x * gain[h])
-        assert ("Recomputed" in o.grad_fn.name()) == chunked
-        return torch.autograd.grad(o.sin().sum(), gain)[0]
 
-    chunked = False
-    expected = gradient()
+LISTS = torch.tensor([0, 1, 2]).expand(1, 1, 3, 3)
+AGAIN = {
+    "chunks": scored,
+    "kernels": lambda *given: scored(*given, "triton"),
+    "additive": lambda x, u, ids: fastattn.additive_attention(x, x, x, u, documents=ids),
+    "weights": lambda x, sinks, ids: fastattn.attention_weights(
+        x, x, sinks=sinks, documents=ids, backend="torch"
+    ),
+    "blocks": lambda x, sinks, ids: fastattn.selected_attention(
+        x, x, x, LISTS.to(x.device), block=(2, 2), sinks=sinks, documents=ids, backend="torch"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_gradients_that_are_computed_again(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside a checkpoint too, which lets saved tensors be read once; not after a mask changed."""
+    x, gain = (draws(device=device)(*shape).requires_grad_() for shape in ((1, 2, 6, 2), (2,)))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]], device=device)
+
+    def gradients(call: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(x, gain, ids).sin().sum(), (x, gain))
+
+    expected = gradients(AGAIN[name])
     in_chunks(monkeypatch, 10)
-    chunked = True
-    torch.testing.assert_close(gradient(), expected)
+    again = partial(checkpoint, AGAIN[name], use_reentrant=False)
+    torch.testing.assert_close(gradients(again), expected)
+    o = AGAIN[name](x, gain, ids)
+    ids.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
 
 
 def test_narrow_windows_skip_keys(monkeypatch: pytest.MonkeyPatch) -> None:

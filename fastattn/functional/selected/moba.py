@@ -36,10 +36,9 @@ def moba_attention(
     """
     checks.check_tensors(q, k, v)
     block_k = checks.check_count("block_k", block_k, 1)
-    B, H_k, T, D = k.shape
-    whole = T // block_k
     # Only its own queries see an incomplete last block.
-    means = k.detach()[:, :, : whole * block_k].reshape(B, H_k, whole, block_k, D).mean(3)
+    some = k.shape[2] >= block_k
+    means = k.detach().unfold(2, block_k, block_k).mean(-1) if some else k[:, :, :0].detach()
     indices = select_blocks(
         q, means, n, block_k=block_k, pool=(block_k, block_k), lists=q.shape[1], backend=backend
     )
