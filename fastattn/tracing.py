@@ -42,9 +42,14 @@ def untransformed(tensors: Iterable[Tensor | None]) -> bool:
     return not dual and not any(map(is_legacy_batchedtensor, present))
 
 
+def in_jit_trace() -> bool:
+    """Whether torch.jit.trace records."""
+    return torch._C._get_tracing_state() is not None
+
+
 def refuse_constants(call: str) -> None:
     """Raise NotImplementedError in torch.jit.trace, for a call whose sizes it would not trace."""
-    if torch._C._get_tracing_state() is not None:
+    if in_jit_trace():
         raise NotImplementedError(
             f"torch.jit.trace would keep the sizes of this call for all others: {call}; use "
             "torch.export"

@@ -115,7 +115,7 @@ def in_chunks(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Results of a call in chunks of queries, each computed again for gradients of any order.
 
-    In torch.compile by torch's checkpoint; if something else traces or transforms, never.
+    In torch.compile by torch's checkpoint; in exports, torch.jit.trace and torch.func, never.
 
     Args:
         attend: attend(*main, options, first_query) of some queries.
@@ -148,7 +148,7 @@ def in_chunks(
         results = (part(*own_rows(rows, tensors, of_tensors)) for rows, part in reversed(parts))
         return tuple(joined(results, of_results))  # type: ignore[arg-type]
     call = InParts(parts, of_tensors, of_results)
-    if not records or tracing.may_be_traced(tensors[0]):
+    if not records or tracing.transforming() or tracing.in_jit_trace():
         return call.at_once(*tensors)
     return call.recomputed(*tensors, at_once=at_once)
 
