@@ -8,23 +8,17 @@ import pytest
 import torch
 from nightly import gate_cases
 from outcomes import outcome, parts, succeeded
-from public_calls import H_K, H_Q, B, D, Function, T, calls
+from public_calls import H_Q, B, D, Function, T, calls
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
-from fastattn.compat import flash_attn
 from fastattn.options import LEARNED
 from fastattn.testing.inputs import draws
 from fastattn.testing.option_examples import option_examples
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
-
-
-@pytest.fixture
-def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTATTN_BACKEND", "triton")
 
 
 CALLS = tuple(calls("cpu"))
@@ -79,16 +73,6 @@ def test_the_default_device_changes_no_result() -> None:
         expected = call()
         with torch.device("meta"):
             assert same(call(), expected), name
-
-
-@pytest.mark.usefixtures("on_triton")
-def test_a_cache_with_the_negative_bit_is_not_written(device: str) -> None:
-    k, v, new = (draws(device=device)(B, T, H_K, D)[:, : (T, T, 1)[n]] for n in range(3))
-    k = torch._neg_view(k.contiguous())
-    before = k.clone()
-    with pytest.raises(RuntimeError, match=r"k_cache is written in place.*negative bit"):
-        flash_attn.flash_attn_with_kvcache(new, k, v.contiguous(), new, new, cache_seqlens=2)
-    assert torch.equal(k, before)
 
 
 # torch derives by itself what it computes backward.
