@@ -162,8 +162,9 @@ def _columns(mask: Tensor, offset: int | Tensor, count: int) -> Tensor:
 def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     """Number each run of rising positions: int64 [B, T]; None if each row is one run.
 
-    A run begins where a position falls, or is the row's least again. None is not returned where
-    values cannot be read: in traced calls and in captured CUDA graphs.
+    A run begins where a position falls, unless it follows that of padding, as `generate` counts on
+    behind padding; or where it is the row's least again. None is not returned where values cannot
+    be read: in traced calls and in captured CUDA graphs.
 
     visible: bool [B, T], False = padding, whose positions do not count; None: all are visible.
     """
@@ -175,7 +176,8 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     # Padding repeats the token before it, or the first one after it.
     first = visible.int().argmax(dim=1, keepdim=True)
     position = position_ids.gather(1, torch.where(visible, order, first).cummax(dim=1).values)
-    falls = position < position.roll(1, dims=1)
+    follows = position_ids == position_ids.roll(1, dims=1) + 1
+    falls = (position < position.roll(1, dims=1)) & ~follows
     least = position.amin(dim=1, keepdim=True)
     begins = visible & (order > first) & (falls | (position == least))
     if not is_tracing(position_ids) and not bool(begins.any()):
