@@ -163,8 +163,8 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     """Number each run of rising positions: int64 [B, T]; None if each row is one run.
 
     A run begins where a position falls, unless it follows that of padding, as `generate` counts on
-    behind padding; or where it is the row's least again. None is not returned where values cannot
-    be read: in traced calls and in captured CUDA graphs.
+    behind padding; or where it is the row's least again, unless all are equal. None is not returned
+    where values cannot be read: in traced calls and in captured CUDA graphs.
 
     visible: bool [B, T], False = padding, whose positions do not count; None: all are visible.
     """
@@ -179,7 +179,8 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     follows = position_ids == position_ids.roll(1, dims=1) + 1
     falls = (position < position.roll(1, dims=1)) & ~follows
     least = position.amin(dim=1, keepdim=True)
-    begins = visible & (order > first) & (falls | (position == least))
+    again = (position == least) & (position.amax(dim=1, keepdim=True) > least)
+    begins = visible & (order > first) & (falls | again)
     if not is_tracing(position_ids) and not bool(begins.any()):
         return None
     return begins.cumsum(dim=1)
