@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastattn.models.gpt import GPT, GPTConfig
 
@@ -24,3 +25,20 @@ def randomised(model: Any, std: float = 0.3) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model.eval()
+
+
+class Called(nn.Module):
+    """A linear layer that must be called, as adapters and quantised ones: it shows no weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.forward = linear.in_features, linear.forward
+
+
+def called(model: Any) -> Any:
+    """The model with its linear layers as `Called`."""
+    for module in [*model.modules()]:
+        for name, part in module.named_children():
+            if type(part) is nn.Linear:
+                setattr(module, name, Called(part))
+    return model

@@ -133,6 +133,8 @@ class Swap:
     def _counted(self, name: str) -> str:
         if (calls := self.calls.get(name)) is None:
             return ""
+        if name in self._registered and not calls.counted:
+            return " [calls are not counted]"
         why = f", {calls.passed} without fastattn: {calls.reason}" if calls.passed else ""
         count = "1 call" if calls.served == 1 else f"{calls.served} calls"
         return f" [{count} so far{why}]"

@@ -136,6 +136,12 @@ def _split(
     if not is_tracing(position_ids) and int(offset) != 0:
         raise ValueError(_BEHIND_CACHE)
     n = first + T_k if mask is None else mask.shape[1]
+    if n > first + T_k:
+        raise ValueError(
+            f"attention_mask [B, T] has {n} columns for {first + T_k} tokens, and position_ids "
+            "start anew: give a column for each token (with PEFT 0.21 the generate of transformers "
+            "5.24 loses the tokens of prefix tuning)"
+        )
     place = torch.arange(n, device=runs.device) - offset
     numbers = 1 + runs[:, place.clamp(0, T_q - 1)]
     if mask is not None:
