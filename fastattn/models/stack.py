@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, ClassVar, cast
@@ -23,7 +23,7 @@ from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
 from ..modules.sharded import factory_options, plain_weight
 from ..rotary import RotaryPositions
-from .layers import Block, make_block, make_norm
+from .layers import make_block, make_norm
 from .model_config import TransformerConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -221,7 +221,7 @@ class DecoderStack(TokenStack):
                 f"positions, got {max_length}"
             )
         caches = []
-        for layer in (block.attention for block in cast(Iterable[Block], self.blocks)):
+        for layer in (cast(Any, block).attention for block in self.blocks):
             output = getattr(layer, "out_proj", None) or layer.o_proj
             options = factory_options(device, dtype, output, layer, self)
             caches.append(layer.new_cache(batch_size, max_length, **options))

@@ -164,7 +164,7 @@ class AttentionLayer(SeparateProjections):
             max_length: capacity of a row, in tokens.
             device: default: the parameters' device.
             dtype: of keys and values as attention gets them. Default: autocast's dtype under
-                autocast, else the parameters' dtype.
+                autocast, else the dtype of the parameters, or torch's default if none are floats.
         """
         options = factory_options(device, dtype, self.out_proj, self)
         sizes = (batch_size, self.num_kv_heads, max_length, self.head_dim)

@@ -56,8 +56,9 @@ def factory_options(
 
     The dtype is autocast's under autocast. Quantised layers may have no parameter of floats.
     """
-    parameters = [x for module in modules for x in module.parameters()] or [torch.empty(0)]
-    like = next((x for x in parameters if x.is_floating_point()), parameters[0])
+    every: list[Tensor] = [x for module in modules for x in module.parameters()]
+    every = every or [torch.empty(0)]
+    like = next((x for x in every if x.is_floating_point()), every[0])
     device = like.device if device is None else torch.device(device)
     if dtype is None:
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
