@@ -228,7 +228,11 @@ class AddedScores(NamedTuple):
             keep = by_value(options, None, *self[:6])
             assert keep is not None
             x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
-        return None if x is None else x.expand(-1, -1, self.T_q, self.T_k)
+        return None if x is None else self._expanded(x)
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        whole = x.shape[2] == self.T_q and x.shape[3] == self.T_k
+        return x if whole else x.expand(-1, -1, self.T_q, self.T_k)
 
     def exactly(self, options: Options) -> tuple[Tensor | None, Tensor | None]:
         """(A bias, -inf wherever a key is hidden, or a mask, as `quickly`; the mask alone)."""
@@ -236,7 +240,7 @@ class AddedScores(NamedTuple):
         if self.biased:
             x = self.bias(options)
             x = x if keep is None else torch.where(keep, x, float("-inf"))
-        return None if x is None else x.expand(-1, -1, self.T_q, self.T_k), keep
+        return None if x is None else self._expanded(x), keep
 
     def bias(self, options: Options) -> Tensor:
         """Sum of the biases of a call that has one."""
@@ -251,12 +255,12 @@ class AddedScores(NamedTuple):
         assert exists is not None
         return exists.logical_not().view(-1, 1, 1, self.T_k)
 
-    def shows_each_query_a_key(self, options: Options) -> bool:
-        """Whether masks are by numbers alone, and leave each query a key."""
+    def is_complete(self, options: Options) -> bool:
+        """Whether masks are by numbers alone, leave each query a key, and hide no bias, or NaN."""
         if self.padded or self.chosen or options.placing is None:
             return False
         near = by_position(options, self.T_q, self.T_k, self.device)
-        return near is None or bool(near.any(-1).all())
+        return near is None or (not self.biased and bool(near.any(-1).all()))
 
     def _by_position(self, options: Options) -> _ByPosition:
         of = (self.T_q, self.T_k, self.device, self.dtype, self.is_causal)
