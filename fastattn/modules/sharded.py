@@ -1,5 +1,7 @@
 """Parameters read outside their layer's call: parts over ranks, weights, device and dtype."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -56,9 +58,12 @@ def factory_options(
 
     The dtype is autocast's under autocast. Quantised layers may have no parameter of floats.
     """
-    every: list[Tensor] = [x for module in modules for x in module.parameters()]
-    every = every or [torch.empty(0)]
-    like = next((x for x in every if x.is_floating_point()), every[0])
+
+    def each() -> Iterator[Tensor]:
+        return chain.from_iterable(module.parameters() for module in modules)
+
+    like = next(filter(torch.is_floating_point, each()), None)
+    like = next(each(), torch.empty(0)) if like is None else like
     device = like.device if device is None else torch.device(device)
     if dtype is None:
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()

@@ -27,18 +27,12 @@ def randomised(model: Any, std: float = 0.3) -> Any:
     return model.eval()
 
 
-class Called(nn.Module):
-    """A linear layer that must be called, as adapters and quantised ones: it shows no weight."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.forward = linear.in_features, linear.forward
-
-
 def called(model: Any) -> Any:
-    """The model with its linear layers as `Called`."""
+    """The model with linear layers that must be called, as quantised ones: they show no weight."""
     for module in [*model.modules()]:
         for name, part in module.named_children():
             if type(part) is nn.Linear:
-                setattr(module, name, Called(part))
+                shell: Any = nn.Module()
+                shell.in_features, shell.forward = part.in_features, part.forward
+                setattr(module, name, shell)
     return model
