@@ -3,6 +3,7 @@
 A column is one more key, with value 0 and the same score for all queries of a head.
 """
 
+from functools import cache
 from math import inf, isfinite
 from typing import Any
 
@@ -19,6 +20,33 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
 # maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
 WIDEST_VECTOR = 64
+
+
+# Most queries times keys of calls whose gradients take less time in fp32 than in bf16, with torch
+# 2.13 on a CPU with AVX-512.
+_SHORT = 2**14
+
+
+def in_fp32(q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
+    """Whether torch's function takes less time in fp32 than in 16 bits, casts included.
+
+    others: inputs that may need gradients too.
+    """
+    if q.dtype == torch.float16:
+        return not _multiplies_fp16()
+    if q.dtype != torch.bfloat16:
+        return False
+    T_q = q.shape[2]
+    if T_q == 1 or T_q * k.shape[2] > _SHORT or not torch.is_grad_enabled():
+        return T_q == 1
+    return any(x is not None and x.requires_grad for x in (q, k, *others))
+
+
+@cache
+def _multiplies_fp16() -> bool:
+    """Whether this CPU has instructions for products in fp16."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or supported()
 
 
 def beside_column(options: Options) -> Options:
@@ -43,6 +71,7 @@ def attention(
 
     mask: summand without gradients. blind: rows without keys, if known.
     """
+    mask = mask if mask is None else mask.to(q.dtype)
     o, of_kernel = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
     lse = of_kernel
     if blind is not None:

@@ -228,11 +228,7 @@ class AddedScores(NamedTuple):
             keep = by_value(options, None, *self[:6])
             assert keep is not None
             x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
-        return None if x is None else self._expanded(x)
-
-    def _expanded(self, x: Tensor) -> Tensor:
-        whole = x.shape[2] == self.T_q and x.shape[3] == self.T_k
-        return x if whole else x.expand(-1, -1, self.T_q, self.T_k)
+        return x
 
     def exactly(self, options: Options) -> tuple[Tensor | None, Tensor | None]:
         """(A bias, -inf wherever a key is hidden, or a mask, as `quickly`; the mask alone)."""
@@ -240,7 +236,7 @@ class AddedScores(NamedTuple):
         if self.biased:
             x = self.bias(options)
             x = x if keep is None else torch.where(keep, x, float("-inf"))
-        return None if x is None else self._expanded(x), keep
+        return None if x is None else x.expand(-1, -1, self.T_q, self.T_k), keep
 
     def bias(self, options: Options) -> Tensor:
         """Sum of the biases of a call that has one."""

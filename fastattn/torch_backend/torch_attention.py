@@ -188,6 +188,15 @@ def _fused(
 
     The function also drops weights without a seed.
     """
+    if gqa and q.shape[2] == 1 and _as_rows(q, shown, options, is_causal):
+        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        o = _fused(rows, k, v, options, shown, is_causal=False, gqa=False)
+        return o.reshape(*q.shape[:3], -1)
+    if q.dtype != torch.float32 and tracing.host_knows(q) and cpu_kernel.in_fp32(q, k, v, shown):
+        if shown is not None and shown.is_floating_point():
+            shown = shown.float()
+        wide = (x.float() for x in (q, k, v))
+        return _fused(*wide, options, shown, is_causal=is_causal, gqa=gqa).to(q.dtype)
     if is_causal and shown is not None:
         o, _, _ = cpu_kernel.attention(q, k, v, shown, None, True, options)
     else:
@@ -201,6 +210,12 @@ def _fused(
     if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     return o
+
+
+def _as_rows(q: Tensor, shown: Tensor | None, options: Options, is_causal: bool) -> bool:
+    """Whether heads of one query can be queries of their key head, which torch does not copy."""
+    alike = shown is None or shown.shape[1] == 1
+    return alike and not (is_causal or options.dropout) and tracing.host_knows(q)
 
 
 def _short(
@@ -252,7 +267,7 @@ def _with_lse(
 ) -> Results:  # fmt: skip
     """o and lse of torch's CPU kernel. added: of a call with a mask or bias."""
     dtype, records = q.dtype, _records(q, k, v, options)
-    if records:  # torch's backward in 16 bits takes longer at short lengths
+    if records or cpu_kernel.in_fp32(q, k):
         q, k, v = (formula.wide(x, None) for x in (q, k, v))
     compute = partial(cpu_kernel.differentiable if records else cpu_kernel.attention, q)
     o, lse, odd = compute(k, v, added and added.quickly(options), None, is_causal, options)
