@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from fastattn.models.gpt import GPT, GPTConfig
 
@@ -31,8 +30,8 @@ def called(model: Any) -> Any:
     """The model with linear layers that must be called, as quantised ones: they show no weight."""
     for module in [*model.modules()]:
         for name, part in module.named_children():
-            if type(part) is nn.Linear:
-                shell: Any = nn.Module()
+            if type(part) is torch.nn.Linear:
+                shell: Any = torch.nn.Module()
                 shell.in_features, shell.forward = part.in_features, part.forward
                 setattr(module, name, shell)
     return model
