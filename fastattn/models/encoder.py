@@ -169,5 +169,4 @@ class MaskedLM(_Scoring):
         self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        weight = self.encoder.token_embedding.weight if self.head is None else self.head.weight
-        return token_logits(hidden, weight, self.head_bias)
+        return token_logits(hidden, self.head, self.encoder.token_embedding, self.head_bias)

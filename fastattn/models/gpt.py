@@ -13,6 +13,7 @@ from ..cache.latent import LatentQuantize, PagedLatentCache
 from ..cache.paged import PagedKVCache
 from ..checks import check_count, check_tensor
 from ..modules.self_attention import LayerCache
+from ..modules.sharded import factory_options
 from . import stack
 from .model_config import TextConfig
 from .sampling import Sampling, check_finite
@@ -147,8 +148,7 @@ class GPT(DecoderStack):
         )
         if rows is not None:
             x = x[rows]
-        weight = self.token_embedding.weight if self.head is None else self.head.weight
-        logits = stack.token_logits(x, weight, self.head_bias)
+        logits = stack.token_logits(x, self.head, self.token_embedding, self.head_bias)
         return stack.scored(self, logits, targets, target_count)
 
     @torch.no_grad()
@@ -227,16 +227,13 @@ class GPT(DecoderStack):
         Returns:
             With kv_latent_dim a `PagedLatentCache`.
         """
-        weight = self.token_embedding.weight
         layer = cast(Any, self.blocks[0]).attention
         options: dict[str, Any] = {
             "num_layers": len(self.blocks),
             "max_rows": max_rows,
             "max_pages_per_row": -(-self.config.context_length // page_size),
             "quantize": quantize,
-            "device": weight.device if device is None else device,
-            "dtype": weight.dtype if dtype is None else dtype,
-        }
+        } | factory_options(device, dtype, self.token_embedding, self)
         if self.config.kv_latent_dim is not None:
             widths = self.config.kv_latent_dim, layer.rope_dim
             return PagedLatentCache(num_pages, page_size, *widths, **options)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..modules.relative import RelativeTerms
-from ..modules.sharded import local_part
+from ..modules.sharded import factory_options, local_part, plain_weight
 from .model_config import Table
 
 # Standard deviation of tables, u and v, as GPT-2's embeddings.
@@ -126,10 +126,12 @@ class DistanceVectors(nn.Module):
         """[H, 2 R + 1, D]."""
         if self.proj is None:
             return local_part(self.vectors)
-        weight, R = local_part(self.proj.weight), self.max_distance
-        distances = torch.arange(-R, R + 1, device=weight.device)
-        waves = sinusoids(distances, weight.shape[1]).to(weight.dtype)
-        return rearrange(F.linear(waves, weight), "r (h d) -> h r d", d=self.head_dim)
+        weight, R = plain_weight(self.proj), self.max_distance
+        options = factory_options(None, None, self.proj)
+        distances = torch.arange(-R, R + 1, device=options["device"])
+        waves = sinusoids(distances, self.proj.in_features).to(options["dtype"])
+        rows = self.proj(waves) if weight is None else F.linear(waves, local_part(weight))
+        return rearrange(rows, "r (h d) -> h r d", d=self.head_dim)
 
 
 class _Relative(nn.Module):

@@ -249,9 +249,7 @@ class Seq2Seq(nn.Module):
                 f"got {memory.batch_size}"
             )
         hidden = self.decoder.hidden_states(inputs, cache=cache, memory=memory.layers, **how)
-        embedding = self.decoder.token_embedding
-        weight = embedding.weight if self.head is None else self.head.weight
-        return stack.token_logits(hidden, weight)
+        return stack.token_logits(hidden, self.head, self.decoder.token_embedding)
 
     def new_cache(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, ClassVar, cast
@@ -21,8 +21,9 @@ from ..functional.sharded import is_dtensor
 from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
 from ..modules.self_attention import LayerCache
+from ..modules.sharded import factory_options, plain_weight
 from ..rotary import RotaryPositions
-from .layers import Block, make_block, make_norm
+from .layers import make_block, make_norm
 from .model_config import TransformerConfig
 from .positions import LearnedPositions, SinusoidalPositions
 
@@ -219,10 +220,12 @@ class DecoderStack(TokenStack):
                 f"max_length must be at most {self.length_field}={self.length} with learned "
                 f"positions, got {max_length}"
             )
-        return [
-            block.attention.new_cache(batch_size, max_length, device=device, dtype=dtype)
-            for block in cast(Iterable[Block], self.blocks)
-        ]
+        caches = []
+        for layer in (cast(Any, block).attention for block in self.blocks):
+            output = getattr(layer, "out_proj", None) or layer.o_proj
+            options = factory_options(device, dtype, output, layer, self)
+            caches.append(layer.new_cache(batch_size, max_length, **options))
+        return caches
 
 
 def check_tokens(name: str, tokens: Tensor, length_name: str, length: int, count: int) -> None:
@@ -298,8 +301,17 @@ def token_loss(
     return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum") / count
 
 
-def token_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute logits [B, T, V] of x [B, T, C]; a DTensor sharded by V if the weight is."""
+def token_logits(
+    x: Tensor, head: nn.Module | None, embedding: nn.Module, bias: Tensor | None = None
+) -> Tensor:
+    """Compute logits [B, T, V] of x [B, T, C]; a DTensor sharded by V if the weight is.
+
+    head: a linear layer, or an adapter of one; None = tied to the embedding.
+    """
+    weight = cast(Any, embedding).weight if head is None else plain_weight(head)
+    if weight is None:
+        logits: Tensor = cast(Any, head)(x)
+        return logits if bias is None else logits + bias
     if not is_dtensor(weight):
         return F.linear(x, weight, bias)
     from ..modules.vocabulary import sharded_linear

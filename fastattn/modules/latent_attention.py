@@ -24,6 +24,7 @@ from ..rotary_scaling import RotaryScaling
 from . import checks as module_checks
 from .layer import HeadNorm
 from .layer_cache import decodes
+from .sharded import factory_options, plain_weight
 
 _Tables = tuple[Tensor, Tensor] | None
 
@@ -254,7 +255,10 @@ class MultiheadLatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor | None, cache: LatentCache, counts: Tensor | None
     ) -> Tensor:
         """o [B, H, T, V] from latents as keys and values of one head."""
-        weight = self.kv_b_proj.weight
+        weight = plain_weight(self.kv_b_proj)
+        if weight is None:
+            same = torch.eye(self.kv_latent_dim, dtype=q_nope.dtype, device=q_nope.device)
+            weight = self.kv_b_proj(same).mT
         rows = weight.view(self.num_heads, -1, weight.shape[1])
         of_keys, of_values = rows[:, : self.nope_dim], rows[:, self.nope_dim :]
         q = q_nope @ of_keys
@@ -328,12 +332,9 @@ class MultiheadLatentAttention(nn.Module):
         """An empty cache for this layer; quantize: as of `LatentCache`; device, dtype: default the
         parameters'.
         """
-        weight = self.o_proj.weight
-        return LatentCache(
-            batch_size, max_length, self.kv_latent_dim, self.rope_dim, quantize=quantize,
-            device=weight.device if device is None else device,
-            dtype=weight.dtype if dtype is None else dtype,
-        )  # fmt: skip
+        widths = self.kv_latent_dim, self.rope_dim
+        options = factory_options(device, dtype, self.o_proj, self)
+        return LatentCache(batch_size, max_length, *widths, quantize=quantize, **options)
 
     def extra_repr(self) -> str:
         return (

@@ -13,7 +13,7 @@ from . import checks as module_checks
 from .fused_weights import SeparateProjections
 from .options import OutputGate, SharedOptions, passed_as
 from .options import Scoring as Scoring
-from .sharded import local_part
+from .sharded import factory_options, local_part
 
 _SCORE_OPTIONS = passed_as(SharedOptions, "score")
 
@@ -164,17 +164,11 @@ class AttentionLayer(SeparateProjections):
             max_length: capacity of a row, in tokens.
             device: default: the parameters' device.
             dtype: of keys and values as attention gets them. Default: autocast's dtype under
-                autocast, else the parameters' dtype.
+                autocast, else the dtype of the parameters, or torch's default if none are floats.
         """
-        weight = self.out_proj.weight
-        device = weight.device if device is None else torch.device(device)
-        if dtype is None:
-            # The query raises on devices without autocast, such as meta.
-            available = torch.amp.is_autocast_available(device.type)
-            autocast = available and torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        options = factory_options(device, dtype, self.out_proj, self)
         sizes = (batch_size, self.num_kv_heads, max_length, self.head_dim)
-        return KVCache(*sizes, value_dim=self.v_head_dim, device=device, dtype=dtype)
+        return KVCache(*sizes, value_dim=self.v_head_dim, **options)
 
     def extra_repr(self) -> str:
         parts = [

@@ -20,7 +20,7 @@ from .layer_cache import append_and_read, decodes, rotates
 from .options import SelfOptions, complete, passed_as, shows_options
 from .projection import SelfProjection
 from .relative import RelativeScheme, relative_terms, relative_values
-from .sharded import local_part
+from .sharded import factory_options, local_part
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -358,5 +358,6 @@ def place_slopes(layer: GQAttention, _keys: object = None) -> None:
     """Recompute ALiBi's slopes in fp32 on the device of the parameters."""
     # A cast would round them, and a move from the meta device would lose them.
     if layer.alibi_slopes is not None:
-        slopes = alibi_slopes(layer.total_heads, device=layer.q_proj.weight.device)
+        device = factory_options(None, None, layer)["device"]
+        slopes = alibi_slopes(layer.total_heads, device=device)
         layer.alibi_slopes = slopes.narrow(0, layer.first_head, layer.num_heads)

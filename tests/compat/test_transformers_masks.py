@@ -58,14 +58,15 @@ def test_a_traced_call_lets_no_mask_fall_that_hides(monkeypatch):
     monkeypatch.setattr("transformers.utils.import_utils.is_tracing", lambda *x: True)
     causal, whole = masking.causal_mask_function, masking.bidirectional_mask_function
     sliding = masking.sliding_window_causal_mask_function(2)
-    for function, skips_causal, skips_whole in product(
-        (causal, whole, sliding), (False, True), (False, True)
+    for function, skips_causal, skips_whole, keys in product(
+        (causal, whole, sliding), (False, True), (False, True), (None, torch.ones(1, 4).bool())
     ):
-        skips = {causal: skips_causal, whole: skips_whole}.get(function, False)
+        skips = {causal: skips_causal, whole: skips_whole}.get(function, False) and keys is None
         may = {"allow_is_causal_skip": skips_causal, "allow_is_bidirectional_skip": skips_whole}
-        mask = hf_attention.attention_mask(1, 4, 4, mask_function=function, **may)
+        called = {"mask_function": function, "attention_mask": keys}
+        mask = hf_attention.attention_mask(1, 4, 4, **called, **may)
         assert (mask is None) == skips, (function, may)
-        expected = masking.sdpa_mask(1, 4, 4, mask_function=function, allow_is_causal_skip=False)
+        expected = masking.sdpa_mask(1, 4, 4, **called, allow_is_causal_skip=False)
         assert mask is None or torch.equal(mask, expected)
 
 

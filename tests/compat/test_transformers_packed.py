@@ -83,11 +83,24 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
         with pytest.raises((TypeError, ValueError), match=r"attention_mask .*must .* got"):
             model(ids, attention_mask=wrong)
     mixed = tr.Qwen3NextConfig(attn_implementation="fastattn")
+    wide = torch.tensor([[1] * 4 + [2] * 4])  # with a column for a token that is to come
+    torch.testing.assert_close(*(model(ids, attention_mask=x)[0] for x in (wide, wide[:, :7])))
+    with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
+        model(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
     with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
         masking.create_causal_mask(mixed, torch.zeros(1, 7, 8), torch.full((1, 7), 60), None)
     model(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
         model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})
+
+
+@pytest.mark.parametrize("positions", [[3] * 12, [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5]])
+def test_positions_that_begin_no_sequence(positions):
+    """Equal ones, and those that `generate` counts on behind padding."""
+    mask = torch.ones(1, 12).index_fill(1, torch.tensor([5, 6]), 0)
+    given = layer(), *heads(12, 12), mask
+    o, _ = hf_attention.attention_forward(*given, position_ids=torch.tensor([positions]))
+    torch.testing.assert_close(o, hf_attention.attention_forward(*given)[0])
 
 
 def test_what_does_not_go_with_offsets_is_refused():

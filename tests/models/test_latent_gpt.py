@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_gpt import called
 
 from fastattn import LatentCache
 from fastattn.models.gpt import GPT, GPTConfig
@@ -31,6 +32,7 @@ def test_generation_by_latents_is_that_without_a_cache(positions: str, device: s
         best = gpt(expected)[0][:, -1:].argmax(-1)
         expected = torch.cat((expected, best), 1)
     assert torch.equal(actual, expected)
+    assert torch.equal(called(gpt).generate(tokens, 6, top_k=1), expected)
 
 
 def test_it_learns_and_its_layers_start_small() -> None:

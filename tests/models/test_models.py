@@ -1,11 +1,12 @@
 """Encoder, tagger, masked model and encoder-decoder: steps against the whole, losses, bad input."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_gpt import randomised
+from small_gpt import called, randomised
 
 from fastattn.models.encoder import Encoder, EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
@@ -57,11 +58,12 @@ def make_encoder(kind=MaskedLM, *more, **options):
 @every_variant
 @torch.no_grad()
 def test_decoder_by_steps_equals_all_positions_at_once(options):
+    """The steps by layers without weights, as quantised ones."""
     model = randomised(GPT(GPTConfig(V, T, **{**SIZES, **options})))
     tokens = torch.randint(V, (2, T))
     exact = copy.deepcopy(model).double()(tokens)[0]
     whole = worst_naive(exact, lambda: model(tokens)[0])
-    cache = model.new_cache(2)
+    cache = called(model).new_cache(2)
     steps = [model(part, cache=cache)[0] for part in tokens.split([3, 1, 1, 2, 3], dim=1)]
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, whole)
 
@@ -73,7 +75,7 @@ def test_teacher_forcing_equals_decoding_by_steps(options):
     source, inputs = torch.randint(V, (2, S)), torch.randint(V + 2, (2, T))
     exact, _ = copy.deepcopy(model).double()(source, inputs, source_lengths=LENGTHS)
     whole = worst_naive(exact, lambda: model(source, inputs, source_lengths=LENGTHS)[0])
-    memory, cache = model.encode(source, LENGTHS), model.new_cache(2)
+    memory, cache = called(model).encode(source, LENGTHS), model.new_cache(2)
     steps = [model.decode(token, memory, cache) for token in inputs.split(1, dim=1)]
     assert_within_budget("logits", torch.cat(steps, dim=1), exact, whole)
 
@@ -147,6 +149,10 @@ def test_heads_score_tags_and_tokens():
     untied = make_encoder(tie_weights=False)
     expected = untied.encoder(tokens) @ untied.head.weight.T + untied.head_bias
     torch.testing.assert_close(untied(tokens)[0], expected)
+    for change in (untied.head.register_forward_hook, partial(setattr, untied.head, "forward")):
+        change(lambda *_: torch.zeros(2, S, V))
+        torch.testing.assert_close(untied(tokens)[0], untied.head_bias.expand(2, S, V))
+        untied.head._forward_hooks.clear()
 
 
 @pytest.mark.parametrize("kind", ["gpt", "tagger", "masked", "seq2seq"])

@@ -43,7 +43,10 @@ def test_codes_are_not_read_in_order():
     codes = KVCache(1, H_k, 9, D, quantize="int8")
     with pytest.raises(ValueError, match=r"without .* relative terms on keys or"):
         layer(torch.randn(1, 2, C), cache=codes)
-    assert codes.length_bound == 0
+    wide = GQAttention(C, H_q, v_head_dim=12, relative=SCHEMES["content"](value_dim=D))
+    with pytest.raises(ValueError, match="v_head_dim=12 channels, got 8"):
+        wide(torch.randn(1, 2, C), cache=(cache := wide.new_cache(1, 9)))
+    assert codes.length_bound == cache.length_bound == 0
     # A bias is what the decode kernels take.
     assert make_layer("scalar")(torch.randn(1, 2, C), cache=codes).isfinite().all()
 

@@ -24,3 +24,14 @@ def randomised(model: Any, std: float = 0.3) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model.eval()
+
+
+def called(model: Any) -> Any:
+    """The model with linear layers that must be called, as quantised ones: they show no weight."""
+    for module in [*model.modules()]:
+        for name, part in module.named_children():
+            if type(part) is torch.nn.Linear:
+                shell: Any = torch.nn.Module()
+                shell.in_features, shell.forward = part.in_features, part.forward
+                setattr(module, name, shell)
+    return model

@@ -133,6 +133,8 @@ class Swap:
     def _counted(self, name: str) -> str:
         if (calls := self.calls.get(name)) is None:
             return ""
+        if name in self._registered and not calls.counted:
+            return " [calls are not counted]"
         why = f", {calls.passed} without fastattn: {calls.reason}" if calls.passed else ""
         count = "1 call" if calls.served == 1 else f"{calls.served} calls"
         return f" [{count} so far{why}]"
@@ -191,13 +193,10 @@ def swap(
     eager_modules: dict[str, nn.Module] = {}
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
-        if kind is nn.MultiheadAttention and kind not in adapters and "forward" not in vars(module):
+        if _is_torchs(kind) and kind not in adapters and "forward" not in vars(module):
             _swap_multihead(name, module, done)  # type: ignore[arg-type]
             continue
-        if kind.__module__.startswith("torch.nn.") and kind not in {
-            *adapters,
-            nn.MultiheadAttention,
-        }:
+        if kind.__module__.startswith("torch.nn.") and not (kind in adapters or _is_torchs(kind)):
             continue
         done.calls[name], done._watched[name] = Calls(), kind
         done._names[name] = names_in(module)
@@ -257,7 +256,7 @@ def _matches(
     if registered:
         done._of_transformers.add(name)
     yield name, module
-    if type(module) in adapters or type(module) is nn.MultiheadAttention:
+    if type(module) in adapters or _is_torchs(type(module)):
         return
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
@@ -271,8 +270,14 @@ def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap)
     adapt(module, adapter, done.calls[name])
 
 
+def _is_torchs(kind: type) -> bool:
+    """Whether a class is torch's multihead attention, or one that torch's wrappers made of it."""
+    own = kind.__module__.startswith("torch.") and issubclass(kind, nn.MultiheadAttention)
+    return own and cast(Any, kind).forward is nn.MultiheadAttention.forward
+
+
 def _swap_multihead(name: str, module: nn.MultiheadAttention, done: Swap) -> None:
-    module.__class__ = MultiheadAttention
+    module.__class__ = exchanged(type(module), nn.MultiheadAttention, MultiheadAttention)
     served = cast(MultiheadAttention, module)
     done.calls[name] = served.calls = Calls()
     stay_on_path(served)

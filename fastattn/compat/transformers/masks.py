@@ -116,6 +116,8 @@ def attention_mask(
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    if isinstance(rule.documents, Tensor):
+        rule = rule._replace(documents=rule.documents[:, :kv_length])
     rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
     return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
 

@@ -136,6 +136,12 @@ def _split(
     if not is_tracing(position_ids) and int(offset) != 0:
         raise ValueError(_BEHIND_CACHE)
     n = first + T_k if mask is None else mask.shape[1]
+    if n > first + T_k:
+        raise ValueError(
+            f"attention_mask [B, T] has {n} columns for {first + T_k} tokens, and position_ids "
+            "start anew: give a column for each token (with PEFT 0.21 the generate of transformers "
+            "5.24 loses the tokens of prefix tuning)"
+        )
     place = torch.arange(n, device=runs.device) - offset
     numbers = 1 + runs[:, place.clamp(0, T_q - 1)]
     if mask is not None:
@@ -162,8 +168,9 @@ def _columns(mask: Tensor, offset: int | Tensor, count: int) -> Tensor:
 def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     """Number each run of rising positions: int64 [B, T]; None if each row is one run.
 
-    A run begins where a position falls, or is the row's least again. None is not returned where
-    values cannot be read: in traced calls and in captured CUDA graphs.
+    A run begins where a position falls, unless it follows that of padding, as `generate` counts on
+    behind padding; or where it is the row's least again, unless all are equal. None is not returned
+    where values cannot be read: in traced calls and in captured CUDA graphs.
 
     visible: bool [B, T], False = padding, whose positions do not count; None: all are visible.
     """
@@ -175,9 +182,11 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     # Padding repeats the token before it, or the first one after it.
     first = visible.int().argmax(dim=1, keepdim=True)
     position = position_ids.gather(1, torch.where(visible, order, first).cummax(dim=1).values)
-    falls = position < position.roll(1, dims=1)
+    follows = position_ids == position_ids.roll(1, dims=1) + 1
+    falls = (position < position.roll(1, dims=1)) & ~follows
     least = position.amin(dim=1, keepdim=True)
-    begins = visible & (order > first) & (falls | (position == least))
+    again = (position == least) & (position.amax(dim=1, keepdim=True) > least)
+    begins = visible & (order > first) & (falls | again)
     if not is_tracing(position_ids) and not bool(begins.any()):
         return None
     return begins.cumsum(dim=1)
