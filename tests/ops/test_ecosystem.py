@@ -93,15 +93,14 @@ def test_mapped_functions_count_the_rows_of_one_call(backend: str, device: str) 
     inputs = [*make_qkv(**SIZES, device=device), torch.randn(4, 9, device=device)]
     inputs = [torch.stack([x, x + 1]).detach() for x in inputs]
 
-    def alone(q, k, v, bias):
-        options = {"mask_mod": not_of_its_row, "relative_bias": bias}
-        return fastattn.attention(q, k, v, backend=backend, **options).sin().sum()
+    def alone(*x):
+        options = {"mask_mod": not_of_its_row, "relative_bias": x[3], "backend": backend}
+        return fastattn.attention(*x[:3], **options).sin().sum()
 
-    def of_all(*inputs):  # with gradients that the calls inside do not see
-        return torch.vmap(alone)(*inputs).sum()
-
-    together = torch.func.grad(alone, argnums=(0, 1, 2, 3))
-    for actual in (torch.vmap(together)(*inputs), torch.func.grad(of_all, (0, 1, 2, 3))(*inputs)):
+    gradients = partial(torch.func.grad, argnums=(0, 1, 2, 3))
+    together, of_all = gradients(alone), gradients(lambda *x: torch.vmap(alone)(*x).sum())
+    # In the second, the calls do not see that their bias has a gradient.
+    for actual in (torch.vmap(together)(*inputs), of_all(*inputs)):
         for i, call in enumerate(zip(*inputs, strict=True)):
             for ours, expected in zip(actual, together(*call), strict=True):
                 torch.testing.assert_close(ours[i], expected, rtol=1e-5, atol=1e-5)

@@ -146,9 +146,6 @@ AGAIN = {
     "chunks": scored,
     "kernels": lambda *given: scored(*given, "triton"),
     "additive": lambda x, u, ids: fastattn.additive_attention(x, x, x, u, documents=ids),
-    "weights": lambda x, sinks, ids: fastattn.attention_weights(
-        x, x, sinks=sinks, documents=ids, backend="torch"
-    ),
     "blocks": lambda x, sinks, ids: fastattn.selected_attention(
         x, x, x, LISTS.to(x.device), block=(2, 2), sinks=sinks, documents=ids, backend="torch"
     ),
@@ -156,9 +153,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("name", AGAIN)
-def test_gradients_that_are_computed_again(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_are_computed_again(name: str, device: str, monkeypatch: Any) -> None:
     """Inside a checkpoint too, which lets saved tensors be read once; not after a mask changed."""
     x, gain = (draws(device=device)(*shape).requires_grad_() for shape in ((1, 2, 6, 2), (2,)))
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]], device=device)
