@@ -1,8 +1,9 @@
-"""Type checks of configuration fields from a file."""
+"""Type checks of configuration fields."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -25,20 +26,37 @@ def from_fields(record: type[_Record], fields: Mapping[str, Any]) -> _Record:
     """Build a dataclass from fields by name, with defaults for missing ones.
 
     Raises:
-        ValueError: a field is unknown, missing, of a wrong type or out of range.
+        ValueError: a field is unknown or missing, or the dataclass refuses it.
     """
     allowed = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
     if not isinstance(fields, Mapping):
         raise ValueError(f"{record.__name__} must be {_NAMES[Mapping]}, got {fields!r}")
     if unknown := sorted(set(fields) - set(allowed)):
         raise ValueError(f"{record.__name__} has no field {unknown[0]!r}, only {sorted(allowed)}")
-    types_of = get_type_hints(record)
     for name, field in allowed.items():
-        if name in fields:
-            check_type(name, fields[name], types_of[name])
-        elif field.default is dataclasses.MISSING:
+        if name not in fields and field.default is dataclasses.MISSING:
             raise ValueError(f"{record.__name__} needs the field {name!r}")
     return record(**fields)
+
+
+def check_fields(record: Any) -> None:
+    """Check the types of a dataclass's fields; numpy's numbers become Python's.
+
+    Raises:
+        ValueError: a field is of a wrong type.
+    """
+    from ..checks import as_python  # with torch
+
+    for name, kind in _types(type(record)).items():
+        value = as_python(getattr(record, name))
+        check_type(name, value, kind)
+        object.__setattr__(record, name, value)
+
+
+@functools.cache
+def _types(record: type) -> dict[str, Any]:
+    types_of = get_type_hints(record)
+    return {field.name: types_of[field.name] for field in dataclasses.fields(record)}
 
 
 def check_type(name: str, value: object, kind: Any) -> None:

@@ -36,7 +36,7 @@ class GPTConfig(TextConfig):
     al. 2024, arXiv 2401.02385: Llama's layers, 1.1 billion parameters).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     head_bias: bool = field(default=False, kw_only=True)

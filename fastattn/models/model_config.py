@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from .. import checks
 from ..modules.options import OutputGate, Scoring, SharedOptions, excluded, passed_as, table
 from ..rotary import RotaryStyle
-from .fields import from_fields
+from .fields import check_fields, from_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,7 +89,7 @@ class TransformerConfig:
             2016, arXiv 1512.00567).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -130,14 +130,11 @@ class TransformerConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, checks.as_python(getattr(self, field.name)))
-        counts = ["num_layers", "num_heads", "embed_dim", "relative_distance"]
-        optional = (
-            "num_kv_heads", "v_head_dim", "kv_latent_dim", "window", "stride", "hidden_dim"
-        )  # fmt: skip
-        for name in counts + [name for name in optional if getattr(self, name) is not None]:
-            check_positive_int(name, getattr(self, name))
+            value = getattr(self, field.name)
+            if field.type in ("int", "int | None") and field.name != "keep_first":
+                checks.check_count(field.name, 1 if value is None else value, 1)
         for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices and not (name in ("sparse", "output_gate") and value is None):
@@ -281,11 +278,6 @@ class TextConfig(TransformerConfig):
     vocab_size: int
     context_length: int = 64
 
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length"):
-            check_positive_int(name, getattr(self, name))
-        super().__post_init__()
-
 
 _CHOICES: Mapping[str, Any] = {
     "positions": Positions,
@@ -298,9 +290,3 @@ _CHOICES: Mapping[str, Any] = {
     "norm": Norm,
     "activation": Activation,
 }
-
-
-def check_positive_int(name: str, value: object) -> None:
-    value = checks.as_python(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")

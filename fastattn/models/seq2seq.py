@@ -14,7 +14,7 @@ from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import LayerCache
 from . import stack
 from .layers import Block
-from .model_config import TransformerConfig, check_positive_int
+from .model_config import TransformerConfig
 from .stack import DecoderStack, TokenStack
 
 
@@ -38,7 +38,7 @@ class Seq2SeqConfig(TransformerConfig):
     37000 pairs of bytes).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -68,9 +68,6 @@ class Seq2SeqConfig(TransformerConfig):
     share_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        names = ["source_vocab_size", "target_vocab_size", "source_length", "target_length"]
-        for name in names + ["num_decoder_layers"] * (self.num_decoder_layers is not None):
-            check_positive_int(name, getattr(self, name))
         super().__post_init__()
         if self.share_embeddings and self.source_vocab_size != self.target_vocab_size:
             raise ValueError(

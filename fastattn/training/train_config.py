@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..models.fields import from_fields
+from ..models.fields import check_fields, from_fields
 
 # Without torch at import: the command's --help reads this file.
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ def check_settings(config: Any) -> None:
     """Check a configuration's fields.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is of a wrong type or out of range.
     """
+    check_fields(config)
     for field in dataclasses.fields(config):
         value, check = getattr(config, field.name), field.metadata["check"]
         choices = field.metadata["choices"]
@@ -65,7 +66,7 @@ class TrainConfig:
     `fastattn train --help` lists them. Weights are float32 in every dtype.
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     steps: int = setting(2000, "optimizer steps", check=_COUNT)

@@ -231,7 +231,7 @@ def test_unusable_nanogpt_files_are_refused(tmp_path):
     wrong = {**stored["model_args"], "n_embd": 32}
     for actual, message in (
         ({"model": {}}, "it has no 'model_args'"),
-        ({**stored, "model_args": {"vocab_size": 3}}, "model_args has no field 'block_size'"),
+        ({**stored, "model_args": {"vocab_size": 3}}, "there is no field 'bias'"),
         ({**stored, "model_args": wrong}, "has a different configuration"),
     ):
         torch.save(actual, file)
