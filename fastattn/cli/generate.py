@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -112,19 +111,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
+    from ..files.text import read_lines
+
     prompts: list[str] = list(arguments.prompt or [])
-    path = arguments.prompts_file
-    if path is None:
+    if arguments.prompts_file is None:
         return prompts or [""]
-    try:
-        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise ValueError(f"cannot read prompts file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"prompts file {path} is not UTF-8 text") from None
-    if lines == [""]:
-        raise ValueError(f"prompts file {path} is empty")
-    return prompts + lines
+    return prompts + read_lines(arguments.prompts_file)
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
