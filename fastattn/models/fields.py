@@ -60,15 +60,15 @@ def _types(record: type) -> dict[str, Any]:
 
 
 def check_type(name: str, value: object, kind: Any) -> None:
-    """Check the type of a value from JSON; an int is a valid float.
+    """Raise ValueError unless a value is of a type; an int is a valid float.
 
     kind: bool, int, float, str, Mapping, Sequence, a sequence of these, a union, or a Literal of
-    texts, whose choices are not checked.
+    texts.
     """
     if not _fits(value, kind):
-        shown = repr(value)
+        shown, (*most, last) = repr(value), _names(kind)
         raise ValueError(
-            f"{name} must be {' or '.join(_names(kind))}, "
+            f"{name} must be {' or '.join(filter(None, (', '.join(most), last)))}, "
             f"got {shown if len(shown) <= 80 else shown[:77] + '...'}"
         )
 
@@ -77,6 +77,8 @@ def _fits(value: object, kind: Any) -> bool:
     kind, items = _plain(kind)
     if kind is Union:
         return any(_fits(value, one) for one in items)
+    if kind is Literal:
+        return value in items
     if kind is Sequence:
         listed = isinstance(value, (list, tuple))
         return listed and all(_fits(x, items[0]) for x in value if items)  # type: ignore[attr-defined]
@@ -90,12 +92,10 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a type of `_NAMES`, or Union, and its type arguments."""
+    """Return a type of `_NAMES`, Union or Literal, and its type arguments."""
     origin, items = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         origin = Union
-    if origin is Literal:
-        return str, ()
     if isinstance(origin, type) and issubclass(origin, (Sequence, Mapping)):
         origin = Mapping if issubclass(origin, Mapping) else Sequence
     return (kind, ()) if origin is None else (origin, items)
@@ -103,4 +103,6 @@ def _plain(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _names(kind: Any) -> list[str]:
     kind, items = _plain(kind)
+    if kind is Literal:
+        return list(map(repr, items))
     return [name for one in items for name in _names(one)] if kind is Union else [_NAMES[kind]]

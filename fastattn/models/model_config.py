@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .. import checks
 from ..modules.options import OutputGate, Scoring, SharedOptions, excluded, passed_as, table
@@ -135,11 +135,6 @@ class TransformerConfig:
             value = getattr(self, field.name)
             if field.type in ("int", "int | None") and field.name != "keep_first":
                 checks.check_count(field.name, 1 if value is None else value, 1)
-        for name, kind in _CHOICES.items():
-            value, choices = getattr(self, name), get_args(kind)
-            if value not in choices and not (name in ("sparse", "output_gate") and value is None):
-                *most, last = map(repr, choices)
-                raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
         self._check_heads()
         for name in ("rotary_base", "norm_eps"):
             if not getattr(self, name) > 0:
@@ -277,16 +272,3 @@ class TextConfig(TransformerConfig):
 
     vocab_size: int
     context_length: int = 64
-
-
-_CHOICES: Mapping[str, Any] = {
-    "positions": Positions,
-    "rotary_style": RotaryStyle,
-    "relative_table": Table,
-    "sparse": Sparse,
-    "scoring": Scoring,
-    "output_gate": OutputGate,
-    "block": Order,
-    "norm": Norm,
-    "activation": Activation,
-}

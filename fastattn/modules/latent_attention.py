@@ -242,13 +242,18 @@ class MultiheadLatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor | None, kv: Tensor, **options: Any
     ) -> Tensor:
         """o [B, H, T, V] from keys and values of all heads with a shared rotary key."""
-        c, k_rope = kv[:, 0, :, : self.kv_latent_dim], kv[..., self.kv_latent_dim :]
-        heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)
-        second = {} if q_rope is None else {"query2": q_rope, "key2": k_rope}
+        k_nope, v = self._heads(kv)
+        second = {} if q_rope is None else {"query2": q_rope, "key2": kv[..., self.kv_latent_dim :]}
         every: Any = {**second, **self._options(), **options}
         o: Tensor = attention(q_nope, k_nope, v, **every)
         return o
+
+    def _heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """k_nope [B, H, T, P] and v [B, H, T, V] from the latents of `_projected`."""
+        c = kv[:, 0, :, : self.kv_latent_dim]
+        heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)
+        return k_nope, v
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor | None, cache: LatentCache, counts: Tensor | None

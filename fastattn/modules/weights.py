@@ -10,6 +10,7 @@ from ..functional.statistics import attention_weights
 from ..rotary import RotaryTables
 from .checks import check_unprojected, checked_tables
 from .cross_attention import CrossGQAttention, ProjectedMemory
+from .latent_attention import MultiheadLatentAttention
 from .relative import relative_terms
 from .self_attention import GQAttention
 from .sharded import local_part
@@ -80,6 +81,24 @@ def cross_attention_weights(
         return _additive_weights(q, memory.k, local_part(layer.score_vector), layer.backend, masks)
     masks |= layer.score_options()
     return attention_weights(q, memory.k, backend=layer.backend, **masks)
+
+
+@torch.no_grad()
+def latent_attention_weights(
+    layer: MultiheadLatentAttention,
+    x: Tensor,
+    *,
+    rotary_tables: RotaryTables | None = None,
+    **masks: Any,
+) -> Tensor:
+    """Attention weights of `layer(x, ...)`, as `self_attention_weights`: [B, H, T, T]."""
+    tables = checked_tables(x, None, rotary_tables, layer.rope_dim or None)
+    q, q_rope, kv = layer._projected(x, layer._tables(x, None, tables, None))
+    k = layer._heads(kv)[0]
+    if q_rope is not None:
+        k_rope = kv[..., layer.kv_latent_dim :].expand(*k.shape[:3], -1)
+        q, k = torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1)
+    return attention_weights(q, k, **layer._options(), **masks)
 
 
 def _additive_weights(

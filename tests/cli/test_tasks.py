@@ -184,7 +184,7 @@ def test_dates_are_pairs_of_their_own(tmp_path, monkeypatch):
     checkpoint = load_checkpoint(tmp_path / "run")
     assert checkpoint.config["data"]["pairs"] == "dates"
     assert checkpoint.config["results"]["scores"]["pairs"] == 36
-    with pytest.raises(ValueError, match="pairs must be one of names, dates, got 'numbers'"):
+    with pytest.raises(ValueError, match="pairs must be 'names', 'dates' or null, got 'numbers'"):
         DataConfig(pairs="numbers")
 
 

@@ -7,6 +7,7 @@ import resource
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fastattn.cli.main import main
 from fastattn.training import metrics
 from fastattn.training.data import prepare as preparing
 from fastattn.training.data import prepared
-from fastattn.training.data.prepare import UNITS, prepare
+from fastattn.training.data.prepare import Unit, prepare
 from fastattn.training.data.prepared import PreparedText
 from fastattn.training.data.text import DataError
 from fastattn.training.run import Options, train
@@ -52,7 +53,7 @@ def texts_of(text: PreparedText) -> list[str]:
     return list(map(text.tokenizer.decode, rows))
 
 
-@pytest.mark.parametrize("documents", UNITS)
+@pytest.mark.parametrize("documents", get_args(Unit))
 @pytest.mark.parametrize("part", [1, 3, 5, 1 << 20])
 def test_what_is_prepared_is_the_text(documents, part, tmp_path, monkeypatch):
     """However it is cut into parts, in long lines too, and of all files of a folder."""
@@ -216,8 +217,13 @@ def test_wrong_arguments_are_named(tmp_path):
     for texts, folder, options, message in (
         ([], out, {}, "texts must name a file, got none"),
         ([tmp_path / "empty"], out, {}, "texts must name a file, got "),
-        ([text], out, {"documents": "page"}, "documents must be one of file, line, paragraph, got"),
-        ([text], out, {"errors": "skip"}, "errors must be one of strict, replace, got 'skip'"),
+        (
+            [text],
+            out,
+            {"documents": "page"},
+            "documents must be 'file', 'line' or 'paragraph'",
+        ),
+        ([text], out, {"errors": "skip"}, "errors must be 'strict' or 'replace', got 'skip'"),
         ([tmp_path / "b"], out, {}, "cannot read text file"),
         ([text], tmp_path, {}, "holds something already: choose another folder"),
         ([tmp_path / "none"], out, {"documents": "line", "tokenizer": "bpe"}, "the text is empty"),

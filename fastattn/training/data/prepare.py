@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ...models.fields import check_type
 from ..tokenizers import (
     TOKENIZER_KINDS,
     CharacterTokenizer,
@@ -26,8 +27,8 @@ from ..tokenizers import (
 from .prepared import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, PreparedText
 from .text import DataError
 
-# Units of a document.
-UNITS = ("file", "line", "paragraph")
+# Units of a document, and what to do with bytes that are not UTF-8.
+Unit, Errors = Literal["file", "line", "paragraph"], Literal["strict", "replace"]
 # Characters that tokenizers other than "char" are trained on, of a part, and encoded at once: a
 # batch has many parts, as each core encodes one.
 SAMPLE, PART, BATCH = 10_000_000, 1 << 15, 1 << 21
@@ -39,8 +40,8 @@ def prepare(
     *,
     tokenizer: str = "bpe",
     vocab_size: int = 1024,
-    documents: str = "file",
-    errors: Literal["strict", "replace"] = "strict",
+    documents: Unit = "file",
+    errors: Errors = "strict",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PreparedText:
     """Write the ids of text files into a folder that `PreparedText` reads.
@@ -66,12 +67,8 @@ def prepare(
         DataError: a file is unreadable or not UTF-8; all are empty; or out_dir holds something.
         TokenizerError: as `train_tokenizer` and `load_tokenizer`, or a text cannot be encoded.
     """
-    for name, value, allowed in (
-        ("documents", documents, UNITS),
-        ("errors", errors, ("strict", "replace")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    check_type("documents", documents, Unit)
+    check_type("errors", errors, Errors)
     files = _files(texts)
     out = Path(out_dir).resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
