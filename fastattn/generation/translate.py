@@ -29,7 +29,7 @@ def translate(
     beams: int = 1,
     length_penalty: float = 0.0,
 ) -> list[list[int]]:
-    """Translate each source: `greedy_translate` with one beam, else `beam_translate`.
+    """Translate each source: `beam_translate`, or `greedy_translate` with one beam and no penalty.
 
     Args:
         model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
@@ -41,9 +41,10 @@ def translate(
     Raises:
         ValueError, FloatingPointError: as those two.
     """
+    check_beams(beams, length_penalty)
     lengths: dict[str, Any] = {"source_lengths": source_lengths, "max_length": max_length}
     texts = {"begin": begin, "end": end, **lengths}
-    if beams == 1:
+    if beams == 1 and length_penalty == 0:
         return greedy_translate(model, source, **texts)
     beams_of = beam_translate(model, source, beams=beams, length_penalty=length_penalty, **texts)
     return [best[0].tokens for best in beams_of]

@@ -61,7 +61,8 @@ def test_what_is_prepared_is_the_text(documents, part, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH", 3 * part)
     other = "b" + TEXT[1:].replace("\n", "\r\n")
     write(tmp_path / "in" / "a", "\ufeff" + TEXT)
-    write(tmp_path / "in" / "more" / "b", other)
+    write(tmp_path / "elsewhere" / "b", other)
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
     write(tmp_path / "in" / ".git" / "c", "hidden")
     actual = prepare([tmp_path / "in"], tmp_path / "out", tokenizer="char", documents=documents)
     first = DOCUMENTS[documents]
@@ -69,7 +70,7 @@ def test_what_is_prepared_is_the_text(documents, part, tmp_path, monkeypatch):
     assert texts_of(actual) == wanted and actual.dtype == "uint16"
 
 
-def test_an_end_token_follows_each_document(tmp_path):
+def test_an_end_token_follows_each_document(tmp_path, monkeypatch):
     path = write(tmp_path / "a", "some text\nmore text\n" * 30)
     actual = prepare([path], tmp_path / "out", tokenizer="word", documents="line")
     ids, numbers = read(actual)
@@ -78,6 +79,10 @@ def test_an_end_token_follows_each_document(tmp_path):
     assert [i for i, x in enumerate(ids) if x == end] == last
     assert actual.documents == 60 == ids.count(end)
     assert actual.tokenizer.special_id("unknown") not in ids, "words of two lines are not one"
+    monkeypatch.setattr(preparing, "PART", 16)
+    path.write_text(long := "more text of one line " * 9)
+    actual = prepare([path], tmp_path / "long", tokenizer="word-space")
+    assert texts_of(actual) == [long + "[END]"], "no word is cut"
 
 
 def test_ids_have_the_bits_that_they_need(tmp_path):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ...generation.request import items
 from ...models.fields import check_type
 from ..tokenizers import (
     TOKENIZER_KINDS,
@@ -69,7 +70,7 @@ def prepare(
     """
     check_type("documents", documents, Unit)
     check_type("errors", errors, Errors)
-    files = _files(texts)
+    files = _files(items("texts", "paths", texts))
     out = Path(out_dir).resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"{out_dir} holds something already: choose another folder, or remove it")
@@ -99,7 +100,8 @@ def _files(texts: Sequence[str | Path]) -> list[tuple[Path, int]]:
 
     for path in map(Path, texts):
         found = [] if path.is_dir() else [path]
-        for root, folders, names in os.walk(path, onerror=stop) if path.is_dir() else ():
+        tree = os.walk(path, onerror=stop, followlinks=True) if path.is_dir() else ()
+        for root, folders, names in tree:
             folders[:] = sorted(name for name in folders if name[0] != ".")
             found += [Path(root, name) for name in sorted(names) if name[0] != "."]
         try:
@@ -142,7 +144,7 @@ def _parts(files: Sequence[tuple[Path, int]], documents: str, errors: str) -> It
 
 
 def _split(file: Any, documents: str) -> Iterator[tuple[str, bool]]:
-    """Yield parts of a file's documents, cut after lines, and whether a document ends there."""
+    """Yield parts of a file's documents, of whole lines or words, and whether a document ends."""
     lines: list[str] = []
     size, before = 0, "\n"
     for line in iter(partial(file.readline, PART), ""):
@@ -151,8 +153,11 @@ def _split(file: Any, documents: str) -> Iterator[tuple[str, bool]]:
         before = line
         if lines and (empty or size >= PART):
             text = "".join(lines)
-            yield (text.removesuffix("\n"), True) if empty else (text, False)
-            lines, size = [], 0
+            # A line that goes on is cut before a space, so that no word is.
+            cut = len(text) if text.endswith("\n") else max(text.rfind(" ", 1), 0) or len(text)
+            yield (text.removesuffix("\n"), True) if empty else (text[:cut], False)
+            lines = [text[cut:]] if cut < len(text) else []
+            size = len(text) - cut
         if not empty:
             lines.append(line)
             size += len(line)
