@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_count, check_input, check_int
+from ..checks import check_count, check_input, check_int, check_is
 from ..models.sampling import check_finite
-from ..models.seq2seq import Seq2Seq
+from ..models.seq2seq import Seq2Seq, Seq2SeqConfig
 from ..models.stack import evaluating
 from .search import Beam, Search, check_beams
 
@@ -159,6 +159,7 @@ class _Steps:
         *,
         rows: int,
     ) -> None:
+        check_is("model.config", getattr(model, "config", None), Seq2SeqConfig)
         limit = model.config.target_length
         self.count = limit if max_length is None else check_count("max_length", max_length, 1)
         V = model.config.target_vocab_size
