@@ -85,8 +85,6 @@ def _translate(arguments: argparse.Namespace) -> int:
     from ..training.tasks.translation import encode_texts, translate_tokens
     from ..training.train_config import resolve_device
 
-    if arguments.beams < 1:
-        raise ValueError(f"beams must be at least 1, got {arguments.beams}")
     texts = list(_texts(arguments))
     device = resolve_device(arguments.device)
     trained = load_trained(arguments.checkpoint, "seq2seq", device=device)

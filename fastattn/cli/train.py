@@ -140,6 +140,8 @@ def _options(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         field, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set must be FIELD=VALUE, such as tie_weights=false, got {text!r}")
+        if field in parts["model"]:
+            raise ValueError(f"{field} is set twice, the second time by --set {text}")
         parts["model"][field] = _value(value)
     return parts
 

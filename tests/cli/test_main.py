@@ -71,6 +71,7 @@ def test_a_run_keeps_what_was_given(text, tmp_path, quick, error_line):
     for words, message in (
         ("--set sinks", "--set must be FIELD=VALUE, such as tie_weights=false, got 'sinks'"),
         ("--set sinks=yes", "sinks must be true or false, got 'yes'"),
+        ("--layers 1 --set num_layers=2", "num_layers is set twice, the second time by --set"),
         ("--set depth=3", "depth is no option of model gpt"),
         ("--layers three", "num_layers must be an integer of 64 bits, got 'three'"),
     ):

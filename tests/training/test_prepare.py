@@ -8,6 +8,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,9 +151,6 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     assert main([*command, str(out)]) == 1
     assert "out holds something already: choose another folder" in capsys.readouterr().err
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     options = ["--documents", "line"]
     monkeypatch.setattr(metrics, "LINE_INTERVAL", 0.0)
     assert main([*command, str(tmp_path / "lines"), *options]) == 0
@@ -160,7 +158,10 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     assert written.out.startswith("30,000 tokens of 5,000 documents in")
     begin = f"tokenizing {text} into {tmp_path / 'lines'}\n"
     assert written.err.startswith(begin) and written.err.endswith("35,000 of 35,000 bytes\n")
-    monkeypatch.setattr(preparing.os, "rename", interrupt)
+    rename = Mock(side_effect=[OSError(28, "No space left"), KeyboardInterrupt])
+    monkeypatch.setattr(preparing.os, "rename", rename)
+    assert main([*command, str(tmp_path / "next")]) == 1
+    assert "next: No space left; nothing is left" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "next")]) == 130
     error = capsys.readouterr().err
     assert (

@@ -85,9 +85,10 @@ def prepare(
         fields = _write(folder, parts(), coder, lambda done: progress(done, total))
         (folder / MANIFEST).write_text(json.dumps({**FORMAT, **fields}, indent=2))
         os.rename(folder, out)
-    except BaseException:
+    except OSError as error:
+        raise OSError(f"cannot write {out_dir}: {error.strerror}; nothing is left") from None
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
     return PreparedText.open(out_dir)
 
 

@@ -14,19 +14,7 @@ from pathlib import Path
 
 from .text import DataError, fingerprint, read_lines, standard_library_sources
 
-_PYTHON_TAGS = {
-    "NUMBER": "number",
-    "STRING": "string",
-    # f-strings are split into parts from Python 3.12 on, t-strings from 3.14.
-    "FSTRING_START": "string",
-    "FSTRING_MIDDLE": "string",
-    "FSTRING_END": "string",
-    "TSTRING_START": "string",
-    "TSTRING_MIDDLE": "string",
-    "TSTRING_END": "string",
-    "OP": "operator",
-    "COMMENT": "comment",
-}
+_PYTHON_TAGS = {"NUMBER": "number", "OP": "operator", "COMMENT": "comment"}
 _LINE_ENDS = {tokenize.NEWLINE, tokenize.NL}
 
 
@@ -126,7 +114,9 @@ def _python_tag(token: tokenize.TokenInfo) -> str | None:
     """Get the tag of a token; None for line breaks and indentation."""
     if token.type == tokenize.NAME:
         return "keyword" if keyword.iskeyword(token.string) else "name"
-    return _PYTHON_TAGS.get(tokenize.tok_name[token.type])
+    kind = tokenize.tok_name[token.type]
+    # f-strings are split into FSTRING_START and so on from Python 3.12 on, t-strings from 3.14.
+    return "string" if "STRING" in kind else _PYTHON_TAGS.get(kind)
 
 
 def _sentence(rows: list[tuple[str, str, str]]) -> Sentence:
