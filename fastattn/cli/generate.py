@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 _TEMPERATURE, _LENGTH_PENALTY = 0.8, 0.0
 # Options that are fields of `Sampling`.
-_DRAWN = (
-    *("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"),
-    *("repetition_penalty", "greedy"),
-)
+_FILTERS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
+_DRAWN = (*_FILTERS, "repetition_penalty", "greedy")
 
 
 def add(commands: Any) -> None:
@@ -108,6 +106,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--beams searches for the most likely text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
         raise ValueError("--length-penalty needs --beams")
+    elif arguments.greedy and (excluded := passed(*_FILTERS, "seed")):
+        raise ValueError(f"--greedy takes the most likely token: leave out {excluded[0]}")
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:

@@ -56,8 +56,7 @@ _NANOGPT_FIELDS = {
 }
 # Fields of `GPTConfig` that GPT-2 has too, or that do not change the result.
 _CONVERTED = {
-    *(*_HF_FIELDS.values(), "num_kv_heads", "activation", "bias", "label_smoothing"),
-    *("positions", "rotary_style", "rotary_base", "relative_distance", "relative_table"),
+    *(*_HF_FIELDS.values(), "num_kv_heads", "activation", "bias", "positions", "label_smoothing"),
 }
 # Fields of a Hugging Face configuration and the only values that GPT computes.
 _REQUIRED = {

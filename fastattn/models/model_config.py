@@ -25,7 +25,12 @@ Sparse = Literal["alternate", "merge"]
 Table = Literal["trained", "sinusoidal"]
 
 # Positions with relative terms; only these support terms on the values.
-RELATIVE = ("scalar", "content", "transformer_xl")
+RELATIVE: tuple[Positions, ...] = ("scalar", "content", "transformer_xl")
+# Fields that only some positions have.
+_OF_POSITIONS: Mapping[str, tuple[Positions, ...]] = {
+    **dict.fromkeys(("rotary_style", "rotary_base"), ("rotary",)),
+    **dict.fromkeys(("relative_distance", "relative_table", "relative_values"), RELATIVE),
+}
 # Gated activations, with three matrices in place of two.
 GATED = ("geglu", "swiglu")
 
@@ -200,12 +205,12 @@ class TransformerConfig:
             )
 
     def _check_terms(self) -> None:
-        """Raise ValueError for options without support for relative values or additive scores."""
-        if self.relative_values and self.positions not in RELATIVE:
-            raise ValueError(
-                f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "
-                f"got {self.positions!r}"
-            )
+        """Raise ValueError for options that the positions, relative values or scores lack."""
+        for name, needed in _OF_POSITIONS.items():
+            value = getattr(self, name)
+            if value != getattr(TransformerConfig, name) and self.positions not in needed:
+                choices = " or ".join(map(repr, needed))
+                raise ValueError(f"{name}={value!r} needs positions={choices}")
         if self.relative_values:
             for name, value in excluded("values", vars(self)):
                 raise ValueError(f"{name} is not supported with relative_values, got {value}")

@@ -106,13 +106,13 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         self.model_config = cast(Any, model.config)
+        check_tokenizer(tokenizer, self.model_config, "the run")
         check_is("data", data, TextDataset, Task)
         check_is("config", config, TrainConfig)
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         if isinstance(self.model_config, TransformerConfig):
             check_is(f"model.config of kind {kind!r}", self.model_config, KINDS[kind].config)
-        check_tokenizer(tokenizer, self.model_config, "the run")
         if isinstance(data, TextDataset):
             data = LanguageTask(data, self.model_config.context_length)
         self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config

@@ -98,6 +98,7 @@ def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
         ("--beams 2 --cuda-graph", "searches for the most likely text: leave out --cuda-graph"),
         ("--beams 2 --past-context crop", "for the most likely text: leave out --past-context"),
         ("--length-penalty 1", "--length-penalty needs --beams"),
+        ("--greedy --top-k 3", "--greedy takes the most likely token: leave out --top-k"),
         ("--cuda-graph", "cuda_graph needs a model on a CUDA device, got one on cpu"),
         ("--prompts-file absent", "cannot read text file absent: No such file or directory"),
         ("--prompts-file /dev/null", "text file /dev/null is empty"),
