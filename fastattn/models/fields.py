@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -47,16 +46,11 @@ def check_fields(record: Any) -> None:
     """
     from ..checks import as_python  # with torch
 
-    for name, kind in _types(type(record)).items():
-        value = as_python(getattr(record, name))
-        check_type(name, value, kind)
-        object.__setattr__(record, name, value)
-
-
-@functools.cache
-def _types(record: type) -> dict[str, Any]:
-    types_of = get_type_hints(record)
-    return {field.name: types_of[field.name] for field in dataclasses.fields(record)}
+    types_of = get_type_hints(type(record))
+    for field in dataclasses.fields(record):
+        value = as_python(getattr(record, field.name))
+        check_type(field.name, value, types_of[field.name])
+        object.__setattr__(record, field.name, value)
 
 
 def check_type(name: str, value: object, kind: Any) -> None:

@@ -28,8 +28,8 @@ from ..tokenizers import (
 from .prepared import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, PreparedText
 from .text import DataError
 
-# Units of a document, and what to do with bytes that are not UTF-8.
-Unit, Errors = Literal["file", "line", "paragraph"], Literal["strict", "replace"]
+Unit = Literal["file", "line", "paragraph"]  # of a document
+Errors = Literal["strict", "replace"]  # for bytes that are not UTF-8
 # Characters that tokenizers other than "char" are trained on, of a part, and encoded at once: a
 # batch has many parts, as each core encodes one.
 SAMPLE, PART, BATCH = 10_000_000, 1 << 15, 1 << 21
