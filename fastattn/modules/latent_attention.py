@@ -244,7 +244,7 @@ class MultiheadLatentAttention(nn.Module):
         """o [B, H, T, V] from keys and values of all heads with a shared rotary key."""
         k_nope, v = self._heads(kv)
         second = {} if q_rope is None else {"query2": q_rope, "key2": kv[..., self.kv_latent_dim :]}
-        every: Any = {**second, **self._options(), **options}
+        every: Any = {**second, **self.attention_options(), **options}
         o: Tensor = attention(q_nope, k_nope, v, **every)
         return o
 
@@ -267,12 +267,25 @@ class MultiheadLatentAttention(nn.Module):
             q = torch.cat((q, q_rope), -1)
         attend: Any = getattr(cache, "attend", None)
         if attend is not None:
-            o: Tensor = attend(q, **self._options())
+            o: Tensor = attend(q, **self.attention_options())
         else:
-            o = decode_attention(q, cache, new_lengths=counts, **self._options())
+            o = decode_attention(q, cache, new_lengths=counts, **self.attention_options())
         return o @ of_values.mT
 
-    def _options(self) -> dict[str, Any]:
+    def queries_keys(
+        self, x: Tensor, rotary_tables: RotaryTables | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute queries and keys [B, H, T, P + R] of x, as `forward` does without a cache."""
+        tables = module_checks.checked_tables(x, None, rotary_tables, self.rope_dim or None)
+        q, q_rope, kv = self._projected(x, self._tables(x, None, tables, None))
+        k = self._heads(kv)[0]
+        if q_rope is None:
+            return q, k
+        k_rope = kv[..., self.kv_latent_dim :].expand(*k.shape[:3], -1)
+        return torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1)
+
+    def attention_options(self) -> dict[str, Any]:
+        """The layer's options of `fastattn.attention`, the same in every call."""
         window = self.window
         if isinstance(window, int):
             window = (window - 1, None if self.causal else window - 1)

@@ -92,13 +92,8 @@ def latent_attention_weights(
     **masks: Any,
 ) -> Tensor:
     """Attention weights of `layer(x, ...)`, as `self_attention_weights`: [B, H, T, T]."""
-    tables = checked_tables(x, None, rotary_tables, layer.rope_dim or None)
-    q, q_rope, kv = layer._projected(x, layer._tables(x, None, tables, None))
-    k = layer._heads(kv)[0]
-    if q_rope is not None:
-        k_rope = kv[..., layer.kv_latent_dim :].expand(*k.shape[:3], -1)
-        q, k = torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1)
-    return attention_weights(q, k, **layer._options(), **masks)
+    q, k = layer.queries_keys(x, rotary_tables)
+    return attention_weights(q, k, **layer.attention_options(), **masks)
 
 
 def _additive_weights(

@@ -86,7 +86,7 @@ class Trainer:
         ranks: the process group, from `ranks.started`.
 
     Raises:
-        TypeError: data, config or the model's configuration is of another class.
+        TypeError: data, config or the model's configuration has a different class.
         ValueError: there is no such kind, or config does not suit the device or the ranks.
         CheckpointError: resume_from has another model, or the tokenizer has ids past the model's.
     """

@@ -52,7 +52,7 @@ def prepare(
 
     Args:
         texts: paths of UTF-8 files, and of folders, whose files are all taken, by name, but hidden
-            ones; a byte order mark is dropped.
+            ones; links are followed; a byte order mark is dropped.
         out_dir: the folder; it must not be there, or be empty.
         tokenizer: one of `TOKENIZER_KINDS`, trained on the first 10 MB of the text ("char" on all
             of it), or a path or name, as for `load_tokenizer`.
