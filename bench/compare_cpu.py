@@ -6,6 +6,7 @@ python bench/compare_cpu.py alibi lse        # rows with one of these words
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -108,9 +109,11 @@ def by_formula(
 
 def dense_rows() -> Iterator[tuple[str, Call, Call]]:
     """Rows of `dense`, forward, and forward and backward."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for T in (64, 512, 2048):
             for name, heads, ours, theirs in dense(T, dtype):
+                if dtype == torch.float16 and name != "causal":
+                    continue
                 written_out = getattr(theirs, "func", None) is by_formula
                 if T > 512 and not (dtype == torch.float32 and (written_out or name == "window")):
                     continue
@@ -182,13 +185,15 @@ def layer_step(call: Call, layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def decode_rows() -> Iterator[tuple[str, Call, Call]]:
     """A step over a cache beside torch's function, and with torch.cat of the new token."""
-    for rows, heads, kv_heads, T in ((1, 8, 2, 128), (8, 8, 8, 512)):
-        k, v = torch.randn(2, rows, kv_heads, T, D)
-        q, new = torch.randn(rows, heads, 1, D), torch.randn(rows, kv_heads, 1, D)
-        cache = fastattn.KVCache(rows, kv_heads, max_length=T + 1, head_dim=D)
+    dtypes, sizes = (torch.float32, torch.bfloat16), ((1, 8, 2, 128), (8, 8, 8, 512))
+    for dtype, (rows, heads, kv_heads, T) in itertools.product(dtypes, sizes):
+        k, v = torch.randn(2, rows, kv_heads, T, D).to(dtype)
+        q, new = (torch.randn(rows, x, 1, D).to(dtype) for x in (heads, kv_heads))
+        cache = fastattn.KVCache(rows, kv_heads, max_length=T + 1, head_dim=D, dtype=dtype)
         cache.append(k, v)
         read = partial(F.scaled_dot_product_attention, q, enable_gqa=heads != kv_heads)
-        name = f"{rows} rows, {heads}:{kv_heads} heads, {T} keys; float32"
+        kind = str(dtype).removeprefix("torch.")
+        name = f"{rows} rows, {heads}:{kv_heads} heads, {T} keys; {kind}"
         ours = torch.no_grad()(partial(fastattn.decode_attention, q, cache))
         yield f"decode; {name}; forward", ours, torch.no_grad()(partial(read, k, v))
 

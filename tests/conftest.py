@@ -91,10 +91,10 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    assert all((_TESTS / name).is_file() for name in _COSTLY), "a costly file has another name"
-    order = {name: place for place, name in enumerate(_COSTLY)}
+    order = {_TESTS / name: place for place, name in enumerate(_COSTLY)}
+    assert all(path.is_file() for path in order), "a costly file has another name"
     others = len(_COSTLY) if _workers else -1
-    items.sort(key=lambda item: order.get(item.path.relative_to(_TESTS).as_posix(), others))
+    items.sort(key=lambda item: order.get(item.path, others))
     release = ".".join(version("triton").split(".")[:2])
     over_budget = [f"test_compiles_well[sm_90 {x}]" for x in _OVER_BUDGET.get(release, ())]
     reason = f"Triton {release} makes more of this kernel than its budget allows"

@@ -3,7 +3,8 @@
 A column is one more key, with value 0 and the same score for all queries of a head.
 """
 
-from math import inf
+from functools import cache
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -19,6 +20,33 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # Lower bound on a CPU's vector length. Without a mask, torch 2.13's CPU kernel ignores NaN in the
 # maximum of scores that fill no vector, and treats an all-NaN row as one without keys.
 WIDEST_VECTOR = 64
+
+
+# Most queries times keys of calls whose gradients take less time in fp32 than in bf16, with torch
+# 2.13 on a CPU with AVX-512.
+_SHORT = 2**14
+
+
+def in_fp32(q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
+    """Whether torch's function takes less time in fp32 than in 16 bits, casts included.
+
+    others: inputs that may need gradients too.
+    """
+    if q.dtype == torch.float16:
+        return not _multiplies_fp16()
+    if q.dtype != torch.bfloat16:
+        return False
+    T_q = q.shape[2]
+    if T_q == 1 or T_q * k.shape[2] > _SHORT or not torch.is_grad_enabled():
+        return T_q == 1
+    return any(x is not None and x.requires_grad for x in (q, k, *others))
+
+
+@cache
+def _multiplies_fp16() -> bool:
+    """Whether this CPU has instructions for products in fp16."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return supported is None or supported()
 
 
 def beside_column(options: Options) -> Options:
@@ -38,28 +66,32 @@ def fits(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor | None, is_causal: bool,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """o, lse, and rows where they may be wrong, bool [B, H_q, T_q].
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """o, lse, and rows where they may be wrong, bool [B, H_q, T_q]; None: no row is.
 
     mask: summand without gradients. blind: rows without keys, if known.
     """
-    o, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
-    # The kernel's lse is 0 in rows without keys, and where NaN is missed.
-    odd = lse == 0
+    o, of_kernel = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
+    lse = of_kernel
     if blind is not None:
-        o, lse, odd = o.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -inf), odd & ~blind
+        o, lse = o.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -inf)
     o, lse = formula.with_column(o, lse, options.sinks)
-    return o, lse, odd | (lse == inf)
+    # The kernel's lse is 0 in rows without keys, and where NaN is missed: in short, a sum.
+    if isfinite((of_kernel.reciprocal() + lse).sum().item()):
+        return o, lse, None
+    odd = of_kernel == 0
+    odd = (odd if blind is None else odd & ~blind) | (lse == inf)
+    return o, lse, odd if odd.any() else None
 
 
 def differentiable(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor | None, is_causal: bool,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`attention`, with gradients of o and lse in q, k, v and the column, of any order."""
     mask = mask if mask is None else mask.to(q.dtype)
     inputs = (q, k, v, options.sinks, mask, blind, is_causal, options)
-    results: tuple[Tensor, Tensor, Tensor] = _Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, Tensor, Tensor | None] = _Differentiable.apply(*inputs)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -68,12 +100,13 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, column: Tensor | None, mask: Tensor | None,
         *rest: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         o, lse, odd = attention(q, k, v, mask, *rest)
         _, ctx.is_causal, options = rest
         ctx.scale = options.scale
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(odd)
+        if odd is not None:
+            ctx.mark_non_differentiable(odd)
         ctx.save_for_backward(q, k, v, column, mask, o, lse)
         return o, lse, odd
 

@@ -228,7 +228,7 @@ class AddedScores(NamedTuple):
             keep = by_value(options, None, *self[:6])
             assert keep is not None
             x = added(keep, self.dtype) if x is None else torch.where(keep, x, float("-inf"))
-        return None if x is None else x.expand(-1, -1, self.T_q, self.T_k)
+        return x
 
     def exactly(self, options: Options) -> tuple[Tensor | None, Tensor | None]:
         """(A bias, -inf wherever a key is hidden, or a mask, as `quickly`; the mask alone)."""
@@ -251,12 +251,12 @@ class AddedScores(NamedTuple):
         assert exists is not None
         return exists.logical_not().view(-1, 1, 1, self.T_k)
 
-    def shows_each_query_a_key(self, options: Options) -> bool:
-        """Whether masks are by numbers alone, and leave each query a key."""
+    def is_complete(self, options: Options) -> bool:
+        """Whether masks are by numbers alone, leave each query a key, and hide no bias, or NaN."""
         if self.padded or self.chosen or options.placing is None:
             return False
         near = by_position(options, self.T_q, self.T_k, self.device)
-        return near is None or bool(near.any(-1).all())
+        return near is None or (not self.biased and bool(near.any(-1).all()))
 
     def _by_position(self, options: Options) -> _ByPosition:
         of = (self.T_q, self.T_k, self.device, self.dtype, self.is_causal)

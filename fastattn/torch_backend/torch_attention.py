@@ -87,8 +87,7 @@ def bind(
     added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
     if summed:
         return partial(_with_lse, added=added, is_causal=skips, **how)
-    # A bias may be NaN or infinite where a key is hidden.
-    complete = on_host and not added.biased and added.shows_each_query_a_key(options)
+    complete = on_host and added.is_complete(options)
     return partial(_masked, added=added, on_host=on_host, complete=complete, gqa=gqa)
 
 
@@ -189,6 +188,15 @@ def _fused(
 
     The function also drops weights without a seed.
     """
+    if gqa and q.shape[2] == 1 and _as_rows(q, shown, options, is_causal):
+        rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        o = _fused(rows, k, v, options, shown, is_causal=False, gqa=False)
+        return o.reshape(*q.shape[:3], -1)
+    if q.dtype != torch.float32 and tracing.host_knows(q) and cpu_kernel.in_fp32(q, k, v, shown):
+        if shown is not None and shown.is_floating_point():
+            shown = shown.float()
+        wide = (x.float() for x in (q, k, v))
+        return _fused(*wide, options, shown, is_causal=is_causal, gqa=gqa).to(q.dtype)
     if is_causal and shown is not None:
         o, _, _ = cpu_kernel.attention(q, k, v, shown, None, True, options)
     else:
@@ -202,6 +210,12 @@ def _fused(
     if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     return o
+
+
+def _as_rows(q: Tensor, shown: Tensor | None, options: Options, is_causal: bool) -> bool:
+    """Whether heads of one query can be queries of their key head, which torch does not copy."""
+    alike = shown is None or shown.shape[1] == 1
+    return alike and not (is_causal or options.dropout) and tracing.host_knows(q)
 
 
 def _short(
@@ -223,7 +237,7 @@ def _masked(
 ) -> Tensor:  # fmt: skip
     """o of a call with a mask or bias.
 
-    on_host: as for `_short`. complete: no bias, no padding, and each query sees a key.
+    on_host: as for `_short`. complete: `AddedScores.is_complete`.
     """
     if complete or (on_host and not options.dropout):
         shown = added.quickly(options)
@@ -241,8 +255,10 @@ def _masked(
 
 def _records(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether autograd records the call."""
+    if not torch.is_grad_enabled():
+        return False
     inputs = (q, k, v, *options.differentiable, *options.mod_tensors)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return any(x is not None and x.requires_grad for x in inputs)
 
 
 def _with_lse(
@@ -251,18 +267,17 @@ def _with_lse(
 ) -> Results:  # fmt: skip
     """o and lse of torch's CPU kernel. added: of a call with a mask or bias."""
     dtype, records = q.dtype, _records(q, k, v, options)
-    if records:  # torch's backward in 16 bits takes longer at short lengths
+    if records or cpu_kernel.in_fp32(q, k):
         q, k, v = (formula.wide(x, None) for x in (q, k, v))
     compute = partial(cpu_kernel.differentiable if records else cpu_kernel.attention, q)
     o, lse, odd = compute(k, v, added and added.quickly(options), None, is_causal, options)
-    sound = not odd.any().item() and _is_sound(o, k, v, options)
-    if added is not None and not sound:
+    if added is not None and not (odd is None and _is_sound(o, k, v, options)):
         shown, mask = added.exactly(options)
         if shown is not None and shown.dtype == torch.bool:
             shown = masks.added(shown, q.dtype)
         blind = None if mask is None else ~mask.any(-1).expand(lse.shape)
         o, lse, odd = compute(*_existing(k, v, options), shown, blind, False, options)
-    if odd.any():
+    if odd is not None:
         exact_o, exact_lse = _by_formula(q, k, v, options, return_lse=True, **how)
         if records:
             o, lse = exact_o, exact_lse

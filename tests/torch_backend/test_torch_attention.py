@@ -14,6 +14,7 @@ from fastattn.functional import call_memo
 from fastattn.options import LEARNED
 from fastattn.testing import make_qkv
 from fastattn.testing.option_examples import option_examples
+from fastattn.torch_backend import cpu_kernel, decode
 from fastattn.torch_backend import torch_attention as torch_backend
 
 
@@ -41,6 +42,43 @@ def test_no_mask_is_built_where_torch_has_a_flag(monkeypatch: pytest.MonkeyPatch
         (True, False, False),
         (False, False, False),
     ]
+
+
+def test_torch_gets_what_it_computes_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short calls with gradients and one query in fp32, without native products all of fp16."""
+    seen: list[Any] = []
+    for module in (torch_backend, decode):
+        original = module.scaled_dot_product_attention
+
+        def recorded(q: Tensor, *inputs: Any, original: Any = original, **options: Any) -> Tensor:
+            seen.append((q.dtype, *q.shape[1:3]))
+            return original(q, *inputs, **options)
+
+        monkeypatch.setattr(module, "scaled_dot_product_attention", recorded)
+
+    def call(dtype: torch.dtype, H_q: int, T: int, *, learns: bool, **options: Any) -> Tensor:
+        q, k, v = (x.detach().to(dtype) for x in make_qkv(1, H_q, 2, T, 150, 8))
+        return torch_attention(q.requires_grad_(learns), k, v, **options)
+
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    for native in (True, False):
+        monkeypatch.setattr(cpu_kernel, "_multiplies_fp16", lambda native=native: native)
+        call(fp16, 2, 150, learns=False)
+    assert seen == [(fp16, 2, 150), (fp32, 2, 150)]
+    seen.clear()
+    for how in ((2, 8, True), (2, 8, False), (2, 150, True), (2, 1, False), (4, 1, False)):
+        call(bf16, *how[:2], learns=how[2], key_lengths=torch.tensor([90]))
+    call(bf16, 4, 1, learns=False, attn_bias=torch.zeros(1, 4, 1, 150, dtype=bf16))
+    shorts = [(fp32, 2, 8), (bf16, 2, 8), (bf16, 2, 150)]
+    assert seen == [*shorts, (fp32, 2, 1), (bf16, 2, 2), (fp32, 4, 1)]
+    seen.clear()
+    cache = fastattn.KVCache(1, 2, max_length=8, head_dim=8, dtype=bf16)
+    cache.append(*torch.randn(2, 1, 2, 4, 8, dtype=bf16))
+    with torch.no_grad():
+        for heads in (2, 4, 4):
+            q = torch.randn(1, heads, 1, 8, dtype=bf16)
+            assert fastattn.decode_attention(q, cache, backend="torch").dtype == bf16
+    assert seen == [(fp32, 2, 1), (bf16, 2, 2), (bf16, 2, 2)]
 
 
 EXAMPLES = option_examples(4, 2, 12, 12, 8, reach=4)
