@@ -351,7 +351,7 @@ def check_is(name: str, x: Any, *kinds: type) -> None:
     """Raise TypeError unless x is of one of the classes."""
     if not isinstance(x, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{name} must be a {wanted}, got {type_name(x)}")
+        raise TypeError(f"{name} must be of class {wanted}, got {type_name(x)}")
 
 
 def check_pair(name: str, x: Any, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_count
+from ..checks import check_count, check_is
 from .model_config import TextConfig
 from .stack import TokenStack, check_targets, check_tokens, scored, token_logits
 
@@ -56,6 +56,7 @@ class Encoder(TokenStack):
     config: EncoderConfig
 
     def __init__(self, config: EncoderConfig) -> None:
+        check_is("config", config, EncoderConfig)
         super().__init__(config, config.vocab_size, config.context_length, causal=False)
         self.initialise_weights()
 

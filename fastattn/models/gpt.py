@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..cache.latent import LatentQuantize, PagedLatentCache
 from ..cache.paged import PagedKVCache
-from ..checks import check_count, check_tensor
+from ..checks import check_count, check_is, check_tensor
 from ..modules.self_attention import LayerCache
 from . import stack
 from .model_config import TextConfig
@@ -81,6 +81,7 @@ class GPT(DecoderStack):
     length_field = "context_length"
 
     def __init__(self, config: GPTConfig) -> None:
+        check_is("config", config, GPTConfig)
         super().__init__(config, config.vocab_size, config.context_length)
         untied = not config.tie_weights
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False) if untied else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.dense import KVCache
+from ..checks import check_is
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import LayerCache
 from . import stack
@@ -140,6 +141,7 @@ class Seq2Seq(nn.Module):
     """
 
     def __init__(self, config: Seq2SeqConfig) -> None:
+        check_is("config", config, Seq2SeqConfig)
         super().__init__()
         self.config = config
         self.encoder = _Encoder(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...checks import check_count
 from ...files.text import DataError as DataError
 from ...files.text import read_lines as read_lines
 from ...files.text import read_text_file as read_text_file
@@ -68,6 +69,7 @@ class TextDataset:
 
 def check_counts(train: int, validation: int, context_length: int) -> None:
     """Raise DataError if the parts are too short; see `TextDataset.from_text`."""
+    check_count("context_length", context_length, 1)
     if train < context_length + 1 or validation < 2:
         raise DataError(
             f"the text is too short: it has {train} tokens for training and {validation} for "
