@@ -185,7 +185,6 @@ def test_maps_of_an_encoder_decoder_have_three_kinds():
     ("kind", "text", "target", "message"),
     [
         ("gpt", " ", None, "--text has no token"),
-        ("tagger", "", None, "--text has no token"),
         ("gpt", "the fox jumps over a lazy dog", None, "--text has 7 tokens, the model"),
         ("tagger", "the fox jumps over a lazy dog", None, "7 tokens, the model reads at most 6"),
         ("masked", "the", "the", "--target is for an encoder-decoder, not a masked-token model"),
