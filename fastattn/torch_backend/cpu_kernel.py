@@ -71,6 +71,7 @@ def attention(
 
     mask: summand without gradients. blind: rows without keys, if known.
     """
+    mask = mask if mask is None else mask.to(q.dtype)
     o, of_kernel = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=options.scale)
     lse = of_kernel
     if blind is not None:

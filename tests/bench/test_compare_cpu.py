@@ -24,7 +24,7 @@ def test_rows_are_timed_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "all keys; T 64; float32",
         "causal, ALiBi; T 64; bfloat16",
         "need_weights; 1",
-        "1 rows",
+        "1 rows, 8:2 heads, 128 keys; float32",
     ]
     file = tmp_path / "cpu.json"
     monkeypatch.setattr(sys, "argv", ["compare_cpu.py", *words, "--out", str(file)])
