@@ -31,13 +31,12 @@ class Kind:
     build: Callable[[Any, Mapping[str, Any]], nn.Module]
 
 
-def _tagger(config: EncoderConfig, data: Mapping[str, Any]) -> Tagger:
-    return Tagger(config, len(data["tags"]))
-
-
 _ALL = (
     Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, lambda x, _: GPT(x)),
-    Kind("tagger", "a tagger", "encoder", "tagging", "tag", EncoderConfig, _tagger),
+    Kind(
+        *("tagger", "a tagger", "encoder", "tagging", "tag", EncoderConfig),
+        lambda x, data: Tagger(x, len(data["tags"])),
+    ),
     Kind(
         *("masked", "a masked-token model", "encoder", "masked", "inspect", EncoderConfig),
         lambda x, _: MaskedLM(x),
